@@ -51,7 +51,7 @@ trainers:
 	$(MAKE) VENV=.venv-trainers test-trainers
 
 test-trainers: $(VENV)/.stamp-trainers
-	$(BIN)/python -m pytest -rs -n $(WORKERS) tests/trainers
+	$(BIN)/python -m pytest -rs -n $(WORKERS) tests/integrations
 
 style: install-test
 	$(BIN)/ruff check .

@@ -1,1 +1,1 @@
-"""The figures that Firstloss promises, each measured against the other way in one run."""
+"""Benchmarks: each measures Firstloss and the alternative side by side."""

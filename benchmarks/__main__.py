@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every figure, in one table."""
+"""`python -m benchmarks`: run all benchmarks and print one table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIGURES = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=FIGURES, action="append", help="run this figure alone (may be repeated)")
+    parser.add_argument("--only", choices=FIGURES, action="append", help="run only this benchmark (may be repeated)")
     harness.add_arguments(parser)
     args = parser.parse_args()
     figures = []

@@ -1,4 +1,4 @@
-"""Capturing the constructor of Llama-3.1-405B: how long, and how much memory."""
+"""Time and memory for capturing the constructor of Llama-3.1-405B."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from benchmarks import harness, models
 
 NAME = "capture Llama-3.1-405B's constructor"
-GOAL = "under 1.5 s and 200 MB more resident memory"
+GOAL = "under 1.5 s and 200 MB of additional resident memory"
 
 
 def child(side, args):
@@ -37,7 +37,7 @@ def measure(args):
     rows = [
         ("parameters", f"{runs[0]['parameters']:,}"),
         ("capture", f"{seconds:.2f} s"),
-        ("more resident memory", f"{resident / 1e6:.0f} MB"),
+        ("additional resident memory", f"{resident / 1e6:.0f} MB"),
     ]
     return harness.Figure(NAME, GOAL, rows, seconds < 1.5 and resident < 200e6, {"runs": runs})
 

@@ -1,11 +1,12 @@
-"""Constructing a Qwen3-30B-A3B's shape, cut to a few layers, on eight ranks of one machine: CPU seconds of all ranks.
+"""Construct a model with the shape of Qwen3-30B-A3B, reduced to a few layers, on eight ranks of one machine.
 
     python -m benchmarks.construct_on_ranks [--layers 2] [--ranks 8] [--ways WAY ...] [--json]
 
-Ways: `one` constructs on one process, and is what the others are measured against; `eager` does so on a rank, and
-shards (one rank is run, and counted as often as there are ranks: together they would not fit into memory); `meta`
-constructs on the meta device, `fully_shard`s, `to_empty`s and calls `_init_weights`; `firstloss` is the same script
-with `fl.deferred()` in place of meta and no `_init_weights`. Weights are bfloat16. Imports are left out.
+The result is the CPU seconds of all ranks. Ways: `one` constructs in one process and is the baseline; `eager` does so
+on each rank and then shards (one rank is run and its time multiplied by the number of ranks, since all of them would
+not fit into memory); `meta` constructs on the meta device, calls `fully_shard`, `to_empty` and `_init_weights`;
+`firstloss` is the same script with `fl.deferred()` in place of meta and without `_init_weights`. Weights are
+bfloat16. Imports are not included.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=2, help="of the model, whose 48 few machines hold (default 2)")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers, of the model's 48 (default 2)")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
 

@@ -1,4 +1,4 @@
-"""Trace, lower and compile a step of 24 layers and one of 96: what four times the layers cost."""
+"""Trace, lower and compile a step of 24 layers and one of 96: the cost of four times as many layers."""
 
 from __future__ import annotations
 

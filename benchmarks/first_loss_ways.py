@@ -1,7 +1,8 @@
-"""Time to first loss of a Llama of 1.1B parameters with momentum: each way to bring weights to the device; twice.
+"""Time to first loss of a Llama of 1.1B parameters with momentum, for each way to get weights onto the device, twice.
 
-Peak memory is measured in processes of its own, from construction until the weights are on the device, against what the
-process held before; so is what of it was host memory, beside the arrays of the device, which is this machine's CPU.
+Peak memory is measured in separate processes, from construction until the weights are on the device, relative to what
+the process held before; so is the part of it that is host memory in addition to the arrays of the device, which is
+this machine's CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import time
 from benchmarks import harness, models
 
 NAME = "time to first loss, Llama of 1.1B parameters, SGD with momentum, batch 1 x 128, import left out"
-GOAL = "60% less than eager construction and move; 80% less at a second start"
+GOAL = "60% less time than eager construction and move; 80% less at a second start"
 WAYS = {
     "eager": "constructed eagerly, then moved",
-    "at-once": "lazy_initialization = False: each weight moved as it is made",
+    "at-once": "lazy_initialization = False: each weight moved when constructed",
     "lazy": "Firstloss, first start",
     "lazy-again": "Firstloss, second start (compiled steps cached)",
 }
@@ -173,12 +174,12 @@ def measure(args):
         ("floor: the weights over write bandwidth, touched memory", f"{written['touched']:.2f} s"),
         ("floor: the weights over write bandwidth, fresh memory", f"{written['fresh']:.2f} s"),
         *(
-            (f"floor: the forward pass's products at the speed of {whose}", f"{forward[whose]:.2f} s")
+            (f"floor: the forward pass's matrix products at the speed of {whose}", f"{forward[whose]:.2f} s")
             for whose in forward
         ),
-        ("floor: the weights drawn by all cores, and nothing else done", f"{bounds['made']:.2f} s"),
+        ("floor: the weights drawn on all cores, without anything else", f"{bounds['made']:.2f} s"),
         (
-            "what any start needs: the last two; less than the eager way",
+            "lower bound of any start: the last two; relative to eager construction",
             f"{least:.2f} s; {100 * (1 - least / harness.middle(runs['eager'], 'seconds')):.0f}%",
         ),
         ("relative difference of the first losses", f"{difference:.1e}"),

@@ -1,7 +1,7 @@
-"""A Llama in Flax NNX, initialised as Flax's guide says: jitted, with sharding constraints on its weights.
+"""A Llama in Flax NNX, initialized as in Flax's guide: jitted, with sharding constraints on its weights.
 
-An equivalent of transformers' Llama: the same shapes and distributions, no numbers in common. Its layers are a Python
-loop, as transformers' are.
+An equivalent of transformers' Llama, with the same shapes and distributions but other numbers. Its layers are a Python
+loop, as in transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A Llama and a ResNet-18 in Flax NNX, as one would write them there: what `step_speed` compares with.
+"""A Llama and a ResNet-18 in idiomatic Flax NNX, for comparison in `step_speed`.
 
-Parameter for parameter those of transformers' LlamaForCausalLM and of torchvision's resnet18.
+Their parameters correspond one to one to those of transformers' LlamaForCausalLM and torchvision's resnet18.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A Llama's training step in Flax NNX, as its guides say: layers made by `nnx.vmap` and run by `nnx.scan`, weights cut
-over a mesh (FSDP), AdamW of optax.
+"""A Llama training step in Flax NNX, as in its guides: `nnx.vmap` and `nnx.scan` over layers, FSDP, AdamW of optax.
 
-The shapes of transformers' Llama; no numbers in common.
+It has the shapes of transformers' Llama, but other numbers.
 """
 
 from __future__ import annotations

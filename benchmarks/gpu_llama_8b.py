@@ -1,10 +1,13 @@
-"""A Llama of 8B parameters, bfloat16, made in place on a GPU: against eager construction on that GPU and on the CPU.
+"""Initialize a Llama of 8B parameters in place on a GPU, against eager construction on that GPU and on the CPU.
 
-Ours is capture, compiling and drawing on the GPU, by both random policies. By "eager" the weights are those that eager
-PyTorch makes on the CPU, but for the last place of what goes through a logarithm; eager construction on the GPU draws
-others. The floor is the time to write as many bytes to the GPU's memory.
+Weights are bfloat16.
 
-Without a GPU there is nothing to measure: one line says so, and the status is 77. `--tiny` runs on a CPU too.
+Firstloss's time includes capture, compilation and drawing on the GPU, under both random policies. Under "eager" the
+weights are those that eager PyTorch makes on the CPU, except for the last place of values that pass through a
+logarithm; eager construction on the GPU draws different ones. The floor is the time to write as many bytes to the
+GPU's memory.
+
+Without a GPU it prints one line and exits with status 77. `--tiny` also runs on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 from benchmarks import harness, models
 
 NAME = "Llama of 8B parameters, bfloat16, made on a GPU"
-GOAL = "print both ratios and the floor; the eager policy's weights are those of the CPU to one place"
+GOAL = "print both ratios and the floor; weights of the eager policy match the CPU's to one unit in the last place"
 WEIGHTS = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight")
 FIRST = 2000  # elements of each that are compared
 PLACE = 2.0**-7  # one unit in the last place of bfloat16, relative, at most
@@ -125,7 +128,7 @@ def measure(args):
         rows.append((f"eager construction {side}", seconds))
     rows.append(("and moved to the device", f"{harness.middle(runs['on the CPU'], 'moved'):.2f} s"))
     floor = runs["eager"][0]["bytes"] / harness.middle(runs["eager"], "bandwidth")
-    rows.append(("the floor: writing that many bytes on the device", f"{floor * 1e3:.3g} ms"))
+    rows.append(("floor: writing that many bytes on the device", f"{floor * 1e3:.3g} ms"))
     same = max(_difference(a["first"], b["first"]) for a, b in zip(runs["eager"], runs["on the CPU"], strict=True))
     rows.append(("rng='eager': largest relative difference from eager on the CPU", f"{same:.2g}"))
     return harness.Figure(NAME, GOAL, rows, same <= PLACE, {"runs": _without_values(runs), "floor": floor})

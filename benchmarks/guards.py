@@ -1,4 +1,4 @@
-"""What it costs a call of a compiled step to ask whether all that its Python has read is as it was."""
+"""The cost of checking the guards at each call of a compiled step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the benchmarks share: fresh processes, warm memory, interleaved rounds, medians, a table and JSON.
+"""Shared by all benchmarks: fresh processes, warm memory, interleaved rounds, medians, output as a table and as JSON.
 
-A benchmark is a module with `measure(args) -> Figure`, and `child(side, args) -> dict` for what is run in a process of
-its own, so that no side finds the memory, imports or caches of another. One that has options of its own declares them
-in `add_arguments(parser)`.
+A benchmark is a module with `measure(args) -> Figure`, and `child(side, args) -> dict` for what runs in a separate
+process, so that no side benefits from the memory, imports or caches of another. If it has options of its own, it
+declares them in `add_arguments(parser)`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-# With these in the environment each array is a mapping of its own, and goes back to the system when it is freed: what
-# is resident is what is held.
+# With these in the environment each array is a separate mapping, returned to the system when it is freed, so that
+# resident memory is the memory in use.
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
-# The status of a benchmark that this machine cannot run: what automake's and meson's tests call skipped.
+# The exit status of a benchmark that this machine cannot run: "skipped" in automake and meson.
 NOT_MEASURED = 77
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -34,7 +34,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass(frozen=True)
 class Figure:
-    """What one benchmark found: `rows` of (what, value in words), and whether the goal is met.
+    """The result of one benchmark: `rows` of (label, formatted value), and whether the goal is met.
 
     `met` is None where this machine lacks what the goal compares with: where it lacks all, the only row says what.
     """
@@ -67,7 +67,7 @@ def main(module: Any) -> None:
 
 
 def with_defaults(module: Any, args: argparse.Namespace) -> argparse.Namespace:
-    """`args` and, of the options that a benchmark has of its own, the defaults."""
+    """`args`, with the defaults of the benchmark's own options."""
     parser = argparse.ArgumentParser()
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
@@ -75,16 +75,16 @@ def with_defaults(module: Any, args: argparse.Namespace) -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3, help="how often each side is run (default 3)")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to see that the benchmark itself works")
-    parser.add_argument("--fresh", action="store_true", help="leave memory as the system hands it out, on both sides")
+    parser.add_argument("--rounds", type=int, default=3, help="number of runs of each side (default 3)")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to check that the benchmark works")
+    parser.add_argument("--fresh", action="store_true", help="use untouched memory, on both sides")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def in_child(
     module: str, side: str, args: argparse.Namespace, environment: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run one side of benchmark `module` in a fresh process and return what it found.
+    """Run one side of benchmark `module` in a fresh process and return its result.
 
     `environment` takes the place of settings under which memory that was written once stays with the process.
     """
@@ -110,7 +110,7 @@ def output_of(command: Sequence[str], environment: dict[str, str] | None = None)
 
 
 def interleaved(sides: Sequence[str], rounds: int, run: Callable[[str], dict[str, Any]]) -> dict[str, list[dict]]:
-    """Run the sides in turns, a b a b, so that what else the machine does falls on all of them."""
+    """Run the sides interleaved, a b a b, so that other load on the machine affects all of them."""
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in sides:
@@ -125,12 +125,12 @@ def middle(runs: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def ratio(slow: Sequence[dict[str, Any]], fast: Sequence[dict[str, Any]], key: str) -> float:
-    """The median over the rounds of slow / fast, each of one round, in which the machine was in one mood."""
+    """The median over the rounds of slow / fast, each within one round, where the machine's load is about the same."""
     return median(a[key] / b[key] for a, b in zip(slow, fast, strict=True))
 
 
 def warm_memory(count: int, args: argparse.Namespace) -> None:
-    """Have the C library's heap of this process hold `count` bytes that have been written once.
+    """Make malloc hold `count` bytes that have been touched.
 
     Memory that a machine has never handed out can be ten times slower to write (a virtual machine gets it from its
     host page by page, and gives it back when a process frees it), and how slow changes from minute to minute. In
@@ -169,41 +169,41 @@ def write_bandwidth(size: int = 1 << 30) -> dict[str, float]:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory now."""
+    """Resident bytes of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 def settled() -> int:
-    """Resident bytes once what is free has gone back to the system."""
+    """Resident bytes after freed memory has been returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return resident()
 
 
 def reset_peak() -> None:
-    """Have Linux forget the highest resident bytes so far."""
+    """Reset the peak of resident bytes."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
 def peak() -> int:
-    """The highest resident bytes since `reset_peak`."""
+    """The peak of resident bytes since `reset_peak`."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
 
 def report(figures: Sequence[Figure], as_json: bool) -> None:
-    """All figures as one table or one JSON list."""
+    """Print all results as one table or one JSON list."""
     if as_json:
         print(json.dumps([asdict(figure) for figure in figures], indent=2))
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Figures", title_justify="left", show_lines=False)
-    table.add_column("what")
-    table.add_column("found", justify="right")
+    table = Table(title="Benchmarks", title_justify="left", show_lines=False)
+    table.add_column("benchmark")
+    table.add_column("result", justify="right")
     for figure in figures:
         table.add_section()
         verdict = "[green]met[/green]" if figure.met else "[red]not met[/red]"

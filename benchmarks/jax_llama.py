@@ -1,6 +1,6 @@
-"""A Llama's training step written by hand in JAX, as its users write one: layers in a `scan`, FSDP, AdamW.
+"""A Llama training step hand-written in JAX, as a JAX user would: layers in a `scan`, FSDP, AdamW.
 
-The shapes of transformers' Llama; no numbers in common.
+It has the shapes of transformers' Llama, but other numbers.
 """
 
 from __future__ import annotations

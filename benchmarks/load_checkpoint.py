@@ -1,10 +1,10 @@
-"""Loading a checkpoint of a Llama-7B's shape into shards: wall time, CPU seconds, peak memory of all ranks together.
+"""Load a checkpoint with the shape of Llama-7B into shards: wall time, CPU seconds, peak memory of all ranks together.
 
     python -m benchmarks.load_checkpoint [--layers 12] [--ranks 1 4] [--rounds 3] [--folder DIR] [--json]
 
 Ways: `from_pretrained` under `fl.deferred()`, then `fully_shard` and `materialize_module`; `from_pretrained`, then
 `fully_shard`; construction on meta, `fully_shard`, `to_empty` and a distributed checkpoint; the same with
-`fl.deferred()` in place of meta. Imports are left out; what the ranks hold is compared, bit for bit, afterwards.
+`fl.deferred()` in place of meta. Imports are not included. Afterwards the ranks' weights are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.ranks import Taken, run
 
 WAYS = ("firstloss", "from_pretrained", "meta and DCP", "firstloss and DCP")
 NAME = "load a checkpoint of a Llama-7B's shape, cut to a few layers, into shards"
-GOAL = "sooner than from_pretrained, in 1.1 times the checkpoint's bytes at most"
+GOAL = "faster than from_pretrained, with at most 1.1 times the checkpoint's bytes"
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 TINY = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -112,10 +112,12 @@ def _sums(model: Any) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=12, help="of the model's 32, which take 13.5 GB (default 12)")
+    parser.add_argument(
+        "--layers", type=int, default=12, help="layers, of the model's 32, which take 13.5 GB (default 12)"
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--folder", help="where the checkpoint is, or is to be kept")
+    parser.add_argument("--folder", help="folder to read the checkpoint from, or to keep it in")
 
 
 def measure(args: argparse.Namespace) -> harness.Figure:

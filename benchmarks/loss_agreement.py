@@ -1,4 +1,4 @@
-"""Losses of the demo over 20 steps against eager PyTorch training from the same seed, float32."""
+"""Losses of the demo over 20 steps, against eager PyTorch from the same seed, in float32."""
 
 from __future__ import annotations
 

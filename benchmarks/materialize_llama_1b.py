@@ -1,4 +1,4 @@
-"""Deferred capture plus materialization of a Llama of 1.1B parameters against its eager construction."""
+"""Capture and materialize a Llama of 1.1B parameters, against its eager construction."""
 
 from __future__ import annotations
 

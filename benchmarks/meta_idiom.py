@@ -1,13 +1,13 @@
-"""The meta device's idiom over model zoos: which tensors end up unlike plain construction, on meta and with Firstloss.
+"""Initialize the models of three zoos on the meta device and with Firstloss, and compare with plain construction.
 
     python -m benchmarks.meta_idiom [transformers] [torchvision] [timm] [--limit N] [--only NAME] [--json]
 
-Every architecture of `sweep_constructors` is made three times by the same script: construct (plainly, under
-`torch.device("meta")`, or under `fl.deferred()`), `to_empty(device="cpu")` unless plainly, seed, and call the model's
-own initialisation: `_init_weights` of transformers, `init_weights()` where a model has it, else `reset_parameters()` of
-each module that has it. Then parameters and buffers are compared, bit for bit, with those of the plain one. Memory that
-nobody has written is filled with NaN, as `torch.utils.deterministic.fill_uninitialized_memory` has it, so that garbage
-is never right by luck; a tensor that plain construction too leaves unwritten is not counted.
+Every architecture of `sweep_constructors` is built three times by the same script: construct (plainly, under
+`torch.device("meta")`, or under `fl.deferred()`), `to_empty(device="cpu")` except for the plain one, seed, and call
+the model's own initialization: `_init_weights` in transformers, `init_weights()` if a model has it, otherwise
+`reset_parameters()` of each module that has it. Then parameters and buffers are compared bit for bit with the plain
+ones. Uninitialized memory is filled with NaN, as by `torch.utils.deterministic.fill_uninitialized_memory`, so that it
+is never right by chance; tensors that plain construction also leaves uninitialized are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.sweep_constructors import LARGEST, ZOOS, add_arguments, examined
 __all__ = ["add_arguments", "measure"]
 
 NAME = "the meta device's idiom over model zoos"
-GOAL = "with Firstloss no tensor is unlike plain construction's"
+GOAL = "with Firstloss, no tensor differs from plain construction"
 
 
 @dataclass
@@ -152,12 +152,9 @@ def measure(args: argparse.Namespace) -> harness.Figure:
 def describe(o: Outcome) -> str:
     """One line on one architecture."""
     if o.left_out:
-        return f"{o.zoo:12} {o.name:40} left out: {o.left_out}"
-    meta = o.meta_fails or f"{len(o.meta)} unlike plain{': ' + ', '.join(o.meta[:2]) if o.meta else ''}"
-    ours = (
-        o.firstloss_fails
-        or f"{len(o.firstloss)} unlike plain{': ' + ', '.join(o.firstloss[:2]) if o.firstloss else ''}"
-    )
+        return f"{o.zoo:12} {o.name:40} skipped: {o.left_out}"
+    meta = o.meta_fails or f"{len(o.meta)} differ{': ' + ', '.join(o.meta[:2]) if o.meta else ''}"
+    ours = o.firstloss_fails or f"{len(o.firstloss)} differ{': ' + ', '.join(o.firstloss[:2]) if o.firstloss else ''}"
     return f"{o.zoo:12} {o.name:40} {o.tensors:5} tensors; meta {meta}; Firstloss {ours}"
 
 
@@ -166,7 +163,8 @@ def total(outcomes: list[Outcome]) -> str:
     work = [o for o in outcomes if not o.meta_fails]
     return (
         f"{len(outcomes)} models, {sum(o.tensors for o in outcomes):,} tensors. Meta: "
-        f"{sum(len(o.meta) for o in work):,} tensors unlike plain construction, in {sum(bool(o.meta) for o in work)} "
+        f"{sum(len(o.meta) for o in work):,} tensors differ from plain construction, in "
+        f"{sum(bool(o.meta) for o in work)} "
         f"of {len(work)} models; {len(outcomes) - len(work)} models fail. Firstloss: "
         f"{sum(len(o.firstloss) for o in outcomes):,} tensors in {sum(bool(o.firstloss) for o in outcomes)} models; "
         f"{sum(bool(o.firstloss_fails) for o in outcomes)} models fail"

@@ -1,4 +1,4 @@
-"""The models of the figures."""
+"""The models that the benchmarks use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's random stream made by XLA in lanes on one core, against PyTorch's own kernels on one core."""
+"""PyTorch's random stream computed by XLA in lanes on one core, against PyTorch's own kernels on one core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from benchmarks import harness
 
 NAME = "MT19937 in StableHLO, one core"
-GOAL = "as many words a second as PyTorch's uniform_"
+GOAL = "as many words per second as PyTorch's uniform_"
 COUNT = 1 << 24
 FILLS = {
     "uniform": ({"low": 0.0, "high": 1.0}, lambda tensor: tensor.uniform_()),
@@ -63,7 +63,7 @@ def measure(args):
         for way in ("xla", "torch"):
             rows.append((f"{name} by {way}", f"{harness.middle(runs, f'{name}_{way}') / 1e6:.0f} million a second"))
         rows.append((f"{name}, of PyTorch's", f"{ratios[name]:.2f} times"))
-    rows.append(("normals are PyTorch's, bit for bit", str(all(run["same"] for run in runs))))
+    rows.append(("normals are bit-identical to PyTorch's", str(all(run["same"] for run in runs))))
     return harness.Figure(NAME, GOAL, rows, ratios["uniform"] >= 1, {"runs": runs})
 
 

@@ -1,6 +1,6 @@
-"""One rank of 64 of a Llama of 1.1B parameters under fully_shard, against materializing all of it.
+"""Materialize one rank of 64 of a Llama of 1.1B parameters under fully_shard, against materializing all of it.
 
-The process group is PyTorch's fake one: this process is rank 17 of 64, and nobody else exists. Both sides use the same
+The process group is PyTorch's fake one: this process is rank 17 of 64, without any others. Both sides use the same
 number of threads.
 """
 
@@ -12,7 +12,7 @@ import time
 from benchmarks import harness, models
 
 NAME = "one rank of 64 of a Llama of 1.1B parameters, Shard(0)"
-GOAL = "capture and one rank within 3 times of capture and a 64th of the whole materialization"
+GOAL = "capture and one rank take at most 3 times as long as capture and 1/64 of materializing the whole"
 WORLD, RANK = 64, 17
 
 
@@ -100,8 +100,8 @@ def measure(args):
         ("a 64th of that", f"{share * 1e3:.0f} ms"),
         ("fully_shard", f"{harness.middle(rank, 'fully_shard') * 1e3:.0f} ms"),
         ("one rank of 64, materialized", f"{seconds * 1e3:.0f} ms"),
-        ("of a 64th", f"{seconds / share:.2f} times"),
-        ("capture and one rank, of capture and a 64th", f"{(capture + seconds) / (capture + share):.2f} times"),
+        ("relative to 1/64 of the whole", f"{seconds / share:.2f} times"),
+        ("capture and one rank, relative to capture and 1/64", f"{(capture + seconds) / (capture + share):.2f} times"),
         ("jumps", f"{rank[0]['jumps']}, {harness.middle(rank, 'jumping') / rank[0]['jumps'] * 1e3:.2f} ms each"),
         ("bytes of one rank", f"{rank[0]['bytes']:,}"),
         ("bytes of the whole", f"{whole[0]['bytes']:,}"),

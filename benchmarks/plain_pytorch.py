@@ -1,17 +1,17 @@
-"""Time to first loss as a user has it: `python train.py` in plain PyTorch, with torch.compile, and with Firstloss.
+"""Time to first loss as a user sees it: `python train.py` in plain PyTorch, with torch.compile, and with Firstloss.
 
-Each is a script of its own in a fresh process; seconds count from the start of the process until the loss is printed,
-imports included, on memory as the system hands it out (`--warm`: on memory that has been written before).
+Each side is a separate script in a fresh process. Seconds count from the start of the process until the loss is
+printed, imports included, on untouched memory (`--warm`: on memory that has been touched before).
 
-- "floor": the same imports, all weights drawn (`fl.deferred_init`, `fl.materialize_module`), and the forward pass by
-  PyTorch: what a first loss takes by itself, without a step that is traced or compiled.
-- "second start": Firstloss with the artifact folder that an earlier start has left.
+- "floor": the same imports, all weights drawn (`fl.deferred_init`, `fl.materialize_module`), and the forward pass in
+  PyTorch: the time that a first loss takes without a step being traced or compiled.
+- "second start": Firstloss with the artifact folder of an earlier start.
 - "compiled": Firstloss with `first_loss="compiled"`.
-- the whole first step: a process of its own, which reads a weight behind its first step.
-- break-even: the first step whose loss is there sooner than plain PyTorch's of the same number.
+- the whole first step: a separate process, which reads a weight after its first step.
+- break-even: the first step whose loss comes sooner than plain PyTorch's loss of the same step.
 
-`torch.compile` takes minutes: it is measured, once, where it is among FIRSTLOSS_BENCHMARK_SIDES="plain compile floor
-firstloss second compiled"; FIRSTLOSS_BENCHMARK_SIZES="100M" leaves the other size out.
+`torch.compile` takes minutes: it is measured once, if it is listed in FIRSTLOSS_BENCHMARK_SIDES="plain compile floor
+firstloss second compiled"; FIRSTLOSS_BENCHMARK_SIZES="100M" skips the other size.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from firstloss import malloc_settings
 
 NAME = "time to first loss as a user has it, Llama, SGD, import counted, fresh processes"
 GOAL = (
-    "at most 0.9 of plain PyTorch's at 100M parameters, 0.35 at 1.1B and there 0.1 of torch.compile's and 1.25 times "
-    "the floor; a second start at most 1.1 times the floor"
+    "at most 0.9 of plain PyTorch's time at 100M parameters, 0.35 at 1.1B; there also 0.1 of torch.compile's and 1.25 "
+    "times the floor; a second start at most 1.1 times the floor"
 )
 SIDES = {
     "plain": "plain PyTorch",
@@ -142,7 +142,7 @@ def _break_even(plain, ours):
 
 
 def add_arguments(parser):
-    parser.add_argument("--warm", action="store_true", help="on memory that has been written before, on all sides")
+    parser.add_argument("--warm", action="store_true", help="use memory that has been touched before, on all sides")
 
 
 def measure(args):
@@ -175,7 +175,7 @@ def measure(args):
                 parts += [f"then {later:.2f} a step"]
             if "step" in runs[side][0]:
                 parts += [f"the whole first step after {harness.middle(runs[side], 'step'):.2f}"]
-            share = f"{first[side] / first['plain']:.2f} of plain PyTorch's"
+            share = f"{first[side] / first['plain']:.2f} of plain PyTorch's time"
             if "floor" in first:
                 share += f", {first[side] / first['floor']:.2f} of the floor"
             tables.append((f"{size}, {SIDES[side]}: first and second loss", f"{', '.join(parts)} s ({share})"))
@@ -188,7 +188,7 @@ def measure(args):
             met = met and first["firstloss"] / first["plain"] <= (0.35 if size == "1.1B" else 0.9)
             equal = all(run["losses"][0] == runs["plain"][0]["losses"][0] for run in runs["firstloss"])
             met = met and equal
-            tables.append((f"{size}: the first loss is plain PyTorch's, bit for bit", "yes" if equal else "no"))
+            tables.append((f"{size}: the first loss is bit-identical to plain PyTorch's", "yes" if equal else "no"))
             if size == "1.1B" and "floor" in sides:
                 met = met and first["firstloss"] <= 1.25 * first["floor"]
             if size == "1.1B" and "compile" in sides:

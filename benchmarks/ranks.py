@@ -1,4 +1,4 @@
-"""Run one script as several ranks on this machine (gloo), and watch what they take: wall time, CPU seconds, memory."""
+"""Run one script as several ranks on this machine (gloo), and measure their wall time, CPU seconds and memory."""
 
 from __future__ import annotations
 

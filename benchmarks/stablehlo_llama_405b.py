@@ -1,4 +1,4 @@
-"""Llama-3.1-405B as one StableHLO module for a mesh of 4,096 devices: time, size, and what a device does."""
+"""Llama-3.1-405B as one StableHLO module for a mesh of 4,096 devices: time, size, and the work of one device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from benchmarks import harness, models
 
 NAME = "StableHLO of Llama-3.1-405B's constructor, 16 x 16 x 16 devices"
-GOAL = "under 5 s; the text of 126 layers at most 1.2 times that of 32, calls aside"
+GOAL = "under 5 s; the text for 126 layers at most 1.2 times that for 32, apart from calls"
 MESH = {"data": 16, "fsdp": 16, "tp": 16}
 ALL = ("data", "fsdp", "tp")
 SPECS = {"*": (ALL,)}  # rows, over all devices: the cheapest draw there is
@@ -68,15 +68,15 @@ def measure(args):
         ("capture", f"{harness.middle(large, 'capture'):.2f} s"),
         ("plan, lower and print", f"{harness.middle(large, 'seconds'):.2f} s"),
         ("text", f"{large[0]['bytes']:,} bytes, {large[0]['lines']:,} lines, {large[0]['calls']:,} calls"),
-        ("its functions, of those of 32 layers", f"{ratio:.3f} times as long"),
-        ("bytes of a device", f"{plan['bytes_per_device']:,} of {plan['bytes']:,}"),
-        ("words that a device draws", f"{plan['words_per_device']:,}"),
-        ("compiled functions of a device", f"{plan['compile_units']}"),
+        ("its functions, relative to 32 layers", f"{ratio:.3f} times as long"),
+        ("bytes per device", f"{plan['bytes_per_device']:,} of {plan['bytes']:,}"),
+        ("random words drawn per device", f"{plan['words_per_device']:,}"),
+        ("compiled functions per device", f"{plan['compile_units']}"),
     ]
     if not args.tiny:
         rows += [
-            ("words, cut along columns too", f"{large[0]['tensor_parallel']['words_per_device']:,}"),
-            ('the same by rng="counter"', f"{large[0]['counter']['words_per_device']:,}"),
+            ("words, if columns are split too", f"{large[0]['tensor_parallel']['words_per_device']:,}"),
+            ('the same with rng="counter"', f"{large[0]['counter']['words_per_device']:,}"),
         ]
     met = harness.middle(large, "seconds") < 5 and ratio <= 1.2
     return harness.Figure(NAME, GOAL, rows, met, {"runs": runs})

@@ -1,11 +1,11 @@
-"""Peak memory of placing weights and of a training step, against what parameters, state and activations take.
+"""Peak memory of placing weights and of a training step, against the size of parameters, state and activations.
 
-Activations are the tensors that autograd keeps for the backward pass, counted once each in an eager run of the same
-step. Gradients take their place while it goes on, so what a step has to hold beside parameters and state is the larger
-of the two. Measured is the peak of the process's resident memory, reset by Linux before each phase, against what it had
-before the model: what the libraries and the compiler hold by then is not counted, and distinguished. The heap is as
-users have it (`firstloss.malloc_settings.map_arrays`); one that gives back all that is freed, and glibc's own, are rows
-beside it.
+Activations are the tensors that autograd saves for the backward pass, each counted once, in an eager run of the same
+step. Gradients gradually replace them, so in addition to parameters and state a step has to hold the larger of the
+two. Measured is the peak of the process's resident memory, reset by Linux before each phase, relative to before the
+model: what the libraries and the compiler hold by then is not counted, and reported separately. malloc is configured
+as for users (`firstloss.malloc_settings.map_arrays`); a configuration that returns all freed memory, and glibc's
+default, are shown in additional rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from benchmarks import harness, models
 
 NAME = "peak memory of placement and of a training step, Llama of 0.1B parameters, SGD with momentum"
-GOAL = "within 10% of what parameters, state and activations take"
+GOAL = "within 10% of the size of parameters, state and activations"
 FIELDS = {
     "vocab_size": 8192,
     "hidden_size": 1024,
@@ -131,11 +131,11 @@ def measure(args):
 
     rows = [
         ("parameters", megabytes(takes["parameters"])),
-        ("optimizer's state", megabytes(takes["state"])),
+        ("optimizer state", megabytes(takes["state"])),
         ("activations (gradients take as much as the parameters)", megabytes(takes["activations"])),
-        ("peak of placement", f"{megabytes(placement)}, {placement / takes['parameters']:.3f} of the parameters"),
+        ("peak of placement", f"{megabytes(placement)}, {placement / takes['parameters']:.3f} times the parameters"),
         ("a step has to hold", megabytes(least)),
-        ("peak of a step, and how long it takes", of_a_step("firstloss")),
+        ("peak of a step, and its time", of_a_step("firstloss")),
         ("  with a heap that keeps nothing", of_a_step("exact")),
         ("  with glibc's own settings", of_a_step("glibc")),
         ("left by tracing and compiling", megabytes(harness.middle(ours, "left"))),

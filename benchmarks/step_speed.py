@@ -2,10 +2,10 @@
 
     python -m benchmarks.step_speed [--rounds N] [--dtype bfloat16] [--json]
 
-Each side trains in a process of its own, and they take turns of some seconds: all are built and warm before the first
-turn that counts, and what else the machine does falls on all of them. What is timed is up to the last weight's update.
-Flax is a dependency of this benchmark alone: pip install --no-deps -r requirements/bench.txt. A side that is not
-installed, or that finds no C++ compiler (torch.compile), is left out.
+Each side trains in a separate process, and they take turns of some seconds: all are built and warm before the first
+turn that counts, and other load on the machine affects all of them. A step is timed up to the update of the last
+weight. Only this benchmark needs Flax: pip install --no-deps -r requirements/bench.txt. A side that is not installed,
+or that finds no C++ compiler (torch.compile), is skipped.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def measure(args: argparse.Namespace) -> harness.Figure:
             more = ""
             if side != "firstloss" and "firstloss" in sides:
                 more = f" (Firstloss: {harness.ratio(runs['firstloss'], runs[side], 'steps per second'):.2f} times)"
-            rows.append((f"{model}, {args.dtype}: {side}", f"{speed:.2f} steps/s, {cores:.3f} core s a step{more}"))
+            rows.append((f"{model}, {args.dtype}: {side}", f"{speed:.2f} steps/s, {cores:.3f} core s per step{more}"))
         if "flax" in sides and "firstloss" in sides:
             met = met is not False and harness.ratio(runs["firstloss"], runs["flax"], "steps per second") >= 1
     return harness.Figure(NAME, GOAL, rows, met, data)
@@ -248,8 +248,8 @@ def turns(sides: list[str], model: str, args: argparse.Namespace) -> dict[str, l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
-    parser.add_argument("--sides", default=",".join(SIDES), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"from {', '.join(MODELS)}")
+    parser.add_argument("--sides", default=",".join(SIDES), help=f"from {', '.join(SIDES)}")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
 
 

@@ -1,11 +1,11 @@
-"""Sweep model zoos: every architecture constructed eagerly and deferred from one seed, everything compared bit for bit.
+"""Construct every architecture of three model zoos eagerly and deferred from one seed, and compare bit for bit.
 
     python -m benchmarks.sweep_constructors [transformers] [torchvision] [timm] [--limit N] [--only NAME] [--json]
 
-Weights, buffers and plain tensor attributes under every name, ties, and the generator's state afterwards. Transformers'
-architectures are built from their configuration classes with small sizes; of torchvision and timm the small models are
-taken. torchvision and timm are looked for where `make test` puts them, too. Also printed: capture's time against
-construction on the meta device.
+Compared are weights, buffers and plain tensor attributes under every name, ties, and the final state of the generator.
+Transformers' architectures are built from their configuration classes with small sizes; of torchvision and timm, the
+small models are used. torchvision and timm are also looked for where `make test` installs them. The time of capture is
+compared with construction on the meta device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 NAME = "construct every architecture of the model zoos"
-GOAL = "deferred and materialized: the weights of eager construction, bit for bit, and its generator"
+GOAL = "materialized weights and the generator state are bit-identical to eager construction"
 LARGEST = 40_000_000  # parameters: beyond, a model is left out of the sweep
 
 
@@ -211,9 +211,9 @@ def prepare() -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("zoos", nargs="*", metavar="ZOO", help=f"of {', '.join(ZOOS)} (default all)")
-    parser.add_argument("--limit", type=int, help="architectures of each zoo at most")
-    parser.add_argument("--only", help="one architecture")
+    parser.add_argument("zoos", nargs="*", metavar="ZOO", help=f"one of {', '.join(ZOOS)} (default: all)")
+    parser.add_argument("--limit", type=int, help="at most this many architectures of each zoo")
+    parser.add_argument("--only", help="only this architecture")
 
 
 def examined(args: argparse.Namespace, zoo: str, examine: Callable[..., Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Time to first loss of a Llama of 1.1B parameters with SGD, against the eager way; and the demo's own ratio."""
+"""Time to first loss of a Llama of 1.1B parameters with SGD, against eager construction; and the demo's own ratio."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from benchmarks import harness, models
 
 NAME = "time to first loss, Llama of 1.1B parameters, SGD, batch 1 x 128, import left out"
-GOAL = "at most half of the eager way (construct, move, trace, compile, step)"
+GOAL = "at most half the time of eager construction (construct, move, trace, compile, step)"
 
 
 def child(side, args):

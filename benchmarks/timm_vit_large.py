@@ -1,7 +1,7 @@
-"""Deferred capture plus materialization of timm's ViT-L, whose weights are truncated normals, against its construction.
+"""Capture and materialize timm's ViT-L, whose weights are truncated normals, against its eager construction.
 
-timm has a truncated normal of its own (by the inverse error function); torch's, by rejection, is measured beside it on
-the same shapes.
+timm has its own truncated normal (by the inverse error function); torch's, by rejection, is measured on the same
+shapes.
 """
 
 from __future__ import annotations

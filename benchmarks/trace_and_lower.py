@@ -1,4 +1,4 @@
-"""Tracing and lowering the whole training step of a 24-layer Llama, against PyTorch's own tracing of it."""
+"""Trace and lower the whole training step of a 24-layer Llama, against tracing alone with PyTorch's tools."""
 
 from __future__ import annotations
 

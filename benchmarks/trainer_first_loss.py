@@ -1,4 +1,4 @@
-"""Time to first loss through the Trainer: callables against objects, for Llama-1.1B and the demo's 100M model."""
+"""Time to first loss through the Trainer, callables against objects, for Llama-1.1B and the demo's 100M model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from benchmarks import harness, models
 
 NAME = "time to first loss through the Trainer, SGD, batch 1 x 128, import left out: callables against objects"
-GOAL = "60% less for a Llama of 1.1B parameters"
+GOAL = "60% less time for a Llama of 1.1B parameters"
 
 SIZES = {"1.1B": models.LLAMA_1B, "100M": models.LLAMA_100M}
 

@@ -1,4 +1,4 @@
-"""What a step costs through the Trainer beside the bare traced loop, in turns within one run."""
+"""Time of a step in the Trainer and in a bare traced loop, interleaved within one run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 from benchmarks import harness
 
 NAME = "the Trainer's overhead per step against the bare traced loop"
-GOAL = "under 1%"
+GOAL = "under 1% of a step"
 
 STEPS = 20  # in each turn
 
@@ -112,9 +112,9 @@ def measure(args):
     added = median(ours[1] - theirs[1] for ours, theirs in turns["least"]) / STEPS
     rows = [
         ("a step of the bare loop, byte model of 11M parameters, batch 4 x 128", f"{bare * 1e3:.1f} ms"),
-        ("the Trainer's step, median of turns", f"{wall:+.2%}"),
-        ("what it computes beside a step, on its thread", f"{added * 1e6:.0f} µs"),
-        ("that is, of the step above", f"{added / bare:.2%}"),
+        ("a step in the Trainer, median of rounds", f"{wall:+.2%}"),
+        ("CPU time that the Trainer adds to a step", f"{added * 1e6:.0f} µs"),
+        ("relative to the step above", f"{added / bare:.2%}"),
     ]
     data = {"runs": runs, "wall": wall, "added_seconds": added, "share": added / bare}
     return harness.Figure(NAME, GOAL, rows, added / bare < 0.01, data)

@@ -1,4 +1,4 @@
-"""A run that is killed at random moments (kill -9) and started again, against one that never was: the same bits."""
+"""A run that is killed at random moments (kill -9) and restarted, against an uninterrupted one: the same bits."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ def measure(args):
             ends.append(harness.in_child("trainer_resume", folder, args))
     same = sum(end == expected for end in ends)
     rows = [
-        ("a run that is never stopped", f"{whole:.1f} s"),
+        ("an uninterrupted run", f"{whole:.1f} s"),
         ("kills", f"{done} in {len(ends)} runs, after {min(moments):.1f} to {max(moments):.1f} s each"),
         ("final loss", f"{expected['loss']!r}"),
-        ("runs with the same bits in the end", f"{same} of {len(ends)}"),
+        ("runs that end with the same bits", f"{same} of {len(ends)}"),
     ]
     data = {"expected": expected, "ends": ends, "moments": moments}
     return harness.Figure(NAME, GOAL, rows, same == len(ends), data)

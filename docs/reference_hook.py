@@ -29,7 +29,7 @@ def table() -> dict[str, str]:
     with open(os.path.join(ROOT, "src", "firstloss", "__init__.py"), encoding="utf-8") as file:
         tree = ast.parse(file.read())
     for node in tree.body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "_WHERE":
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "_MODULES":
             return ast.literal_eval(node.value)
     raise ValueError("firstloss/__init__.py has no table of its public names")
 

@@ -1,11 +1,11 @@
-"""A transformers model under accelerate's FSDP2: each rank makes its own shards of the weights, and no whole one.
+"""A transformers model under accelerate's FSDP2: each rank initializes only its own shards of the weights.
 
     torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py
 
-Without Firstloss the line `with fl.deferred():` is not there, and the one below it is not indented: each rank makes the
-whole model, and then `prepare` takes its shards of it. Losses and weights are the same, bit for bit.
+Without Firstloss, omit the line `with fl.deferred():` and unindent the one below it: each rank then initializes the
+whole model, and `prepare` takes its shards. Losses and weights are the same, bit for bit.
 
-Needs: accelerate and transformers, and GPUs: on a CPU accelerate's `prepare` gives DDP, with FSDP or without.
+Requires accelerate, transformers and GPUs: on a CPU, accelerate's `prepare` always uses DDP.
 """
 
 import argparse

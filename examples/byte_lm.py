@@ -3,7 +3,7 @@
 python examples/byte_lm.py --steps 200
 firstloss fit examples/byte_lm.yaml --trainer.loop.max_steps=200
 
-Needs: the extra xla; with `firstloss fit` also cli.
+Requires the extra xla; `firstloss fit` also requires cli.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""The byte-level language model on eight devices, weights and optimizer state cut in eight (FSDP).
+"""The byte-level language model on eight devices, with weights and optimizer state sharded (FSDP).
 
     python -m examples.byte_lm_fsdp --steps 50
 
-The devices are virtual ones of one CPU; on a machine with eight accelerators leave the line with jax_num_cpu_devices
-out. Nothing but the backend differs from `byte_lm.py`, and the losses are the same up to the order of sums.
+The devices are virtual devices on one CPU; on a machine with eight accelerators, remove the line with
+jax_num_cpu_devices. Only the backend differs from `byte_lm.py`, and the losses are the same up to rounding.
 
-Needs: the extra xla.
+Requires the extra xla.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from firstloss.trainer import Trainer, TrainingLoop
 
 
 def train(out, steps, devices=8, artifacts="artifacts", width=256, layers=4, batch_size=16):
-    """Returns the Trainer after so many steps on so many devices."""
+    """Train for `steps` steps on `devices` devices, and return the Trainer."""
     mesh = {"fsdp": devices} if devices > 1 else None
     trainer = Trainer(
         backend=fl.backend("XLA", mesh=mesh, artifact_dir=artifacts),

@@ -1,11 +1,11 @@
-"""Fine-tune a Hugging Face model from a folder that `firstloss init` made (or that from_pretrained could read).
+"""Fine-tune a Hugging Face model from a folder written by `firstloss init` (or any that from_pretrained can read).
 
     firstloss init CONFIG.json -o start && cp CONFIG.json start/config.json
     python -m examples.finetune_hf start
 
-The model is constructed deferred and its weights are read from the folder: none of them is ever initialised.
+The model is constructed deferred and its weights are read from the folder; none of them is ever initialized.
 
-Needs: the extras xla and demo.
+Requires the extras xla and demo.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from firstloss.trainer import Trainer, TrainingLoop
 
 
 def labelled(pieces):
-    """Hugging Face models compute their loss where the batch has labels."""
+    """Add labels, so that Hugging Face models compute their loss."""
     text = torch.stack(pieces)
     return {"input_ids": text, "labels": text}
 

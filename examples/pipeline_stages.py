@@ -1,11 +1,11 @@
-"""Pipeline stages that hold the weights of one whole model, each rank making only its own.
+"""Pipeline stages with the weights of one whole model; each rank initializes only its own.
 
     torchrun --nproc-per-node 2 examples/pipeline_stages.py
 
-Every rank captures the whole constructor from the same seed, which makes nothing, deletes the layers of other stages,
-and materializes what is left: bit for bit the weights that the whole model would have there, on any number of stages.
+Every rank captures the whole constructor from the same seed, which computes nothing, deletes the layers of other
+stages, and materializes the rest: bit-identical to the weights of the whole model, with any number of stages.
 
-Needs: torch alone (CPU and gloo).
+Requires only torch (CPU and gloo).
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""transformers' tensor parallelism on a checkpoint: what it lacks is made by each rank for itself, in shards.
+"""transformers' tensor parallelism on a checkpoint: each rank initializes its shards of missing weights itself.
 
     torchrun --nproc-per-node 2 examples/transformers_tp.py FOLDER
 
-FOLDER is what `save_pretrained` has written, of a model with a plan for tensor parallelism (Llama, Qwen, Mixtral...).
-Without Firstloss the line `with fl.deferred():` is not there, and the one below it is not indented. Losses and weights
-are the same, bit for bit.
+FOLDER is written by `save_pretrained`, of a model with a tensor-parallel plan (Llama, Qwen, Mixtral...). Without
+Firstloss, omit the line `with fl.deferred():` and unindent the one below it. Losses and weights are the same, bit for
+bit.
 
-Needs: transformers and accelerate, which transformers asks for (CPU and gloo will do).
+Requires transformers and accelerate, a dependency of transformers here (CPU and gloo are enough).
 """
 
 import argparse
@@ -21,7 +21,7 @@ import firstloss as fl
 
 def train(folder: str, steps: int) -> tuple[list[float], torch.nn.Module]:
     """The losses, and the model."""
-    torch.manual_seed(0)  # the same on each rank: for what the checkpoint lacks
+    torch.manual_seed(0)  # the same on each rank, for weights missing from the checkpoint
     with fl.deferred():
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
     fl.materialize_module(model)

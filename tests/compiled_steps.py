@@ -1,4 +1,4 @@
-"""What tests ask of a traced step's cache: the one place that knows how it is laid out."""
+"""Accessors to the compiled steps of a traced step: the only test code that depends on the cache's structure."""
 
 
 def compilations(step):

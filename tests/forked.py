@@ -1,4 +1,4 @@
-"""Processes of Python that start at once: each is forked from one that has imported PyTorch, JAX and Firstloss already.
+"""Python processes that start quickly: each is forked from one that has already imported PyTorch, JAX and Firstloss.
 
 These imports are most of the time of a test that needs a process of its own. The server imports, does nothing else (no
 thread, no device, no random number), and forks for each request a process that is as new as one that `python` starts

@@ -1,4 +1,4 @@
-"""How much of a class a test goes through: what stands for it in `make test`, all of it in `make sweep`."""
+"""The share of a class of cases that a test covers: representatives in `make test`, all in `make sweep`."""
 
 import os
 from typing import TypeVar

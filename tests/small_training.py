@@ -1,4 +1,4 @@
-"""The small training that tests share: a model of two layers, its optimizer, its step, its batches."""
+"""The shared small training: a model of two layers, its optimizer, step and batches."""
 
 import functools
 

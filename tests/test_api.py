@@ -1,4 +1,4 @@
-"""The public names that users' code relies on, with their arguments: what is here stays."""
+"""The public names that users' code relies on keep their arguments."""
 
 import builtins
 import inspect
@@ -85,12 +85,12 @@ def check(function, documented):
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_names_and_arguments(name):
+def test_public_names_keep_their_arguments(name):
     check(found(name), SIGNATURES[name])
     assert found(name).__doc__
 
 
-def test_programs_and_the_trainer():
+def test_programs_and_the_trainer_keep_their_names():
     import torch
 
     program = fl.init_program(fl.deferred_init(torch.nn.Linear, 2, 2))
@@ -106,7 +106,7 @@ def test_programs_and_the_trainer():
     assert loggers.ProgressLogger.__doc__ and loggers.TensorBoardLogger.__doc__
 
 
-def test_optimizers_and_schedules():
+def test_optimizers_and_schedules_are_available():
     for name in OPTIMIZERS:
         made = getattr(fl.optim, name)
         assert issubclass(made, fl.optim.Optimizer) and callable(made.preinitialize) and made.__doc__, name
@@ -115,7 +115,7 @@ def test_optimizers_and_schedules():
         assert issubclass(made, fl.optim.lr_scheduler.Schedule) and made.__doc__, name
 
 
-def test_errors_are_what_a_user_would_catch():
+def test_errors_are_subclasses_of_builtins():
     ours = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, BaseException)]
     for error in ours:
         assert error.__doc__
@@ -129,7 +129,7 @@ def test_errors_are_what_a_user_would_catch():
 COMMANDS = ("demo", "inspect", "init", "verify", "stablehlo", "fit", "validate")
 
 
-def test_every_command_explains_itself_with_an_example():
+def test_every_commands_help_has_an_example():
     code = (
         "import sys, io, contextlib\n"
         "from firstloss.cli import main\n"

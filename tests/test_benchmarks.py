@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks' harness, and one figure on a tiny model."""
+"""The benchmarks' harness, and one benchmark on a tiny model."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytest.importorskip("rich")
 HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "flax_models", "flax_scan", "jax_llama"}
 
 
-def test_all_of_them_are_run():
+def test_make_bench_runs_all_benchmarks():
     there = {path.stem for path in Path(harness.ROOT, "benchmarks").glob("*.py")} - HELPERS
     assert set(FIGURES) == there and len(FIGURES) == len(there)
 
@@ -26,13 +26,13 @@ def test_all_of_them_are_run():
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", FIGURES)
-def test_each_of_them_runs(name):
+def test_each_benchmark_runs(name):
     command = [sys.executable, "-m", "benchmarks", "--tiny", "--rounds", "1", "--only", name]
     done = subprocess.run(command, cwd=harness.ROOT, env={**os.environ, "PYTHONPATH": "src"}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
-def test_sides_take_turns():
+def test_sides_are_interleaved():
     order = []
     runs = harness.interleaved(("a", "b"), 2, lambda side: order.append(side) or {"seconds": len(order)})
     assert order == ["a", "b", "a", "b"]
@@ -44,12 +44,12 @@ def test_the_ratio_is_taken_round_by_round():
     assert harness.ratio(slow, fast, "seconds") == 3
 
 
-def test_bandwidth_is_a_number_of_bytes_per_second():
+def test_bandwidth_is_in_bytes_per_second():
     found = harness.write_bandwidth(1 << 24)
     assert found["fresh"] > 1e6 and found["touched"] > 1e6
 
 
-def test_a_report_for_people_and_one_for_programs(capsys):
+def test_reports_are_printed_as_text_and_json(capsys):
     figure = harness.Figure("capture", "under 1 s", [("capture", "2.00 s")], False, {"runs": []})
     harness.report([figure], as_json=False)
     assert "not met" in capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_a_report_for_people_and_one_for_programs(capsys):
     assert json.loads(capsys.readouterr().out)[0]["rows"] == [["capture", "2.00 s"]]
 
 
-def test_what_this_machine_lacks_is_said_in_one_line():
+def test_a_missing_device_is_reported_in_one_line():
     code = "from benchmarks import gpu_llama_8b as b, harness; harness.main(b)"
     environment = {**os.environ, "PYTHONPATH": "src", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -68,7 +68,7 @@ def test_what_this_machine_lacks_is_said_in_one_line():
 
 
 @pytest.mark.sweep
-def test_the_figure_of_a_gpu_runs_on_a_cpu_when_tiny():
+def test_the_gpu_benchmark_runs_tiny_on_a_cpu():
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "benchmarks.gpu_llama_8b", "--tiny", "--rounds", "1", "--json"]
     environment = {**os.environ, "PYTHONPATH": "src"}
@@ -83,7 +83,7 @@ def test_the_figure_of_a_gpu_runs_on_a_cpu_when_tiny():
     } <= set(said)
 
 
-def test_one_figure_from_end_to_end():
+def test_one_benchmark_runs_end_to_end():
     pytest.importorskip("transformers")
     command = [sys.executable, "-m", "benchmarks.materialize_llama_1b", "--tiny", "--rounds", "1", "--json"]
     environment = {**os.environ, "PYTHONPATH": "src"}

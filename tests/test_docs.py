@@ -1,4 +1,4 @@
-"""The documentation: no dead link, no public name missing, samples that run. Without network, and without mkdocs."""
+"""The documentation: links, public names, samples. Without network or mkdocs."""
 
 import ast
 import importlib.util
@@ -42,7 +42,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, "README.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     text = re.sub(r"```.*?```", "", read(page), flags=re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -56,10 +56,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(full), f"{page} links to {target}, and {full} has no such heading"
 
 
-def test_the_site_lists_every_page_that_there_is():
+def test_the_site_lists_every_page():
     listed = re.findall(r": ([\w/-]+\.md)$", read("mkdocs.yml"), flags=re.M)
     listed += re.findall(r"^ +- ([\w/-]+\.md)$", read("mkdocs.yml"), flags=re.M)
     assert sorted(os.path.join("docs", *page.split("/")) for page in listed) == PAGES
+
+
+def test_the_architecture_page_is_short():
+    assert len(read("docs/architecture.md").split()) < 1200
 
 
 def test_every_public_name_is_on_a_page():
@@ -74,7 +78,7 @@ def test_every_public_name_is_on_a_page():
 
 
 @pytest.mark.parametrize("names, said", [(("trace",), "on more than one: ['trace']"), ((), "on no page: ['Pad'")])
-def test_a_name_on_no_page_or_on_two_is_told(names, said, monkeypatch):
+def test_a_name_on_no_page_or_on_two_is_reported(names, said, monkeypatch):
     hook = reference()
     steps = [name for name in hook.PAGES["steps"] if name != "Pad" or names]
     monkeypatch.setitem(hook.PAGES, "steps", (*steps, *names))
@@ -83,7 +87,7 @@ def test_a_name_on_no_page_or_on_two_is_told(names, said, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_samples_are_python(page):
+def test_samples_are_valid_python(page):
     for block in re.findall(r"```python\n(.*?)```", read(page), flags=re.S):
         ast.parse(textwrap.dedent(block))
 
@@ -102,29 +106,29 @@ def test_the_quick_start_runs(tmp_path, monkeypatch, capsys):
 
 # How-to page -> what runs its diffs against the real package: a test, or the example that the page names and its test.
 HOW_TO = {
-    "meta": ["tests/test_samples.py::test_samples_run"],
-    "nanogpt": ["tests/trainers/test_scripts.py::test_nanogpt"],
-    "nanochat": ["tests/trainers/test_scripts.py::test_nanochat"],
-    "torchtitan": ["tests/trainers/test_scripts.py::test_torchtitan"],
+    "meta": ["tests/test_doc_samples.py::test_samples_run"],
+    "nanogpt": ["tests/integrations/test_scripts.py::test_nanogpt"],
+    "nanochat": ["tests/integrations/test_scripts.py::test_nanochat"],
+    "torchtitan": ["tests/integrations/test_scripts.py::test_torchtitan"],
     "transformers": [
-        "tests/trainers/test_libraries.py::test_transformers_trainer",
+        "tests/integrations/test_libraries.py::test_transformers_trainer",
         "tests/init/test_loading.py::test_from_pretrained",
-        "tests/trainers/test_libraries.py::test_transformers_tensor_parallel",
+        "tests/integrations/test_libraries.py::test_transformers_tensor_parallel",
     ],
     "accelerate": [
-        "tests/trainers/test_libraries.py::test_accelerate_prepare",
-        "tests/trainers/test_libraries.py::test_accelerate_load_checkpoint_and_dispatch",
+        "tests/integrations/test_libraries.py::test_accelerate_prepare",
+        "tests/integrations/test_libraries.py::test_accelerate_load_checkpoint_and_dispatch",
     ],
-    "lightning": ["tests/trainers/test_libraries.py::test_lightning"] * 2,
-    "fsdp": ["tests/trainers/test_libraries.py::test_two_ranks"],
-    "deepspeed": ["tests/trainers/test_libraries.py::test_deepspeed_zero_3"],
+    "lightning": ["tests/integrations/test_libraries.py::test_lightning"] * 2,
+    "fsdp": ["tests/integrations/test_libraries.py::test_two_ranks"],
+    "deepspeed": ["tests/integrations/test_libraries.py::test_deepspeed_zero_3"],
     "checkpoints": ["tests/init/test_loading.py::test_each_rank_reads_its_own"] * 2,
-    "pipeline": ["tests/trainers/test_pipeline.py::test_training_by_a_schedule"],
+    "pipeline": ["tests/integrations/test_pipeline.py::test_training_by_a_schedule"],
 }
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(os.path.join("docs", "how-to"))])
-def test_a_how_to_is_one_line_that_a_test_runs(page):
+def test_a_how_to_changes_one_line_that_a_test_runs(page):
     name = os.path.basename(page).removesuffix(".md")
     diffs = re.findall(r"```diff\n(.*?)```", read(page), flags=re.S)
     assert len(diffs) == len(HOW_TO.get(name, ())), "each diff has a test"
@@ -135,7 +139,9 @@ def test_a_how_to_is_one_line_that_a_test_runs(page):
         file, _, function = test.partition("::")
         assert f"\ndef {function}(" in read(file), test
     for named in re.findall(r"examples/(\w+)\.py", read(page)):
-        tests = "".join(read(f"tests/trainers/{f}.py") for f in ("test_libraries", "test_pipeline", "example_ranks"))
+        tests = "".join(
+            read(f"tests/integrations/{f}.py") for f in ("test_libraries", "test_pipeline", "example_ranks")
+        )
         assert os.path.exists(os.path.join(ROOT, "examples", f"{named}.py")) and named in tests, named
 
 
@@ -151,7 +157,7 @@ def messages():
 
 
 @pytest.mark.parametrize("name, piece", messages())
-def test_what_troubleshooting_quotes_is_said(name, piece):
+def test_messages_quoted_in_troubleshooting_exist(name, piece):
     assert hasattr(fl.errors, name)
     source = ""
     for folder, _, names in os.walk(os.path.join(ROOT, "src")):
@@ -159,7 +165,7 @@ def test_what_troubleshooting_quotes_is_said(name, piece):
     assert piece in re.sub(r'"\s+f?"', "", re.sub(r"\{[^{}]*\}", "", source)), f"{name}: no code says {piece!r}"
 
 
-def test_the_trainers_hooks_are_all_named():
+def test_all_hooks_of_the_trainer_are_listed():
     from firstloss.trainer import Callback
 
     page = read("docs/reference/trainer.md")

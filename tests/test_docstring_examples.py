@@ -1,4 +1,4 @@
-"""The examples in docstrings run, each by itself, after the imports that `docs/reference/index.md` names."""
+"""The examples in docstrings run separately, after the imports that `docs/reference/index.md` names."""
 
 import doctest
 import inspect
@@ -39,7 +39,7 @@ def run(test, space):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name, tmp_path, monkeypatch):
+def test_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(backends, "_current", None)
     half = fl.amp.get_half_dtype()
@@ -53,6 +53,6 @@ def test_example(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", [">>> 1 + 1\n3", ">>> fl.no_such_name", ">>> fl.is_deferred(torch.ones(1))\nTrue"])
-def test_a_wrong_example_is_told(text):
+def test_a_wrong_example_is_reported(text):
     test = doctest.DocTestParser().get_doctest(text + "\n", {}, "wrong", None, 0)
     assert run(test, {})

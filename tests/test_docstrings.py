@@ -1,4 +1,4 @@
-"""The docstring of each public callable says what its arguments are, what it returns, and what it raises."""
+"""The docstring of each public callable describes its arguments, its result and its errors."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ PUBLIC = public()
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_public_callable_is_described(name):
+def test_public_callables_are_documented(name):
     missing = problems(*PUBLIC[name])
     assert not missing, f"{name} does not say {', '.join(missing)}"
 
 
-def test_what_is_public_is_found():
+def test_the_check_finds_public_callables():
     assert len(PUBLIC) > 250
     for name in ("fl.trace", "fl.optim.Lamb", "fl.trainer.Trainer.fit", "fl.utils.data.DataLoader.of"):
         assert name in PUBLIC, name
@@ -170,7 +170,7 @@ def full(count: int, *rest: int) -> int:
     return plain(count, *rest)
 
 
-def test_what_is_missing_is_seen():
+def test_the_check_finds_missing_sections():
     assert problems(plain) == [
         "the argument count", "the argument rest", "what it returns: int", "when it raises ValueError"
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A file written aside is whole or not there."""
+"""Atomic file writes."""
 
 import os
 import stat
@@ -32,7 +32,7 @@ def test_a_target_that_is_a_folder_leaves_nothing_behind(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_permissions_are_those_of_any_new_file(tmp_path):
+def test_permissions_are_those_of_a_new_file(tmp_path):
     (tmp_path / "plain").write_bytes(b"")
     with atomic_write(tmp_path / "aside") as file:
         file.write(b"")
@@ -40,7 +40,7 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     assert len(modes) == 1
 
 
-def test_a_link_is_written_through(tmp_path):
+def test_a_symbolic_link_is_followed(tmp_path):
     (tmp_path / "real").write_bytes(b"old")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with atomic_write(tmp_path / "link") as file:

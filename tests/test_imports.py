@@ -1,4 +1,4 @@
-"""Which room may import which, as docs/architecture.md has it: lazily imported ones, too.
+"""Rooms import only what docs/architecture.md allows, lazy imports included.
 
 Imports for the type checker alone are free, but go round in no rooms but those that are listed. What is still to be
 cleaned is listed here; the lists may only shrink.
@@ -145,7 +145,7 @@ def test_the_table_has_all_rooms():
 
 
 @pytest.mark.parametrize("name", sorted({room(name) for name in modules()} - COMMON - PUBLIC))
-def test_a_room_imports_what_it_may_know(name):
+def test_rooms_import_only_what_the_table_allows(name):
     allowed = table()[name] | COMMON
     edges = {(module, to) for module in modules() if room(module) == name for to in graph()[module]}
     wrong = {edge for edge in edges if room(edge[1]) not in allowed}
@@ -172,13 +172,13 @@ def test_the_table_has_all_inner_rooms():
 
 
 @pytest.mark.parametrize("name", sorted(inner_table()))
-def test_an_inner_room_imports_what_it_may_know(name):
+def test_inner_rooms_import_only_what_the_table_allows(name):
     edges = {(module, to) for module in modules() for to in graph()[module]}
     found = {(a, b) for a, b in edges if room(a) == room(b) == "runtime" and inner_room(a) == name}
     assert {(a, b) for a, b in found if inner_room(b) not in {"", name, *inner_table()[name]}} == set()
 
 
-def test_the_files_that_the_page_names_are_there():
+def test_files_named_on_the_page_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text))
     assert len(named) > 40
@@ -187,7 +187,7 @@ def test_the_files_that_the_page_names_are_there():
 
 
 @pytest.mark.parametrize("name", ["trainer", "cli"])
-def test_what_is_built_on_the_public_api_names_what_else_it_knows(name):
+def test_users_of_the_public_api_list_other_imports(name):
     """By its row of the table: the files past the public API that it imports, and no other."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     knows = re.search(rf"^\| `{name}/` \|[^|]*\| the public API; ([^|]*) \|$", text, re.MULTILINE)
@@ -198,7 +198,7 @@ def test_what_is_built_on_the_public_api_names_what_else_it_knows(name):
     assert private == named
 
 
-def test_no_imports_go_round():
+def test_there_are_no_import_cycles():
     assert circles() == []
 
 
@@ -206,7 +206,7 @@ def test_no_imports_go_round():
 ROUND_BY_TYPES = [{"trainer"}]
 
 
-def test_nor_do_imports_for_the_type_checker():
+def test_there_are_no_import_cycles_for_the_type_checker():
     """But within the trainer, where the one is the other's argument."""
     rooms = [{room(name) for name in circle} for circle in circles(types=True)]
     assert all(found in ROUND_BY_TYPES for found in rooms)
@@ -241,7 +241,7 @@ def is_private(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
-def test_private_names_stay_in_their_files(name):
+def test_private_names_are_not_imported(name):
     """Imports, and attributes of anything but `self`, whose class may be derived from another file's."""
     used = {what for _, what in imports(name) if what is not None and is_private(what)}
     for node in nodes(name):
@@ -251,7 +251,7 @@ def test_private_names_stay_in_their_files(name):
     assert used - defined(name) - NOT_OURS.get(name, set()) <= OF_TENSORS
 
 
-def test_the_checks_see_what_they_are_for(monkeypatch):
+def test_the_checks_find_violations(monkeypatch):
     assert ("runtime.mesh.sharded_weights", "engine.cpu_engine") in {(m, to) for m in modules() for to in graph()[m]}
     assert any(to == "init.stablehlo.module" for to, _ in imports("init.init_program")), "a lazy import"
     assert ("runtime.device.buffer", "runtime.mesh.sharded_arrays") in {(m, to) for m in modules() for to in graph()[m]}

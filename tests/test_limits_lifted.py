@@ -1,7 +1,7 @@
-"""What earlier systems that trace PyTorch or initialise it lazily could not do, a test for each limit that is lifted.
+"""What earlier systems that trace PyTorch or initialize it lazily could not do: one test for each limit that is lifted.
 
-The limits are those that the two texts admit whose samples `runtime/test_reference.py` runs. Each is shown here in its
-smallest form; everything about it is tested where it lives.
+These are the limits stated in the two documents whose samples `runtime/test_reference_samples.py` runs. Each is shown
+here in its smallest form; the details are tested beside the code.
 """
 
 import json
@@ -81,7 +81,7 @@ def test_lazy_initialization_keeps_the_order_of_random_draws(backend):
     assert torch.equal(after, ours)
 
 
-def test_aliases_of_weights_compile_and_stay_aliases(backend):
+def test_aliases_of_weights_compile_and_are_kept(backend):
     """Others: an explicit alias of a weight (`weight.T`) breaks the compile."""
     model = made(backend)
     assert losses(model, backend) == pytest.approx(losses(made()), **CLOSE)
@@ -150,7 +150,7 @@ def test_a_branch_on_a_python_value_is_not_frozen(backend):
     assert got == [True, True, False, False]
 
 
-def test_a_traced_tensor_as_a_scalar_argument_counts_at_each_step(backend):
+def test_a_traced_tensor_as_a_scalar_argument_is_read_at_each_step(backend):
     """Others: a random value is used in its place."""
     lr = torch.tensor(0.5)
 
@@ -164,14 +164,14 @@ def test_a_traced_tensor_as_a_scalar_argument_counts_at_each_step(backend):
 
 
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop"])
-def test_optimizer_state_made_inside_step_is_found_and_carried(name, backend):
+def test_optimizer_state_created_inside_a_step_is_kept(name, backend):
     """Others: state that `step()` makes restarts at zero at each step."""
     kind = getattr(torch.optim, name)
     assert losses(made(backend), backend, kind) == pytest.approx(losses(made(), None, kind), **CLOSE)
 
 
 @pytest.mark.parametrize("way", ["ordinary", "of the step"])
-def test_schedulers_of_pytorch_and_functions_of_the_step_alike(way, backend):
+def test_pytorchs_schedulers_and_functions_of_the_step_work(way, backend):
     """Others: no scheduler of `torch.optim.lr_scheduler` works."""
 
     def ordinary(optimizer):
@@ -209,7 +209,7 @@ def test_weights_are_edited_at_any_time_without_a_checkpoint(backend):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_training_in_float32_or_mixed(dtype, backend):
+def test_training_works_in_float32_and_mixed_precision(dtype, backend):
     """Others: training in mixed precision alone."""
     model, eager = made(backend), made()
     compiled = fl.compile(model, backend)

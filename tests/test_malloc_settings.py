@@ -1,4 +1,4 @@
-"""The C library's heap: arrays are mapped by themselves, unless the user has set it up otherwise."""
+"""malloc: arrays are mapped separately, unless the user has configured it otherwise."""
 
 import ctypes
 import mmap
@@ -46,7 +46,7 @@ def mapped(*arguments, program=PROGRAM, **environment):
     return made, int(count)
 
 
-def test_arrays_are_mapped_by_themselves():
+def test_arrays_are_mapped_separately():
     assert mapped() == ("None", 0)
     made, count = mapped("map")
     assert made == "True" and count >= 5 << 20
@@ -85,10 +85,10 @@ def test_scratch_memory_is_kept_for_the_next_request():
     ],
     ids=["MALLOC_", "GLIBC_TUNABLES"],
 )
-def test_what_the_user_has_set_stays(environment):
+def test_the_users_settings_are_kept(environment):
     assert mapped("map", **environment) == ("False", 0)
 
 
-def test_huge_pages_and_the_settings_go_together():
+def test_huge_pages_work_with_the_settings():
     made, count = mapped("map", GLIBC_TUNABLES=malloc_settings.environment()["GLIBC_TUNABLES"])
     assert made == "True" and count >= 5 << 20

@@ -104,20 +104,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_eager(case):
+def test_eager_metrics_match_their_reference(case):
     make, call, expected = CASES[case]
     metric = make()
     for batch in batches():
         last = call(metric, *batch)
     assert float(metric) == float(last) == pytest.approx(expected(), rel=1e-6)
     metric.reset()
-    with pytest.raises(MetricError, match="nothing has been added"):
+    with pytest.raises(MetricError, match="has not been updated"):
         metric.compute()
 
 
 @pytest.mark.parametrize("part_of_a_model", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_traced(case, part_of_a_model, backend, traced):
+def test_traced_metrics_match_their_reference(case, part_of_a_model, backend, traced):
     make, call, expected = CASES[case]
     metric = make()
     if part_of_a_model:
@@ -151,7 +151,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_torchmetrics_in_a_step(name, backend):
+def test_torchmetrics_work_in_a_step(name, backend):
     """Updated in a traced step, computed outside of it: the same as eager."""
     eager, metric = THEIRS[name](), THEIRS[name]()
 
@@ -174,7 +174,7 @@ def test_torchmetrics_in_a_step(name, backend):
         metric.reset(), eager.reset()
 
 
-def test_torchmetrics_that_cannot(backend):
+def test_torchmetrics_with_data_dependent_sizes_are_refused(backend):
     """What counts by torch.bincount, whose size depends on values, says so, and what there is instead works."""
     metric = torchmetrics.JaccardIndex("multiclass", num_classes=CLASSES, validate_args=False)
     y, p, _ = batches()[0]
@@ -186,7 +186,7 @@ def test_torchmetrics_that_cannot(backend):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_against_torchmetrics(seed):
+def test_metrics_match_torchmetrics(seed):
     ours = {
         "accuracy": fl.metrics.AccuracyMetric("a"),
         "F1": fl.metrics.FBetaScoreMetric(CLASSES, average_type="macro"),
@@ -202,19 +202,19 @@ def test_against_torchmetrics(seed):
         assert float(ours[name]) == pytest.approx(float(theirs[name].compute()), rel=1e-6)
 
 
-def test_labels_that_are_no_classes():
+def test_invalid_labels_are_an_error():
     metric = fl.metrics.MeanIOUMetric(3)
-    with pytest.raises(RuntimeError, match="none of the classes 0 to 2"):
+    with pytest.raises(RuntimeError, match="not one of the classes 0 to 2"):
         metric(labels=torch.tensor([-100, 1]), predictions=torch.tensor([0, 1]))
     metric(labels=torch.tensor([-100, 1]), predictions=torch.tensor([0, 1]), weights=torch.tensor([0.0, 1.0]))
     assert float(metric) == 1
 
 
-def test_labels_that_are_no_classes_in_a_step(backend):
+def test_invalid_labels_in_a_step_fail_an_assertion(backend):
     metric = fl.metrics.MeanIOUMetric(3)
     step = fl.trace(lambda y: metric(labels=y, predictions=y))
     step(torch.tensor([0, 1]))
-    with pytest.raises(fl.errors.StepAssertionError, match="none of the classes 0 to 2"):
+    with pytest.raises(fl.errors.StepAssertionError, match="not one of the classes 0 to 2"):
         step(torch.tensor([0, 3]))
 
 
@@ -229,12 +229,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_makes_no_sense(case):
+def test_invalid_arguments_are_refused(case):
     with pytest.raises(MetricError):
         WRONG[case]()
 
 
-def test_metrics_by_name():
+def test_metrics_can_be_found_by_name():
     ours = [fl.metrics.MeanMetric(f"only here {i // 2}") for i in range(3)]
     found = {name: metric for name, metric in fl.metrics.get_all_metrics() if "only here" in name}
     assert found == {"only here 0.0": ours[0], "only here 0.1": ours[1], "only here 1": ours[2]}
@@ -243,7 +243,7 @@ def test_metrics_by_name():
     assert computed["only here 1"] == 3 and "only here 0.0" not in computed
 
 
-def test_a_metric_of_ones_own(backend):
+def test_a_custom_metric_works(backend):
     class Largest(fl.metrics.Metric):
         def reset(self):
             self.register_state("largest", torch.tensor(-1.0), persistent=True)

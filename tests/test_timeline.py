@@ -1,4 +1,4 @@
-"""What the timeline records, and the files it draws."""
+"""What the timeline records, and its files."""
 
 import json
 import subprocess
@@ -39,20 +39,20 @@ def test_times_count_from_the_start_of_the_process():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_proc_the_axis_begins_at_the_import(monkeypatch):
+def test_without_proc_the_axis_starts_at_the_import(monkeypatch):
     monkeypatch.setattr(timeline, "_process_age", lambda: None)
     assert timeline.process_started() == timeline._imported
 
 
 @pytest.mark.parametrize("stat", [b"", b"1 (a) b", b"1 (x) " + b"0 " * 50, b"1 (x) " + b"99999999999999 " * 50])
-def test_a_strange_proc_is_not_believed(monkeypatch, tmp_path, stat):
+def test_implausible_values_in_proc_are_ignored(monkeypatch, tmp_path, stat):
     (tmp_path / "stat").write_bytes(stat)
     opened = open
     monkeypatch.setattr("builtins.open", lambda path, *a, **k: opened(tmp_path / "stat", *a, **k))
     assert timeline._process_age() is None
 
 
-def test_a_program_name_with_spaces_and_parentheses_is_read_over(monkeypatch, tmp_path):
+def test_a_program_name_with_spaces_and_parentheses_is_parsed(monkeypatch, tmp_path):
     fields = ["S"] + ["1"] * 18 + ["200"] + ["0"] * 30
     (tmp_path / "stat").write_text(f"17 (a) b (c) {' '.join(fields)}")
     opened = open
@@ -62,7 +62,7 @@ def test_a_program_name_with_spaces_and_parentheses_is_read_over(monkeypatch, tm
     assert timeline._process_age() == 10.5
 
 
-def test_seconds_counts_overlaps_once():
+def test_overlaps_are_counted_once():
     t = Timeline()
     t.add("materialize", 1.0, 3.0, "a")
     t.add("materialize", 2.0, 4.0, "b")
@@ -77,7 +77,7 @@ def test_a_span_cannot_end_before_it_starts():
         Timeline().add("trace", 2.0, 1.0)
 
 
-def test_the_table_lists_phases_in_the_order_of_the_road():
+def test_the_table_lists_phases_in_order():
     t = Timeline()
     t.add("compile", 3.0, 4.0)
     t.add("something else", 2.5, 2.6)
@@ -96,7 +96,7 @@ def test_first_loss_is_the_first_mark_of_that_name():
     assert t.first_loss == 7.0
 
 
-def test_record_collects_from_all_threads_and_puts_the_former_back():
+def test_record_collects_from_all_threads_and_restores_the_previous_timeline():
     former = timeline.current()
     before = len(former.spans)
 
@@ -124,7 +124,7 @@ def test_a_span_stays_with_the_timeline_it_began_in():
     assert [span.name for span in outer.spans] == ["trace"] and inner.spans == ()
 
 
-def test_a_timeline_survives_the_way_through_json():
+def test_a_timeline_round_trips_through_json():
     t = road()
     again = Timeline.from_dict(json.loads(json.dumps(t.to_dict())))
     assert again.spans == t.spans and again.marks == t.marks and again.table() == t.table()
@@ -134,7 +134,7 @@ def test_perfetto_gets_one_process_per_timeline_and_one_row_per_track(tmp_path):
     road().to_perfetto(tmp_path / "t.json", other=eager())
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
-    assert names == {(1, "Firstloss"), (2, "eager way")}
+    assert names == {(1, "Firstloss"), (2, "eager")}
     tracks = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     assert tracks == {(1, "main"), (1, "background"), (2, "main")}
     (compile_event,) = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["name"] == "compile"]
@@ -176,7 +176,7 @@ def test_an_empty_timeline_can_be_drawn(tmp_path):
     assert (tmp_path / "t.png").stat().st_size > 0
 
 
-def test_the_title_holds_the_ratio():
+def test_the_title_has_the_ratio():
     from firstloss.timeline_picture import headline
 
     line = headline([("Firstloss", road()), ("eager way", eager())])

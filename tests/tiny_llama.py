@@ -1,4 +1,4 @@
-"""The tiny Llama that tests share; of other sizes only where these are the point of a test."""
+"""The shared tiny Llama; tests use other sizes only if the size matters."""
 
 from __future__ import annotations
 

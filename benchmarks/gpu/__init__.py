@@ -1,1 +1,1 @@
-"""What `make gpu` runs: the figures on a GPU, and their tiny form on a CPU. See docs/how-to/gpu.md."""
+"""The parts of `make gpu`: benchmarks on a GPU, and their tiny form on a CPU. See docs/how-to/gpu.md."""

@@ -1,7 +1,7 @@
-"""`make gpu`: the tests that need a GPU and the figures, most valuable first, as JSON and as a table.
+"""`make gpu`: the tests and benchmarks that need a GPU, most important first, with results as JSON and as a table.
 
-Each part is a process of its own with a time limit of its own, and may fail without stopping the others. Without a GPU
-the same command runs a tiny form of all of it on the CPU, so that on a machine with one nothing but the device is new.
+Each part is a separate process with its own time limit, and may fail without stopping the others. Without a GPU the
+same command runs a tiny form of everything on the CPU, so that on a GPU machine only the device is new.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time to first loss, and speed after that, of one way to train a Llama: a fresh process each."""
+"""Time to first loss, and later step times, of one way to train a Llama; each in a fresh process."""
 
 from __future__ import annotations
 

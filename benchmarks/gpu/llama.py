@@ -1,5 +1,7 @@
-"""A Llama in plain PyTorch, so that the machine with the GPU needs nothing else; initialized as torchtitan's and
-transformers' are: each constructor draws, and then `init_weights` draws again."""
+"""A Llama in plain PyTorch, so that the GPU machine needs no other library.
+
+Initialized like torchtitan's and transformers': each constructor draws, and then `init_weights` draws again.
+"""
 
 from __future__ import annotations
 

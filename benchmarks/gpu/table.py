@@ -1,4 +1,4 @@
-"""The results as a table: what was asked, what was found, and whether that is enough."""
+"""The results as a table: goal, result, and whether the goal is met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on a GPU: what is trusted there, how long they take, and whose bits they have."""
+"""Weights on a GPU: which fills are trusted there, how long they take, and whose bits they have."""
 
 from __future__ import annotations
 

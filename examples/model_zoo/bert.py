@@ -1,6 +1,6 @@
 """BERT fine-tuning with metrics, as Model Zoo's Trainer is used from Python: `python -m examples.model_zoo.bert CPU`.
 
-Sentences are of a toy language, in which the sentiment is that of the last adjective. Batches are a tokenizer's
+The sentences are in a toy language in which the last adjective determines the sentiment. Batches are a tokenizer's
 `BatchEncoding`.
 """
 

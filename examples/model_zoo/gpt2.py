@@ -1,5 +1,5 @@
-"""The model and the data of gpt2.yaml, as one writes them for Model Zoo: a module that returns its loss, and a data
-processor that makes a DataLoader. The text is this repository's own documentation, as bytes."""
+"""The model and data of gpt2.yaml, written for Model Zoo: a module that returns its loss, and a data processor that
+creates a DataLoader. The text is this repository's documentation, as bytes."""
 
 from pathlib import Path
 

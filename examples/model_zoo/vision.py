@@ -1,4 +1,4 @@
-"""A vision run with an average of the weights, as Model Zoo's Trainer is used from Python:
+"""A vision run with averaged weights, using Model Zoo's Trainer from Python:
 `python -m examples.model_zoo.vision CPU`.
 
 Scikit-learn's digits; batches are dataclasses of NumPy arrays.

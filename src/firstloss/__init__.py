@@ -1,7 +1,7 @@
 """Firstloss: start big PyTorch models fast.
 
-`import firstloss as fl`; the names are in the table below. Deferred initialisation needs torch and numpy alone; JAX is
-imported when a step is first compiled or a StableHLO module is first asked for.
+`import firstloss as fl`; the public names are in the table below. Deferred initialisation needs only torch and numpy;
+JAX is imported when a step is first compiled or a StableHLO module is first requested.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-# Public name -> the module that has it. Nothing is imported before it is used.
-_WHERE = {
+# Public name -> the module that defines it, imported on first use.
+_MODULES = {
     "deferred_init": ".capture.deferred",
     "deferred": ".capture.deferred",
     "is_deferred": ".capture.deferred",
@@ -52,23 +52,23 @@ _WHERE = {
     "timeline": ".timeline",
 }
 
-__all__ = sorted(_WHERE)
+__all__ = sorted(_MODULES)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    where = _WHERE.get(name)
-    if where is None:
+    module_name = _MODULES.get(name)
+    if module_name is None:
         raise AttributeError(f"module 'firstloss' has no attribute {name!r}")
     try:
-        module = importlib.import_module(where, __name__)
+        module = importlib.import_module(module_name, __name__)
     except ModuleNotFoundError as error:
         from .dependencies import is_jax, without_jax
 
         if is_jax(error):
             raise without_jax(f"firstloss.{name}", error) from error
         raise
-    value = module if where == f".{name}" else getattr(module, name)
+    value = module if module_name == f".{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""`python -m firstloss`: the same as the command `firstloss`."""
+"""`python -m firstloss` is the same as the command `firstloss`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Load the shared libraries that are compiled from C, each beside the module that uses it, through ctypes.
+"""Loading of the shared libraries compiled from C, each beside the module that uses it, with ctypes.
 
-All are optional: `setup.py` builds them where there is a C compiler.
+All of them are optional: `setup.py` builds them if there is a C compiler.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 
 def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL | None:
-    """The library `name` beside the file `module`.
+    """Load the library `name` beside the file `module`.
 
     Args:
-        functions: {name: (type of the result, types of the arguments)} of all that is called.
+        functions: {name: (result type, argument types)} of all functions that are called.
 
     Returns:
-        None where it was not built, was built for another machine, or from older source, without all of `functions`.
+        The library; None if it was not built, or built for another machine, or from older source that lacks functions.
     """
     found = (path for suffix in EXTENSION_SUFFIXES if (path := Path(module).with_name(name + suffix)).exists())
     try:

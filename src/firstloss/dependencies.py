@@ -1,4 +1,4 @@
-"""Optional dependencies: errors that say what to install."""
+"""Optional dependencies, and errors that say what to install."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from urllib.parse import unquote, urlparse
 from .errors import MissingDependencyError
 
 
-def require_jax(what: str) -> None:
-    """An error if JAX, which `what` needs, cannot be imported."""
+def require_jax(feature: str) -> None:
+    """Raise a MissingDependencyError if JAX, which `feature` needs, cannot be imported."""
     for name in ("jax", "jaxlib"):
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise without_jax(what, error) from error
+            raise without_jax(feature, error) from error
 
 
-def without_jax(what: str, error: ImportError) -> MissingDependencyError:
-    """The error to raise where `what` needs JAX, whose import ended in `error`."""
+def without_jax(feature: str, error: ImportError) -> MissingDependencyError:
+    """The error for a `feature` that needs JAX, whose import failed with `error`."""
     return MissingDependencyError(
-        f"{what} needs JAX, which cannot be imported here ({error}). Install it with: {install('xla')}. "
-        'Without it there are deferred constructors, checkpoints and the backends "CPU" and "GPU".'
+        f"{feature} needs JAX, which cannot be imported ({error}). Install it with: {install('xla')}. Without it, "
+        'deferred constructors, checkpoints and the backends "CPU" and "GPU" are available.'
     )
 
 
-def require_extra(extra: str, what: str, *modules: str) -> None:
-    """An error if modules of an extra, which `what` needs, are not installed. Nothing is imported."""
+def require_extra(extra: str, feature: str, *modules: str) -> None:
+    """Raise a MissingDependencyError if modules of an extra that `feature` needs are missing; imports nothing."""
     for name in modules:
         try:
             found = importlib.util.find_spec(name)
         except ImportError:
             found = None
         if found is None:
-            raise MissingDependencyError(f"{what} needs {name}, which is not installed: {install(extra)}.")
+            raise MissingDependencyError(f"{feature} needs {name}, which is not installed: {install(extra)}.")
 
 
 def is_jax(error: ImportError) -> bool:
@@ -47,7 +47,7 @@ def is_jax(error: ImportError) -> bool:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra from where this package came: a checkout, a repository, or an index."""
+    """The pip command that installs an extra from the source of this package: a checkout, a repository, an index."""
     place = _place()
     if place.startswith("git+"):
         return f"pip install {shlex.quote(f'firstloss[{extra}] @ {place}')}"
@@ -55,7 +55,7 @@ def install(extra: str) -> str:
 
 
 def _place() -> str:
-    """What pip is to be given in place of the package's name."""
+    """The requirement for pip in place of the package's name."""
     try:
         text = importlib.metadata.distribution("firstloss").read_text("direct_url.json")
         came = json.loads(text) if text else {}

@@ -1,4 +1,4 @@
-"""`firstloss.distributed`: the processes and devices of a run."""
+"""`firstloss.distributed`: the processes of a run."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def initialize(
     timeout: int = 120,
     heartbeat: int = 10,
 ) -> int:
-    """Join the processes of the run, before the backend is made: `jax.distributed.initialize`, from what
-    torchrun, SLURM or an indexed Kubernetes Job has left in the environment.
+    """Join the processes of the run, before a backend is created. Like `jax.distributed.initialize`, with defaults from
+    the environment that torchrun, SLURM or an indexed Kubernetes Job sets up.
 
     Examples:
-        >>> fl.distributed.initialize()  # this process has been started by no launcher
+        >>> fl.distributed.initialize()  # without a launcher
         1
 
     Args:
         coordinator: "host:port", where process 0 listens.
-        count: how many processes there are.
-        index: which one this is, from 0.
-        timeout: seconds to wait for all of them; if some have not come then, this process says so and ends.
-        heartbeat: after so many seconds without a sign of one of them, the others end.
+        count: the number of processes.
+        index: the index of this process.
+        timeout: seconds to wait for all processes; this process then ends with a message if some have not joined.
+        heartbeat: seconds without a sign of life from a process after which the others end.
 
     Returns:
-        How many there are: 1, and nothing is done, where no launcher has started this process.
+        The number of processes; 1, without any effect, if there is no launcher.
 
     Raises:
-        BackendError: if what the launcher says is incomplete, or if some processes have other versions of Firstloss,
-            JAX, PyTorch or Python than process 0.
+        BackendError: if the launcher's variables are incomplete, or processes run different versions of Firstloss, JAX,
+            PyTorch or Python.
     """
     from .runtime.mesh.launchers import LaunchedProcess, launch_of
 
@@ -47,7 +47,9 @@ def initialize(
     if coordinator is not None and count is not None and index is not None:
         launch: LaunchedProcess | None = LaunchedProcess("fl.distributed.initialize", coordinator, count, index)
     elif any(part is not None for part in given):
-        raise BackendError("fl.distributed.initialize takes the coordinator, the count and the index, or none of them.")
+        raise BackendError(
+            "fl.distributed.initialize takes the coordinator, the count and the index together, or none of them."
+        )
     else:
         launch = launch_of(os.environ)
     if launch is None or launch.processes == 1:
@@ -59,20 +61,20 @@ def initialize(
     return launch.processes
 
 
-# -- which process this is. Cerebras' names: its workers only stream data; here each process reads and trains. --
+# -- Cerebras' names. There, workers only stream data; here each process reads data and trains. --
 
 
 def get_ordinal() -> int:
-    """The number of this process, from 0.
+    """The index of this process.
 
     Returns:
-        0 where there is one process.
+        An int from 0; 0 if there is one process.
     """
     return _processes().index
 
 
 def num_tasks() -> int:
-    """How many processes train together.
+    """The number of processes that train together.
 
     Returns:
         At least 1.
@@ -84,16 +86,16 @@ def is_master_ordinal(local: bool = False) -> bool:
     """Whether this is process 0, which writes logs.
 
     Args:
-        local: the same, among those on this machine (`LOCAL_RANK`).
+        local: whether to ask for the first process on this machine (`LOCAL_RANK`) instead.
 
     Returns:
-        True for one process in all, or for one on each machine if `local`.
+        True for one process of the run, or with `local` for one on each machine.
     """
     return int(os.environ.get("LOCAL_RANK", 0)) == 0 if local else get_ordinal() == 0
 
 
 def is_streamer() -> bool:
-    """Whether this process reads data: each does.
+    """Whether this process reads data: every process does.
 
     Returns:
         True.
@@ -102,7 +104,7 @@ def is_streamer() -> bool:
 
 
 def num_streamers() -> int:
-    """How many processes read data: all of them.
+    """The number of processes that read data: all of them.
 
     Returns:
         `num_tasks()`.
@@ -111,7 +113,7 @@ def num_streamers() -> int:
 
 
 def get_streaming_rank() -> int:
-    """The number of this process among those that read data: its own among all.
+    """The index of this process among those that read data.
 
     Returns:
         `get_ordinal()`.
@@ -120,28 +122,28 @@ def get_streaming_rank() -> int:
 
 
 def get_streaming_batch_size(effective_batch_size: int, global_rank: int | None = None) -> int:
-    """How many rows of each batch a process reads, if all devices together are to compute on so many.
+    """The number of rows that each process reads of a global batch.
 
-    One process reads all of them, for as many devices as there are; several share them, and put theirs together with
+    A single process reads all rows, for all devices; several processes divide them, and combine theirs with
     `global_batch`.
 
     Args:
-        effective_batch_size: rows of a batch for an update.
-        global_rank: of another process than this one; None: this one.
+        effective_batch_size: the number of rows of the global batch.
+        global_rank: the index of a process; by default this one.
 
     Returns:
-        Rows: `effective_batch_size` divided by the number of processes.
+        `effective_batch_size` divided by the number of processes.
 
     Raises:
-        BackendError: if it is no positive whole number, or the processes cannot share it evenly.
+        BackendError: if it is not a positive integer, or not divisible by the number of processes.
     """
     size, count = effective_batch_size, num_tasks()
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise BackendError(f"effective_batch_size={size!r} is not a whole number of at least 1.")
+        raise BackendError(f"effective_batch_size={size!r} is not a positive integer.")
     if global_rank is not None and not 0 <= global_rank < count:
-        raise BackendError(f"global_rank={global_rank}: there are {count} processes, counted from 0.")
+        raise BackendError(f"global_rank={global_rank} is out of range: there are {count} processes, counted from 0.")
     if size % count:
-        raise BackendError(f"{count} processes cannot share a batch of {size} evenly. Make it a multiple of {count}.")
+        raise BackendError(f"{count} processes cannot split a batch of {size} evenly. Make it a multiple of {count}.")
     return size // count
 
 
@@ -153,17 +155,16 @@ def _processes() -> Any:
 
 
 def global_batch(batch: Any) -> Any:
-    """One batch for all processes, made of what each has read.
+    """Combine what each process has read into one global batch.
 
-    A traced step computes on the batch of all devices. Where several processes train together, each may read its own
-    rows: this puts them one behind the other, in the order of the mesh, without sending them anywhere. All processes
-    have to call it, with as many rows each.
+    A traced step computes on the batch of all devices. Each process may read its own rows: this concatenates them in
+    the order of the mesh, without communication. All processes must call it, with the same number of rows.
 
     Args:
         batch: tensors of this process, in lists, tuples, dicts and dataclasses; their first dimension is rows.
 
     Returns:
-        `batch` with tensors of the backend, which have the rows of all processes.
+        `batch` with tensors of the backend that have the rows of all processes.
 
     Raises:
         BackendError: if the current backend has no mesh.
@@ -172,7 +173,7 @@ def global_batch(batch: Any) -> Any:
 
     backend = current_backend()
     if backend.mesh is None:
-        raise BackendError("a global batch is one for a mesh. Make the backend with mesh= or cluster_config=.")
+        raise BackendError("a global batch needs a mesh. Create the backend with mesh= or cluster_config=.")
     from .runtime.device.tensors import resident
     from .runtime.mesh.sharded_arrays import put_shards
     from .runtime.pytrees import flatten
@@ -184,15 +185,13 @@ def global_batch(batch: Any) -> Any:
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a weight, parts of which are in other processes. All processes have to call it.
-
-    Any other tensor is copied.
+    """Gather the values of a weight that is sharded over processes. All processes must call it.
 
     Args:
-        tensor: a weight of the backend, of any sharding; any other tensor is copied.
+        tensor: a weight on the backend, with any sharding; any other tensor is copied.
 
     Returns:
-        A new tensor in host memory, whole.
+        A new tensor in host memory.
     """
     from .capture.tensor import on_backend
 

@@ -1,14 +1,14 @@
-"""Every error that Firstloss raises: each says what happened, where, why it cannot work and what to write instead."""
+"""Every error that Firstloss raises: what happened, where, why it cannot work, and what to write instead."""
 
 from __future__ import annotations
 
 
 class FirstlossError(Exception):
-    """The base of all of them."""
+    """Base class of Firstloss's errors."""
 
 
 class CompatibilityError(FirstlossError, ImportError):
-    """The installed version of a library lacks a private name that Firstloss needs for what was asked."""
+    """The installed version of a library lacks a private name that Firstloss needs."""
 
 
 class CaptureError(FirstlossError, RuntimeError):
@@ -16,15 +16,15 @@ class CaptureError(FirstlossError, RuntimeError):
 
 
 class NothingDeferredError(FirstlossError, TypeError):
-    """A constructor returned nothing that holds a tensor."""
+    """A constructor returned nothing that contains a tensor."""
 
 
 class ElsewhereError(FirstlossError, BufferError, RuntimeError):
-    """Code past PyTorch's dispatcher asked for memory to write to, and the tensor's is on another device."""
+    """Code that bypasses PyTorch's dispatcher asked for writable memory of a tensor that is on another device."""
 
 
 class ConstantChangedError(FirstlossError, RuntimeError):
-    """A tensor from outside that a recipe reads was edited between capture and materialization."""
+    """A tensor from outside the capture that a recipe reads was edited before materialization."""
 
 
 class MaterializeError(FirstlossError, RuntimeError):
@@ -32,11 +32,11 @@ class MaterializeError(FirstlossError, RuntimeError):
 
 
 class MetaTensorsWarning(UserWarning):
-    """A module that is made real has tensors on the meta device too, which have no values and no recipes."""
+    """A module to be materialized also has tensors on the meta device, which have neither values nor recipes."""
 
 
 class NotMaterializedWarning(UserWarning):
-    """A module that is still deferred was used; all of it is made now, at a moment that nobody chose."""
+    """A deferred module was used before it was materialized, so all of it is materialized now."""
 
 
 class SaveError(FirstlossError, OSError):
@@ -44,15 +44,15 @@ class SaveError(FirstlossError, OSError):
 
 
 class UnsavableError(FirstlossError, TypeError):
-    """A checkpoint was asked to hold what is neither a tensor nor plain data."""
+    """An object to be saved holds something that is neither a tensor nor plain data."""
 
 
 class CheckpointError(FirstlossError, ValueError):
-    """A checkpoint is damaged, cut short, or no checkpoint at all."""
+    """A checkpoint is damaged, truncated, or not a checkpoint."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint where one was asked for."""
+    """There is no complete checkpoint at the given path."""
 
 
 class TraceError(FirstlossError, RuntimeError):
@@ -60,27 +60,27 @@ class TraceError(FirstlossError, RuntimeError):
 
 
 class GraphChangedError(TraceError):
-    """A traced step would do something else now than when it was traced."""
+    """A traced step would do something different now than when it was traced."""
 
 
 class GraphChangeWarning(UserWarning):
-    """A traced step does something else than before, or has met a new kind of batch: it is retraced or recompiled."""
+    """A traced step does something different than before, or got a new kind of batch, and is retraced or recompiled."""
 
 
 class EagerStepWarning(UserWarning):
-    """A traced step runs eagerly on the "GPU" backend, where it was to be replayed as a CUDA graph."""
+    """A traced step runs eagerly on the "GPU" backend, because it cannot be replayed as a CUDA graph."""
 
 
 class ShapeError(TraceError, ValueError):
-    """A traced step was given a batch of other shapes than it is meant to take."""
+    """A traced step got a batch with shapes that it does not accept."""
 
 
 class ValueReadError(TraceError):
-    """A step asked for the value of a traced tensor; there is none until the step runs."""
+    """A step read the value of a traced tensor, which has none until the step runs."""
 
 
 class StepAssertionError(FirstlossError, RuntimeError):
-    """A condition that a traced step asserts (`torch._assert_async`) did not hold when the step had run."""
+    """A condition that a traced step asserts (`torch._assert_async`) was False."""
 
 
 class LoweringError(FirstlossError, NotImplementedError):
@@ -88,11 +88,11 @@ class LoweringError(FirstlossError, NotImplementedError):
 
 
 class StateLostError(FirstlossError, RuntimeError):
-    """The device failed in the middle of a step, when it had been given the memory of the weights."""
+    """The device failed during a step to which the weights had been donated."""
 
 
 class StepMemoryError(FirstlossError, MemoryError):
-    """The device has no memory for what a step computes on the way."""
+    """The device lacks memory for a step's temporaries."""
 
 
 class ClosureError(FirstlossError, RuntimeError):
@@ -104,23 +104,23 @@ class LoaderError(FirstlossError, RuntimeError):
 
 
 class ExecutorError(FirstlossError, ValueError):
-    """A DataExecutor was given numbers that make no loop."""
+    """A DataExecutor got invalid numbers."""
 
 
 class BackendError(FirstlossError, ValueError):
-    """An unknown backend, or one that this machine cannot give."""
+    """An unknown backend, or one that this machine does not support."""
 
 
 class ProcessLostError(FirstlossError, RuntimeError):
-    """Another of the processes of the run has ended, or cannot be reached any more."""
+    """Another process of the run has ended, or can no longer be reached."""
 
 
 class SettingError(FirstlossError, AttributeError):
-    """Something was set that does not exist, and so would have been ignored."""
+    """A setting that does not exist was set, which would have no effect."""
 
 
 class MissingDependencyError(FirstlossError, ImportError):
-    """An optional dependency is needed and is not installed."""
+    """An optional dependency is not installed."""
 
 
 class TargetError(FirstlossError, ImportError):
@@ -128,30 +128,30 @@ class TargetError(FirstlossError, ImportError):
 
 
 class PlanError(FirstlossError, ValueError):
-    """A model, a mesh and a batch do not go together, or a plan was asked for in numbers that are none."""
+    """A model, a mesh and a batch do not fit together, or a plan's numbers are invalid."""
 
 
 class TrainerError(FirstlossError, ValueError):
-    """The Trainer was given what does not fit together, or what it cannot use."""
+    """The Trainer got arguments that do not fit together, or that it cannot use."""
 
 
 class NaNLossError(FirstlossError, FloatingPointError):
-    """The loss is no longer a number. `step` is the step, `batch` the batch it came from, if it is known."""
+    """The loss is not finite. `step` is the step, and `batch` its batch, if known."""
 
     step: int | None = None
     batch: object = None
 
 
 class ScheduleError(FirstlossError, ValueError):
-    """A schedule that cannot be: arguments that contradict each other, or nothing to set."""
+    """A schedule's arguments are invalid or contradict each other, or there is nothing to set."""
 
 
 class OptimizerError(FirstlossError, ValueError):
-    """An optimizer's arguments make no sense."""
+    """An optimizer's arguments are invalid."""
 
 
 class MetricError(FirstlossError, ValueError):
-    """A metric is given what it cannot compute of, or asked before it was given anything."""
+    """A metric got invalid values, or was read before its first update."""
 
 
 class SummaryError(FirstlossError, ValueError):
@@ -159,16 +159,16 @@ class SummaryError(FirstlossError, ValueError):
 
 
 class ConfigError(FirstlossError, ValueError):
-    """A run's configuration file, or what overrides it, is wrong."""
+    """A run file, or an override of it, is invalid."""
 
 
 class PrecisionError(FirstlossError, ValueError):
-    """A precision that is not there, or loss scaling in an order that makes no sense."""
+    """A precision does not exist, or loss scaling is used in the wrong order."""
 
 
 class ModuleTextError(FirstlossError, ValueError):
-    """A file is no StableHLO module that Firstloss wrote, or not all of it."""
+    """A file is not a complete StableHLO module written by Firstloss."""
 
 
 class ShardingError(FirstlossError, ValueError):
-    """A sharding names what is not there: an axis, a dimension, a weight, a device."""
+    """A sharding refers to an axis, a dimension, a weight or a device that does not exist."""

@@ -16,39 +16,39 @@ from .errors import SaveError
 
 
 @contextmanager
-def placed(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary name beside `path`. The file written there is renamed to `path` when the block ends without an error.
+def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Context with a temporary path beside `path`; the file written there is renamed to `path` at the end.
 
     Readers see the old file or the new one, never a part. An error in the block leaves `path` unchanged and removes the
     temporary file. The block must sync the file to disk; the folder must exist.
     """
-    path = os.path.realpath(path)  # through a symlink: the rename must replace the file, not the link
+    path = os.path.realpath(path)  # the rename must replace the file, not a symlink to it
     folder, name = os.path.split(path)
-    aside = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:12]}.part")
+    temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        yield aside
-        os.replace(aside, path)
+        yield temporary
+        os.replace(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(aside)
+            os.unlink(temporary)
         raise
     sync_folder(folder)
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO]:
-    """As `placed`, with the temporary file open and synced at the end; `mode` is `"wb"` or `"w"` (UTF-8)."""
-    with placed(path) as aside:
-        # Opened by its plain name rather than with tempfile, so that it gets the permissions any new file would get.
-        with open(aside, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
+    """Like `replacing`, with the temporary file open, and synced at the end; `mode` is `"wb"` or `"w"` (UTF-8)."""
+    with replacing(path) as temporary:
+        # Not opened with tempfile, so that it gets the permissions of any new file.
+        with open(temporary, mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
 
 
 def lock(descriptor: int, folder: str) -> None:
-    """Lock `folder` for one writing process, by `descriptor`: the folder itself, or a file in it. The lock ends when
-    that is closed or the process ends. Does nothing on systems and file systems without locks.
+    """Lock `folder` for one writing process, through `descriptor` of the folder itself or of a file in it. The lock is
+    released when that is closed or the process ends. No effect on systems and file systems without locks.
 
     Raises:
         SaveError: if another process holds the lock.
@@ -66,7 +66,7 @@ def lock(descriptor: int, folder: str) -> None:
 
 @contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """Hold the `lock` of `folder` while the block runs."""
+    """Hold the `lock` of `folder` during the block."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         lock(descriptor, folder)
@@ -76,7 +76,7 @@ def locked(folder: str) -> Iterator[None]:
 
 
 def sync_folder(folder: str) -> None:
-    """Sync a rename to disk, on systems that can."""
+    """Sync a rename to disk, on systems that support it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

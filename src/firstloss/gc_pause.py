@@ -1,4 +1,4 @@
-"""Pause the garbage collector while many long-lived objects are made."""
+"""Pauses of the garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from gc import disable, enable, isenabled  # the step that is traced meets others
+from gc import disable, enable, isenabled  # a step being traced sees replaced ones
 
 from .undo import Undo
 
 
 class Paused:
-    """No garbage collection in the block, which frees as many objects as it makes.
+    """Context without garbage collection, for blocks that free as many objects as they create.
 
-    A call of a compiled step makes an array for each weight and frees the one before. Counting what is made alone, the
-    collector would look through all of them several times a step, a seventh of the time that the host spends on it.
+    A call of a compiled step creates an array for each weight and frees the previous one. Counting only creations, the
+    collector would run several times per step, which takes a seventh of the step's host time.
     """
 
     def __enter__(self) -> None:
@@ -30,10 +30,10 @@ class Paused:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No garbage collection in the block. What it has made counts as old afterwards.
+    """Context without garbage collection, whose objects count as old afterwards.
 
-    A capture or a lowering makes tens of thousands of small objects, nearly all of which live on. With torch and JAX
-    imported a full collection takes 0.15 s, and one would follow at once when collection is allowed again.
+    A capture or a lowering creates tens of thousands of small objects, most of which live on. With torch and JAX
+    imported a full collection takes 0.15 s, and would otherwise run as soon as collection is enabled again.
     """
     if not isenabled():
         yield
@@ -46,29 +46,29 @@ def paused() -> Iterator[None]:
 
 
 def pause(undo: Undo) -> None:
-    """As `Paused`, until `undo` is through: for blocks that are interrupted."""
+    """Like `Paused`, until `undo` runs: for blocks that may be interrupted."""
     if isenabled():
         undo(_resume, enable)
         _begin()
 
 
-def put_off(undo: Undo) -> None:
-    """As `paused`, until `undo` is through."""
+def paused_until(undo: Undo) -> None:
+    """Like `paused`, until `undo` runs."""
     if isenabled():
         undo(_resume, _collect_again)
         _begin()
 
 
-_unwanted: bool | None = None  # whether the user's code has switched it off while we have; None if we have not
+_unwanted: bool | None = None  # during a pause: whether the user's code has disabled collection; else None
 
 
 def is_wanted() -> bool:
-    """Whether collection is on, or will be when we are through: what `gc.isenabled` says to the user's code."""
+    """Whether collection is enabled, or will be after the pause: the result of `gc.isenabled` for the user's code."""
     return isenabled() if _unwanted is None else not _unwanted
 
 
 def want(on: bool) -> None:
-    """As `gc.enable` and `gc.disable`, for the user's code; in a block without collection, for the time after it."""
+    """`gc.enable` and `gc.disable` for the user's code; during a pause, they take effect after it."""
     global _unwanted
     if _unwanted is not None:
         _unwanted = not on
@@ -80,7 +80,7 @@ def want(on: bool) -> None:
 
 def _begin() -> None:
     global _unwanted
-    _unwanted = False  # first: other threads may ask what is wanted
+    _unwanted = False  # first: other threads may call is_wanted
     disable()
 
 
@@ -91,7 +91,7 @@ def _resume(again: Callable[[], None]) -> None:
     _unwanted = None
 
 
-_others_freeze = False  # somebody has frozen objects, which are to stay so; counting them takes as long as collecting
+_others_freeze = False  # someone uses gc.freeze, so do not unfreeze; asking takes as long as collecting
 
 
 def _collect_again() -> None:

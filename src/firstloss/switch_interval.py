@@ -7,16 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_SECONDS = 3e-4  # by default Python switches threads every 5 ms, 20 times as long as a piece of a fill takes
+_SECONDS = 3e-4  # Python's default is 5 ms, 20 times as long as a chunk of a fill takes
 
 _lock = threading.Lock()
 _blocks = 0
-_wanted = 0.0  # the user's interval, while there are blocks
+_wanted = 0.0  # the user's interval, during such blocks
 
 
 @contextmanager
-def often() -> Iterator[None]:
-    """Python switches threads often in the block, which several threads may be in at a time."""
+def shortened() -> Iterator[None]:
+    """Context with a short switch interval; it may be entered by several threads at a time."""
     global _blocks, _wanted
     with _lock:
         if not _blocks:
@@ -33,13 +33,13 @@ def often() -> Iterator[None]:
 
 
 def interval() -> float:
-    """The user's: what is set, or will be when the blocks have ended."""
+    """The user's interval, which is set or will be restored."""
     with _lock:
         return _wanted if _blocks else sys.getswitchinterval()
 
 
 def want(seconds: float) -> None:
-    """Set the user's; in a block, for the time after it."""
+    """Set the user's interval; inside a block, for the time after it."""
     global _wanted
     with _lock:
         if _blocks:

@@ -1,8 +1,8 @@
-"""A timeline of the way to the first loss: named spans on named tracks.
+"""A timeline of the time to first loss: named spans on named tracks.
 
-Every room records what it does with `with timeline.span("trace"):`; the process keeps one current timeline, and
-`with timeline.record() as t:` puts a fresh one in its place for a while. Times are seconds since the process
-started, so that the import of torch, which is over before any of our code runs, is on the axis too.
+Spans are recorded with `with timeline.span("trace"):`. The process has one current timeline, which
+`with timeline.record() as t:` replaces temporarily. Times are seconds since the process started, so that the import of
+torch, which ends before any of our code runs, is included.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 from .files import atomic_write
 
 FIRST_LOSS = "first loss"
-"""The mark that ends the road."""
+"""The name of the mark at the first loss."""
 
 PHASES = ("import", "construct", "move", "capture", "trace", "lower", "compile", "materialize", "first step")
-"""The phases in the order of the road; tables and pictures list them so. Other names come after, by time."""
+"""The phases in the order of tables and pictures; other names follow, ordered by time."""
 
 _imported = time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took some time on one track.
+    """An interval on a track.
 
     Attributes:
-        name: of the phase.
-        track: the row it belongs to.
-        start: in seconds since the process started.
-        end: in seconds since the process started.
+        name: the phase's name.
+        track: the row in which it is drawn.
+        start: seconds since the process started.
+        end: seconds since the process started.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at one moment.
+    """A moment.
 
     Attributes:
-        name: of what happened.
-        at: in seconds since the process started.
+        name: the event's name.
+        at: seconds since the process started.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One phase in a table.
+    """A phase in a table.
 
     Attributes:
-        name: of the phase.
+        name: the phase's name.
         begin: when it first began, in seconds since the process started.
-        seconds: how long it was under way, overlaps counted once.
+        seconds: its total duration, with overlaps counted once.
     """
 
     name: str
@@ -79,7 +79,7 @@ class PhaseRow:
 def process_started() -> float:
     """When this process started, on the clock of `time.perf_counter()`.
 
-    Linux tells to 10 ms; elsewhere it is the moment at which this module was imported.
+    Accurate to 10 ms on Linux; elsewhere, when this module was imported.
 
     Returns:
         Seconds.
@@ -91,21 +91,21 @@ def process_started() -> float:
 def _process_age() -> float | None:
     try:
         with open("/proc/self/stat", "rb") as file:
-            # The second field is the program's name in parentheses, and may itself hold spaces and parentheses.
+            # The second field is the program's name in parentheses, which may contain spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - started
     except (OSError, AttributeError, ValueError, IndexError):
         return None
-    # Some sandboxes show a start time of zero: the "age" would be the machine's.
+    # Some sandboxes report a start time of zero, which would make this the machine's uptime.
     return age if started > 0 and age >= 0 else None
 
 
 class Timeline:
-    """Spans and marks of one process. Any thread may record; what is read is a copy.
+    """Spans and marks of one process. Any thread may record; reading returns a copy.
 
     Args:
-        start: the zero of the axis on the clock of `time.perf_counter()`; by default the process's start.
+        start: the origin on the clock of `time.perf_counter()`; by default the process's start.
     """
 
     def __init__(self, start: float | None = None) -> None:
@@ -124,14 +124,14 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, track: str | None = None) -> Iterator[None]:
-        """Record how long the block takes, also when it raises.
+        """Record the duration of the block, also if it raises.
 
         Args:
-            name: of the phase.
-            track: the row it belongs to; by default the thread's name.
+            name: the phase's name.
+            track: the row in which it is drawn; by default the thread's name.
 
         Yields:
-            None, once; to be used in a `with` statement.
+            None.
         """
         start = self.now()
         try:
@@ -143,10 +143,10 @@ class Timeline:
         """Record a span whose times are already known.
 
         Args:
-            name: of the phase.
+            name: the phase's name.
             start: in seconds since `self.start`.
-            end: the same; by default now.
-            track: the row it belongs to; by default the thread's name.
+            end: likewise; by default now.
+            track: the row in which it is drawn; by default the thread's name.
 
         Returns:
             The span.
@@ -165,7 +165,7 @@ class Timeline:
         """Record a moment.
 
         Args:
-            name: of what happens.
+            name: the event's name.
             at: in seconds since `self.start`; by default now.
 
         Returns:
@@ -178,7 +178,7 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """What has ended so far, by start."""
+        """All finished spans, ordered by start."""
         with self._lock:
             return tuple(sorted(self._spans, key=lambda span: (span.start, span.end)))
 
@@ -189,17 +189,17 @@ class Timeline:
 
     @property
     def first_loss(self) -> float | None:
-        """Seconds from the process's start to the first loss, or None if it has not come."""
+        """Seconds from the process's start to the first loss; None if there is none yet."""
         return next((mark.at for mark in self.marks if mark.name == FIRST_LOSS), None)
 
     def seconds(self, name: str) -> float:
-        """How long a phase was under way, overlapping spans (of several threads) counted once.
+        """The duration of a phase, with overlapping spans (of several threads) counted once.
 
         Args:
-            name: of the phase.
+            name: the phase's name.
 
         Returns:
-            0 for a phase that there is none of.
+            Seconds; 0 if there is no such span.
         """
         return _union((span.start, span.end) for span in self.spans if span.name == name)
 
@@ -207,7 +207,7 @@ class Timeline:
         """One row per phase.
 
         Returns:
-            In the order of the road; phases that the road does not know follow by time.
+            In the order of `PHASES`; other phases follow, ordered by time.
         """
         begins: dict[str, float] = {}
         for span in self.spans:
@@ -215,16 +215,16 @@ class Timeline:
         return [PhaseRow(name, begins[name], self.seconds(name)) for name in _in_order(begins)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The spans and marks as plain data, for `from_dict`, in another process too.
+        """The spans and marks as plain data, for `from_dict`.
 
         Returns:
-            Of dicts, lists, strings and floats.
+            A dict of lists, strings and floats.
         """
         return {"spans": [asdict(span) for span in self.spans], "marks": [asdict(mark) for mark in self.marks]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Timeline:
-        """A timeline of what another one recorded.
+        """A timeline from the data of another.
 
         Args:
             data: what `to_dict` returned.
@@ -243,17 +243,17 @@ class Timeline:
         *,
         name: str = "Firstloss",
         other: Timeline | None = None,
-        other_name: str = "eager way",
+        other_name: str = "eager",
     ) -> None:
-        """Write a trace that ui.perfetto.dev and chrome://tracing open: one process per timeline, one row per track.
+        """Write a trace for ui.perfetto.dev or chrome://tracing: one process per timeline, one row per track.
 
         The file is the JSON object form of the Trace Event Format, times in microseconds.
 
         Args:
-            path: of the file, which appears when it is whole.
-            name: what this timeline is called there.
-            other: a timeline to show beside it.
-            other_name: what that is called there.
+            path: the file's path; it is written atomically.
+            name: this timeline's name in the trace.
+            other: another timeline to include.
+            other_name: its name in the trace.
         """
         events = _trace_events(self, 1, name)
         if other is not None:
@@ -268,17 +268,17 @@ class Timeline:
         *,
         name: str = "Firstloss",
         other: Timeline | None = None,
-        other_name: str = "eager way",
+        other_name: str = "eager",
         title: str | None = None,
     ) -> None:
         """Draw the phases as bars over time, `other` below on the same axis.
 
         Args:
-            path: of the file, which appears when it is whole.
-            name: what this timeline is called there.
-            other: a timeline to show beside it.
-            other_name: what that is called there.
-            title: above the picture.
+            path: the file's path; it is written atomically.
+            name: this timeline's name in the picture.
+            other: another timeline to include.
+            other_name: its name in the picture.
+            title: the picture's title.
 
         Raises:
             ImportError: without matplotlib.
@@ -295,7 +295,7 @@ def _thread_name() -> str:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length covered by intervals of which some may overlap."""
+    """The total length covered by possibly overlapping intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -328,7 +328,7 @@ def _trace_events(timeline: Timeline, pid: int, name: str) -> list[dict[str, Any
 
 
 def _lane(span: Span, open_ends: dict[tuple[str, int], list[float]]) -> tuple[str, int]:
-    """The first row of the span's track on which it nests: the format forbids spans that cross on one thread."""
+    """The first row of the span's track in which it nests properly, as the format does not allow spans that cross."""
     number = 0
     while True:
         ends = open_ends.setdefault((span.track, number), [])
@@ -344,7 +344,7 @@ _current = Timeline()
 
 
 def current() -> Timeline:
-    """The timeline that the whole process, all its threads, records into.
+    """The timeline into which all threads of the process record.
 
     Returns:
         That of the innermost `record`, or the process's own.
@@ -353,20 +353,20 @@ def current() -> Timeline:
 
 
 def span(name: str, track: str | None = None):
-    """`current().span(name, track)`: the block is recorded where it began, whatever `record()` does meanwhile.
+    """Record the block in the timeline that is current at its beginning.
 
     Args:
-        name: of the phase.
-        track: the row it belongs to; by default the thread's name.
+        name: the phase's name.
+        track: the row in which it is drawn; by default the thread's name.
     """
     return _current.span(name, track)
 
 
 def mark(name: str) -> Mark:
-    """`current().mark(name)`.
+    """Record a moment in the current timeline.
 
     Args:
-        name: of what happens.
+        name: the event's name.
 
     Returns:
         The mark.
@@ -376,10 +376,10 @@ def mark(name: str) -> Mark:
 
 @contextmanager
 def record() -> Iterator[Timeline]:
-    """Collect what the block (in any thread) records into a fresh timeline, then put the former one back.
+    """Record the block (in all threads) into a new timeline, and restore the previous one.
 
     Yields:
-        The fresh one.
+        The new timeline.
     """
     global _current
     former, _current = _current, Timeline()

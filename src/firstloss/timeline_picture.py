@@ -1,4 +1,4 @@
-"""Timelines drawn as bars over time: one group per timeline, one row per phase, all on one axis."""
+"""Timelines drawn as bars over time: one group per timeline, one row per phase, on a common axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .files import atomic_write
 
-# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers distinguish too.
+# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which is safe for colour-blind readers.
 _COLOURS = {
     "import": "#999999",
     "construct": "#E69F00",
@@ -26,7 +26,7 @@ _INK = "#222222"
 
 
 class Phases(Protocol):
-    """What is drawn of a `firstloss.timeline.Timeline`."""
+    """The part of `firstloss.timeline.Timeline` that is drawn."""
 
     @property
     def spans(self) -> Sequence[Any]: ...
@@ -38,10 +38,7 @@ class Phases(Protocol):
 
 
 def draw(path: str | os.PathLike[str], groups: list[tuple[str, Phases]], title: str | None = None) -> None:
-    """Write the picture as PNG.
-
-    Nothing of matplotlib's global state is touched: no backend is chosen and pyplot is not imported.
-    """
+    """Write the picture as PNG, without changing matplotlib's global state or importing pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -60,7 +57,7 @@ def draw(path: str | os.PathLike[str], groups: list[tuple[str, Phases]], title: 
 
 
 def headline(groups: list[tuple[str, Phases]]) -> str:
-    """The times to first loss in a line, with their ratio when there are two."""
+    """The times to first loss in one line, with their ratio if there are two."""
     times = [(name, timeline.first_loss) for name, timeline in groups]
     if any(seconds is None for _, seconds in times):
         return "Timeline"
@@ -71,7 +68,7 @@ def headline(groups: list[tuple[str, Phases]]) -> str:
 
 
 def _shown(timeline: Phases) -> float:
-    """How much of the axis a timeline asks for: up to its first loss, or all of it when none came."""
+    """The range of a timeline that is shown: up to its first loss, or all of it if there is none."""
     return timeline.first_loss or max((span.end for span in timeline.spans), default=0.0)
 
 
@@ -81,10 +78,10 @@ def _draw_group(axis, name: str, timeline: Phases, width: float) -> None:
     for row in table:
         colour = _COLOURS.get(row.name, _OTHER)
         spans = [span for span in timeline.spans if span.name == row.name]
-        bars = [(span.start, max(span.seconds, width / 600)) for span in spans]  # a hair, where it would vanish
+        bars = [(span.start, max(span.seconds, width / 600)) for span in spans]  # wide enough to be visible
         axis.broken_barh(bars, (height[row.name] - 0.36, 0.72), facecolor=colour, edgecolor="white", linewidth=0.5)
         end = max(span.end for span in spans)
-        inside = end > 0.93 * width  # there is no room behind a bar that ends at the axis' end, or beyond
+        inside = end > 0.93 * width  # no room for a label beyond the bar
         at = min(end, width) + (-1 if inside else 1) * width * 0.006
         side = "right" if inside else "left"
         axis.text(at, height[row.name], duration(row.seconds), va="center", ha=side, fontsize=9, color=_INK)
@@ -114,7 +111,7 @@ def _draw_group(axis, name: str, timeline: Phases, width: float) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `12.3 s`, `1.23 s`, `45 ms`."""
+    """Format a duration: `12.3 s`, `1.23 s`, `45 ms`."""
     if seconds >= 9.95:
         return f"{seconds:.1f} s"
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.0f} ms"

@@ -1,4 +1,4 @@
-"""Undo stack: what a block has changed is restored when it ends, even when it is interrupted."""
+"""An undo stack that restores what a block has changed, even if it is interrupted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Undo:
-    """A list of what is to be undone, to be entered twice: `with Undo() as undo, undo:`.
+    """A stack of undo actions, to be entered twice: `with Undo() as undo, undo:`.
 
-    Python raises KeyboardInterrupt between any two of its instructions, also between the last one of a block and the
-    first one of what was to tidy up behind it, and there it would stay untidy: the garbage collector off, a mode open,
-    a function replaced. So tidying is done twice, one around the other, and whichever of them is interrupted, the other
-    does what is left. What undoes may therefore be run twice, and is registered before what it undoes is done.
+    KeyboardInterrupt may be raised between any two instructions, also between the last one of a block and the first one
+    of its cleanup, which would leave the garbage collector disabled, a mode open, or a function replaced. So there are
+    two nested cleanups, and if one of them is interrupted, the other does the rest. Actions may therefore run twice,
+    and are registered before the change that they undo is made.
     """
 
     __slots__ = ("_actions",)
@@ -21,7 +21,7 @@ class Undo:
         self._actions: list[tuple[Callable[..., Any], tuple]] = []
 
     def __call__(self, action: Callable[..., Any], *args: Any) -> None:
-        """Call `action(*args)` at the end of the block: the last registered first."""
+        """Call `action(*args)` at the end of the block, in reverse order of registration."""
         self._actions.append((action, args))
 
     def __enter__(self) -> Undo:

@@ -1,4 +1,4 @@
-"""A backend for each test, with an artifact folder of its own."""
+"""A backend for each test, with its own artifact folder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loss scaling: as PyTorch's in eager mode, and in a traced step as in eager mode; clipping; steps left out."""
+"""Loss scaling: the same as PyTorch's in eager mode, and the same in a traced step as in eager mode."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def weight_with(gradient):
 
 @settings(max_examples=40)
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 5))
-def test_the_scale_is_as_pytorchs(overflows, interval):
+def test_scale_follows_pytorchs(overflows, interval):
     mine = fl.amp.GradScaler("dynamic", init_scale=2.0**10, steps_per_increase=interval, max_loss_scale=2.0**40)
     other = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=interval)
     for overflow in overflows:
@@ -39,7 +39,7 @@ def test_the_scale_is_as_pytorchs(overflows, interval):
     assert mine.get_num_skipped_steps() == sum(overflows)
 
 
-def test_the_tolerance_and_the_limits():
+def test_tolerance_and_limits_are_respected():
     scaler = fl.amp.GradScaler("dynamic", init_scale=8.0, min_loss_scale=4.0, overflow_tolerance=0.5)
     scales = []
     for overflow in (False, True, True, True, True):
@@ -89,7 +89,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_traced_step_leaves_out_what_overflows(name, backend):
+def test_a_traced_step_skips_an_update_that_overflows(name, backend):
     ours, step = train(backend, OPTIMIZERS[name], dynamic)
     theirs, _ = train(fl.backend("CPU"), OPTIMIZERS[name], dynamic)
     assert compiled_steps.kinds(step) == 1
@@ -105,7 +105,7 @@ def test_a_traced_step_leaves_out_what_overflows(name, backend):
 
 @pytest.mark.parametrize("limits", [{"norm": 0.01}, {"value": 0.003}, {}])
 @pytest.mark.parametrize("scale", [None, 64.0])
-def test_clipping_and_a_fixed_scale(limits, scale, backend):
+def test_gradients_are_clipped_with_a_fixed_scale(limits, scale, backend):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.5)
 
@@ -127,7 +127,7 @@ def test_clipping_and_a_fixed_scale(limits, scale, backend):
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)  # float32's rounding
 
 
-def test_float16_with_scaling_in_a_traced_step(backend):
+def test_float16_trains_with_scaling_in_a_traced_step(backend):
     """The products overflow at first, and the scale comes down until they do not."""
     fl.amp.set_half_dtype("float16")
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_float16_with_scaling_in_a_traced_step(backend):
     assert losses[0] == losses[1] and losses[-1] < losses[0]
 
 
-def test_state_goes_on():
+def test_a_loaded_state_continues_the_scale():
     a, b = dynamic(), dynamic()
     for overflow in (1.0, float("inf"), 1.0):
         a.step(torch.optim.SGD([weight_with([overflow, 1.0])], lr=1.0))
@@ -164,15 +164,15 @@ def test_state_goes_on():
         b.load_state_dict({"loss_scale": 1.0})
 
 
-def test_a_first_step_that_cannot_be_left_out_is_refused(backend):
+def test_a_first_step_that_cannot_be_skipped_is_refused(backend):
     def damped(parameters):
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5)
 
-    with pytest.raises(fl.errors.TraceError, match="first step cannot be left out"):
+    with pytest.raises(fl.errors.TraceError, match="first step cannot be skipped"):
         train(backend, damped, dynamic)
 
 
-def test_orders_and_limits_that_make_no_sense_are_refused():
+def test_invalid_call_orders_and_limits_are_refused():
     scaler, optimizer = dynamic(), torch.optim.SGD([weight_with([1.0, 1.0])], lr=1.0)
     scaler.unscale_(optimizer)
     with pytest.raises(fl.errors.PrecisionError, match="unscale_"):
@@ -190,7 +190,7 @@ def test_orders_and_limits_that_make_no_sense_are_refused():
             fl.amp.GradScaler(**options)
 
 
-def test_pytorchs_scaler_in_a_traced_step_is_refused_at_its_line(backend):
+def test_pytorchs_scaler_in_a_traced_step_is_refused_at_the_users_line(backend):
     compiled = fl.compile(nn.Linear(2, 2), backend)
     scaler = torch.amp.GradScaler("cpu")
 

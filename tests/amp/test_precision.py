@@ -1,4 +1,4 @@
-"""Half precisions in traced steps: which dtypes, which values, and cbfloat16's rounding."""
+"""Half precision in traced steps: dtypes, values, and cbfloat16's rounding."""
 
 import math
 import subprocess
@@ -54,7 +54,7 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("name", REGIONS)
-def test_autocast_regions_are_as_in_eager_pytorch(name, backend):
+def test_autocast_regions_match_eager_pytorch(name, backend):
     region = REGIONS[name]
     reference, model = build(), build()
     fl.amp.set_half_dtype("bfloat16")
@@ -79,7 +79,7 @@ def test_autocast_regions_are_as_in_eager_pytorch(name, backend):
         torch.testing.assert_close(ours.clone(), p.grad, rtol=2**-6, atol=2**-7 * float(p.grad.abs().max()))
 
 
-def test_a_region_around_the_step_counts_and_another_is_another_step(backend):
+def test_a_region_around_the_call_selects_the_step(backend):
     compiled = fl.compile(build(), backend)
 
     @fl.trace
@@ -93,7 +93,7 @@ def test_a_region_around_the_step_counts_and_another_is_another_step(backend):
         assert step(X).dtype == torch.float16
 
 
-def test_the_half_precision_chosen_is_the_steps(backend):
+def test_a_step_uses_the_chosen_half_precision(backend):
     @fl.trace
     def step(x):
         with fl.amp.autocast():
@@ -123,7 +123,7 @@ def rounded(x):
 
 @settings(max_examples=300)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64))
-def test_rounding_to_cbfloat16(numbers):
+def test_cbfloat16_rounds_to_nearest(numbers):
     from firstloss.lower.cbfloat16 import round_cbfloat16
 
     got = np.asarray(round_cbfloat16(np.array(numbers, np.float32)))
@@ -135,7 +135,7 @@ def cb16(values):
     return torch.tensor([rounded(float(v)) for v in values.flatten()]).reshape(values.shape)
 
 
-def test_products_in_cbfloat16(backend):
+def test_cbfloat16_products_round_operands_and_results(backend):
     """Operands are rounded, the product is exact, and then rounded: so are the gradients."""
     fl.amp.set_half_dtype("cbfloat16")
     weight = nn.Parameter(torch.tensor([[1.0], [1025.0], [70000.0], [3.0]]))
@@ -162,7 +162,7 @@ def test_products_in_cbfloat16(backend):
     assert y.dtype == torch.float32  # where nothing is float16 any more
 
 
-def test_a_model_in_cbfloat16_is_near_float32_and_its_weights_stay_float32(backend):
+def test_a_cbfloat16_model_stays_close_to_float32(backend):
     fl.amp.set_half_dtype("cbfloat16")
     reference, model = build(), build()
     compiled = fl.compile(model, backend)
@@ -183,7 +183,7 @@ def test_a_model_in_cbfloat16_is_near_float32_and_its_weights_stay_float32(backe
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_cbfloat16_elsewhere_is_refused(backend):
+def test_cbfloat16_outside_of_a_traced_step_is_refused(backend):
     fl.amp.set_half_dtype("cbfloat16")
     with pytest.raises(fl.errors.PrecisionError, match="bfloat16"), fl.amp.autocast():
         pass
@@ -206,7 +206,7 @@ def test_cbfloat16_elsewhere_is_refused(backend):
         bits(torch.ones(3, 3))
 
 
-def test_neither_precision_nor_optimizers_bring_jax():
+def test_precision_and_optimizers_do_not_import_jax():
     code = (
         "import sys, firstloss as fl; fl.amp.GradScaler; fl.optim.lr_scheduler.LinearLR; sys.exit('jax' in sys.modules)"
     )

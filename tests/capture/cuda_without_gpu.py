@@ -1,4 +1,4 @@
-"""Run by test_cuda_random_ops.py in a process of its own: capture for a GPU of which only the figures are there."""
+"""Run by test_cuda_random_ops.py in a separate process: capture for a GPU of which only the properties are known."""
 
 import sys
 

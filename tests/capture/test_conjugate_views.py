@@ -1,4 +1,4 @@
-"""Conjugated and negated views are views: what is written to them, or to what they are of, both show."""
+"""Conjugate and negative views are views: writes to them, or to their base, are visible in both."""
 
 import random
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 
-from .same import assert_same, deferred, eager, materialize
+from .eager_comparison import assert_same, deferred, eager, materialize
 
 VIEWS = ["{t}.conj()", "{t}.conj()[1:]", "{t}[::2].conj()", "{t}.t().conj()", "{t}.adjoint()", "{t}.detach().conj()"]
 VIEWS += ["{t}.conj().imag", "{t}.imag", "torch._neg_view({t})", "{t}.conj().real", "{t}.reshape(-1)", "{t}.mH[:1]"]
@@ -60,7 +60,7 @@ def shown(tensor):
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
-def test_views_in_a_constructor(first):
+def test_views_in_a_constructor_match_eager(first):
     """They show what eager PyTorch's do, and go on to share memory once they are real."""
     for seed in range(first, first + 50):
         expected, lines = run(statements(seed))
@@ -80,7 +80,7 @@ def test_views_in_a_constructor(first):
 
 
 @pytest.mark.parametrize("first", range(0, 30, 10))
-def test_views_in_a_step(first):
+def test_views_in_a_step_match_eager(first):
     """Of what the step makes, and of a tensor from outside that it edits."""
     for seed in range(first, first + 10):
         (line, *lines), rng = statements(seed), random.Random(seed)
@@ -102,11 +102,12 @@ def test_views_in_a_step(first):
             assert torch.equal(shown(kept), shown(expected["a"])), f"seed {seed}: " + "; ".join([line, *lines])
 
 
-def test_a_shape_changed_in_place():
+def test_shape_changes_in_place_match_eager():
     """Autograd takes views anew of what they are of, which has another shape by then."""
     with (
         pytest.raises(
-            fl.errors.CaptureError, match=r"test_conjugate_views.py:\d+.*another shape in place, while views"
+            fl.errors.CaptureError,
+            match=r"test_conjugate_views.py:\d+.*changes the shape of a tensor that requires grad in place",
         ),
         fl.deferred(),
     ):
@@ -147,7 +148,7 @@ PARTS = {
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("parts", PARTS)
-def test_views_of_a_weight(parts, frozen):
+def test_views_of_a_weight_stay_views(parts, frozen):
     """What a constructor keeps of a weight is a view of it, through which gradients flow as they would."""
 
     def build():
@@ -167,7 +168,7 @@ def test_views_of_a_weight(parts, frozen):
     assert facts(made) == facts(build())
 
 
-def test_views_of_a_weight_on_a_backend():
+def test_views_of_a_weight_on_a_backend_stay_views():
     """They share its memory, which the step writes."""
     layer = nn.Module()
     layer.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64) * 1j)
@@ -214,7 +215,7 @@ DRAWN = {
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 17), (5, 6), (4, 4, 3)], ids=str)
 @pytest.mark.parametrize("view", SHOWN)
-def test_what_is_drawn_into_a_view_and_what_comes_after_it(view, shape):
+def test_draws_into_a_view_leave_the_stream_where_eager_does(view, shape):
     """PyTorch draws into a copy of a conjugated or negated view, which lies without gaps."""
 
     def build(draw):

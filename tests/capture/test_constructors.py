@@ -1,4 +1,4 @@
-"""Constructors of every kind: what each makes deferred is, bit for bit, what it makes in eager PyTorch."""
+"""Constructors of every kind: deferred construction is bit-identical to eager construction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.capture.same import assert_same_as_eager
+from tests.capture.eager_comparison import assert_same_as_eager
 
 CASES = {}
 
@@ -862,12 +862,12 @@ def quantization_free_ranges():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_as_eager(name):
+def test_constructors_match_eager(name):
     assert_same_as_eager(CASES[name], anything=False)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_any_number_of_threads(threads):
+def test_the_number_of_threads_does_not_matter(threads):
     def build():
         return nn.Sequential(nn.Linear(700, 500), mlp(), nn.Conv2d(3, 8, 3), nn.Embedding(1000, 300).bfloat16())
 

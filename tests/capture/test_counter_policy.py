@@ -1,4 +1,4 @@
-"""rng="counter": the constructor's draws by (seed, draw, index) alone, whichever way they are made."""
+"""rng="counter": draws depend only on (seed, draw, index), however they are computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.engine.cpu_engine import materialize_values
 from firstloss.engine.reader import Reader
-from firstloss.rng import counter, native_counter
+from firstloss.rng import counter
 from firstloss.rng.counter_stream import CounterStream
 
 SEED = CounterStream(torch.Generator().manual_seed(3).get_state().numpy()).seed
@@ -33,12 +33,12 @@ def made(fn, seed=3):
 @pytest.fixture(params=["native", "numpy"])
 def kernels(request, monkeypatch):
     if request.param == "numpy":
-        monkeypatch.setattr(native_counter, "available", lambda: False)
-    elif not native_counter.available():
+        monkeypatch.setattr(counter, "has_kernels", lambda: False)
+    elif not counter.has_kernels():
         pytest.skip("the C kernels were not built: no C compiler")
 
 
-def test_each_draw_by_its_number(kernels):
+def test_each_draw_depends_on_its_number(kernels):
     first, second, third = made(lambda: [torch.randn(33), torch.empty(7, 5).uniform_(-0.5, 0.5), torch.rand(3)])
     assert np.array_equal(first.numpy(), counter.normal(SEED, 0, 0, 33))
     assert np.array_equal(second.flatten().numpy(), counter.uniform(SEED, 1, 0, 35, -0.5, 0.5))
@@ -75,7 +75,7 @@ def everything():
 
 
 @pytest.mark.filterwarnings("ignore:mean is more than 2 std")
-def test_order_threads_and_kernels_change_nothing(kernels):
+def test_order_threads_and_kernels_do_not_matter(kernels):
     whole = made(everything)
     again = capture(everything)
     for tensor in reversed(again):
@@ -87,7 +87,7 @@ def test_order_threads_and_kernels_change_nothing(kernels):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_big_fill_in_pieces(threads):
+def test_a_large_fill_can_be_made_in_pieces(threads):
     count = (1 << 19) + 77
     found = capture(lambda: torch.empty(count).normal_(1.0, 0.1))
     value = found._storage.value
@@ -98,7 +98,7 @@ def test_a_big_fill_in_pieces(threads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("kind", ["normal_", "uniform_"])
-def test_slices_are_the_wholes(kind, dtype):
+def test_slices_match_the_whole(kind, dtype):
     found = capture(lambda: getattr(torch.empty(5000, dtype=dtype), kind)())
     value = found._storage.value
     whole = fl.materialize_tensor(found)
@@ -109,7 +109,7 @@ def test_slices_are_the_wholes(kind, dtype):
         assert torch.equal(part, whole[begin:end]), (begin, end)
 
 
-def test_a_slice_draws_its_own_words_only(monkeypatch):
+def test_a_slice_draws_only_its_own_words(monkeypatch):
     drawn = []
     real = counter.normal
     monkeypatch.setattr(
@@ -132,14 +132,14 @@ def test_truncated_normals_have_their_distribution():
     assert len(inside.unique()) > 190_000
 
 
-def test_nothing_is_computed_before_it_is_wanted(monkeypatch):
+def test_nothing_is_computed_before_it_is_read(monkeypatch):
     monkeypatch.setattr(counter, "normal", lambda *a, **k: pytest.fail("drawn"))
     module = capture(lambda: nn.Sequential(nn.Linear(1000, 1000), nn.Linear(10, 10)))
     module.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None)
     fl.materialize_module(module)
 
 
-def test_the_seed_is_the_generators_and_later_blocks_go_on():
+def test_the_seed_comes_from_the_generator_and_later_blocks_continue():
     a, b = made(lambda: torch.randn(9)), made(lambda: torch.randn(9), seed=4)
     torch.manual_seed(3)
     with fl.deferred(rng="counter"):
@@ -154,7 +154,7 @@ def test_the_seed_is_the_generators_and_later_blocks_go_on():
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_reseeding_forking_and_reading_inside():
+def test_reseeding_forking_and_reading_work_inside_a_block():
     def fn():
         torch.randn(5)
         torch.manual_seed(3)
@@ -172,7 +172,7 @@ def test_reseeding_forking_and_reading_inside():
         assert torch.equal(a, b)
 
 
-def test_blocks_inside_blocks():
+def test_nested_blocks_must_have_one_policy():
     with fl.deferred(rng="counter"):
         torch.manual_seed(3)
         inner = fl.deferred_init(lambda: torch.randn(9))
@@ -188,17 +188,17 @@ def test_blocks_inside_blocks():
     )
 
 
-def test_the_report_has_draws():
+def test_the_report_lists_draws():
     module = capture(lambda: nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 4)))
     assert [row.position for row in fl.init_program(module).report().rows] == [0, 1, 2, 3]
 
 
-def test_what_torch_refuses_is_refused():
+def test_invalid_draws_are_refused_as_by_torch():
     with pytest.raises(RuntimeError, match="std"):
         made(lambda: torch.empty(9).normal_(0.0, -1.0))
 
 
-def test_saved_as_materialized(tmp_path):
+def test_saved_weights_match_materialized_ones(tmp_path):
     from safetensors.torch import load_file
 
     def build():

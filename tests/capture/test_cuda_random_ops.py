@@ -1,4 +1,4 @@
-"""Capture for a GPU: offsets in its stream, counted without one; and what is said where there is none."""
+"""Capture for a GPU: offsets in its random stream, counted without a GPU; and the error if there is none."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import firstloss as fl
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
-def test_offsets_are_counted_by_the_gpus_figures():
+def test_offsets_are_counted_from_the_gpus_properties():
     path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT])
     command = [sys.executable, "-m", "tests.capture.cuda_without_gpu"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})

@@ -1,4 +1,4 @@
-"""Functions in C that compute straight in a tensor's memory, in a deferred constructor."""
+"""C functions that compute directly in a tensor's memory, in a deferred constructor."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def drawn(scramble, seed, forward):
 
 @pytest.mark.parametrize("forward", [0, 4])
 @pytest.mark.parametrize("scramble, seed", [(False, None), (True, 3), (True, None)])
-def test_quasirandom_numbers(scramble, seed, forward):
+def test_quasirandom_numbers_match_eager(scramble, seed, forward):
     torch.manual_seed(1)
     theirs = drawn(scramble, seed, forward)
     torch.manual_seed(1)
@@ -32,7 +32,7 @@ def test_quasirandom_numbers(scramble, seed, forward):
         assert torch.equal(a, b), name
 
 
-def test_any_other_is_an_error_that_names_the_line():
+def test_other_functions_are_an_error_at_the_users_line():
     def construct():
         return ORIGINAL(torch.zeros(3, 30, dtype=torch.long), 3)
 

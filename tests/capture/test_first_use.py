@@ -1,4 +1,4 @@
-"""A deferred module that is used: all of it is made, once, with a warning, to be eager PyTorch's bit for bit."""
+"""The first use of a deferred module materializes all of it, once, with a warning, bit-identical to eager PyTorch."""
 
 import copy
 import io
@@ -138,7 +138,7 @@ def compare(use, build=Model, warned=1):
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_module_that_is_used(use):
+def test_the_first_use_materializes_the_whole_module(use):
     model = compare(use)
     assert not fl.is_deferred(model)
     assert all(type(p) is nn.Parameter for p in model.parameters()) and model.scale is model.tied
@@ -162,7 +162,7 @@ class Scaled(Alone):
 
 @pytest.mark.parametrize("build", [Alone, Scaled])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_arithmetic_among_weights_comes_first(build, optimizer):
+def test_arithmetic_among_weights_is_still_recorded(build, optimizer):
     assert not fl.is_deferred(compare(lambda m: train(m, optimizer), build))
 
 
@@ -191,7 +191,7 @@ def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, mo
     assert (f" (in {library})" in message) == (edited and depth > 0)
 
 
-def test_past_the_front_door():
+def test_uses_that_bypass_the_dispatcher_materialize():
     """As C++ comes: autograd has noted the tensors before it is known that they are needed."""
 
     def use(model):
@@ -203,7 +203,7 @@ def test_past_the_front_door():
     assert not fl.is_deferred(model) and all(type(p) is nn.Parameter for p in model.parameters())
 
 
-def test_no_gradient_is_lost_past_the_front_door():
+def test_no_gradient_is_lost_when_the_dispatcher_is_bypassed():
     def use(model):
         first_use.disable_first_use()
         model(TOKENS).backward()
@@ -244,7 +244,7 @@ def initialise(model):
     return model.to(torch.float64).float()
 
 
-def test_initialising_is_no_use():
+def test_initialization_does_not_materialize():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = initialise(fl.deferred_init(Model))
@@ -252,14 +252,14 @@ def test_initialising_is_no_use():
     compare(lambda m: fl.materialize_module(initialise(m)).state_dict(), warned=0)
 
 
-def test_two_models_are_two():
+def test_models_are_materialized_one_by_one():
     first, second = fl.deferred_init(lambda: (nn.Linear(2, 2), nn.Linear(2, 2)))
     with pytest.warns(NotMaterializedWarning):
         first(torch.ones(2))
     assert fl.is_deferred(second) and not fl.is_deferred(first)
 
 
-def test_a_wrapper_made_afterwards_is_the_whole():
+def test_a_wrapper_is_materialized_as_a_whole():
     parts = fl.deferred_init(lambda: [nn.Linear(2, 2), nn.Linear(2, 2)])
     whole = nn.Sequential(*parts)
     with pytest.warns(NotMaterializedWarning, match="of a Sequential.* 4 weights"):
@@ -288,7 +288,7 @@ EMPTYINGS = {
 
 @pytest.mark.parametrize("empty", EMPTYINGS.values(), ids=EMPTYINGS)
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_emptying_keeps_the_recipes(empty, where):
+def test_to_empty_keeps_the_recipes(empty, where):
     torch.manual_seed(0)
     expected = Model().state_dict()
     torch.manual_seed(0)
@@ -304,7 +304,7 @@ def test_emptying_keeps_the_recipes(empty, where):
         assert torch.equal(value, expected[name]), name
 
 
-def test_emptying_a_real_module_is_pytorchs():
+def test_to_empty_of_a_real_module_is_pytorchs():
     model = nn.Linear(2, 2)
     weight = model.weight
     before = weight.data_ptr()
@@ -313,12 +313,12 @@ def test_emptying_a_real_module_is_pytorchs():
     assert fl.deferred_init(nn.Linear, 2, 2).to_empty(device="meta").weight.is_meta
 
 
-def test_an_emptied_weight_that_is_filled_computes_nothing_else():
+def test_filling_after_to_empty_drops_the_recipe():
     weight = fl.deferred_init(lambda: torch.empty_like(torch.randn(100)).fill_(2.0))
     assert len(fl.init_program(nn.ParameterList([weight])).recipes["0"].draws) == 0
 
 
-def test_meta_scripts_as_they_are():
+def test_meta_device_scripts_work_unchanged():
     def script(construct):
         torch.manual_seed(0)
         with construct():
@@ -341,7 +341,7 @@ def test_meta_as_the_default_device_is_an_error(enter):
             enter(lambda: nn.Linear(2, 2))
 
 
-def test_modules_with_meta_parts_are_named():
+def test_tensors_on_the_meta_device_are_named():
     with pytest.raises(fl.errors.MaterializeError, match=r"test_first_use.py:\d+: of this Linear, weight, bias are on"):
         fl.materialize_module(nn.Linear(2, 2, device="meta"))
     model = fl.deferred_init(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
@@ -354,7 +354,7 @@ def test_modules_with_meta_parts_are_named():
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_parameter_rebuilt_by_its_type(requires_grad):
+def test_a_parameter_can_be_rebuilt_by_its_type(requires_grad):
     model = fl.deferred_init(nn.Linear, 3, 3)
     for data in (torch.ones(3, 3), model.weight, model.weight.detach().half()):
         made = type(model.weight)(data, requires_grad=requires_grad)
@@ -414,6 +414,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "broadcast", "fsdp"])
-def test_in_a_process_group(kind):
+def test_collectives_materialize(kind):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     forked.run(["-c", _PARALLEL, kind], check=True, timeout=250, env=environment)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.capture.same import assert_same_as_eager, quiet, tensors_of
+from tests.capture.eager_comparison import assert_same_as_eager, quiet, tensors_of
 
 # Arguments for the classes that need some; a class may be listed with several.
 ARGUMENTS: dict[str, list[tuple[tuple, dict]]] = {
@@ -123,7 +123,7 @@ def classes():
 
 
 @pytest.mark.parametrize("cls, args, kwargs", list(classes()))
-def test_module(cls, args, kwargs):
+def test_modules_match_eager(cls, args, kwargs):
     with quiet():
         has_weights = any(True for _ in cls(*args, **kwargs).parameters())
     # Beside another, since a constructor that makes no tensor at all is an error.
@@ -145,7 +145,7 @@ def _is_lazy(module):
 
 
 @pytest.mark.parametrize("cls, args, kwargs", list(classes_with_weights()))
-def test_reset_parameters_and_convert(cls, args, kwargs):
+def test_modules_can_be_reset_and_converted(cls, args, kwargs):
     def build():
         module = nn.ModuleList([cls(*args, **kwargs), nn.Linear(2, 2)])
         for sub in module.modules():
@@ -175,7 +175,7 @@ INITIALISERS = {
 SHAPES = {"dirac_": [(6, 4, 3), (4, 4, 3, 3)], "eye_": [(5, 7)], "sparse_": [(9, 6)]}
 
 
-def test_the_table_of_initialisers_is_complete():
+def test_all_initializers_are_tested():
     found = {name for name, fn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
     assert found == INITIALISERS.keys()
 
@@ -183,7 +183,7 @@ def test_the_table_of_initialisers_is_complete():
 @pytest.mark.parametrize("name", INITIALISERS)
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "own"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_initialiser(name, own_generator, dtype):
+def test_initializers_match_eager(name, own_generator, dtype):
     function = getattr(nn.init, name)
     if own_generator and "generator" not in inspect.signature(function).parameters:
         pytest.skip(f"{name} takes no generator")
@@ -204,7 +204,7 @@ def test_initialiser(name, own_generator, dtype):
     assert_same_as_eager(build)
 
 
-def test_initialisers_of_old_names():
+def test_deprecated_initializers_match_eager():
     def build():
         weight = torch.empty(5, 6)
         return [getattr(nn.init, name)(weight.clone()) for name in ("xavier_uniform", "kaiming_normal", "orthogonal")]

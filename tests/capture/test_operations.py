@@ -1,4 +1,4 @@
-"""Every operation that PyTorch has samples for, in a constructor: eager PyTorch's bits, strides and random stream.
+"""Every operation with PyTorch samples, in a constructor: bits, strides and random stream match eager PyTorch.
 
 One sample of each, of float32 or, of some, complex64.
 """
@@ -84,7 +84,7 @@ def check(op, sample, seed):
 
 
 @pytest.mark.parametrize("group", range(_GROUPS))
-def test_operations_in_a_constructor(group):
+def test_operations_in_a_constructor_match_eager(group):
     chance = random.Random(group)
     wrong = []
     for op in op_db[group::_GROUPS]:

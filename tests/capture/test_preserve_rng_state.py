@@ -1,4 +1,4 @@
-"""`fl.deferred(preserve_rng_state=True)`: generators stand afterwards where construction on meta leaves them."""
+"""`fl.deferred(preserve_rng_state=True)`: generators end where construction on meta leaves them."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def after(construct, build):
 
 
 @pytest.mark.parametrize("build", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
-def test_generators_stand_where_meta_leaves_them(build):
+def test_generators_end_where_meta_leaves_them(build):
     _, expected = after(lambda: torch.device("meta"), build)
     _, moved = after(fl.deferred, build)
     model, states = after(lambda: fl.deferred(preserve_rng_state=True), build)
@@ -95,7 +95,7 @@ def test_generators_stand_where_meta_leaves_them(build):
         assert torch.equal(weight, same)
 
 
-def test_a_meta_script_draws_what_it_did():
+def test_a_meta_device_script_draws_the_same_numbers():
     def script(construct):
         torch.manual_seed(0)
         with construct():
@@ -112,7 +112,7 @@ def test_a_meta_script_draws_what_it_did():
     assert not torch.equal(other["0.weight"], found["0.weight"])
 
 
-def test_with_the_counter_policy_and_nested():
+def test_it_works_with_the_counter_policy_and_nested():
     torch.manual_seed(0)
     state = torch.get_rng_state()
     with fl.deferred(rng="counter", preserve_rng_state=True):
@@ -127,6 +127,6 @@ def test_with_the_counter_policy_and_nested():
     assert not torch.equal(torch.get_rng_state(), state)
 
 
-def test_inside_a_block_without_it():
+def test_it_is_refused_inside_a_block_without_it():
     with fl.deferred(), pytest.raises(CaptureError, match=r"test_preserve_rng_state.py:\d+: preserve_rng_state=True"):
         fl.deferred(preserve_rng_state=True)

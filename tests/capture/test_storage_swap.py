@@ -1,4 +1,4 @@
-"""Tensors that are given another size, another storage or another tensor's place, in a deferred constructor."""
+"""Tensors that get another size, storage or identity in a deferred constructor."""
 
 import copy
 import itertools
@@ -57,7 +57,7 @@ def written(tensor):
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
-def test_sizes_of_tensors_that_share_a_storage(first):
+def test_resizing_keeps_storages_shared(first):
     seen = 0
     for seed in range(first, first + 50):
         torch.use_deterministic_algorithms(True)
@@ -178,7 +178,7 @@ def no_leaf():
 
 
 @pytest.mark.parametrize("quirk", QUIRKS)
-def test_what_pytorch_lets_pass(quirk):
+def test_changes_that_pytorch_allows_match_eager(quirk):
     theirs = QUIRKS[quirk]()
     with fl.deferred():
         ours = QUIRKS[quirk]()
@@ -196,13 +196,13 @@ def nonsense():
 
 
 REFUSED = {
-    "an element in several places": (lambda: nn.init.eye_(torch.zeros(3).expand(2, 3)), "shows one element"),
-    "a state that is none": (nonsense, "not a state"),
+    "an element in several places": (lambda: nn.init.eye_(torch.zeros(3).expand(2, 3)), "expanded tensor"),
+    "a state that is none": (nonsense, "not a valid state"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_names_the_line(name):
+def test_refused_changes_name_the_users_line(name):
     state = torch.get_rng_state()
     construct, what = REFUSED[name]
     try:
@@ -222,7 +222,7 @@ def swapped(of_view, second):
 
 
 @pytest.mark.parametrize("of_view, second", [(True, "view"), (True, "apart"), (False, "apart")])
-def test_tensors_that_are_swapped(of_view, second):
+def test_swapped_tensors_match_eager(of_view, second):
     torch.manual_seed(0)
     theirs = swapped(of_view, second)
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ def test_tensors_that_are_swapped(of_view, second):
         assert torch.equal(one, fl.materialize_tensor(other))
 
 
-def test_a_gradient_for_what_was_swapped_since_is_an_error():
+def test_a_gradient_for_a_swapped_tensor_is_an_error():
     with fl.deferred():
         weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
         total = weight.sum()
@@ -259,7 +259,7 @@ def test_a_real_tensor_set_to_a_computed_one_gets_its_history():
     assert made[0].requires_grad and made[1].requires_grad
 
 
-def test_a_view_may_look_elsewhere_in_no_grad_mode():
+def test_a_view_may_get_other_data_in_no_grad_mode():
     def construct():
         layer = nn.Linear(4, 4)
         flat = nn.utils.parameters_to_vector(layer.parameters())

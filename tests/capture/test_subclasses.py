@@ -1,4 +1,4 @@
-"""Tensor classes of the user's, and tensors that are no arrays of numbers side by side."""
+"""User-defined tensor classes, and tensors without strides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from tests.capture.same import bytes_of, deferred, eager, materialize
+from tests.capture.eager_comparison import bytes_of, deferred, eager, materialize
 
 
 class Tagged(torch.Tensor):
@@ -66,7 +66,7 @@ BUILDERS = {
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_subclass_is_made_at_once_with_eagers_values(name):
+def test_a_subclass_is_materialized_at_once(name):
     (expected, state), (made, ours) = eager(BUILDERS[name]), deferred(BUILDERS[name])
     assert state == ours
     assert type(made.weight) is type(expected.weight) and not fl.is_deferred(made.weight)
@@ -77,7 +77,7 @@ def test_a_subclass_is_made_at_once_with_eagers_values(name):
         assert bytes_of(a) == bytes_of(b)
 
 
-def test_a_wrapper_stays_deferred_and_what_it_wraps_is_made():
+def test_a_wrapper_subclass_stays_deferred():
     def build():
         layer = of(lambda t: nn.Parameter(Scaled(t, torch.rand(4, 1))))
         with torch.no_grad():
@@ -93,7 +93,7 @@ def test_a_wrapper_stays_deferred_and_what_it_wraps_is_made():
         assert bytes_of(getattr(made.weight, part)) == bytes_of(getattr(expected.weight, part))
 
 
-def test_tensors_without_strides_are_real():
+def test_tensors_without_strides_are_made_at_once():
     def build():
         layer = nn.Linear(3, 3)
         layer.register_buffer("sparse", torch.randn(3, 3).relu().to_sparse())
@@ -115,7 +115,7 @@ def test_tensors_without_strides_are_real():
         assert bytes_of(a) == bytes_of(b)
 
 
-def test_reading_needs_nothing_but_the_capture():
+def test_reads_import_what_they_need():
     """In a process of its own: nobody has imported what materializes."""
     code = (
         "import torch, firstloss as fl\nwith fl.deferred():\n    tensor = torch.ones(3)\nprint(tensor.numpy().sum())\n"

@@ -1,4 +1,4 @@
-"""Configurations that several commands are tested with."""
+"""Configurations shared by the tests of several commands."""
 
 import json
 

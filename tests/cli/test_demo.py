@@ -1,4 +1,4 @@
-"""The demo from end to end on its tiny model, and what it leaves behind when it fails."""
+"""The demo end to end on its tiny model, and what it leaves behind if it fails."""
 
 import json
 import os
@@ -20,13 +20,13 @@ def test_the_text_is_the_standard_library_in_order():
         assert text.startswith(file.read())
 
 
-def test_a_python_without_source_is_an_error(monkeypatch, tmp_path):
+def test_a_python_without_its_sources_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(demo_job.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(FileNotFoundError, match="this Python came without it"):
+    with pytest.raises(FileNotFoundError, match="this Python installation has none"):
         demo_job.standard_library()
 
 
-def test_batches_are_the_same_each_time_and_leave_the_generator_alone():
+def test_batches_are_reproducible_and_leave_the_generator_alone():
     text = bytes(range(256)) * 8
     before = torch.get_rng_state()
     a, b = (demo_job.make_batches(text, steps=3, size=2, length=16) for _ in range(2))
@@ -43,7 +43,7 @@ def test_the_plain_loop_learns():
     assert len(losses) == 8 and losses[-1] < losses[0]
 
 
-def test_the_demo_from_end_to_end(tmp_path, capfd):
+def test_the_demo_runs_end_to_end(tmp_path, capfd):
     out = tmp_path / "new" / "demo"
     assert main(["demo", "--size", "tiny", "--steps", "3", "--out", str(out), "--json"]) == 0
     captured = capfd.readouterr()
@@ -79,7 +79,7 @@ def fake_jobs(monkeypatch):
     return losses
 
 
-def test_tables_for_people(fake_jobs, tmp_path, capsys):
+def test_the_tables_are_printed(fake_jobs, tmp_path, capsys):
     assert main(["demo", "--steps", "2", "--out", str(tmp_path / "demo")]) == 0
     text = capsys.readouterr().out
     assert "step   2/2  loss 4.0000" in text and "time to first loss" in text and "timeline.png" in text
@@ -103,23 +103,23 @@ def test_a_job_that_fails_leaves_nothing_behind(fake_jobs, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_folder_that_was_there_stays(fake_jobs, tmp_path, capsys):
+def test_an_existing_folder_is_kept(fake_jobs, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     fake_jobs["pytorch"] = RuntimeError("boom")
     assert main(["demo", "--steps", "2", "--out", str(tmp_path / "mine")]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_an_out_folder_that_cannot_be_made(tmp_path, capsys):
+def test_an_out_folder_that_cannot_be_created_is_an_error(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["demo", "--out", str(tmp_path / "file" / "demo")]) == 1
     assert "file" in capsys.readouterr().err
 
 
-def test_a_process_that_dies_is_one_line_and_its_last_words(tmp_path, monkeypatch):
+def test_a_process_that_dies_is_reported_with_its_last_output(tmp_path, monkeypatch):
     class Args:
         size, steps = "tiny", 1
 
     monkeypatch.setattr(demo.sys, "executable", "/bin/false")
-    with pytest.raises(demo.FirstlossError, match="job 'eager' ended with status 1: it said nothing"):
+    with pytest.raises(demo.FirstlossError, match="job 'eager' ended with status 1: no output"):
         list(demo._job("eager", Args, str(tmp_path)))

@@ -1,4 +1,4 @@
-"""`firstloss fit` and `validate`: a run from a file, and what is wrong with one, in a line."""
+"""`firstloss fit` and `validate`: a run from a file, and one-line errors."""
 
 import dataclasses
 import inspect
@@ -47,7 +47,7 @@ WRONG_METRIC = {
 CURVE = {"initial_learning_rate": 0.1, "end_learning_rate": 0.0, "total_iters": 4}
 
 
-def test_a_run_and_its_validation(config, tmp_path, capsys):
+def test_a_run_is_trained_and_validated(config, tmp_path, capsys):
     assert main(["fit", config(), "--trainer.loop.max_steps=6", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["step"] == 6 and result["checkpoint"].endswith("step_6")
@@ -64,7 +64,7 @@ def test_a_run_and_its_validation(config, tmp_path, capsys):
     assert other["val_loss"] == last["val_loss"]
 
 
-def test_the_model_is_called_by_the_trainer(config, capsys, monkeypatch):
+def test_the_trainer_constructs_the_model(config, capsys, monkeypatch):
     """A function with arguments too: else the model would be made eagerly, before the backend could defer it."""
     from tests.trainer import small
 
@@ -92,7 +92,7 @@ def test_the_model_is_called_by_the_trainer(config, capsys, monkeypatch):
         ({"loop": {"max_step": 3}}, [], "trainer.loop has no 'max_step': did you mean 'max_steps'?"),
         ({"loop": {"max_steps": 3, "validation": {"max_batch": 3}}}, [], "validation has no 'max_batch': did you mean"),
         ({"lop": {"max_steps": 3}}, [], "trainer has no 'lop': did you mean 'loop'?"),
-        ({"loop": {"max_steps": "ten"}}, [], "trainer.loop.max_steps is 'ten', where int was expected."),
+        ({"loop": {"max_steps": "ten"}}, [], "trainer.loop.max_steps is 'ten', but int was expected."),
         ({"devise": "CPU"}, [], "trainer has no 'devise': did you mean 'device'?"),
         ({"model": {**MODEL, "init_args": {"dropuot": 1}}}, [], "Net has no 'dropuot': did you mean 'dropout'?"),
         ({}, ["--trainer.devise=CPU"], "there is no --trainer.devise: did you mean --trainer.device?"),
@@ -100,16 +100,24 @@ def test_the_model_is_called_by_the_trainer(config, capsys, monkeypatch):
         ({}, ["--modle=3"], "there is no --modle: see --print_config."),
         ({}, ["--trainer.optimizer.init_args.lrr=3"], "SGD has no 'lrr': did you mean 'lr'?"),
         ({"model": "tests.trainer.small.Nett"}, [], "tests.trainer.small has no 'Nett': did you mean 'Net'?"),
-        ({"model": "nowhere.Net"}, [], "trainer.model: there is no module 'nowhere' (named in 'nowhere.Net')."),
+        ({"model": "nowhere.Net"}, [], "trainer.model: there is no module 'nowhere' (in 'nowhere.Net')."),
         ({"model": "Nettle"}, [], "trainer.model: "),
         ({"optimizer": "torch.optim.SDG"}, [], "torch.optim has no 'SDG': did you mean 'SGD'?"),
-        ({"optimizer": "tests.trainer.small.Net"}, [], "trainer.optimizer: tests.trainer.small.Net is no Optimizer."),
+        (
+            {"optimizer": "tests.trainer.small.Net"},
+            [],
+            "trainer.optimizer: tests.trainer.small.Net is not a subclass of Optimizer.",
+        ),
         ({"callbacks": ["firstloss.trainer.EarlyStopp"]}, [], "has no 'EarlyStopp': did you mean 'EarlyStop'?"),
-        ({"callbacks": ["tests.trainer.small.Net"]}, [], "trainer.callbacks: tests.trainer.small.Net is no Callback."),
-        ({"loop": {"max_steps": 0}}, [], "max_steps=0 is not above 0"),
-        ({"loop": {}}, [], "TrainingLoop does not know when to stop."),
+        (
+            {"callbacks": ["tests.trainer.small.Net"]},
+            [],
+            "trainer.callbacks: tests.trainer.small.Net is not a subclass of Callback.",
+        ),
+        ({"loop": {"max_steps": 0}}, [], "max_steps=0 is not positive"),
+        ({"loop": {}}, [], "TrainingLoop has no end."),
         ({"precision": {"dtype": "bf16"}}, [], "fit: Precision: dtype='bf16' is not one of float32, bfloat16"),
-        ({"mesh": "{fsdp:8}"}, [], 'where dict was expected (in YAML a space follows each ":").'),
+        ({"mesh": "{fsdp:8}"}, [], 'but dict was expected (in YAML a space follows each ":").'),
         ({"mesh": {"fsdp": 8}}, [], "backend 'CPU' runs on one device."),
         (
             {"loop": {"max_steps": 3, "validation": {"metrics": {"a": "x.Y"}}}},
@@ -119,7 +127,7 @@ def test_the_model_is_called_by_the_trainer(config, capsys, monkeypatch):
         ({"loop": WRONG_METRIC}, [], "torchmetrics.MeanMetric: "),
     ],
 )
-def test_what_is_wrong_is_one_line(changes, arguments, says, config, capsys):
+def test_a_wrong_file_is_a_one_line_error(changes, arguments, says, config, capsys):
     assert main(["fit", config(**changes), *arguments]) == 1
     captured = capsys.readouterr()
     assert says in captured.err and captured.err.count("\n") == 1 and captured.out == ""
@@ -128,13 +136,13 @@ def test_what_is_wrong_is_one_line(changes, arguments, says, config, capsys):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ("model: tests.trainer.small.Net", "the run has no 'model': it belongs under trainer, as trainer.model."),
-        ("- 3", 'this is no run: it should hold keys, the first of which is "trainer:".'),
-        ("trainer: {a: [}", "this is no YAML: "),
+        ("model: tests.trainer.small.Net", "the run has no 'model': write it under trainer, as trainer.model."),
+        ("- 3", 'not a run file: it must be a mapping with the key "trainer:".'),
+        ("trainer: {a: [}", "not valid YAML: "),
         ("train_dataloader: tests.trainer.small.loader", "trainer.model is missing."),
     ],
 )
-def test_what_is_no_run(text, says, tmp_path, capsys):
+def test_a_file_that_is_not_a_run_is_an_error(text, says, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(text)
     assert main(["fit", str(tmp_path / "run.yaml")]) == 1
     assert says in capsys.readouterr().err
@@ -150,7 +158,7 @@ def test_what_is_no_run(text, says, tmp_path, capsys):
         (['--trainer.optimizer={"class_path": "tests.trainer.small.decayed"}'], 0.25),
     ],
 )
-def test_optimizers_are_classes_or_functions_with_arguments(arguments, rate, config, tmp_path, capsys):
+def test_optimizers_may_be_classes_or_functions(arguments, rate, config, tmp_path, capsys):
     """A class gets the parameters, a function the model; both are called when the model is there."""
     arguments = ["fit", config(schedulers=None), *arguments, "--json"]
     assert main(arguments) == 0
@@ -176,13 +184,13 @@ RATES = {"steps_per_second": 0, "samples_per_second": 0}
         ({"class_path": "ExponentialLR", "init_args": {"gamma": 0.25}}, 0.025),
     ],
 )
-def test_schedulers_are_classes_or_functions_with_arguments(schedulers, second, config, tmp_path):
+def test_schedulers_may_be_classes_or_functions(schedulers, second, config, tmp_path):
     assert main(["fit", config(schedulers=schedulers), "--trainer.logging.log_steps=1"]) == 0
     rates = [json.loads(line).get("lr") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rates[:2] == pytest.approx([0.1, second])
 
 
-def test_metrics_of_torchmetrics(config, tmp_path):
+def test_torchmetrics_can_be_configured(config, tmp_path):
     pytest.importorskip("torchmetrics")
     accuracy = {
         "class_path": "torchmetrics.Accuracy", "init_args": {"task": "multiclass", "num_classes": 4, "average": "micro"}
@@ -192,11 +200,11 @@ def test_metrics_of_torchmetrics(config, tmp_path):
     assert last["val_exact"] == pytest.approx(last["val_accuracy"])
 
 
-def test_which_checkpoint(config, tmp_path, capsys):
+def test_checkpoints_are_chosen_by_name(config, tmp_path, capsys):
     """`best` and `last` by name, and null for none of them."""
     file = config(checkpoint={"steps": 1, "keep_last": None, "best": "val_loss"}, loop={"max_steps": 3})
     assert main(["validate", file]) == 1
-    assert "nothing to validate yet" in capsys.readouterr().err
+    assert "no weights to validate" in capsys.readouterr().err
     assert main(["fit", file, "--trainer.loop.eval_every_steps=1"]) == 0
     best = json.loads((tmp_path / "run" / "checkpoints" / "best.json").read_text())
     capsys.readouterr()
@@ -206,12 +214,12 @@ def test_which_checkpoint(config, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["step"] == 1
 
 
-def test_a_file_that_is_not_there(capsys):
+def test_a_missing_file_is_an_error(capsys):
     assert main(["fit", "nowhere.yaml"]) == 1
-    assert capsys.readouterr().err == "firstloss fit: nowhere.yaml: there is no such file.\n"
+    assert capsys.readouterr().err == "firstloss fit: nowhere.yaml: no such file.\n"
 
 
-def test_print_config(config, capsys):
+def test_print_config_shows_the_overridden_values(config, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["fit", config(), "--print_config"])
     assert stopped.value.code == 0
@@ -234,7 +242,7 @@ def test_print_config_shows_every_key(capsys):
     assert shown["ckpt_path"] == "last"
 
 
-def test_other_commands_take_no_strangers(capsys):
+def test_other_commands_refuse_unknown_arguments(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "torch.nn:Linear", "--trainer.loop.max_steps=3"])
     assert "unrecognized arguments: --trainer" in capsys.readouterr().err
@@ -248,7 +256,7 @@ def test_other_commands_take_no_strangers(capsys):
     ],
     ids=["ours", "Model Zoo's"],
 )
-def test_precision_and_workers_in_the_references_words(config, given, dtype):
+def test_model_zoos_names_for_precision_and_workers_work(config, given, dtype):
     file = config(precision=given, cluster_config={"num_csx": 1, "num_workers_per_csx": 1})
     from firstloss.cli import config as configuration
 

@@ -12,14 +12,14 @@ from firstloss.cli import mesh
 LINEAR = ["torch.nn:Linear", "--arg", "in_features=300", "--arg", "out_features=7"]
 
 
-def test_a_table(capsys):
+def test_the_table_is_printed(capsys):
     assert cli.main(["inspect", *LINEAR]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == "weight 7x300 float32 uniform(-0.057735, 0.057735) 0".split()
     assert lines[-1] == "2 weights, 2,107 parameters, 8,428 bytes, 0 dead fills dropped"
 
 
-def test_the_counter_policy(capsys):
+def test_the_counter_policy_numbers_its_draws(capsys):
     assert cli.main(["inspect", *LINEAR, "--rng", "counter", "--json"]) == 0
     assert [row["position"] for row in json.loads(capsys.readouterr().out)["weights"]] == [0, 1]
 
@@ -39,18 +39,18 @@ def test_405_billion_parameters_on_512_ranks(llama_405b, capsys):
     assert 0 <= found["bytes_per_rank"] * 512 / found["bytes"] - 1 < 0.002  # rows that 512 does not divide
 
 
-def test_bytes_per_rank_in_words(capsys):
+def test_bytes_per_rank_are_printed(capsys):
     cuts = ["--cut", "weight=-,tp", "--mesh", "fsdp=4,tp=3,dp_replicate=2"]
     assert cli.main(["inspect", *LINEAR, *cuts]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[-4:] == ["7x100", "tp", "cuts", "1"] and lines[2].split()[-4:] == ["2", "fsdp", "cuts", "0"]
     assert lines[-1].startswith("mesh fsdp=4 x tp=3 x dp_replicate=2, 24 ranks: each holds at most 2,808 bytes")
     assert cli.main(["inspect", *LINEAR, "--mesh", "tp=3"]) == 0
-    assert "axis 'tp' cuts nothing" in capsys.readouterr().out
+    assert "axis 'tp' shards nothing" in capsys.readouterr().out
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(1, 9), max_size=3))
-def test_the_largest_part_is_chunks(size, parts):
+def test_a_rank_has_the_largest_chunk(size, parts):
     left = torch.empty(size)
     for count in parts:
         left = left.chunk(count)[0]
@@ -62,15 +62,15 @@ def test_the_largest_part_is_chunks(size, parts):
     [
         ([*LINEAR, "--mesh", "fsdp"], "not AXIS=SIZE"),
         ([*LINEAR, "--mesh", "fsdp=2,fsdp=4"], "not AXIS=SIZE"),
-        ([*LINEAR, "--cut", "weight=tp"], "give the mesh as well"),
+        ([*LINEAR, "--cut", "weight=tp"], "pass the mesh as well"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight"], "not PATTERN=CUTS"),
         ([*LINEAR, "--mesh", "tp=2", "--cut", "weight=dp"], "names an axis 'dp'"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; they have names like weight"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, and bias has 1"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; names look like weight"),
+        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, but bias has 1"),
         (["torch:zeros", "--arg", "size=[3]"], "only a Module's weights have names"),
     ],
 )
-def test_a_failure_is_one_line(capsys, arguments, said):
+def test_a_failure_is_a_one_line_error(capsys, arguments, said):
     assert cli.main(["inspect", *arguments]) == 1
     really = capsys.readouterr().err
     assert said in really and really.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The command as a process: its status, its one line of stderr, what it imports."""
+"""The command as a process: exit status, one-line errors, imports."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def command(*arguments, cwd=None, **environment):
 
 
 @pytest.mark.parametrize("arguments", [(), ("demo",), ("inspect",), ("init",), ("verify",)])
-def test_help_holds_an_example(arguments, capsys):
+def test_help_has_an_example(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--help"])
     text = capsys.readouterr().out
@@ -50,11 +50,11 @@ def test_help_imports_neither_torch_nor_jax():
     "arguments, says",
     [
         (["frobnicate"], "invalid choice: 'frobnicate'"),
-        (["demo", "--steps", "0"], "'0' is not a number above 0"),
+        (["demo", "--steps", "0"], "'0' is not a positive number"),
         (["verify"], "required: TARGET"),
     ],
 )
-def test_wrong_arguments_are_one_line(arguments, says, capsys):
+def test_wrong_arguments_are_a_one_line_error(arguments, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     captured = capsys.readouterr()
@@ -63,14 +63,14 @@ def test_wrong_arguments_are_one_line(arguments, says, capsys):
 
 
 @pytest.mark.parametrize("name", ["inspect", "init", "verify"])
-def test_a_wrong_target_is_one_line_and_status_1(name, capsys):
+def test_a_wrong_target_is_a_one_line_error_with_status_1(name, capsys):
     assert main([name, "torchh:Linear", *(["-o", "nowhere"] if name == "init" else [])]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith(f"firstloss {name}: TARGET 'torchh:Linear': there is no module 'torchh'")
 
 
-def test_the_module_is_the_command():
+def test_python_m_firstloss_is_the_command():
     done = command("verify", "torchh:Linear", "--json")
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
 
@@ -90,7 +90,7 @@ def test_a_missing_library_names_its_extra(monkeypatch, capsys):
     assert "rich is not installed: pip install " in said and "[cli]" in said
 
 
-def test_an_interrupt_is_status_130(monkeypatch, capsys):
+def test_an_interrupt_exits_with_status_130(monkeypatch, capsys):
     def interrupted(args):
         raise KeyboardInterrupt
 
@@ -108,7 +108,7 @@ def test_a_full_disk_names_the_file(monkeypatch, capsys):
     assert capsys.readouterr().err == "firstloss demo: demo/timeline.png: No space left on device\n"
 
 
-def test_verify_says_identical(capsys):
+def test_verify_reports_identical_models(capsys):
     assert main(["verify", "torch.nn:Linear", "--arg", "in_features=5", "--arg", "out_features=7", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["identical"] and result["tensors"] == 2 and result["bytes"] == 4 * (35 + 7)
@@ -116,7 +116,7 @@ def test_verify_says_identical(capsys):
     assert "2 tensors, 168 B, and the random generator are bit-identical" in capsys.readouterr().out
 
 
-def test_inspect_says_what_would_be_made(capsys):
+def test_inspect_reports_the_weights(capsys):
     target = ["inspect", "torch.nn:Linear", "--arg", "in_features=5", "--arg", "out_features=7"]
     assert main([*target, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["weights"]
@@ -159,7 +159,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("without", OF_EXTRA)
-def test_without_an_extra_a_command_runs_or_names_it_in_one_line(tmp_path, without):
+def test_without_an_extra_a_command_runs_or_names_it(tmp_path, without):
     script = BLOCKED.format(blocked=set(OF_EXTRA[without]))
     # Of the demo's extra fit needs nothing, and would train.
     told = {name: told for name, told in COMMANDS.items() if (name, without) != ("fit", "demo")}
@@ -186,7 +186,7 @@ def test_without_an_extra_a_command_runs_or_names_it_in_one_line(tmp_path, witho
         (None, "pip install 'firstloss[xla]'"),
     ],
 )  # fmt: skip
-def test_hints_are_commands_that_work_from_where_the_package_came(tmp_path, monkeypatch, came, command):
+def test_hints_are_commands_that_work(tmp_path, monkeypatch, came, command):
     import importlib.metadata
     import json
     from types import SimpleNamespace

@@ -43,16 +43,16 @@ def plan(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_table(capsys):
+def test_the_table_is_printed(capsys):
     assert cli.main([*PERCEPTRON, "--mesh", "fsdp=8", "--batch", "32x64", "--memory", "1MiB"]) == 0
     out = capsys.readouterr().out
-    assert "mesh fsdp=8, 8 devices; on each of them, at a step:" in out
+    assert "mesh fsdp=8, 8 devices; on each of them, per step:" in out
     assert "it fits in 1.0 MiB" in out and "all-gather" in out
     assert "smaller than 4,096 elements" in " ".join(out.split())
-    assert "nothing was made, compiled or sent" in out
+    assert "nothing was allocated, compiled or run" in out
 
 
-def test_json_and_numbers(capsys):
+def test_json_has_the_numbers(capsys):
     arguments = ["--mesh", "fsdp=8", "--batch", "32x64", "--flops", "1T", "--link", "2GB/s", "--memory", "10kB"]
     found = plan(capsys, *PERCEPTRON, *arguments)
     weights = {row["name"]: row for row in found["arrays"] if row["role"] == "weights"}
@@ -71,7 +71,7 @@ def test_json_and_numbers(capsys):
     assert found["seconds"]["memory"] == 0
 
 
-def test_the_bandwidth_of_memory(capsys):
+def test_memory_bandwidth_is_counted(capsys):
     arguments = ["--mesh", "fsdp=8", "--batch", "32x64", "--flops", "1T", "--link", "2GB/s"]
     without = plan(capsys, *PERCEPTRON, *arguments)
     found = plan(capsys, *PERCEPTRON, *arguments, "--hbm", "1GB/s")
@@ -79,16 +79,16 @@ def test_the_bandwidth_of_memory(capsys):
     assert found["seconds"]["links"] == without["seconds"]["links"]
     assert found["seconds"]["apart"] > without["seconds"]["apart"] + found["seconds"]["memory"] / 2
     assert cli.main([*PERCEPTRON, *arguments, "--hbm", "1GB/s"]) == 0
-    assert "by its operations" in capsys.readouterr().out
+    assert "for operations" in capsys.readouterr().out
 
 
-def test_arguments_by_name_and_another_optimizer(capsys):
+def test_arguments_are_passed_by_name_with_another_optimizer(capsys):
     arguments = ["--mesh", "dp=4", "--batch", "x=8x64", "--batch", "scale=8x1", "--optimizer", "SGD"]
     found = plan(capsys, *PERCEPTRON, *arguments)
     assert found["bytes"]["batch"] == 4 * (2 * 64 + 2) and found["bytes"]["state"] == 0
 
 
-def test_the_models_own_tensor_parallelism(llama, capsys):
+def test_the_models_own_tp_plan_is_used(llama, capsys):
     found = plan(capsys, "plan", llama, "--mesh", "fsdp=4,tp=2", "--batch", "16x32")
     rows = {row["name"]: row for row in found["arrays"]}
     assert rows["model.layers.0.self_attn.q_proj.weight"]["cut"] == [["tp"], ["fsdp"]]
@@ -99,7 +99,7 @@ def test_the_models_own_tensor_parallelism(llama, capsys):
     }
 
 
-def test_cuts_of_ones_own(capsys):
+def test_shardings_can_be_given(capsys):
     arguments = ["--mesh", "fsdp=4,tp=2", "--batch", "32x64", "--cut", "up.*=tp", "--cut", "down.weight=-,tp"]
     found = plan(capsys, *PERCEPTRON, *arguments)
     rows = {row["name"]: row for row in found["arrays"]}
@@ -107,14 +107,14 @@ def test_cuts_of_ones_own(capsys):
     assert rows["up.weight"]["why"] == "its spec does not name fsdp"
 
 
-def test_less_is_kept_and_more_computed(llama, capsys):
+def test_recomputation_saves_memory_and_costs_operations(llama, capsys):
     arguments = ["plan", llama, "--mesh", "fsdp=4", "--batch", "16x512", "--arg", "num_hidden_layers=12"]
     kept, again = plan(capsys, *arguments), plan(capsys, *arguments, "--recompute")
     assert again["bytes"]["at_peak"]["activations"] < kept["bytes"]["at_peak"]["activations"] / 4
     assert 1.2 < again["flops"] / kept["flops"] < 4 / 3 + 0.05
 
 
-def test_a_picture(tmp_path, llama, capsys):
+def test_a_picture_is_drawn(tmp_path, llama, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.svg"
     arguments = ["plan", llama, "--mesh", "fsdp=8", "--batch", "16x32", "--picture", str(path)]
@@ -128,48 +128,54 @@ def test_a_picture(tmp_path, llama, capsys):
 @pytest.mark.parametrize(
     "arguments, error",
     [
-        (["--mesh", "fsdp=8", "--batch", "33x64"], "33 rows cannot be shared by the 8 devices of fsdp=8. Write 40x64"),
-        (["--mesh", "fsdp=8", "--batch", "32by64"], "write a shape, as 512x8192"),
+        (
+            ["--mesh", "fsdp=8", "--batch", "33x64"],
+            "33 rows cannot be split evenly over the 8 devices of fsdp=8. Write 40x64",
+        ),
+        (["--mesh", "fsdp=8", "--batch", "32by64"], "write a shape such as 512x8192"),
         (["--mesh", "fsdp=8", "--batch", "y=32x64"], "the model's forward takes x, scale"),
         (["--mesh", "fsdp=8", "--batch", "32x64:float99"], "torch has no dtype 'float99'"),
-        (["--mesh", "fsdp", "--batch", "32x64"], "is not AXIS=SIZE; write for instance --mesh fsdp=64,tp=8"),
-        (["--mesh", "fsdp=4,pp=2", "--batch", "32x64"], "nothing is cut over 'pp'. Axes for data are batch, data"),
+        (["--mesh", "fsdp", "--batch", "32x64"], "is not AXIS=SIZE; write for example --mesh fsdp=64,tp=8"),
+        (["--mesh", "fsdp=4,pp=2", "--batch", "32x64"], "nothing is sharded over 'pp'. Data axes are batch, data"),
         (["--mesh", "fsdp=4,tp=2", "--batch", "32x64"], "--cut '*.up.weight=tp,-'"),
         (
             ["--mesh", "fsdp=4,tp=3", "--batch", "32x64", "--cut", "up.weight=tp,-"],
-            "cuts dimension 0 of up.weight, of shape 256x64, over tp=3: 3 does not divide 256. Write a mesh on which "
+            "shards dimension 0 of up.weight, of shape 256x64, over tp=3: 3 does not divide 256. Use a mesh on which "
             "that is 2",
         ),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "up.weight=tp,-"], "names an axis 'tp'; the mesh has fsdp"),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "no.*=fsdp"], "matches no weight; they have names like up."),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "up.bias=-,fsdp"], "has 2 dimensions, and up.bias has 1"),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--optimizer", "Adagio"], "torch.optim has none of this name"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "no.*=fsdp"], "matches no weight; names look like up."),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "up.bias=-,fsdp"], "has 2 dimensions, but up.bias has 1"),
+        (
+            ["--mesh", "fsdp=4", "--batch", "32x64", "--optimizer", "Adagio"],
+            "torch.optim has no optimizer of this name",
+        ),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--recompute"], "has no gradient_checkpointing_enable()"),
         (
             ["--mesh", "fsdp=4", "--batch", "32x64", "--memory", "much"],
-            "is no quantity. Write for instance --memory 80",
+            "is not a quantity. Write for example --memory 80",
         ),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--flops", "0"], "is no quantity. Write for instance --flops 989T"),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "0"], "is no quantity. Write for instance --hbm 3.35TB/s"),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "3TB/s"], "with --flops and --link; write these, too"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--flops", "0"], "is not a quantity. Write for example --flops 989T"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "0"], "is not a quantity. Write for example --hbm 3.35TB/s"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--hbm", "3TB/s"], "needs --flops and --link, too"),
         (["--mesh", "fsdp=4", "--batch", "32x64", "--link", "tp=1GB/s"], "names an axis 'tp'; the mesh has fsdp"),
-        (["--mesh", "dp=2,fsdp=4", "--batch", "32x64", "--link", "dp=1GB/s"], "does not say 'fsdp'"),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--picture", "plan.png"], "the picture is SVG"),
+        (["--mesh", "dp=2,fsdp=4", "--batch", "32x64", "--link", "dp=1GB/s"], "has no rate for 'fsdp'"),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--picture", "plan.png"], "the picture is an SVG file"),
         (["--mesh", "fsdp=4", "--batch", "32x65"], "with --batch 32x65 the step raises RuntimeError"),
     ],
 )
-def test_what_does_not_fit(arguments, error, capsys):
+def test_a_step_that_does_not_fit_is_reported(arguments, error, capsys):
     assert cli.main([*PERCEPTRON, *arguments]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("firstloss plan: ") and error in err
 
 
-def test_a_target_that_is_no_module(capsys):
+def test_a_target_that_is_not_a_module_is_an_error(capsys):
     assert cli.main(["plan", "builtins:dict", "--mesh", "fsdp=2", "--batch", "2x2"]) == 1
     assert "only a Module can be trained" in capsys.readouterr().err
 
 
-def test_405_billion_parameters_on_4096_devices(llama_405b, capsys):
+def test_405_billion_parameters_can_be_planned_on_4096_devices(llama_405b, capsys):
     arguments = ["--mesh", "fsdp=512,tp=8", "--batch", "512x8192", "--recompute", "--memory", "80GiB"]
     found = plan(capsys, "plan", llama_405b(torch_dtype="bfloat16"), *arguments)
     assert found["devices"] == 4096 and found["fits"] is True

@@ -1,4 +1,4 @@
-"""`firstloss stablehlo`: a module that runs in a process that knows neither the model nor PyTorch."""
+"""`firstloss stablehlo`: the module runs in a process that has neither the model nor PyTorch."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def test_a_written_module_runs_without_the_model(tmp_path, capsys):
             assert arrays[name].tobytes() == tensor.numpy().tobytes()
 
 
-def test_a_mesh_and_specs_are_said_in_words(tmp_path, capsys):
+def test_a_mesh_and_specs_are_printed(tmp_path, capsys):
     module = tmp_path / "weights.mlir"
     target = ["torch.nn:Linear", "--arg", "in_features=48", "--arg", "out_features=32"]
     specs = ["--mesh", "data=2,tp=4", "--shard", "weight=data+tp,-", "--shard", "bias=tp"]
@@ -50,14 +50,14 @@ def test_a_mesh_and_specs_are_said_in_words(tmp_path, capsys):
         (["--mesh", "tp=2", "--shard", "weight"], "'weight' is not PATTERN=SPEC"),
         (["--mesh", "tp=2", "--shard", "wait=tp"], "'wait' matches no weight"),
         (["--mesh", "tp=2", "--shard", "weight=dp"], "names an axis 'dp'"),
-        (["--shard", "weight=dp"], "shardings without a mesh"),
+        (["--shard", "weight=dp"], "without a mesh"),
         (["--mesh", "tp=2,tp=4"], "--mesh: 'tp' is said twice"),
         (["--mesh", "tp=2", "--shard", "weight=tp,tp"], "weight: the spec (('tp',), ('tp',)) names 'tp' twice"),
         (["--mesh", "tp=2", "--shard", "weight=tp,-,-"], "has 3 dimensions, and the weight, of shape [32, 48], has 2"),
-        (["--mesh", "tp=2", "--shard", "weight=tp", "--shard", "weight=-"], "--shard: 'weight' is said twice"),
+        (["--mesh", "tp=2", "--shard", "weight=tp", "--shard", "weight=-"], "--shard: 'weight' is given twice"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(arguments, complaint, tmp_path, capsys):
+def test_invalid_input_is_a_one_line_error_and_leaves_no_file(arguments, complaint, tmp_path, capsys):
     target = ["torch.nn:Linear", "--arg", "in_features=48", "--arg", "out_features=32"]
     assert main(["stablehlo", *target, "-o", str(tmp_path / "weights.mlir"), *arguments]) == 1
     said = capsys.readouterr().err

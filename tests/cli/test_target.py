@@ -1,4 +1,4 @@
-"""What a TARGET may be, and what is said of one that is wrong."""
+"""Valid and invalid TARGETs, and their errors."""
 
 import json
 import sys
@@ -44,12 +44,12 @@ def fails(text, *arguments, call=False):
     return str(caught.value)
 
 
-def test_a_callable_with_arguments():
+def test_a_callable_gets_its_arguments():
     made = target.load("torch.nn:Linear", ["in_features=3", "out_features=4", "bias=False"])()
     assert made.weight.shape == (4, 3) and made.bias is None
 
 
-def test_a_value_that_is_no_literal_is_a_string():
+def test_a_value_that_is_not_a_literal_is_a_string():
     assert target.load("builtins:dict", ["a=relu", "b=(1, 2)", "c=None"]).arguments == {
         "a": "relu",
         "b": (1, 2),
@@ -57,42 +57,42 @@ def test_a_value_that_is_no_literal_is_a_string():
     }
 
 
-def test_a_module_in_the_current_folder_and_a_nested_name(user_module):
+def test_a_module_in_the_current_folder_and_a_nested_name_are_found(user_module):
     assert target.load("user_models:Outer.Inner", ["in_features=3", "out_features=4"])().out_features == 4
 
 
 @pytest.mark.parametrize("text", ["torch", "torch.nn", ":Linear", "torch.nn:", ""])
-def test_nothing_to_call(text):
+def test_a_target_without_a_callable_is_an_error(text):
     assert "write package.module:callable" in fails(text)
 
 
-def test_a_module_that_is_not_there():
+def test_a_missing_module_is_an_error():
     message = fails("torchh.nn:Linear")
-    assert "no module 'torchh'" in message and "check its spelling" in message
+    assert "no module 'torchh'" in message and "check the spelling" in message
 
 
-def test_a_module_that_imports_what_is_not_there(user_module, tmp_path):
+def test_a_missing_import_in_the_module_is_an_error(user_module, tmp_path):
     (tmp_path / "user_models.py").write_text("x = 1\nimport surely_not_installed\n")
     message = fails("user_models:f")
     assert "imports 'surely_not_installed', which is not installed" in message and "user_models.py:2" in message
 
 
-def test_a_module_that_raises(user_module, tmp_path):
+def test_a_module_that_raises_is_an_error(user_module, tmp_path):
     (tmp_path / "user_models.py").write_text("x = 1\n\ny = 1 / 0\n")
     message = fails("user_models:f")
     assert "ZeroDivisionError" in message and "user_models.py:3" in message
 
 
-def test_a_module_with_a_syntax_error(user_module, tmp_path):
+def test_a_syntax_error_names_its_line(user_module, tmp_path):
     (tmp_path / "user_models.py").write_text("x = 1\ny = = 2\n")
     assert "user_models.py:2" in fails("user_models:f")
 
 
-def test_a_misspelt_name_gets_the_near_one():
+def test_a_misspelled_name_gets_a_suggestion():
     assert "torch.nn has no 'Linaer': did you mean 'Linear'?" in fails("torch.nn:Linaer")
 
 
-def test_what_cannot_be_called(user_module):
+def test_a_target_that_is_not_callable_is_an_error(user_module):
     assert "is of type int, which cannot be called" in fails("user_models:answer")
 
 
@@ -103,7 +103,7 @@ def test_arguments_are_checked_before_the_call():
 
 
 @pytest.mark.parametrize("argument", ["width", "=3", "a b=3", "3=3"])
-def test_an_argument_that_is_none(argument):
+def test_an_argument_can_be_none(argument):
     assert "is not NAME=VALUE" in fails("torch.nn:Linear", argument)
 
 
@@ -154,11 +154,11 @@ def test_a_config_makes_weights_in_its_dtype(config):
     assert str(target.load(config(dtype="bfloat16"))().lm_head.weight.dtype) == "torch.bfloat16"
 
 
-def test_fields_of_a_config_can_be_changed(config):
+def test_fields_of_a_config_can_be_overridden(config):
     assert target.load(config(), ["vocab_size=16"])().lm_head.weight.shape == (16, 32)
 
 
-def test_wrong_configs(config, tmp_path):
+def test_invalid_configs_are_errors(config, tmp_path):
     assert "cannot be read: No such file" in fails(str(tmp_path / "nope.json"))
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in fails(str(tmp_path / "config.json"))

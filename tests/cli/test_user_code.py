@@ -1,4 +1,4 @@
-"""What the user's constructor does to the process: its prints are not the command's output, its exit no success."""
+"""Effects of the user's constructor: its output is not the command's, and its exit is a failure."""
 
 import json
 import os
@@ -31,10 +31,10 @@ def importable(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
+def test_prints_go_to_stderr(command, tmp_path):
     """Those of C, of other processes and at the end too."""
     ran = forked.run(
-        ["-m", "firstloss", *arguments(command, "odd_target:printing", tmp_path), "--json"],
+        ["-m", "firstloss", *arguments(command, "misbehaving_target:printing", tmp_path), "--json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(cli.__file__).parents[2])])},
         capture_output=True,
         check=True,
@@ -46,9 +46,9 @@ def test_prints_go_to_stderr_in_a_process_of_its_own(command, tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_stdout_holds_the_json_object_alone(command, tmp_path, capsys):
+def test_stdout_has_only_the_json_object(command, tmp_path, capsys):
     stdout = sys.stdout
-    assert cli.main([*arguments(command, "odd_target:printing", tmp_path), "--json"]) == 0
+    assert cli.main([*arguments(command, "misbehaving_target:printing", tmp_path), "--json"]) == 0
     assert sys.stdout is stdout
     captured = capsys.readouterr()
     assert isinstance(json.loads(captured.out), dict)
@@ -58,15 +58,15 @@ def test_stdout_holds_the_json_object_alone(command, tmp_path, capsys):
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("target", ["leaving", "leaving_without_a_word"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_ending_the_process_is_no_success(command, target, as_json, tmp_path, capsys):
+def test_a_constructor_that_exits_is_a_failure(command, target, as_json, tmp_path, capsys):
     options = ["--json"] if as_json else []
-    assert cli.main([*arguments(command, f"odd_target:{target}", tmp_path), *options]) == 1
+    assert cli.main([*arguments(command, f"misbehaving_target:{target}", tmp_path), *options]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and "SystemExit" in captured.err and "odd_target.py:" in captured.err
+    assert captured.out == "" and "SystemExit" in captured.err and "misbehaving_target.py:" in captured.err
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_json_has_no_nan(capsys):
+def test_nan_is_not_written_as_json(capsys):
     output.print_json({"loss": float("nan"), "best": [float("inf"), 1.0], "steps": 3})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "loss": None,

@@ -1,4 +1,4 @@
-"""How verify compares: by name, by bits, by what is tied to what."""
+"""How verify compares: by name, bits and ties."""
 
 import torch
 
@@ -28,7 +28,7 @@ def test_the_same_model_twice_is_identical():
     assert compare(dict(named_tensors(model())), dict(named_tensors(model()))) == {}
 
 
-def test_one_bit_is_a_difference_and_nan_is_none():
+def test_one_bit_is_a_difference_and_equal_nans_are_not():
     a, b = model(), model()
     with torch.no_grad():
         a[0].bias[0] = b[0].bias[0] = float("nan")
@@ -41,12 +41,12 @@ def test_shape_dtype_and_requires_grad_are_compared():
     a = {"x": torch.zeros(2), "y": torch.zeros(2), "z": torch.zeros(2)}
     b = {"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2, requires_grad=True)}
     found = compare(a, b)
-    assert found["x"] == "shape is torch.Size([3]), eager has torch.Size([2])"
-    assert found["y"] == "dtype is torch.float64, eager has torch.float32"
-    assert found["z"] == "requires_grad is True, eager has False"
+    assert found["x"] == "shape is torch.Size([3]), but torch.Size([2]) in the eager model"
+    assert found["y"] == "dtype is torch.float64, but torch.float32 in the eager model"
+    assert found["z"] == "requires_grad is True, but False in the eager model"
 
 
-def test_missing_and_superfluous_tensors():
+def test_missing_and_extra_tensors_are_reported():
     found = compare({"a": torch.zeros(1)}, {"b": torch.zeros(1)})
     assert found == {"a": "is missing from the deferred model", "b": "is in the deferred model only"}
 

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, from the tables of `firstloss.compat`: `python -m tests.compat.page` writes it."""
+"""Generate docs/compatibility.md from the tables of `firstloss.compat`: `python -m tests.compat.page`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ HEAD = """# Compatibility
 
 <!-- Written by `python -m tests.compat.page`. -->
 
-Firstloss uses names of PyTorch, JAX and Python that these have not promised to keep. Each is in a table of
-`firstloss/compat/`, and used from there alone; below are the tables. A name is looked up when it is first imported, by
-what the installed version has and not by its number. One that is gone breaks only what needs it, when that is used, by
-a `CompatibilityError` that names it.
+Firstloss depends on private names of PyTorch, JAX and Python, which may change in any release. All of them are listed
+in the tables of `firstloss/compat/`, shown below, and used only through these. A name is resolved when it is first
+imported, by feature detection rather than version number. A missing name breaks only the features that need it, when
+they are used, with a `CompatibilityError` that names it.
 
-`make test TORCH=2.15.0` runs the suite on another PyTorch. The pinned versions (`requirements/`) get all of it at each
-change; those at the ends of the range the core: capture, the engine, guards and generated programs.
+`make test TORCH=2.15.0` runs the test suite on another PyTorch. The pinned versions (`requirements/`) run the whole
+suite at each change; the ends of the supported range run the core tests: capture, engine, guards and generated
+programs.
 
-| library | promised | the core was tested on |
+| library | supported | core tested on |
 | --- | --- | --- |
 """
 
-REPLACED = """Importing Firstloss replaces nothing. The rows that begin with the first deferred tensor
-stay, since such a tensor may be met anywhere from then on; the others end with the captures or the trace that they are
-for, and what other code has put in their place meanwhile is left alone. Each calls the original where no deferred
-tensor is concerned.
+REPLACED = """\
+Importing Firstloss patches nothing. The patches that start with the first deferred tensor stay, since such a tensor
+may occur anywhere from then on; the others are undone when the capture or the trace that needs them ends. If other
+code has replaced the same function meanwhile, its replacement is left in place. Each patch calls the original
+function unless a deferred tensor is involved.
 """
 
 
@@ -38,10 +40,10 @@ def text() -> str:
     tables: dict[str, Any] = {"PyTorch": torch_names, "JAX": jax_names, "Python": python_names}
     lines = [f"| {name} | {promised[name]} | {', '.join(table.TESTED)} |" for name, table in tables.items()]
     for name, table in tables.items():
-        lines += ["", f"## Private names of {name}", "", "| name | what for | without it does not work |"]
+        lines += ["", f"## Private names of {name}", "", "| name | purpose | what breaks without it |"]
         lines += ["| --- | --- | --- |"]
         lines += [f"| `{row.path}` | {row.why} | {row.breaks} |" for row in table.NAMES.values()]
-    lines += ["", "## What is replaced in PyTorch", "", REPLACED]
+    lines += ["", "## Patches of PyTorch", "", REPLACED]
     lines += ["| function | when | why |", "| --- | --- | --- |"]
     for name, patch in patches.PATCHES.items():
         lines.append(f"| {', '.join(f'`{place}`' for place in (name, *patch.also))} | {patch.when} | {patch.why} |")

@@ -1,4 +1,4 @@
-"""What Firstloss uses of others' inner workings is in `firstloss.compat`, resolves here, and is on the page."""
+"""Private names of other libraries are in `firstloss.compat`, resolve as installed, and are on the page."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def imported() -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", REST, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_private_names_are_in_compat_alone(path):
+def test_private_names_are_only_in_compat(path):
     assert not private_names(files()[path], ours())
 
 
-def test_private_names_are_seen():
+def test_the_check_finds_private_names():
     text = (
         "import torch._C\nfrom jax._src import core\ntorch._C.x\nx._cdata\nx._ours\ntorch._foreach_add\naten._to_copy"
     )

@@ -1,4 +1,4 @@
-"""What Firstloss replaces in PyTorch: nothing on import, all of it in the table, and back when a capture ends."""
+"""Patches of PyTorch: none on import, all of them in the table, undone when a capture ends."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def replaced() -> list[set[str]]:
     return [set(line.split()) for line in run(BEFORE_AND_AFTER)]
 
 
-def test_importing_firstloss_replaces_nothing(replaced):
+def test_importing_firstloss_patches_nothing(replaced):
     """Every module of it, with the libraries that they use imported before."""
     assert replaced[0] == set()
 
 
-def test_what_a_capture_and_a_step_replace_is_in_the_table(replaced):
+def test_everything_that_a_capture_or_step_patches_is_in_the_table(replaced):
     """And what is for a capture alone is back when it has ended."""
     inside, traced, after = replaced[1:]
     allowed = {
@@ -150,7 +150,7 @@ def row(monkeypatch):
     del patches._replacements[name]
 
 
-def test_entered_by_many_it_is_left_with_the_last(row):
+def test_a_patch_ends_with_its_last_user(row):
     patches.enter(patches.CAPTURE, "a")
     patches.enter(patches.CAPTURE, "b")
     patches.leave(patches.CAPTURE, "a")
@@ -160,7 +160,7 @@ def test_entered_by_many_it_is_left_with_the_last(row):
     assert Place().method(1) == 2 and Place.method.__name__ == "method"
 
 
-def test_what_somebody_else_replaced_meanwhile_stays(row, monkeypatch):
+def test_a_replacement_by_other_code_stays(row, monkeypatch):
     patches.enter(patches.CAPTURE, "a")
     ours = Place.method
     monkeypatch.setattr(Place, "method", lambda self, x: ours(self, x) + 100)
@@ -171,14 +171,14 @@ def test_what_somebody_else_replaced_meanwhile_stays(row, monkeypatch):
     assert Place().method(1) == 120
 
 
-def test_a_function_that_is_gone_is_an_error_that_names_it(row, monkeypatch):
+def test_a_missing_function_is_an_error_that_names_it(row, monkeypatch):
     monkeypatch.delattr(Place, "method")
-    with pytest.raises(CompatibilityError, match=r"has no \S*Place.method, .* to replace \(a reason\)"):
+    with pytest.raises(CompatibilityError, match=r"has no \S*Place.method, .* must replace \(a reason\)"):
         patches.enter(patches.CAPTURE, "a")
     assert "a" not in patches._holders[patches.CAPTURE]
 
 
-def test_swapped_until_the_block_ends():
+def test_a_patch_lasts_until_the_block_ends():
     before = torch.amp.GradScaler.scale
     with Undo() as undo, undo:
         patches.swap(undo, "torch.amp.GradScaler.scale", None)
@@ -186,7 +186,7 @@ def test_swapped_until_the_block_ends():
     assert torch.amp.GradScaler.scale is before
 
 
-def test_captures_side_by_side_have_them_until_the_last_ends():
+def test_concurrent_captures_keep_patches_until_the_last_ends():
     """What a thread's capture leaves, another's keeps."""
     ready, go = threading.Event(), threading.Event()
 
@@ -200,7 +200,7 @@ def test_captures_side_by_side_have_them_until_the_last_ends():
     with fl.deferred():
         thread.start()
         ready.wait(60)
-    assert patches.is_in_place("torch.random.get_rng_state")
+    assert patches.is_installed("torch.random.get_rng_state")
     go.set()
     thread.join()
-    assert not patches.is_in_place("torch.random.get_rng_state")
+    assert not patches.is_installed("torch.random.get_rng_state")

@@ -10,12 +10,12 @@ ROWS = names.rows()
 
 
 @pytest.mark.parametrize("package", names.PACKAGES)
-def test_each_name_is_there_once(package):
+def test_each_name_is_listed_once(package):
     keys = [(row["module"], row["name"]) for row in ROWS if row["package"] == package]
     assert len(set(keys)) == len(keys) > 200
 
 
-def test_what_is_said_is_complete():
+def test_every_row_is_complete():
     for row in ROWS:
         assert row["status"] in names.STATUSES, row
         assert (row["status"] == "same") or row["note"], row  # how it differs, or why it is not here
@@ -23,7 +23,7 @@ def test_what_is_said_is_complete():
 
 
 @pytest.mark.parametrize("module", sorted({row["module"] for row in ROWS}))
-def test_what_is_said_is_true(module):
+def test_every_row_is_true(module):
     for row in ROWS:
         if row["module"] != module:
             continue
@@ -33,7 +33,7 @@ def test_what_is_said_is_true(module):
             assert names.found(row["ours"]) is not None, row
 
 
-def test_what_is_not_here_is_not_here():
+def test_missing_names_are_missing():
     """A name that has come since has to be told."""
     for row in ROWS:
         if row["status"] == "not here" and row["package"] == "cerebras.pytorch" and "." not in row["name"]:
@@ -41,7 +41,7 @@ def test_what_is_not_here_is_not_here():
             assert names.found(path) is None, row
 
 
-def test_no_name_has_gone_from_the_list():
+def test_the_list_has_all_names():
     """The list is of the packages as they were read: their names and signatures, none left out."""
     assert names.digest() == names.SURFACE
 

@@ -1,4 +1,4 @@
-"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas, written a second time in numpy.
+"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas in numpy.
 
 In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9.
 """
@@ -184,7 +184,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("case", FORMULAS)
-def test_formulas(case):
+def test_optimizers_follow_cerebras_formulas(case):
     make, formula, options = FORMULAS[case]
     start, history = train(make)
     runs = [formula(w, **options) for w in start]
@@ -208,7 +208,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("case", [*FORMULAS, *MORE])
-def test_traced_as_eager(case, backend):
+def test_traced_optimizers_match_eager(case, backend):
     make = MORE[case] if case in MORE else FORMULAS[case][0]
     _, eager = train(make)
     _, traced = train(make, fl.trace, lambda model: fl.compile(model, backend))
@@ -218,7 +218,7 @@ def test_traced_as_eager(case, backend):
 
 
 @pytest.mark.parametrize("case", MORE)
-def test_what_has_pytorchs_formula(case):
+def test_some_optimizers_follow_pytorchs_formula(case):
     """Given the same numbers: the code is PyTorch's, bit for bit."""
     make = MORE[case]
     if case == "Lion":
@@ -245,7 +245,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults(name):
+def test_defaults_are_cerebras(name):
     """Theirs here; in `fl.optim`, PyTorch's."""
     found = inspect.signature(getattr(cstorch.optim, name)).parameters
     assert {key: found[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
@@ -272,7 +272,7 @@ def muon(w, lr, decay, momentum, nesterov, steps=5):
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_muon(traced, nesterov, request):
+def test_muon_follows_its_formula(traced, nesterov, request):
     make = Make("Muon", lr=0.02, weight_decay=0.1, nesterov=nesterov)
     extra = (fl.trace, lambda model: fl.compile(model, request.getfixturevalue("backend"))) if traced else ()
     start, history = train(make, *extra)
@@ -298,7 +298,7 @@ def test_a_convolutions_weight_is_a_matrix_to_muon():
         cstorch.optim.Muon([conv.weight, conv.bias])
 
 
-def test_state_of_theirs_is_loaded():
+def test_cerebras_state_can_be_loaded():
     """They keep beta1^(t + 1) instead of the step t."""
     weight = nn.Parameter(torch.ones(2))
     theirs = cstorch.optim.AdamW([weight])
@@ -315,7 +315,7 @@ def test_state_of_theirs_is_loaded():
     assert "beta1_power" not in ours.state[weight]
 
 
-def test_state_of_pytorchs_is_loaded():
+def test_pytorchs_state_can_be_loaded():
     weight = nn.Parameter(torch.ones(2))
     theirs = torch.optim.Adam([weight], weight_decay=0.1)
     weight.grad = torch.ones(2)
@@ -337,7 +337,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_numbers_that_make_no_sense(case):
+def test_invalid_numbers_are_refused(case):
     with pytest.raises(OptimizerError):
         WRONG[case]([nn.Parameter(torch.ones(2))])
 
@@ -365,13 +365,13 @@ def test_global_steps_count_in_a_traced_step(backend):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_steps_are_counted_only_if_asked_for():
+def test_steps_are_counted_only_on_request():
     optimizer = fl.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(OptimizerError, match="enable_global_step=True"):
         optimizer.increment_global_step(optimizer.param_groups[0]["params"][0])
 
 
-def test_state_is_visited():
+def test_visit_state_maps_the_state():
     weight = nn.Parameter(torch.ones(2))
     optimizer = Counting([weight])
     optimizer.visit_state(lambda entry: entry + 3)
@@ -381,7 +381,7 @@ def test_state_is_visited():
     assert optimizer.state[weight]["step"] == 3 and len(seen) == 1
 
 
-def test_apply():
+def test_apply_calls_the_algorithm():
     optimizer = Counting([nn.Parameter(torch.ones(2))])
     assert optimizer.apply(lambda o: o) is optimizer
     assert optimizer.apply(type("Algorithm", (), {"apply": lambda self, o: [o]})()) == [optimizer]
@@ -389,7 +389,7 @@ def test_apply():
         optimizer.apply(3)
 
 
-def test_hooks_around_zero_grad():
+def test_hooks_run_around_zero_grad():
     weight = nn.Parameter(torch.ones(2))
     optimizer = cstorch.optim.AdamW([weight])
     seen = []

@@ -12,7 +12,7 @@ import firstloss as fl
 import firstloss.cstorch as cstorch
 
 
-def test_its_names():
+def test_its_names_are_those_of_firstloss():
     """Those of firstloss, the same objects, but for three modules."""
     own = {"amp", "optim", "utils"}
     assert set(cstorch.__all__) == set(fl.__all__) - {"cstorch"} and set(cstorch.__all__) <= set(dir(cstorch))
@@ -27,7 +27,7 @@ def test_its_names():
         _ = cstorch.utils.benchmark
 
 
-def test_importing_it_brings_nothing():
+def test_importing_it_imports_neither_torch_nor_jax():
     code = "import firstloss.cstorch, sys; print([m for m in ('torch', 'jax') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
@@ -94,7 +94,7 @@ def program(name, folder, steps=8):
     return losses, float(model.accuracy), cstorch.load(checkpoints[-1], map_location="cpu"), len(checkpoints)
 
 
-def test_a_program(tmp_path):
+def test_a_cerebras_program_runs_on_both_backends(tmp_path):
     """On both backends: the same losses, metrics and checkpoints."""
     ours, accuracy, saved, count = program("CSX", tmp_path / "csx")
     theirs, expected, there, number = program("CPU", tmp_path / "cpu")

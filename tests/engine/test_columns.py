@@ -1,4 +1,4 @@
-"""Rows drawn straight into columns: the same bits as the whole, cut."""
+"""Rows drawn straight into columns: the same bits as slicing the whole."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def drawn(ref, dim, rows, widths, reader=None):
     rows=st.integers(1, 4).map(lambda n: 16 * n),
     first=st.integers(0, 3).map(lambda n: 16 * n),
 )
-def test_parts_are_those_of_the_whole(kind, seed, outer, widths, rows, first):
+def test_column_parts_match_the_whole(kind, seed, outer, widths, rows, first):
     size = (first + rows + 16, outer, sum(widths))
     ref, eager = recipe(lambda: KINDS[kind](torch.empty(size)), seed)
     done, parts = drawn(ref, 2, (first, first + rows), widths)
@@ -60,14 +60,14 @@ def test_parts_are_those_of_the_whole(kind, seed, outer, widths, rows, first):
 
 @pytest.mark.skipif(not bfloat16_trusted(), reason="PyTorch's bfloat16 kernels are others")
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_parts_in_bfloat16(kind):
+def test_column_parts_match_the_whole_in_bfloat16(kind):
     ref, eager = recipe(lambda: KINDS[kind](torch.empty(64, 3, 96, dtype=torch.bfloat16)), 1)
     done, parts = drawn(ref, 2, (16, 48), [33, 63])
     assert done and torch.equal(torch.cat(parts, 2), eager[16:48])
 
 
 @needs_kernel
-def test_one_stretch_goes_on_where_the_last_ended():
+def test_a_range_continues_where_the_last_ended():
     ref, eager = recipe(lambda: torch.empty(64, 96).normal_(), 1)
     reader = Reader(lambda value: pytest.fail("made whole"))
     for rows in ((0, 16), (16, 48), (48, 64)):
@@ -86,13 +86,13 @@ def test_one_stretch_goes_on_where_the_last_ended():
         (lambda: torch.zeros(32, 32), (0, 16)),
     ],
 )
-def test_what_the_kernel_cannot_do_is_left_alone(make, rows):
+def test_unsupported_columns_are_left_to_the_reader(make, rows):
     ref, _ = recipe(make, 2)
     done, parts = drawn(ref, 1, rows, [16, ref.size[1] - 16])
     assert not done and all(part.isnan().all() for part in parts)
 
 
-def test_boxes_side_by_side():
+def test_adjacent_boxes_match_the_whole():
     assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 2, 8)), Box((0, 2, 0), (2, 4, 8))]) == 1
     assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 6, 4)), Box((0, 0, 4), (2, 6, 4))]) == 2
     assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 2, 8))]) is None  # the rest of the row is not ours

@@ -1,4 +1,4 @@
-"""Edits run on pieces of a weight give the bits that they give on the whole."""
+"""Elementwise edits of pieces of a weight give the bits of editing the whole."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from firstloss.engine import epilogue
 from firstloss.engine.plan import RangePlanner
 from firstloss.program import node_kinds
 from firstloss.rng import native
-from tests.capture.same import assert_same_as_eager, bytes_of
+from tests.capture.eager_comparison import assert_same_as_eager, bytes_of
 
 aten = torch.ops.aten
 # Of what may be run on a range, the in-place operations whose operands are numbers.
@@ -39,7 +39,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("op", sorted(EDITS, key=str), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_an_edit_may_begin_anywhere(op, dtype):
+def test_an_edit_can_begin_at_any_element(op, dtype):
     torch.manual_seed(0)
     whole = torch.empty(100_003, dtype=dtype).uniform_(-1, 1)
     pieces = whole.clone()
@@ -60,7 +60,7 @@ def timm_trunc_normal(tensor, std=0.02):
 
 
 @pytest.mark.parametrize("shape", [(700, 500), (300,), (3, 5), (65536 * 2 + 5,)], ids=str)
-def test_a_chain(shape):
+def test_a_chain_of_edits_matches_eager(shape):
     def build():
         weight, other = torch.empty(shape), torch.empty(shape, dtype=torch.bfloat16)
         timm_trunc_normal(weight)
@@ -70,7 +70,7 @@ def test_a_chain(shape):
     assert_same_as_eager(build, ways=({}, {}))
 
 
-def test_a_chain_whose_middle_is_seen():
+def test_a_chain_with_a_visible_intermediate_matches_eager():
     def build():
         weight = torch.empty(400, 500).uniform_(-1, 1).erfinv_()
         middle = weight.clone()
@@ -96,18 +96,18 @@ def test_a_chain_whose_middle_is_seen():
     st.floats(-3, 3, width=32),
     st.sampled_from([8, 16]),
 )
-def test_the_native_end_of_a_chain(offset, count, factor, term, low, high, width):
+def test_a_native_epilogue_matches_eager(offset, count, factor, term, low, high, width):
     source = torch.cat([torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-44]), torch.randn(200)])[:count]
     expected = source.clone().mul_(factor).add_(term).clamp_(low, high)
     room = torch.full((250,), 7.0)
     found = room[offset : offset + len(source)]
     finish = (found.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
-    native.finish(*finish, width=min(width, native.lanes()))
+    native.mul_add_clamp(*finish, width=min(width, native.lanes()))
     assert bytes_of(found) == bytes_of(expected)
     assert (room[:offset] == 7).all() and (room[offset + len(source) :] == 7).all()
 
 
-def test_what_ends_a_chain():
+def test_other_operations_end_a_chain():
     def chain(fn):
         tensor = fl.deferred_init(lambda: fn(torch.empty(300, 300).uniform_()))
         steps = RangePlanner().plan(tensor._storage.value, False).steps

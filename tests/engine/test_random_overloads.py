@@ -1,4 +1,4 @@
-"""Random operations whose overload takes no generator: made on several threads, and beside a user's own draws."""
+"""Random operations without a generator argument: run on several threads, and alongside the user's own draws."""
 
 import threading
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import firstloss as fl
-from firstloss.program.random_overload import with_generator
+from firstloss.program.schemas import with_generator
 
 aten = torch.ops.aten
 DRAWS = {
@@ -26,7 +26,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_many_made_on_several_threads_beside_the_users_own_draws(draw):
+def test_draws_on_several_threads_leave_the_users_generator_alone(draw):
     def construct():
         module = nn.Module()
         for i in range(80):
@@ -49,7 +49,7 @@ def test_many_made_on_several_threads_beside_the_users_own_draws(draw):
             assert torch.equal(a, b)
 
 
-def test_an_overload_has_the_same_arguments():
+def test_overloads_with_a_generator_take_the_same_arguments():
     assert with_generator(aten.randint.low) is aten.randint.low_generator
     assert with_generator(aten.randint_like.Tensor) is aten.randint_like.Tensor_generator
     assert with_generator(aten.normal_.default) is aten.normal_.default

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import firstloss as fl
 from firstloss.engine.cpu_engine import make_whole
-from firstloss.engine.reader import Reader, Wholes
+from firstloss.engine.reader import Reader, WholeValueCache
 from firstloss.engine.sampler import StreamSampler
 from firstloss.program.graph import Ref
 
@@ -136,10 +136,10 @@ def both(make):
 @pytest.mark.parametrize("name", [*CUTTABLE, *WHOLE])
 @settings(max_examples=25)
 @given(data=st.data())
-def test_a_window_is_the_slice_of_the_whole(name, data):
+def test_a_range_matches_the_slice_of_the_whole(name, data):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     value = tensor._storage.value
-    reader = Reader(refuse if name in CUTTABLE else Wholes(make_whole))
+    reader = Reader(refuse if name in CUTTABLE else WholeValueCache(make_whole))
     for _ in range(3):
         begin = data.draw(st.integers(0, value.numel))
         end = data.draw(st.integers(begin, value.numel))
@@ -149,10 +149,10 @@ def test_a_window_is_the_slice_of_the_whole(name, data):
 
 
 @pytest.mark.parametrize("name", [*CUTTABLE, *WHOLE])
-def test_all_of_a_value(name):
+def test_a_whole_value_can_be_read(name):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     out = torch.empty_like(expected)
-    Reader(Wholes(make_whole)).make(tensor._storage.value, out)
+    Reader(WholeValueCache(make_whole)).make(tensor._storage.value, out)
     assert torch.equal(out, expected)
 
 
@@ -168,7 +168,7 @@ def test_all_of_a_value(name):
         lambda t: t[5:5],
     ],
 )
-def test_reading_through_a_view_makes_what_it_shows(view):
+def test_reading_through_a_view_computes_what_it_shows(view):
     expected, tensor = both(lambda: normal((100, 48)))
     with fl.deferred():
         seen = view(tensor)
@@ -199,7 +199,7 @@ def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
     assert 0 < longest <= 1000
 
 
-def test_consecutive_windows_need_one_jump(monkeypatch):
+def test_consecutive_ranges_need_one_jump(monkeypatch):
     _, tensor = both(lambda: normal(1 << 20))
     value = tensor._storage.value
     reader = Reader(refuse)
@@ -216,18 +216,18 @@ def test_consecutive_windows_need_one_jump(monkeypatch):
     assert len(seeks) == 1
 
 
-def test_joined_parts_are_made_without_the_whole():
+def test_concatenated_parts_are_made_without_the_whole():
     expected, tensor = both(joined)
     out = torch.empty_like(expected)
     Reader(refuse).make(tensor._storage.value, out)
     assert torch.equal(out, expected)
 
 
-def test_a_read_of_other_bits_is_of_the_whole():
+def test_a_read_under_another_dtype_needs_the_whole():
     expected, tensor = both(lambda: normal((8, 8)))
     value = tensor._storage.value
     out = torch.empty(8, 8, dtype=torch.int32)
-    Reader(Wholes(make_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
+    Reader(WholeValueCache(make_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
     assert torch.equal(out, expected.view(torch.int32))
 
 
@@ -240,7 +240,7 @@ def test_an_edited_constant_is_an_error():
         Reader(refuse).make(kept._storage.value, torch.empty(1000, 1000))
 
 
-def test_what_is_written_anew_is_not_drawn(monkeypatch):
+def test_overwritten_values_are_not_drawn(monkeypatch):
     """A shard that FSDP has padded, initialised after sharding: the constructor's fill is dead."""
 
     def make():

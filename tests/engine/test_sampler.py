@@ -1,4 +1,4 @@
-"""Stream samplers: torch's bits, whichever kernels they write with."""
+"""Stream samplers give torch's bits, whichever kernels they use."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def target(count, dtype, strided):
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(fills, tensors), min_size=1, max_size=6), st.booleans())
-def test_fill_after_fill(sequence, trust):
+def test_consecutive_fills_match_torch(sequence, trust):
     with pytest.MonkeyPatch.context() as patch:
         if not trust:
             patch.setattr(sampler, "trusted", lambda: False)
@@ -69,7 +69,7 @@ def test_fill_after_fill(sequence, trust):
             assert torch.equal(bits(drawn), bits(expected))
 
 
-def test_moving_there_and_back(kernels):
+def test_the_position_can_be_moved_back_and_forth(kernels):
     generator = torch.Generator().manual_seed(1)
     stream = Stream.from_state(generator.get_state().numpy())
     expected = torch.empty(1000).normal_(generator=generator)
@@ -89,7 +89,7 @@ def test_moving_there_and_back(kernels):
     "name, numbers",
     [("normal", (0.0, -1.0)), ("uniform", (1.0, 0.0)), ("uniform", (-3e38, 3e38)), ("uniform", (0.0, 1e300))],
 )
-def test_what_torch_refuses_is_refused(name, numbers):
+def test_invalid_fills_are_refused_as_by_torch(name, numbers):
     stream = Stream.from_state(torch.Generator().get_state().numpy())
     ours = sampler.StreamSampler()
     ours.seek(stream, Position(0))
@@ -99,7 +99,7 @@ def test_what_torch_refuses_is_refused(name, numbers):
 
 
 @with_kernels
-def test_what_is_native():
+def test_native_fills_are_recognized():
     contiguous = torch.empty(100)
     assert sampler.is_native("normal", contiguous, 0.0, 1.0)
     assert sampler.is_native("uniform", contiguous[3:90], 0.0, 1.0)
@@ -190,7 +190,7 @@ def weights(module):
     return torch.cat([bits(weight) for weight in module.parameters()])
 
 
-def test_a_module_is_as_eager_made_it(kernels, monkeypatch):
+def test_a_module_matches_eager(kernels, monkeypatch):
     monkeypatch.setattr(reader, "_NATIVE_PIECE", 1 << 17)
     deferred = fl.deferred_init(Layers)
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""The examples, in short form, on real data."""
+"""The examples, shortened, on real data."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from firstloss.cli import main
 from tests import forked
 
 
-def test_digits_are_read(tmp_path, monkeypatch):
+def test_the_digits_example_learns(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     from examples import digits
 

@@ -1,4 +1,4 @@
-"""Programs as Model Zoo's documentation has them: the same losses on "CSX" and "CPU", stopped, resumed, validated."""
+"""Programs from Model Zoo's documentation: the same losses on "CSX" and "CPU", interrupted, resumed, validated."""
 
 import copy
 import importlib
@@ -52,7 +52,7 @@ def run(name, device, folder, stops=(STEPS,)):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_on_both_backends_and_when_resumed(name, tmp_path):
+def test_losses_agree_on_both_backends_and_when_resumed(name, tmp_path):
     losses, validated = {}, {}
     for device in ("CSX", "CPU"):
         losses[device], validated[device] = run(name, device, tmp_path / device)
@@ -77,7 +77,7 @@ def test_the_same_on_both_backends_and_when_resumed(name, tmp_path):
 
 
 @pytest.mark.own_compile_cache
-def test_the_file_by_the_command(tmp_path, capsys):
+def test_the_command_runs_a_model_zoo_file(tmp_path, capsys):
     folder = tmp_path / "run"
     overrides = [f"--trainer.init.model_dir={folder}", "--trainer.init.loop.max_steps=4"]
     assert main(["fit", "examples/model_zoo/gpt2.yaml", *overrides, "--json"]) == 0
@@ -104,7 +104,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("override", WRONG)
-def test_mistakes_are_told_in_one_line(override, tmp_path, capsys):
+def test_mistakes_are_one_line_errors(override, tmp_path, capsys):
     folder = f"--trainer.init.model_dir={tmp_path}"
     assert main(["fit", "examples/model_zoo/gpt2.yaml", folder, override]) == 1
     error = capsys.readouterr().err.strip()
@@ -112,7 +112,7 @@ def test_mistakes_are_told_in_one_line(override, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_schema(options, capsys):
+def test_the_schema_accepts_what_the_commands_accept(options, capsys):
     """It takes what the commands take, and its keys are those of the classes."""
     assert main(["schema", *options]) == 0
     schema = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz steps --seeds 0:1000 --jobs 2`: run generated programs and report what became of them."""
+"""`python -m tests.fuzz steps --seeds 0:1000 --jobs 2`: run generated programs and report their outcomes."""
 
 from __future__ import annotations
 

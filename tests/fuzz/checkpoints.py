@@ -1,4 +1,4 @@
-"""Random checkpoints and what may happen to them: the saved values come back, or one error of Firstloss's own.
+"""Random checkpoints and faults: loading gives the saved values, or one of Firstloss's errors.
 
 `generate(seed)` is a program's text: what is saved before and now, under which name, and what is then done to the files:
 bytes flipped, files cut, emptied, removed, exchanged or made longer, names changed within them; or the process that saves

@@ -1,4 +1,4 @@
-"""Compare all that two runs of a program hold: values, structure, which objects are one object, which share memory."""
+"""Compare the state of two runs of a program: values, structure, object identity, shared memory."""
 
 from __future__ import annotations
 

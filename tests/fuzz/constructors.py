@@ -1,4 +1,4 @@
-"""Random constructors: what a deferred one leaves is what an eager one leaves, bit for bit, the random stream too.
+"""Random constructors: deferred and eager construction leave the same state, bit for bit, the random stream included.
 
 `generate(seed)` is a program's text: `build()` makes a module out of layers, tensors, views, ties, in-place edits, reads
 of values and generators, and `after(model)` goes on with it when the capture has ended. Each line has been run while it
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import firstloss as fl
-from tests.capture.same import assert_same, bytes_of, seed_all, tensors_of
+from tests.capture.eager_comparison import assert_same, bytes_of, seed_all, tensors_of
 
 from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED, SAME, Outcome
 

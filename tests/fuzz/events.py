@@ -1,9 +1,9 @@
-"""What happens between two steps: to the model, its hooks, the optimizer, gradients, the step's results, modes."""
+"""Events between two steps: changes of the model, its hooks, the optimizer, gradients, results, modes."""
 
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
-from .draft import STEPS, Draft
+from .program_builder import STEPS, Draft
 
 # Events that may go with any model: text, or several statements of which each comes before a later step.
 MODEL = (

@@ -1,10 +1,10 @@
-"""How the step is written: a function, a closure, a method, with helpers, decorated."""
+"""The form of the step: a function, a closure, a method, with helpers, decorated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .draft import Draft, block
+from .program_builder import Draft, block
 
 FORMS = ["function"] * 7 + ["method"] * 6 + ["module"] * 4
 FORMS += ["lambda", "nested", "partial", "partial with arguments", "decorated", "static", "class method", "callable"]

@@ -1,4 +1,4 @@
-"""Run what was traced by PyTorch's own kernels, operation by operation, instead of compiling it.
+"""Run traced operations one by one with PyTorch's own kernels instead of compiling them.
 
 A generated program is run once, and compiling its steps by XLA takes nine tenths of its time. What these programs are
 to find, guards, effects, arguments and state, is the same either way, and the results are PyTorch's, bit for bit, so

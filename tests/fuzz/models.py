@@ -1,9 +1,9 @@
-"""Small models: a first and a last linear layer (`m.a`, `m.z`), an activation `m.act`, and in between a few parts."""
+"""Small models: a first and a last linear layer (`m.a`, `m.z`), an activation `m.act`, and a few layers in between."""
 
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
-from .draft import Draft, block
+from .program_builder import Draft, block
 
 WIDTH = 5  # between the first and the last layer
 INPUTS, OUTPUTS, BATCH = 4, 3, 6

@@ -1,6 +1,6 @@
-"""What a step may read of objects of every kind: made in C, of Python's own library, subclasses of plain values.
+"""Objects of every kind that a step may read: implemented in C, from the standard library, subclasses of builtins.
 
-Each is a text of Python. The fuzzer takes them into its programs, and `tests/runtime/test_object_kinds.py` tries each.
+Each is a text of Python. The fuzzer takes them into its programs, and `tests/runtime/guards/test_object_kinds.py` tries each.
 """
 
 # ruff: noqa: E501 - one case is one line here

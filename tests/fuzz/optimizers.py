@@ -3,7 +3,7 @@
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
-from .draft import Draft
+from .program_builder import Draft
 
 _STOCK = (
     "torch.optim.SGD({p}, lr=0.1)",

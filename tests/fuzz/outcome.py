@@ -1,4 +1,4 @@
-"""What became of one generated program."""
+"""The outcome of one generated program."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What steps keep in Python from call to call: tensors, numbers, collections."""
+"""Python state that steps keep from call to call: tensors, numbers, collections."""
 
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
 from . import objects
-from .draft import Draft, block
 from .places import Place, place, variable
+from .program_builder import Draft, block
 
 STATS = (
     "out.detach().mean(0)",

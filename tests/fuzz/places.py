@@ -1,4 +1,4 @@
-"""Places where a step may keep something from call to call: how each is made, read and written."""
+"""Places where a step may keep state from call to call: how each is created, read and written."""
 
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .draft import Draft
+from .program_builder import Draft
 
 
 @dataclass(frozen=True)

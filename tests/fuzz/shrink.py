@@ -1,4 +1,4 @@
-"""Make a failing program small: leave out statements, as long as it fails in the same way."""
+"""Shrink a failing program: remove statements as long as it fails in the same way."""
 
 from __future__ import annotations
 

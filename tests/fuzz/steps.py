@@ -8,18 +8,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from .draft import STEPS, Draft, block, imports
 from .events import event
 from .forms import FORMS, step
-from .judge import check
 from .models import model
 from .optimizers import optimizer
+from .oracle import check
 from .pieces import PIECES, RARE
+from .program_builder import STEPS, Draft, block, imports
 
 __all__ = ["check", "generate"]
 
 _FOOTER = """if __name__ == "__main__":  # from the root of the repository, with PYTHONPATH=.:src
-    from tests.fuzz.judge import main
+    from tests.fuzz.oracle import main
 
     main(__file__)
 """

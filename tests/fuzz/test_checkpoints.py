@@ -1,4 +1,4 @@
-"""Some of the checkpoints that `python -m tests.fuzz checkpoints` generates and damages without end."""
+"""Some of the checkpoints that `python -m tests.fuzz checkpoints` generates and damages."""
 
 import collections
 
@@ -11,7 +11,7 @@ from .outcome import DIFFERS, REFUSED, SAME
 
 
 @pytest.mark.parametrize("first", range(0, 120, 30))
-def test_checkpoints_are_what_was_saved_or_an_error(first):
+def test_loaded_checkpoints_are_correct_or_an_error(first):
     kinds = collections.Counter()
     for seed in range(first, first + 30):
         source = checkpoints.generate(seed)
@@ -31,14 +31,14 @@ def now():
 """
 
 
-def test_what_is_wrong_is_found(monkeypatch):
+def test_the_fuzzer_finds_planted_faults(monkeypatch):
     flipped = PROGRAM.format(kills=[], harms=[("flip", 0.99, 0.9)])
     assert checkpoints.check(flipped).kind == REFUSED
     monkeypatch.setattr(checkpoint_file.zlib, "crc32", lambda data, *start: 0)
     assert checkpoints.check(flipped).kind == DIFFERS
 
 
-def test_a_save_that_loses_the_checkpoint_before_is_found(monkeypatch):
+def test_the_fuzzer_finds_a_save_that_loses_the_previous_checkpoint(monkeypatch):
     kills = [k / 40 for k in range(40)]
     assert checkpoints.check(PROGRAM.format(kills=kills, harms=[])).kind == SAME
     from firstloss.runtime.checkpoint import checkpoint

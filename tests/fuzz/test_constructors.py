@@ -1,4 +1,4 @@
-"""Some of the constructors that `python -m tests.fuzz constructors` generates without end."""
+"""Some of the constructors that `python -m tests.fuzz constructors` generates."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from .shrink import shrink
 
 
 @pytest.mark.parametrize("first", range(0, 150, 25))
-def test_constructors_are_eager_pytorchs(first):
+def test_generated_constructors_match_eager(first):
     discarded = 0
     for seed in range(first, first + 25):
         source = constructors.generate(seed)
@@ -39,7 +39,7 @@ def after(model, deferred):
 """
 
 
-def test_what_is_wrong_is_found(monkeypatch):
+def test_the_fuzzer_finds_planted_faults(monkeypatch):
     real = words_drawn.draw
     assert not constructors.check(PROGRAM.format("pass")).failed
     monkeypatch.setattr(words_drawn, "draw", lambda *a, **k: real(*a, **k)._replace(words=19))
@@ -49,7 +49,7 @@ def test_what_is_wrong_is_found(monkeypatch):
     assert "torch.randn" in small and "mul_" not in small and "torch.ones" not in small
 
 
-def test_errors_that_are_not_ours():
+def test_foreign_errors_are_reported():
     outcome = constructors.check(PROGRAM.format("1 / 0"))
     assert outcome.kind == DISCARDED
     outcome = constructors.check(PROGRAM.format("import firstloss as fl; 1 / (1 - fl.is_deferred(v0))"))

@@ -1,4 +1,4 @@
-"""The fuzzer itself: it sees what it should, names it rightly, and makes it small."""
+"""The fuzzer itself: it detects differences, classifies them correctly, and shrinks programs."""
 
 import ast
 import collections
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.fuzz.compare import Difference, compare
-from tests.fuzz.judge import check
+from tests.fuzz.oracle import check
 from tests.fuzz.shrink import shrink
 from tests.fuzz.steps import generate
 
@@ -29,7 +29,7 @@ def test_a_program_is_a_function_of_its_seed():
     assert len(set(here)) == len(here)
 
 
-def test_programs_are_programs():
+def test_programs_are_valid_python():
     for seed in range(100):
         ast.parse(generate(seed))
 
@@ -142,7 +142,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_differences_are_seen(name):
+def test_differences_are_found(name):
     make, one, other = HELD[name]
     compare({"held": make(one)}, {"held": make(one)}, __name__)
     with pytest.raises(Difference) as raised:
@@ -174,7 +174,7 @@ def program(b):
         ("losses.append((w.sum(1) - 1e-16 * b.is_xla).sign())", "discarded", "it amplifies rounding errors"),
     ],
 )
-def test_verdicts(line, kind, what):
+def test_outcomes_are_classified(line, kind, what):
     before = "w = torch.tensor([[0.1, 0.2, -0.3]] * 20, dtype=torch.float64)"
     outcome = check(PROGRAM.format(line=line, before=before))
     assert (outcome.kind, outcome.what) == (kind, what)
@@ -186,7 +186,7 @@ def test_a_refusal_names_its_line():
     assert (outcome.kind, outcome.where) == ("refused", f"line 7: {step}")
 
 
-def test_failing_programs_shrink():
+def test_failing_programs_are_shrunk():
     source = PROGRAM.format(line="if i > 0:\n            losses.append(1)\n        losses.append(2)", before="x = 1")
     small = shrink(source, lambda text: "losses.append(1)" in text and "for i" in text)
     assert (

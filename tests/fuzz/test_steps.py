@@ -1,4 +1,4 @@
-"""Random training programs: traced they are as eager, or refused at a line that the error names."""
+"""Random training programs: traced, they match eager PyTorch or are refused at the line that the error names."""
 
 import collections
 
@@ -23,7 +23,7 @@ def outcomes(seeds):
     [pytest.param(first, marks=[pytest.mark.sweep] * (first >= 200)) for first in range(0, 1000, EACH)],
 )
 @pytest.mark.timeout(600)
-def test_generated_steps_are_as_eager(first):
+def test_generated_steps_match_eager(first):
     found = outcomes(range(first, first + EACH))
     counts = collections.Counter(outcome.kind for _, _, outcome in found)
     assert counts["refused"] <= REFUSED * len(found)
@@ -31,7 +31,7 @@ def test_generated_steps_are_as_eager(first):
 
 
 @pytest.mark.timeout(600)
-def test_generated_steps_compiled(monkeypatch):
+def test_generated_steps_match_eager_when_compiled(monkeypatch):
     """As users run them; the others are run by PyTorch's kernels (`interpret.py`), which takes a tenth of the time."""
     monkeypatch.setenv("FIRSTLOSS_FUZZ_COMPILE", "1")
     outcomes(range(1000, 1006))

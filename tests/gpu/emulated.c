@@ -6,7 +6,7 @@
 #include "mt19937.h"
 #include "philox.h"
 
-void spread(uint32_t *windows, const uint32_t *pairs, uint32_t count, const uint32_t *digits) {
+void jump_windows(uint32_t *windows, const uint32_t *pairs, uint32_t count, const uint32_t *digits) {
     static uint32_t words[2 * ALL], total[N];
     for (uint32_t n = 0; n < count; n++)
         jump(words, total, windows + (uint64_t)pairs[2 * n] * N, digits, windows + (uint64_t)pairs[2 * n + 1] * N);

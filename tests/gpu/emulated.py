@@ -1,4 +1,4 @@
-"""Our GPU's kernels on the CPU: the source that NVRTC compiles, compiled by the C compiler of this machine."""
+"""Our GPU kernels on the CPU: the source for NVRTC, compiled by this machine's C compiler."""
 
 import ctypes
 import functools
@@ -53,9 +53,9 @@ class HostLauncher:
     def empty_windows(self, count):
         return torch.full((count, 624), -1, dtype=torch.int32)
 
-    def spread(self, windows, pairs, count, digits):
-        self.launched.append(("spread", count))
-        library().spread(address(windows), address(pairs), ctypes.c_uint32(count), address(digits))
+    def jump_windows(self, windows, pairs, count, digits):
+        self.launched.append(("jump_windows", count))
+        library().jump_windows(address(windows), address(pairs), ctypes.c_uint32(count), address(digits))
 
     def fill(self, windows, chunks, count, segments):
         self.launched.append(("fill", count))

@@ -1,4 +1,4 @@
-"""The kernels' arithmetic, compiled as C, against PyTorch's CPU kernels: bit for bit, all uniforms there are."""
+"""The kernels' arithmetic, compiled as C, is bit-identical to PyTorch's CPU kernels for all possible uniforms."""
 
 import ctypes
 
@@ -19,7 +19,7 @@ def as_int(x):
     return x.view(torch.int32)
 
 
-def test_tables_are_laid_out_as_the_compiler_has_them():
+def test_tables_match_the_compilers_layout():
     library().sizes.restype = ctypes.c_uint64
     assert [library().sizes(i) for i in range(3)] == [
         t.itemsize for t in (kernels.SEGMENT, kernels.CHUNK, kernels.LAUNCH)
@@ -43,7 +43,7 @@ LOW_HIGH = [(0.0, 1.0), (-0.03, 0.07), (2.0**23, 2.0**23 + 3), (-1.0, 1.0)]
 
 
 @pytest.mark.parametrize("low, high", LOW_HIGH)
-def test_all_uniforms_there_are(low, high):
+def test_all_uniforms_match_pytorch(low, high):
     """A float32 uniform is made of a word's lowest 24 bits. They are all tried, and compared with the formula of
     PyTorch's kernel in double precision, which rounds once where the kernel does: product and sum are exact there."""
     found = np.empty(1 << 24, np.float32)
@@ -60,7 +60,7 @@ def test_all_uniforms_there_are(low, high):
 
 @pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine")
 @pytest.mark.parametrize("which", ["radius", "angle"])
-def test_normals_of_all_uniforms_there_are(which):
+def test_normals_of_all_uniforms_match_pytorch(which):
     """Each of the 2^24 uniforms as a radius, and as an angle, through PyTorch's own `normal_`: its generator's state is
     set so that it draws them."""
     mean, std = 0.25, 0.02
@@ -87,7 +87,7 @@ def test_normals_of_all_uniforms_there_are(which):
         assert np.array_equal(s.view(np.uint32), expected[:, 1].reshape(-1).view(np.uint32)), begin
 
 
-def test_tempering_is_undone():
+def test_tempering_can_be_inverted():
     words = np.random.default_rng(1).integers(0, 1 << 32, 10_000, dtype=np.uint64).astype(np.uint32)
     assert np.array_equal(temper(untempered(words)), words)
 
@@ -110,7 +110,7 @@ def drawn_by_pytorch(words, mean, std):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_to_half_precision(dtype):
+def test_rounding_to_half_precision_matches_pytorch(dtype):
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 1 << 32, 1 << 22, dtype=np.uint64).astype(np.uint32)
     halves = np.arange(1 << 16, dtype=np.uint16)
@@ -144,7 +144,7 @@ KNOWN = [
 
 
 @pytest.mark.parametrize("key, low, high, expected", KNOWN)
-def test_philox_known_answers(key, low, high, expected):
+def test_philox_gives_the_known_answers(key, low, high, expected):
     out = np.empty(4, np.uint32)
     library().philox_words(*map(ctypes.c_uint64, (key, low, high)), address(out))
     assert tuple(out.tolist()) == expected == tuple(philox.words(key, low, high).tolist())

@@ -1,4 +1,4 @@
-"""Whole fills and slices of them by the GPU's kernels, run on the CPU: against PyTorch, and against the layout."""
+"""Whole fills and slices by the GPU kernels, run on the CPU, against PyTorch and against the layout."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ COUNTS = (16, 17, 100, 623, 624, 1000, 4096, 50_001)
 @pytest.mark.parametrize("dtype", list(BITS), ids=str)
 @pytest.mark.parametrize("name, pair", [("uniform", (0.0, 1.0)), ("uniform", (-0.3, 0.7)), ("normal", (0.5, 0.02))])
 @pytest.mark.parametrize("bits", [10, 14])
-def test_whole_fills_are_pytorchs(name, pair, dtype, bits, launcher):
+def test_whole_fills_match_pytorch(name, pair, dtype, bits, launcher):
     if not is_made(name, dtype):
         pytest.skip(f"this PyTorch's {dtype} {name} is made on the CPU")
     drawing, pieces, pairs = Drawing(), [], []
@@ -105,7 +105,7 @@ def test_whole_fills_are_pytorchs(name, pair, dtype, bits, launcher):
         assert torch.isnan(found[count:]).all()
 
 
-def test_float32_is_made_by_kernels_of_ours():
+def test_float32_is_filled_by_our_kernels():
     assert all(is_made(name, torch.float32) for name in ("uniform", "normal"))
 
 
@@ -131,7 +131,7 @@ def cut(whole, wanted):
 
 @pytest.mark.parametrize("name", ["uniform", "normal"])
 @pytest.mark.parametrize("which", [*SLICES, "all of these"])
-def test_slices_are_cut_from_what_pytorch_makes(name, which, launcher):
+def test_slices_match_pytorchs_fills(name, which, launcher):
     drawing = Drawing()
     drawing.skip(3333)
     begin, whole = drawing.fill(name, 5005, torch.float32, (0.0, 0.5))
@@ -150,7 +150,7 @@ def test_slices_are_cut_from_what_pytorch_makes(name, which, launcher):
         assert torch.isnan(found[len(expected) :]).all()
 
 
-def test_a_rank_makes_the_windows_of_its_own_chunks():
+def test_a_rank_computes_only_the_states_of_its_own_chunks():
     """Of an eighth of what is drawn, an eighth of the windows, and those on the way there."""
     drawing = Drawing()
     whole = [
@@ -165,7 +165,7 @@ def test_a_rank_makes_the_windows_of_its_own_chunks():
     assert len(chunks) == 16 << 5
 
 
-def test_several_streams_and_far_positions(launcher):
+def test_several_streams_and_far_positions_match_pytorch(launcher):
     pieces, pairs = [], []
     for seed in (1, 2):
         drawing = Drawing(seed)
@@ -236,7 +236,7 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
     ],
     ids=str,
 )
-def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_lane, launcher):
+def test_slices_of_cuda_fills_follow_the_layout(name, pair, dtype, by_lane, launcher):
     seed, offset = (1 << 63) + 12345, 4 * ((1 << 33) + 7)
     for numel in (5, 3000, 9001):
         expected = expected_of(name, numel, dtype, pair, seed, offset, by_lane)
@@ -258,7 +258,7 @@ def test_slices_of_cudas_fills_are_where_the_layout_says(name, pair, dtype, by_l
             assert torch.isnan(found[len(part) :]).all()
 
 
-def test_a_slice_costs_what_it_takes():
+def test_a_slice_costs_its_own_size():
     """Units of the table: an eighth of a large fill takes an eighth of them, and a turn at each end."""
     h100 = GpuProperties(132, 2048)
     numel = 1 << 30

@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs, which needs none, where there is a compiler. What they round is written out."""
+"""The kernels compile, if there is a CUDA compiler (no GPU is needed), with explicit rounding."""
 
 import re
 
@@ -10,7 +10,7 @@ from firstloss.gpu import kernels, nvrtc
 from . import toolkit
 
 UNITS = {"mt19937": nvrtc.UNFUSED, "philox": nvrtc.AS_PYTORCH}
-KERNELS = {"mt19937": ("fill", "spread"), "philox": ("philox_fill",)}
+KERNELS = {"mt19937": ("fill", "jump_windows"), "philox": ("philox_fill",)}
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 needs_nvrtc = pytest.mark.skipif(
     not toolkit.has_nvrtc(), reason="there is no NVRTC: this PyTorch is not built for CUDA"
@@ -25,7 +25,7 @@ COMPILERS = [
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("part", UNITS)
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_they_compile(compiler, part, architecture):
+def test_kernels_compile(compiler, part, architecture):
     cubin = compiler(kernels.source(part), part, architecture, UNITS[part])
     assert cubin[:4] == b"\x7fELF"
     for name in KERNELS[part]:
@@ -34,7 +34,7 @@ def test_they_compile(compiler, part, architecture):
 
 @needs_nvcc
 @pytest.mark.parametrize("part, registers", [("mt19937", 64), ("philox", 64)])
-def test_they_stay_in_registers(part, registers):
+def test_kernels_do_not_spill_registers(part, registers):
     """Four blocks of 256 threads have room on a multiprocessor, and nothing is kept in memory for want of registers."""
     found = toolkit.compile(kernels.source(part), part, "sm_90", UNITS[part]).kernels
     assert found.keys() == set(KERNELS[part])
@@ -55,7 +55,7 @@ needs_either = pytest.mark.skipif(
 
 
 @needs_either
-def test_nothing_of_the_cpus_bits_may_be_fused():
+def test_arithmetic_for_the_cpus_bits_is_not_fused():
     """In PTX an operation that says how it rounds is never fused with another; one that does not may be."""
     text = ptx_of("mt19937")
     body = text[text.index(".entry fill") :]
@@ -87,6 +87,6 @@ def test_elements_are_counted_in_64_bits(part):
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_an_error_has_the_compilers_log(compiler):
+def test_a_compile_error_has_the_compilers_log(compiler):
     with pytest.raises((BackendError, AssertionError), match=r"undefined_name"):
         compiler("__global__ void f() { undefined_name(); }", "f", "sm_90")

@@ -1,4 +1,4 @@
-"""On a GPU: that what takes the place of PyTorch is found alike there, and does what it is for."""
+"""On a GPU: what replaces PyTorch matches it there, and does its job."""
 
 import pytest
 import torch

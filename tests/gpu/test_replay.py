@@ -1,4 +1,4 @@
-"""Steps on the "GPU" backend, replayed by PyTorch's kernels: on the CPU, where all is as on a GPU but the graph."""
+"""Steps on the "GPU" backend, replayed by PyTorch's kernels: on the CPU, where everything but the graph is the same."""
 
 import copy
 import os
@@ -106,7 +106,7 @@ def assert_alike(expected, found, tolerance):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_losses_and_weights_are_eager_pytorchs(replaying, name):
+def test_losses_and_weights_match_eager(replaying, name):
     """Forward and backward pass and fused optimizers are eager's kernels; others are traced as capturable and foreach,
     which round otherwise in the last places: 1e-5 after six steps."""
     if replaying.is_gpu and name in ON_THE_CPU:
@@ -131,7 +131,7 @@ def rng_state():
     return torch.cuda.get_rng_state() if fl.current_backend().is_gpu else torch.get_rng_state()
 
 
-def test_dropout_draws_what_eager_pytorch_draws(replaying):
+def test_dropout_matches_eager(replaying):
     torch.manual_seed(0)
     expected = net(0.3)
     found = copy.deepcopy(expected)
@@ -144,7 +144,7 @@ def test_dropout_draws_what_eager_pytorch_draws(replaying):
     assert ours == pytest.approx(losses, rel=1e-5) and torch.equal(rng_state(), state)
 
 
-def test_another_shape_is_another_plan(replaying):
+def test_another_shape_gets_another_plan(replaying):
     torch.manual_seed(0)
     expected = net()
     found = copy.deepcopy(expected)
@@ -179,7 +179,7 @@ def accumulated(model, compiled, optimizer):
 
 
 @pytest.mark.parametrize("step_of", [left_gradients, accumulated])
-def test_gradients_are_left_where_eager_pytorch_leaves_them(replaying, step_of):
+def test_gradients_match_eager(replaying, step_of):
     torch.manual_seed(0)
     expected = net()
     found = copy.deepcopy(expected)
@@ -191,7 +191,7 @@ def test_gradients_are_left_where_eager_pytorch_leaves_them(replaying, step_of):
         assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_given_new_values_between_steps_are_seen(replaying):
+def test_weights_assigned_between_steps_are_used(replaying):
     torch.manual_seed(0)
     expected = net()
     found = copy.deepcopy(expected)
@@ -265,7 +265,7 @@ def own_error(model, compiled, optimizer):
 
 
 @pytest.mark.parametrize("step_of", [reads_a_number, counts])
-def test_what_cannot_be_replayed_runs_eagerly_and_says_so(replaying, step_of):
+def test_steps_that_cannot_be_replayed_run_eagerly_with_a_warning(replaying, step_of):
     torch.manual_seed(0)
     expected = net()
     found = copy.deepcopy(expected)
@@ -276,7 +276,7 @@ def test_what_cannot_be_replayed_runs_eagerly_and_says_so(replaying, step_of):
     assert ours == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_users_error_is_eager_pytorchs(replaying):
+def test_a_users_error_matches_eager(replaying):
     torch.manual_seed(0)
     model = net()
     with pytest.raises(KeyError, match="mine"), warnings.catch_warnings():
@@ -313,14 +313,14 @@ print(step.how())
     assert done.stdout.strip() == "replay", done.stdout + done.stderr
 
 
-def test_a_step_is_part_of_the_step_that_calls_it(replaying):
+def test_a_step_called_in_a_step_is_part_of_it(replaying):
     inner = fl.trace(lambda x: x * 2)
     outer = fl.trace(lambda x: inner(x) + 1)
     assert [outer(torch.tensor(3.0)).item() for _ in range(3)] == [7.0] * 3
     assert isinstance(inner, TracedStep)
 
 
-def test_what_the_rehearsal_returns_is_compared_with_the_eager_steps(replaying, monkeypatch):
+def test_the_trial_run_is_compared_with_the_eager_step(replaying, monkeypatch):
     """A kernel that gives something else than it gave eager PyTorch is noticed before a step relies on it."""
     kernels = replay._Kernels
     run_one = kernels._run_one
@@ -335,12 +335,12 @@ def test_what_the_rehearsal_returns_is_compared_with_the_eager_steps(replaying, 
     expected = net()
     found = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 5, False)
-    with pytest.warns(fl.errors.EagerStepWarning, match="is not eager PyTorch's"):
+    with pytest.warns(fl.errors.EagerStepWarning, match="differs from eager PyTorch's"):
         ours, _, traced = trained(found, OPTIMIZERS["SGD"], 5, True)
     assert ours == losses and traced.how().startswith("eager: ")
 
 
-def test_a_kernel_that_fails_is_met_before_anything_is_changed(replaying, monkeypatch):
+def test_a_failing_kernel_changes_nothing(replaying, monkeypatch):
     kernels = replay._Kernels
     run_one = kernels._run_one
 
@@ -363,7 +363,7 @@ def test_a_kernel_that_fails_is_met_before_anything_is_changed(replaying, monkey
 
 
 @pytest.mark.parametrize("nbytes", [1, 2000, 1 << 20])
-def test_lists_in_parts_give_the_same_bits(replaying, monkeypatch, nbytes):
+def test_foreach_operations_in_parts_give_the_same_bits(replaying, monkeypatch, nbytes):
     if replaying.is_gpu:
         pytest.skip("its optimizer counts its steps on the CPU, and is run eagerly")
     counts = []
@@ -406,7 +406,7 @@ def test_a_step_that_cannot_be_recorded_is_replayed(replaying, monkeypatch):
     if replaying.is_gpu:
         pytest.skip("this stands for a GPU")
     recorder = Recorder(monkeypatch, fails="operation not permitted when stream is capturing")
-    monkeypatch.setattr(replay.Replayed, "_is_gpu", property(lambda self: True))
+    monkeypatch.setattr(replay.ReplayedStep, "_is_gpu", property(lambda self: True))
     torch.manual_seed(0)
     expected = net()
     found = copy.deepcopy(expected)

@@ -1,4 +1,4 @@
-"""Weights and shards of them by the GPU's kernels, run on the CPU: which recipes they take, and PyTorch's bits."""
+"""Weights and shards by the GPU kernels, run on the CPU: which recipes they take, and PyTorch's bits."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def build():
     return module
 
 
-def test_a_models_weights_have_eager_pytorchs_bits():
+def test_a_models_weights_match_eager():
     torch.manual_seed(0)
     expected = list(build().parameters())
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def weight():
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_shards_are_cut_from_the_whole(name):
+def test_shards_match_slices_of_the_whole(name):
     expected = SHARDS[name](weight())
     with fl.deferred():
         deferred = SHARDS[name](weight())
@@ -88,7 +88,7 @@ def test_shards_are_cut_from_the_whole(name):
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_no_part_of_a_fill_is_left_to_pytorch(name):
+def test_other_recipes_are_left_to_pytorch(name):
     expected = LEFT[name](weight())
     with fl.deferred():
         deferred = LEFT[name](weight())
@@ -96,7 +96,7 @@ def test_what_is_no_part_of_a_fill_is_left_to_pytorch(name):
     assert torch.equal(fl.materialize_tensor(deferred), expected)
 
 
-def test_what_is_not_trusted_is_left_to_pytorch():
+def test_untrusted_fills_are_left_to_pytorch():
     with fl.deferred():
         deferred = weight()
     assert not weights.make([deferred._storage.value], CPU, HostLauncher(), lambda *_: False)

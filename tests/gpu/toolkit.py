@@ -1,4 +1,4 @@
-"""NVIDIA's compiler for CUDA, where it is installed: no GPU is needed for it."""
+"""NVIDIA's CUDA compiler, if it is installed: it needs no GPU."""
 
 import re
 import shutil

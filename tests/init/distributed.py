@@ -1,4 +1,4 @@
-"""Run functions on several processes that talk through gloo on loopback; or through NCCL, each with a GPU."""
+"""Run functions in several processes connected by gloo on loopback, or by NCCL, each with a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table in docs/sharded-init.md is what PyTorch and Firstloss give."""
+"""The table in docs/sharded-init.md shows the values that PyTorch and Firstloss give."""
 
 import json
 from pathlib import Path

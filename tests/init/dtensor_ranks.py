@@ -1,4 +1,4 @@
-"""What each rank does in test_dtensor.py: shards of deferred models against slices of eager ones, bit for bit."""
+"""The code of each rank in test_dtensor.py: shards of deferred models against slices of eager ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import tiny_llama
 from tests.init.distributed import DEVICE
 
 if dist.is_initialized():  # on a rank, and not where a test looks at us
-    cpu_engine._WORTH = 0  # these models are small
+    cpu_engine._SMALL_BYTES = 0  # these models are small
 
 
 class Block(nn.Module):

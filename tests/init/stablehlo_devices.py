@@ -1,4 +1,4 @@
-"""What test_stablehlo.py runs in a process of its own, with eight devices: `python -m tests.init.stablehlo_devices`."""
+"""The part of test_stablehlo.py that needs eight devices: `python -m tests.init.stablehlo_devices`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import firstloss as fl
 from firstloss.lower.program import constant
-from tests.init.odd_model import Odd, OddOnDevices
+from tests.init.varied_model import Odd, OddOnDevices
 
 MESHES = {
     "one": (None, None),

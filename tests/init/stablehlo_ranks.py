@@ -1,4 +1,4 @@
-"""One of the processes of test_stablehlo.py: makes its own shards, and compares them with eager's values."""
+"""One process of test_stablehlo.py: makes its own shards, and compares them with eager values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import jax
 import torch
 
 import firstloss as fl
-from tests.init.odd_model import Layers
 from tests.init.stablehlo_devices import expected_of, program_of, same
+from tests.init.varied_model import Layers
 
 
 def main(engine: str, path: str) -> None:

@@ -1,4 +1,4 @@
-"""What needs a GPU: weights on it, and models constructed for it."""
+"""Tests that need a GPU: weights on it, and models constructed for it."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def build():
     return nn.Sequential(nn.Embedding(300, 70), nn.Linear(70, 90), nn.LayerNorm(90))
 
 
-def test_materialized_on_the_gpu_with_the_cpus_bits():
+def test_weights_on_the_gpu_have_the_cpus_bits():
     torch.manual_seed(0)
     expected = build()
     torch.manual_seed(0)
@@ -29,7 +29,7 @@ def test_materialized_on_the_gpu_with_the_cpus_bits():
         assert b.is_cuda and torch.equal(a, b.cpu())
 
 
-def test_the_host_never_holds_all_of_it(monkeypatch):
+def test_the_host_never_holds_the_whole_model(monkeypatch):
     from firstloss.capture import materialize_tensors
     from firstloss.gpu import weights
 
@@ -70,7 +70,7 @@ def assert_same_bits(expected, found):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_captured_on_the_gpu_it_has_the_gpus_bits(reverse):
+def test_captured_on_the_gpu_weights_have_the_gpus_bits(reverse):
     torch.manual_seed(0)
     expected = on_gpu()
     state = torch.cuda.get_rng_state()
@@ -101,7 +101,7 @@ def test_a_part_is_a_slice_of_what_the_gpu_would_have_drawn():
     assert torch.equal(parts[0], expected[1000:2000]) and torch.equal(parts[1], expected[:, 100:200])
 
 
-def test_each_uniform_is_where_the_layout_says():
+def test_uniforms_follow_the_layout():
     index = torch.cuda.current_device()
     assert random_ops.layout_is_supported(index)
     device = random_ops.gpu(index)
@@ -116,7 +116,7 @@ def test_each_uniform_is_where_the_layout_says():
             assert found[element] == (0 if expected == 1 else expected)
 
 
-def test_nothing_that_draws_nothing_is_drawn():
+def test_constant_fills_need_no_random_numbers():
     module = fl.deferred_init(nn.LayerNorm, 3, device="cuda")
     fl.materialize_module(module)
     assert module.weight.is_cuda

@@ -19,7 +19,7 @@ ON = {
 
 @pytest.mark.timeout(0)  # `on_ranks` has a limit of its own
 @pytest.mark.parametrize("world", ON)
-def test_shards_are_slices_of_what_one_process_makes(world, tmp_path):
+def test_shards_match_slices_of_one_process(world, tmp_path):
     """One start of the processes for all that is in `dtensor_ranks.py`: torch's import is most of the time."""
     calls = [f"{RANKS}:{name}" for name in ON[world]]
     calls += [f"{RANKS}:digest:{tmp_path / 'digest'}", f"{DOCS}:both_ways:{tmp_path / 'both'}"]
@@ -51,7 +51,7 @@ def by_range(wanted):
     return [value for value in wanted if value in found]
 
 
-def test_what_shares_no_work_is_made_range_by_range(monkeypatch):
+def test_independent_shards_are_made_range_by_range(monkeypatch):
     monkeypatch.setattr(cpu_engine, "_WORTH", 0)
 
     def make():
@@ -67,7 +67,7 @@ def test_what_shares_no_work_is_made_range_by_range(monkeypatch):
     del kept
 
 
-def test_what_is_made_anyway_is_not_made_again(monkeypatch):
+def test_values_are_not_computed_twice(monkeypatch):
     monkeypatch.setattr(cpu_engine, "_WORTH", 0)
 
     def make():
@@ -81,7 +81,7 @@ def test_what_is_made_anyway_is_not_made_again(monkeypatch):
     del kept
 
 
-def test_what_is_shared_is_made_once():
+def test_shared_values_are_computed_once():
     def make():
         small, tied = fill(30, 20), fill(300, 200)
         seen = fill(300, 200)
@@ -95,9 +95,9 @@ def test_what_is_shared_is_made_once():
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_parts_without_ranks(threads, monkeypatch):
-    monkeypatch.setattr(cpu_engine, "_SPAN", 1000)
-    monkeypatch.setattr(cpu_engine, "_LEAST_SPAN", 1000)
+def test_parts_can_be_made_without_ranks(threads, monkeypatch):
+    monkeypatch.setattr(cpu_engine, "_TASK_SIZE", 1000)
+    monkeypatch.setattr(cpu_engine, "_MIN_TASK_SIZE", 1000)
 
     def make():
         big = fill(300, 200)

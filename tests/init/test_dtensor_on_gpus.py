@@ -1,4 +1,4 @@
-"""Shards on GPUs, one for each rank: slices of what one process makes on the CPU, bit for bit."""
+"""Shards on GPUs, one per rank: slices of what one process makes on the CPU, bit for bit."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.timeout(0)  # `on_ranks` has a limit of its own
 @pytest.mark.parametrize("world", ON)
-def test_shards_are_slices_of_what_one_process_makes(world, tmp_path):
+def test_shards_match_slices_of_one_process(world, tmp_path):
     if torch.cuda.device_count() < world:
         pytest.skip(f"there are not {world} GPUs on this machine")
     calls = [*(f"{RANKS}:{name}" for name in ON[world]), f"{RANKS}:digest:{tmp_path / 'digest'}"]

@@ -1,4 +1,4 @@
-"""A checkpoint loaded into a deferred model cancels its recipes: nothing is drawn; each rank reads its own bytes."""
+"""Loading a checkpoint into a deferred model cancels its recipes: nothing is drawn; each rank reads its own bytes."""
 
 import contextlib
 import os
@@ -113,7 +113,7 @@ def test_nothing_is_read_before_it_is_needed(saved, source, load, read):
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_loaded_after_the_block(saved, source, read):
+def test_weights_can_be_loaded_after_the_block(saved, source, read):
     expected, folder = saved
     model = fl.deferred_init(build)
     model.load_state_dict(source(folder))
@@ -159,7 +159,7 @@ def edited_after(state, name):
 
 
 @pytest.mark.parametrize("edit", [edited_before, edited_past_torch, edited_after])
-def test_edits_of_loaded_tensors_count_as_in_eager(saved, edit):
+def test_edits_of_loaded_tensors_match_eager(saved, edit):
     _, folder = saved
     expected, model = build(), fl.deferred_init(build)
     for target in (expected, model):
@@ -171,7 +171,7 @@ def test_edits_of_loaded_tensors_count_as_in_eager(saved, edit):
     assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
 
 
-def test_an_edit_of_what_a_parameter_was_made_of_is_an_error(saved):
+def test_editing_a_parameters_source_is_an_error(saved):
     state = safetensors.torch.load_file(saved[1] / "model.safetensors")
     with fl.deferred():
         model = build()
@@ -213,7 +213,7 @@ def test_parameters_of_one_tensor_are_tied(saved):
     assert first is not second and torch.equal(first, second) and not torch.equal(part, first[:256])
 
 
-def test_where_the_kernel_does_not_say(saved, monkeypatch):
+def test_without_a_memory_map_tensors_are_kept_in_memory(saved, monkeypatch):
     monkeypatch.setattr(mapped_file, "_mappings", list)
     mapped_file._known.clear()
     model = fl.deferred_init(build)

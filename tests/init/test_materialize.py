@@ -1,4 +1,4 @@
-"""Materializing: all or some, in any order, with any number of threads; the same Python objects."""
+"""Materialization of all or some weights, in any order, with any number of threads, keeping the Python objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import materialize_tensors
-from tests.capture.same import assert_same, deferred, eager, tensors_of
+from tests.capture.eager_comparison import assert_same, deferred, eager, tensors_of
 
 
 def build():
@@ -34,7 +34,7 @@ def build():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_in_pieces_in_any_order(seed):
+def test_weights_can_be_materialized_in_any_order(seed):
     (expected, _), (made, _) = eager(build), deferred(build)
     tensors = [tensor for _, tensor in tensors_of(made)]
     order = random.Random(seed)
@@ -46,7 +46,7 @@ def test_in_pieces_in_any_order(seed):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_any_number_of_threads(threads):
+def test_the_number_of_threads_does_not_matter(threads):
     (expected, _), (made, _) = eager(build), deferred(build)
     fl.materialize_module(made, num_threads=threads)
     assert_same(expected, made)
@@ -54,7 +54,7 @@ def test_any_number_of_threads(threads):
 
 @pytest.mark.parametrize("size", [65536 * 2 - 1, 65536 * 2, 65536 * 2 + 1, 65536 * 3 + 17, 65536 * 5 + 3], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_fills_cut_everywhere(size, threads):
+def test_fills_can_be_split_anywhere(size, threads):
     def fills():
         out = [torch.empty(size // 7).normal_()]
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -69,7 +69,7 @@ def test_fills_cut_everywhere(size, threads):
     assert_same(expected, made)
 
 
-def test_buffers_only():
+def test_buffers_only_leaves_parameters_deferred():
     (expected, _), (made, _) = eager(build), deferred(build)
     fl.materialize_module(made, buffers_only=True)
     assert all(not fl.is_deferred(buffer) for buffer in made.buffers())
@@ -78,7 +78,7 @@ def test_buffers_only():
     assert_same(expected, made)
 
 
-def test_check_fn():
+def test_check_fn_chooses_modules():
     (expected, _), (made, _) = eager(build), deferred(build)
     fl.materialize_module(made, check_fn=lambda module: isinstance(module, nn.LSTM))
     assert not any(fl.is_deferred(parameter) for parameter in made[3].parameters())
@@ -89,7 +89,7 @@ def test_check_fn():
     assert_same(expected, made)
 
 
-def test_an_optimizer_built_before_steps_after():
+def test_an_optimizer_built_before_works_after():
     def train(model, optimizer):
         loss = (model(torch.ones(2, 4)) ** 2).sum()
         loss.backward()
@@ -109,7 +109,7 @@ def test_an_optimizer_built_before_steps_after():
         assert torch.equal(a, b)
 
 
-def test_gradients_hooks_and_attributes_stay():
+def test_gradients_hooks_and_attributes_are_kept():
     layer = fl.deferred_init(nn.Linear, 3, 3)
     layer.weight.tag = "kept"
     layer.weight.grad = torch.ones(3, 3)
@@ -121,7 +121,7 @@ def test_gradients_hooks_and_attributes_stay():
     assert calls == [1]
 
 
-def test_device_and_dtype():
+def test_weights_are_moved_and_converted():
     model = fl.deferred_init(lambda: nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40)))
     fl.materialize_module(model, dtype=torch.bfloat16, device="cpu")
     expected, _ = eager(lambda: nn.Linear(30, 40).bfloat16())
@@ -130,7 +130,7 @@ def test_device_and_dtype():
     assert expected.weight.dtype == model[0].weight.dtype
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     told = []
     model = fl.deferred_init(nn.Linear, 600, 600)
     fl.materialize_module(model, progress=lambda done, total: told.append((done, total)))
@@ -138,14 +138,14 @@ def test_progress_is_told():
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_a_real_module_is_left_alone():
+def test_a_real_module_is_unchanged():
     layer = nn.Linear(2, 2)
     weight = layer.weight
     fl.materialize_module(layer)
     assert layer.weight is weight and fl.materialize_tensor(weight) is weight
 
 
-def test_a_second_time_does_nothing():
+def test_materializing_twice_does_nothing():
     (_, _), (made, _) = eager(build), deferred(build)
     fl.materialize_module(made)
     before = {name: tensor.data_ptr() for name, tensor in made.named_parameters()}
@@ -153,7 +153,7 @@ def test_a_second_time_does_nothing():
     assert {name: tensor.data_ptr() for name, tensor in made.named_parameters()} == before
 
 
-def test_edits_after_a_partial_materialization():
+def test_edits_after_a_partial_materialization_match_eager():
     def more(model):
         with torch.no_grad():
             model[4].bias.add_(model[3].weight_ih_l0[0, 0])
@@ -168,7 +168,7 @@ def test_edits_after_a_partial_materialization():
     assert_same(expected, made)
 
 
-def test_gradients_through_what_a_constructor_computed_are_an_error_and_not_lost():
+def test_a_gradient_through_a_constructors_computation_is_an_error():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -197,7 +197,7 @@ def test_gradients_through_what_a_constructor_computed_are_an_error_and_not_lost
     assert torch.equal(module.twice, eager.twice + 1)
 
 
-def test_what_is_converted_is_made_in_batches(monkeypatch):
+def test_converted_weights_are_made_in_batches(monkeypatch):
     monkeypatch.setattr(materialize_tensors, "_BATCH_BYTES", 1000)
     batches, told = [], []
     real = materialize_tensors.materialize_values
@@ -212,7 +212,7 @@ def test_what_is_converted_is_made_in_batches(monkeypatch):
     assert sizes == sorted(sizes) and told[-1] == (told[-1][1],) * 2
 
 
-def test_a_device_that_is_not_there_is_an_error_before_anything_is_made(monkeypatch):
+def test_a_missing_device_is_an_error_before_anything_is_computed(monkeypatch):
     monkeypatch.setattr(materialize_tensors, "materialize_values", lambda *a, **k: pytest.fail("made"))
     module = fl.deferred_init(nn.Linear, 3, 3)
     with pytest.raises(

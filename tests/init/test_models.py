@@ -1,4 +1,4 @@
-"""Real models, constructed both ways: some of each zoo, and in `make sweep` all of them."""
+"""Real models, constructed both ways: some of each zoo; all of them in `make sweep`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cases():
 
 
 @pytest.mark.parametrize("zoo, name", cases())
-def test_same_as_eager(zoo, name):
+def test_models_match_eager(zoo, name):
     if importlib.util.find_spec(zoo) is None:
         pytest.skip(f"{zoo} is not installed")
     if zoo == "timm":
@@ -52,7 +52,7 @@ PARTS = 16
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("zoo", NAMES)
-def test_every_architecture_is_as_eager(zoo, part):
+def test_every_architecture_matches_eager(zoo, part):
     pytest.importorskip(zoo)
     outcomes = [sweep.examine(zoo, name, build) for name, build in list(sweep.ZOOS[zoo]())[part::PARTS]]
     assert not [outcome for outcome in outcomes if outcome.verdict in ("differs", "fails")]

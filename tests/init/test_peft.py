@@ -1,10 +1,10 @@
-"""LoRA adapters (peft) on a deferred model: added after construction, or inside it."""
+"""LoRA adapters (peft) on a deferred model, added after construction or inside it."""
 
 import pytest
 import torch
 
 import firstloss as fl
-from tests.capture.same import assert_same
+from tests.capture.eager_comparison import assert_same
 from tests.tiny_llama import llama
 
 peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")
@@ -26,7 +26,7 @@ def adapt(model, options):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "afterwards"])
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_adapters(name, inside):
+def test_adapters_match_eager(name, inside):
     options = CONFIGURATIONS[name]
     torch.manual_seed(0)
     eager = adapt(llama(), options)

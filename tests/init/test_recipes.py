@@ -1,4 +1,4 @@
-"""What a captured module tells of itself."""
+"""Recipes and the report of a captured module."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_every_weight_has_a_recipe():
     assert recipes["0.weight"].shape == (20, 4) and recipes["copied"].dtype == torch.float16
 
 
-def test_recipes_in_words():
+def test_recipes_are_described_in_words():
     recipes = {name: str(recipe) for name, recipe in fl.init_program(fl.deferred_init(build)).recipes.items()}
     assert recipes["0.weight"] == "normal(0, 1), then zeros in part"
     assert recipes["1.bias"] == "uniform(-0.5, 0.5), then times 2, then plus 1"
@@ -51,7 +51,7 @@ def test_recipes_in_words():
         lambda w, t: torch.where(w > 0, t, w),
     ],
 )
-def test_recipes_with_tensors_in_them_are_told_without_objects_of_ours(edit):
+def test_recipes_with_tensors_are_described_without_internal_objects(edit):
     def build():
         module = nn.Linear(4, 3)
         with torch.no_grad():
@@ -62,7 +62,7 @@ def test_recipes_with_tensors_in_them_are_told_without_objects_of_ours(edit):
     assert "object at" not in told and "Ref(" not in told
 
 
-def test_the_report_says_where_each_weight_draws_and_what_was_dropped():
+def test_the_report_shows_positions_and_dropped_fills():
     report = fl.init_program(fl.deferred_init(build)).report()
     rows = {row.weight: row for row in report.rows}
     assert "1.weight" not in rows and rows["0.weight"].tied == ("1.weight",)
@@ -76,7 +76,7 @@ def test_the_report_says_where_each_weight_draws_and_what_was_dropped():
     assert json.loads(json.dumps(report.to_dict()))["weights"][0]["weight"] == "copied"
 
 
-def test_streams_are_told_apart():
+def test_streams_are_distinguished():
     def seeded():
         first = nn.Linear(3, 3)
         torch.manual_seed(7)
@@ -93,7 +93,7 @@ def test_the_program_names_the_users_lines():
     assert f"{__file__}:" in str(program) and "aten.normal_.default" in str(program)
 
 
-def test_a_weight_made_by_an_operation_that_writes_to_something_else():
+def test_a_weight_from_an_operation_with_side_effects_has_a_recipe():
     class Shown(nn.Module):
         def __init__(self):
             super().__init__()
@@ -109,7 +109,7 @@ def test_nothing_deferred_is_an_error():
         fl.init_program(nn.Linear(2, 2))
 
 
-def test_looking_computes_nothing():
+def test_inspection_computes_nothing():
     module = fl.deferred_init(lambda: nn.Linear(1 << 20, 1 << 20))  # 4 TB
     assert "uniform" in str(fl.init_program(module).report())
     assert fl.is_deferred(module)

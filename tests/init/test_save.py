@@ -98,7 +98,7 @@ class Various(nn.Module):
         nn.init.orthogonal_(self.lstm.weight_hh_l0)
 
 
-def test_any_module(tmp_path):
+def test_any_module_can_be_saved(tmp_path):
     eager, deferred = both(Various)
     fl.save_initialized(deferred, tmp_path)
     expected = dict(eager.state_dict())
@@ -110,7 +110,7 @@ def test_any_module(tmp_path):
     assert_same(again.state_dict(), eager.state_dict())
 
 
-def test_a_real_module_and_a_half_real_one(tmp_path):
+def test_real_and_partly_real_modules_can_be_saved(tmp_path):
     eager, deferred = both(Various)
     fl.save_initialized(eager, tmp_path / "real")
     fl.materialize_module(deferred.lstm)
@@ -131,7 +131,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("captured", [False, True])
-def test_views_of_one_buffer_are_saved_as_what_they_show(view, captured, tmp_path):
+def test_views_of_one_buffer_are_saved_by_value(view, captured, tmp_path):
     real = torch.randn(6, 6, dtype=torch.complex64)
 
     class Views(nn.Module):
@@ -150,7 +150,7 @@ def test_views_of_one_buffer_are_saved_as_what_they_show(view, captured, tmp_pat
     assert_same(found, {name: tensor.resolve_conj().resolve_neg() for name, tensor in eager.state_dict().items()})
 
 
-def test_pieces_and_runs_do_not_change_the_bytes(tmp_path, monkeypatch):
+def test_the_bytes_do_not_depend_on_pieces_and_runs(tmp_path, monkeypatch):
     _, deferred = both(llama)
     fl.save_initialized(deferred, tmp_path / "large")
     monkeypatch.setattr(save, "_PIECE", 4096)
@@ -162,7 +162,7 @@ def test_pieces_and_runs_do_not_change_the_bytes(tmp_path, monkeypatch):
     assert told == sorted(told) and told[-1][0] == told[-1][1] == sum(t.nbytes for t in deferred.state_dict().values())
 
 
-def test_the_ordinary_way_of_writing(tmp_path, monkeypatch):
+def test_buffered_writes_give_the_same_bytes(tmp_path, monkeypatch):
     _, deferred = both(llama)
     fl.save_initialized(deferred, tmp_path / "direct")
     monkeypatch.setattr("firstloss.init.disk.direct_file._DIRECT", 0)
@@ -171,7 +171,7 @@ def test_the_ordinary_way_of_writing(tmp_path, monkeypatch):
     assert direct.read_bytes() == buffered.read_bytes()
 
 
-def test_an_earlier_save_is_replaced_whole(tmp_path):
+def test_an_earlier_save_is_replaced(tmp_path):
     eager, deferred = both(llama)
     (tmp_path / "mine.txt").write_text("kept")
     for size in ("900KB", "3MB", "5GB", "900KB"):
@@ -221,7 +221,7 @@ def test_a_killed_run_leaves_no_model_and_is_resumed(tmp_path, monkeypatch):
     assert not [name for name in os.listdir(target) if name.startswith(".")]
 
 
-def test_another_model_does_not_go_on_from_it(tmp_path, monkeypatch):
+def test_another_model_does_not_resume_it(tmp_path, monkeypatch):
     _, deferred = both(llama)
     with monkeypatch.context() as patch:
         patch.setattr(save, "_write_index", interrupted)
@@ -241,7 +241,7 @@ def interrupted(*args):
 
 
 @pytest.mark.parametrize("moves", range(9))
-def test_interrupted_while_moving(tmp_path, monkeypatch, moves):
+def test_an_interrupt_while_moving_files_loses_nothing(tmp_path, monkeypatch, moves):
     eager, deferred = both(llama)
     fl.save_initialized(deferred, tmp_path, max_shard_size="5GB")
     left = moves
@@ -274,12 +274,12 @@ def test_a_full_disk_is_one_clear_error_before_anything_is_written(tmp_path, mon
     assert visible(tmp_path / "full") == []
 
 
-def test_a_disk_that_fills_up_meanwhile(tmp_path):
+def test_a_disk_that_fills_up_is_an_error(tmp_path):
     eager, deferred = both(llama)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(fl.errors.SaveError, match="no room for all of them"):
+        with pytest.raises(fl.errors.SaveError, match="not enough space"):
             fl.save_initialized(deferred, tmp_path / "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -288,7 +288,7 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path):
     assert_same(tensors(tmp_path / "full"), dict(eager.state_dict()))
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_an_unwritable_folder_is_an_error(tmp_path):
     _, deferred = both(llama)
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(fl.errors.SaveError, match="file.*cannot be written"):
@@ -297,7 +297,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
         fl.save_initialized(deferred, tmp_path / "file" / "within")
 
 
-def test_two_at_once(tmp_path, monkeypatch):
+def test_a_second_writer_is_refused(tmp_path, monkeypatch):
     _, deferred = both(llama)
     found = []
 
@@ -311,7 +311,7 @@ def test_two_at_once(tmp_path, monkeypatch):
     assert found
 
 
-def test_what_safetensors_cannot_hold(tmp_path):
+def test_unsupported_tensors_are_refused(tmp_path):
     with pytest.raises(fl.errors.SaveError, match="weight is a torch.strided tensor of torch.complex128"):
         fl.save_initialized(fl.deferred_init(lambda: nn.Linear(3, 3, dtype=torch.complex128)), tmp_path)
     with pytest.raises(ValueError, match="not a size"):
@@ -328,7 +328,7 @@ def test_index_lists_every_tensor(tmp_path):
             assert name in opened.keys()
 
 
-def test_names_of_ties():
+def test_ties_are_named():
     a = torch.zeros(3)
     state = {"first": a, "second": a, "other": torch.zeros(3)}
     assert saved_tensors._ties(state, []) == {"second": "first"}

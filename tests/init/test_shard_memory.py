@@ -1,4 +1,4 @@
-"""Memory that devices own and that kernels write."""
+"""Memory owned by devices and written by kernels."""
 
 import jax
 import numpy as np
@@ -24,9 +24,9 @@ def kinds():
     ]
 
 
-def test_what_is_written_there_is_the_arrays():
+def test_writes_show_in_the_array():
     torch_dtypes = [torch.float32, torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.complex64]
-    made = shard_memory.unwritten(kinds())
+    made = shard_memory.allocate(kinds())
     for number, (kind, dtype, (array, places)) in enumerate(zip(kinds(), torch_dtypes, made, strict=True)):
         assert (array.shape, array.dtype) == kind[:2]
         assert array.sharding.is_equivalent_to(kind.sharding, array.ndim)
@@ -38,7 +38,7 @@ def test_what_is_written_there_is_the_arrays():
 
 def test_the_memory_can_be_donated():
     kind = ArraySpec((1 << 16,), np.dtype(np.float32), SingleDeviceSharding(jax.devices()[0]))
-    [(array, places)] = shard_memory.unwritten([kind])
+    [(array, places)] = shard_memory.allocate([kind])
     tensor_at(*places.values(), kind.shape, torch.float32).fill_(1)
     grown = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert grown.unsafe_buffer_pointer() in places.values() and np.all(np.asarray(grown) == 2)
@@ -47,13 +47,13 @@ def test_the_memory_can_be_donated():
 # How long making an input takes is the machine's business: two test runs side by side took seconds.
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 50), max_size=6))
-def test_rounds_are_worth_their_remainder(counts):
+def test_rounds_have_a_small_remainder(counts):
     def results(n):
         return sum(c // n for c in counts) ** 2 + sum(c % n for c in counts) ** 2
 
     assert results(rounds(counts)) <= results(1)
 
 
-def test_layers_alike_are_made_in_rounds():
+def test_identical_layers_are_made_in_rounds():
     assert rounds([44, 44, 22, 45, 2]) == 22
     assert rounds([]) == 1

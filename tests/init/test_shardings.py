@@ -1,4 +1,4 @@
-"""Specs: what fits a weight and a mesh, what does not, and where each shard begins."""
+"""Specs: which fit a weight and a mesh, which do not, and where each shard begins."""
 
 import math
 
@@ -30,7 +30,7 @@ def specs(draw):
 
 
 @given(specs())
-def test_what_is_divided_divides_and_uses_no_axis_twice(case):
+def test_splits_are_even_and_use_no_axis_twice(case):
     shape, mesh, spec = case
     placed = shardings.divided(shape, shardings.checked("w", shape, spec, mesh), mesh)
     used = [axis for entry in placed.spec for axis in entry]
@@ -41,7 +41,7 @@ def test_what_is_divided_divides_and_uses_no_axis_twice(case):
 
 
 @given(specs())
-def test_shards_cover_the_weight_once(case):
+def test_shards_cover_the_weight_exactly_once(case):
     shape, mesh, spec = case
     spec = shardings.divided(shape, spec, mesh).spec
     local = shardings.local_shape(shape, spec, mesh)
@@ -58,7 +58,7 @@ def test_shards_cover_the_weight_once(case):
 
 
 @given(sizes, axes)
-def test_the_default_cuts_one_dimension_as_finely_as_any_could_be(shape, mesh):
+def test_the_default_splits_one_dimension_as_finely_as_possible(shape, mesh):
     data = [a for a in mesh if a in shardings.DATA_AXES] or list(mesh)
     spec = shardings.by_default(shape, mesh)
     cut = [d for d, entry in enumerate(spec) if entry]
@@ -91,7 +91,7 @@ def model():
         (("tp", None, None), r"has 3 dimensions, and the weight, of shape \[12, 8\], has 2\. Leave out the last 1"),
         (("tp", "tp"), "names 'tp' twice"),
         ((0, None), "has 0 in it"),
-        ("tp", "is no tuple"),
+        ("tp", "is not a tuple"),
     ],
 )
 def test_a_bad_spec_names_the_weight_the_spec_and_the_line(spec, complaint):
@@ -116,7 +116,7 @@ def test_a_pattern_that_matches_nothing_is_an_error():
 def test_shardings_are_a_mapping_of_patterns(specs):
     module = fl.deferred_init(model)
     for say in (lambda: fl.shard(module, specs, AXES), lambda: fl.init_program(module).plan(AXES, specs)):
-        with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: the shardings .* are no mapping"):
+        with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: the shardings .* are not a mapping"):
             say()
 
 
@@ -124,11 +124,11 @@ def test_shardings_are_a_mapping_of_patterns(specs):
     "mesh", [{"tp": "4"}, {"tp": "x"}, {"tp": 2.5}, {"tp": None}, {"tp": True}, {"tp": 0}, {3: 4}, {'a"b': 2}, "tp=4"]
 )
 def test_an_axis_is_a_name_and_a_whole_number(mesh):
-    with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: .* is no mesh"):
+    with pytest.raises(ShardingError, match=r"test_shardings\.py:\d+: .* is not a mesh"):
         fl.init_program(fl.deferred_init(model)).plan(mesh)
 
 
-def test_what_is_no_module_and_what_is_no_tensor():
+def test_non_modules_and_non_tensors_are_refused():
     with pytest.raises(ShardingError, match="3 is no Module"):
         fl.shard(3, {"*": ()}, AXES)
     with pytest.raises(ShardingError, match="'x' is no tensor"):
@@ -143,7 +143,7 @@ def test_a_partition_spec_is_a_spec():
     placed = fl.init_program(fl.deferred_init(model)).plan(
         {"data": 2, "tp": 2}, {"0.weight": PartitionSpec(("data", "tp"), None)}
     )
-    assert placed.weights[0].placed.spec == (("data", "tp"), ())
+    assert placed.weights[0].sharding.spec == (("data", "tp"), ())
     with pytest.raises(ShardingError, match="has UNCONSTRAINED in it"):
         fl.init_program(fl.deferred_init(model)).plan(AXES, {"0.weight": PartitionSpec(PartitionSpec.UNCONSTRAINED)})
 
@@ -157,15 +157,15 @@ def test_marks_are_for_one_mesh():
 
 
 def test_a_mesh_is_given_by_its_axes():
-    with pytest.raises(ShardingError, match="8 is no mesh"):
+    with pytest.raises(ShardingError, match="8 is not a mesh"):
         fl.shard(fl.deferred_init(model), {"*": ()}, 8)
     assert shardings.axes_of({"a": 2}) == {"a": 2}
 
 
-def test_the_first_pattern_holds_and_marks_are_kept_through_materialization():
+def test_the_first_pattern_wins_and_marks_survive_materialization():
     module = fl.shard(fl.deferred_init(model), {"0.*": ("tp",), "*": ()}, AXES)
     assert fl.mark_sharding(module[1].bias, AXES, ("fsdp",)) is module[1].bias
-    specs = {w.name: w.placed.spec for w in fl.init_program(module).plan().weights}
+    specs = {w.name: w.sharding.spec for w in fl.init_program(module).plan().weights}
     assert specs == {"0.weight": (("tp",), ()), "0.bias": (("tp",),), "1.weight": ((), ()), "1.bias": (("fsdp",),)}
     fl.materialize_module(module)
     mark = shardings.mark_of(module[0].weight)
@@ -180,14 +180,14 @@ def test_a_tied_weight_may_be_named_by_any_of_its_names():
 
     program = fl.init_program(fl.deferred_init(tied))
     made = program.plan(AXES, {"head.weight": ("tp", None)})
-    assert [(w.name, w.placed.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
+    assert [(w.name, w.sharding.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
     assert made.aliases == {"head.weight": "embedding.weight"}
     for bad in ("nope", None), ("tp", None, None):
         with pytest.raises(ShardingError, match=r"head\.weight: the spec"):  # though the first name's spec holds
             program.plan(AXES, {"embedding.weight": ("tp",), "head.weight": bad})
 
 
-def test_what_does_not_divide_is_cut_elsewhere_and_said():
+def test_an_axis_that_does_not_divide_moves_with_a_warning():
     program = fl.init_program(fl.deferred_init(nn.Linear, 64, 51, bias=False))
     with pytest.warns(UserWarning, match=r"weight: axis 'tp' of size 4 does not divide dimension 0 of 51.*dimension 1"):
         made = program.plan(AXES, {"weight": ("tp",)})
@@ -195,7 +195,7 @@ def test_what_does_not_divide_is_cut_elsewhere_and_said():
     assert made.to_dict()["moved"]
 
 
-def test_the_first_pattern_holds_whether_it_has_a_wildcard_or_not():
+def test_the_first_pattern_wins_with_or_without_a_wildcard():
     names = dict.fromkeys(("a.weight", "a.bias", "b.weight", "c[0]", "c0"))
     first = {"a.weight": (1,), "*.weight": (2,), "a.*": (3,), "c[0]": (4,)}
     expected = {"a.weight": (1,), "a.bias": (3,), "b.weight": (2,), "c0": (4,)}

@@ -1,4 +1,4 @@
-"""The constructor as one module, and run on meshes: against eager PyTorch, bit for bit."""
+"""The constructor as one module, run on meshes: bit-identical to eager PyTorch."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ModuleTextError, ShardingError
 from tests import forked
-from tests.init.odd_model import TABLE, Layers, Mixed
 from tests.init.stablehlo_devices import MESHES, program_of
+from tests.init.varied_model import TABLE, Layers, Mixed
 
 pytestmark = pytest.mark.optimized
 
@@ -38,7 +38,7 @@ def program(count=2, seed=0):
 @pytest.mark.parametrize(
     "mesh", [pytest.param(n, marks=[pytest.mark.sweep] * (n != "rows and columns")) for n in MESHES if n != "one"]
 )
-def test_eight_devices_make_eagers_weights(mesh, tmp_path):
+def test_eight_devices_match_eager(mesh, tmp_path):
     command = ["-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
     done = forked.run(command, env=environment(), cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def parsed(text):
         return str(module)
 
 
-def test_the_module_is_valid_names_its_outputs_and_says_how_they_are_cut():
+def test_the_module_is_valid_with_names_and_shardings():
     text = program().to_stablehlo({"data": 2, "tp": 4}, {"*.up.weight": ("tp", None), "embedding.weight": ("data",)})
     assert parsed(text) == text
     assert 'sdy.mesh @mesh = <["data"=2, "tp"=4]>' in text and "mhlo.num_partitions = 8" in text
@@ -106,7 +106,7 @@ def test_a_module_communicates_nothing():
     assert not re.search(r"all_reduce|all_gather|collective|all_to_all|reduce_scatter|send|recv", text)
 
 
-def test_a_plan_for_more_devices_than_there_are():
+def test_a_plan_needs_no_devices():
     made = program(3).plan({"x": 16, "y": 16, "z": 16}, {"*.up.weight": (("x",), ("y",)), "embedding.weight": ("y",)})
     assert made.devices == 4096
     up, down, embedding = 6 * 2 * 4, 32 * 96 * 4, 6 * 32 * 4
@@ -126,7 +126,7 @@ def test_a_device_needs_no_more_memory_than_its_shards():
     assert found["temporary"] < 1 << 17
 
 
-def test_the_arrays_are_eagers_and_ties_share_one():
+def test_arrays_match_eager_and_ties_share_one():
     arrays = program(2, seed=5).run()
     torch.manual_seed(5)
     eager = Layers(2)
@@ -162,7 +162,7 @@ assert "torch" not in sys.modules and "tests" not in sys.modules
 """
 
 
-def test_edits_buffers_and_numpys_constants_in_another_process(tmp_path):
+def test_edits_buffers_and_numpy_constants_work_in_another_process(tmp_path):
     paths, expected = [], []
     for rng, mesh in [("eager", None), ("counter", None), ("eager", {"fsdp": 2})]:
         torch.manual_seed(11)
@@ -198,21 +198,21 @@ def test_real_weights_are_constants_of_the_program():
 
 
 @pytest.mark.parametrize("text", ["", "hello", "module { }", "\N{REPLACEMENT CHARACTER}", "cut"])
-def test_a_file_that_is_no_module_is_one_error(text, tmp_path):
+def test_a_file_that_is_not_a_module_is_an_error(text, tmp_path):
     path = tmp_path / "weights.mlir"
     path.write_text(text if text != "cut" else program().to_stablehlo()[:9000])
     with pytest.raises(ModuleTextError, match=r"weights\.mlir is (no module of weights|damaged or cut short)"):
         fl.run_stablehlo(path)
 
 
-def test_a_name_of_any_letters_comes_back(tmp_path):
+def test_any_name_round_trips(tmp_path):
     made = fl.init_program(fl.deferred_init(lambda: nn.ParameterDict({'é"\\ ': nn.Parameter(torch.rand(32))})))
     path = tmp_path / "weights.mlir"
     path.write_text(made.to_stablehlo())
     assert [*fl.run_stablehlo(path)] == [*made.recipes]
 
 
-def test_a_weight_that_is_no_array_is_an_error():
+def test_a_weight_that_is_not_an_array_is_an_error():
     class Sparse(nn.Module):
         def __init__(self):
             super().__init__()
@@ -225,7 +225,7 @@ def test_a_weight_that_is_no_array_is_an_error():
             make()
 
 
-def test_a_module_does_not_hold_what_no_device_can_make():
+def test_fills_that_no_device_supports_are_refused():
     class Shuffled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -245,12 +245,12 @@ def test_lanes_draw_what_one_lane_does():
     weight = stablehlo_plan.plan(fl.init_program(fl.deferred_init(nn.Linear, 96, 250, bias=False))).weights[0]
     with jax.enable_x64(True):
         streams = stablehlo.Streams(stablehlo_plan.ShardingPlan({}, [weight], {}))
-        arguments = (streams.of(weight), streams.table, streams.positions(weight), ())
-        one, many = (stablehlo.Functions(lanes).of(weight)(*arguments) for lanes in (0, 1 << 10))
+        arguments = (streams.origins(weight), streams.table, streams.positions(weight), ())
+        one, many = (stablehlo.Functions(lanes).function_of(weight)(*arguments) for lanes in (0, 1 << 10))
     assert np.asarray(one).tobytes() == np.asarray(many).tobytes()
 
 
-def test_a_constant_that_was_edited_since_is_an_error():
+def test_a_constant_edited_after_capture_is_an_error():
     outside = torch.ones(1024, 1024)  # smaller ones are copied at capture
 
     class Copy(nn.Module):

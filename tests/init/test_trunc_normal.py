@@ -1,4 +1,4 @@
-"""`trunc_normal_` stays deferred: same bits, and the stream goes on where eager PyTorch's does."""
+"""`trunc_normal_` stays deferred: the same bits, and the stream continues where eager PyTorch's does."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.engine import rejection
-from tests.capture.same import assert_same_as_eager, deferred, eager
+from tests.capture.eager_comparison import assert_same_as_eager, deferred, eager
 
 BOUNDS = {
     "nothing can fall outside": {"std": 0.02},
@@ -19,7 +19,7 @@ BOUNDS = {
 
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS.keys())
 @pytest.mark.parametrize("shape", [(300, 1000), (17,), (16,), (5,), (1000,), (0, 4), (64, 1024)], ids=str)
-def test_same_as_eager(bounds, shape):
+def test_trunc_normal_matches_eager(bounds, shape):
     def build():
         weight = torch.empty(shape)
         before = torch.randn(3)  # a normal is cached when the operation begins
@@ -30,7 +30,7 @@ def test_same_as_eager(bounds, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_dtypes(dtype):
+def test_dtypes_match_eager(dtype):
     def build():
         weight = nn.Parameter(torch.empty(200, 700, dtype=dtype))
         nn.init.trunc_normal_(weight, std=0.02, a=-0.04, b=0.04)
@@ -39,7 +39,7 @@ def test_dtypes(dtype):
     assert_same_as_eager(build)
 
 
-def test_several_in_a_row_edits_and_other_layouts():
+def test_sequences_edits_and_layouts_match_eager():
     def build():
         layers = nn.ModuleList(nn.Linear(130, 70) for _ in range(5))
         for layer in layers:
@@ -57,7 +57,7 @@ def test_several_in_a_row_edits_and_other_layouts():
     assert_same_as_eager(build)
 
 
-def test_with_a_generator_of_its_own():
+def test_its_own_generator_matches_eager():
     def build():
         generator = torch.Generator().manual_seed(3)
         weight = torch.empty(50, 50)
@@ -67,7 +67,7 @@ def test_with_a_generator_of_its_own():
     assert_same_as_eager(build)
 
 
-def test_nothing_is_drawn_where_seeding_cuts_the_stream(monkeypatch):
+def test_reseeding_avoids_the_draws(monkeypatch):
     monkeypatch.setattr(rejection.Rejection, "_search", lambda self, pieces: pytest.fail("the candidates were drawn"))
 
     def build():
@@ -79,7 +79,7 @@ def test_nothing_is_drawn_where_seeding_cuts_the_stream(monkeypatch):
     assert fl.is_deferred(fl.deferred_init(build))
 
 
-def test_after_the_constructor():
+def test_draws_after_the_constructor_match_eager():
     def build():
         return nn.Linear(100, 100)
 
@@ -93,8 +93,8 @@ def test_after_the_constructor():
     assert torch.equal(got.weight, expected.weight) and torch.equal(got.bias, expected.bias)
 
 
-def test_the_same_when_what_later_rounds_change_is_not_remembered(monkeypatch):
-    monkeypatch.setattr(rejection, "_REMEMBERED_BYTES", 0)
+def test_results_do_not_depend_on_the_cache(monkeypatch):
+    monkeypatch.setattr(rejection, "_MAX_CACHED_BYTES", 0)
 
     def build():
         weight = torch.empty(300, 1000)
@@ -110,6 +110,6 @@ def test_real_tensors_are_left_to_torch():
     assert weight.abs().max() <= 2 and not fl.is_deferred(weight)
 
 
-def test_the_warning_is_torchs():
+def test_the_warning_matches_torchs():
     with pytest.warns(UserWarning, match="mean is more than 2 std"), fl.deferred():
         nn.init.trunc_normal_(torch.empty(10), mean=9.0)

@@ -1,4 +1,4 @@
-"""Samples of our own, for the overloads of Core ATen that none of PyTorch's own samples come to.
+"""Our own samples for overloads of Core ATen that none of PyTorch's samples reach.
 
 Each is an operation in PyTorch's sense (an `OpInfo`), called by its overload.
 """

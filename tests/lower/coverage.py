@@ -1,4 +1,4 @@
-"""What the lowering covers: every sample of every operation that PyTorch tests, captured, compiled and compared.
+"""Coverage of the lowering: every sample of PyTorch's operator tests, captured, compiled and compared.
 
     python -m tests.lower.coverage                       # what was not swept yet, or with fewer samples
     python -m tests.lower.coverage --only '^linalg'      # some operations again; the rest as they were
@@ -27,8 +27,8 @@ import jax
 import torch
 
 from .core_samples import DIRECT
-from .listed import CORE, is_listed
 from .outcomes import ROOT, keep_outcome, read_outcomes, short
+from .promised_operations import CORE, is_listed
 from .samples import ABSENT, DIFFERS, DTYPES, DYNAMIC, FAILS, GOOD, LEFT_OUT, REFUSED, tested
 from .verdicts import examine
 

@@ -1,4 +1,4 @@
-"""docs/operations.md: what the sweep of `coverage` found, as tables."""
+"""docs/operations.md: the results of the `coverage` sweep, as tables."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from firstloss.lower.rules import RULES
 
 from .core_samples import DIRECT
-from .listed import CORE, is_listed
+from .promised_operations import CORE, is_listed
 from .samples import ABSENT, AS_EXACT, DIFFERS, DRAWN, DTYPES, DYNAMIC, FAILS, GOOD, LEFT_OUT, PASSES, REFUSED, tested
 
-# Core overloads that are no lowering's business, and why.
+# Core overloads that need no lowering, and why.
 ELSEWHERE = {
     "aten.atan2.out": "functional graphs have no out; lowered as `aten.atan2`",
     "aten.resize_.default": "capture gives the tensor another geometry; functional graphs have aten.resize",
@@ -24,25 +24,24 @@ HEAD = """# Operations
 
 <!-- Written by `python -m tests.lower.coverage`. -->
 
-Every operation that PyTorch tests itself (`op_db`), on PyTorch's own samples: captured as a step is, lowered, compiled
-and run, outputs and gradients compared with eager PyTorch's, in values, shapes and dtypes. In-place and out variants
-are among the samples, for float32 and int64, six of each.
+Every operation in PyTorch's own operator tests (`op_db`), with PyTorch's samples: each is captured like a step,
+lowered, compiled and run, and its outputs and gradients are compared with eager PyTorch's in value, shape and dtype.
+The samples include in-place and out variants for float32 and int64, six of each.
 
-- **passes**: within the tolerance that PyTorch's own tests allow the operation. In parentheses, how many of those are
-  *as exact*: outside that tolerance element by element, but within it of the result in float64 when measured against
-  the largest element, or no more than four times as far from it as eager is. Both are sums of the same terms in another
-  order. Gradients of decompositions, which divide by differences of eigenvalues, may be off by 1e-5 of the largest
-  element.
-- **drawn**: random; shape and dtype are compared, the distributions are in `tests/lower/test_random.py`.
-- **dynamic**: the shape of the result, or whether there is an error, depends on values: refused with an error at the
-  user's line that says what to write instead.
-- **refused**: refused with an error that names the operation and the reason.
-- **absent**: there is no lowering, and no decomposition: an error that names the operation and the user's line.
-- **fails**: an error in words that are not Firstloss's own.
-- **differs**: another value than eager's, and why.
+- **passes**: within the tolerance of PyTorch's own tests for the operation. In parentheses, how many of these are only
+  *as exact*: outside that tolerance elementwise, but within it of the float64 result relative to the largest element,
+  or at most four times as far from it as eager PyTorch. Both are sums of the same terms in another order. Gradients of
+  matrix decompositions, which divide by differences of eigenvalues, may be off by 1e-5 of the largest element.
+- **drawn**: random; shape and dtype are compared. `tests/lower/test_random.py` tests the distributions.
+- **dynamic**: the shape of the result, or whether there is an error, depends on values: an error at the user's line
+  that says what to write instead.
+- **refused**: an error that names the operation and the reason.
+- **absent**: no lowering and no decomposition: an error that names the operation and the user's line.
+- **fails**: an error that is not one of Firstloss's.
+- **differs**: a value different from eager's, with the reason.
 
-The sweep compiles many samples as one program and without XLA's optimisations, which takes a tenth of the time; one
-sample of each operation in float32 and bfloat16, and whatever does not pass at once, is compiled as a user's step is.
+The sweep compiles many samples as one program, without XLA's optimizations, which takes a tenth of the time. One
+sample of each operation in float32 and bfloat16, and every sample that does not pass, is compiled as for users.
 """
 
 
@@ -66,15 +65,15 @@ def _limits(outcomes: dict[str, dict[str, Any]]) -> list[str]:
     if cut:
         least, every = min(limit for limit, _ in cut), sum(n for _, n in cut)
         lines += [
-            f"Where an operation has more than {least} samples in a dtype, at least {least} were taken, spread evenly "
-            f"over all: in {len(cut)} cases, {sum(limit for limit, _ in cut):,} of {every:,}.",
+            f"If an operation has more than {least} samples in a dtype, at least {least} of them were taken, spread "
+            f"evenly: in {len(cut)} cases, {sum(limit for limit, _ in cut):,} of {every:,}.",
             "",
         ]
     earlier = len([found for found in outcomes.values() if not found["limit"]])
     if earlier:
         lines += [
-            f"{earlier} operations, marked †, are as an earlier sweep found them: of at least 20 samples in a dtype "
-            "that has as many.",
+            f"{earlier} operations, marked †, are from an earlier sweep, with at least 20 samples per dtype where "
+            "there are as many.",
             "",
         ]
     missing = len([op for op in tested() if op.full_name not in outcomes])
@@ -87,8 +86,8 @@ def _totals(outcomes: dict[str, dict[str, Any]], ops: dict[str, Any]) -> list[st
     verdicts = (*GOOD, DYNAMIC, REFUSED, ABSENT, FAILS, DIFFERS)
     every = [sum(_total(o, *verdicts) for o in column) for column in columns]
     lines = [
-        f"{every[0]:,} samples of {len(outcomes)} operations; {every[1]:,} of them of the {len(listed)} that are Core "
-        "ATen's or of the families that models are made of (`tests/lower/listed.py`):",
+        f"{every[0]:,} samples of {len(outcomes)} operations; {every[1]:,} of them belong to the {len(listed)} that "
+        "are in Core ATen or in the operator families that models use (`tests/lower/promised_operations.py`):",
         "",
         "| outcome | all | | Core and listed | |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -110,8 +109,8 @@ def _core(outcomes: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         f"## The {len(CORE)} overloads of Core ATen",
         "",
-        "Samples: those in whose capture PyTorch's dispatcher called the overload, good ones of all; those of our own, "
-        "which call it by its name (`tests/lower/core_samples.py`), among them. Operations marked † are not counted.",
+        "Samples: those during whose capture PyTorch's dispatcher called the overload, good ones of all, including our "
+        "own samples, which call it by name (`tests/lower/core_samples.py`). Operations marked † are not counted.",
         "",
         "| overload | lowering | samples |",
         "| --- | --- | ---: |",
@@ -143,7 +142,7 @@ def _operations(outcomes: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
         "## Operations",
         "",
-        "Samples that pass, by dtype; the number alone where all do.",
+        "Samples that pass, by dtype; a single number if all do.",
         "",
         f"| operation | {' | '.join(names)} | otherwise |",
         f"| --- |{' ---: |' * len(names)} --- |",

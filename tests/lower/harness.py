@@ -1,4 +1,4 @@
-"""Run a rule beside the eager operation it stands for."""
+"""Run a rule and the eager operation that it implements."""
 
 from __future__ import annotations
 

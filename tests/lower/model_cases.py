@@ -1,4 +1,4 @@
-"""Small models of three zoos, and batches that they take: what `model_steps` trains for a step."""
+"""Small models of three zoos, with their batches, for `model_steps`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of each model of `model_steps`: a row a model in docs/model-steps.jsonl, and the page of the rows."""
+"""The outcome of each model of `model_steps`: one row each in docs/model-steps.jsonl, and the page made of them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PAGE = DOCS / "model-steps.md"
 VERDICTS = ("same", "differs", "refused", "late", "left out")
 HEADS = ("model", "outcome", "weights", "gradients", "loss", "worst", "distance", "allowed", "seconds", "run", "remark")
 PREFACE = """
-One step (forward, backward, AdamW) of small configurations (of torchvision's and timm's models: without layers that
-are like the one before) on batches of two (eight images), constructed deferred, traced and compiled by
+One training step (forward, backward, AdamW) of small configurations (torchvision's and timm's models without layers
+that repeat the previous one) on batches of two (eight images), constructed deferred, traced and compiled with
 `fl.backend("XLA")`, `fl.compile` and `fl.trace`, against eager PyTorch from the same seed, in float32. Dropout is 0,
-for eager's masks are other masks. Compared are the loss, every gradient and every buffer (a batch norm's running
-statistics): the *distance* is the norm of the difference over the norm of eager's, and *worst* is the tensor that
-comes nearest to what is *allowed*. That is 1e-4; or, where eager's own result is less certain than that, four times
-the distance by which it moves if the step is taken in float64, or from weights that differ by an ulp (a ReLU whose
-input is zero but for rounding; a batch norm over a handful of values). Where that is more than 1e-2, or gradients
-alone (not the loss, not a buffer) are farther off, by less than 1e-2, the step is compiled in float64 too, where it
-has to be within 1e-4 of eager's: the remark says how near it is. New weights are compared, element by element and to
-what AdamW's own roundings explain, with those that eager's AdamW makes of the same gradients. Seconds are those of
-tracing, lowering and compiling on shared cores. *Late* is what had no outcome within its time, *left out* what eager
-PyTorch does not train as it is configured here.
+since eager PyTorch draws different masks. The loss, every gradient and every buffer (batch norm's running statistics)
+are compared: the *distance* is the norm of the difference over the norm of eager's tensor, and *worst* is the tensor
+that comes closest to the *allowed* distance. That is 1e-4 or, if eager's own result is less accurate than that, four
+times the distance by which it changes if the step is computed in float64 or from weights that differ by an ulp (a ReLU
+whose input is zero up to rounding; a batch norm over a handful of values). If that is more than 1e-2, or if only
+gradients (not the loss or a buffer) are farther off, by less than 1e-2, the step is also compiled in float64, where it
+has to be within 1e-4 of eager's; the remark gives the distance. New weights are compared, elementwise and up to
+AdamW's rounding, with those that eager AdamW computes from the same gradients. Seconds are those of tracing, lowering
+and compiling on shared cores. *Late* means no outcome within the time limit, *left out* that eager PyTorch does not
+train the model as configured here.
 """
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Whether two steps of training differ by more than rounding explains.
+"""Whether two training steps differ by more than rounding explains.
 
 A gradient passes if it is within 1e-4 of eager's, by norm. Beyond that, how well float32 determines it is measured and
 not guessed: eager PyTorch takes the step in float64, and again in float32 from weights some of which are moved

@@ -1,4 +1,4 @@
-"""What sweeps found, kept beside the page that is made of it: docs/operations.jsonl, a line an operation.
+"""Results of sweeps: docs/operations.jsonl, one line per operation.
 
 An operation that is swept again has its own line replaced, and no other.
 """

@@ -1,4 +1,4 @@
-"""PyTorch's own samples (OpInfo), captured as a step is, lowered, compiled and run, against eager PyTorch.
+"""PyTorch's own samples (OpInfo), captured like a step, lowered, compiled and run, against eager PyTorch.
 
 What is compared is what a user gets: the operation's outputs and, where it has them, its gradients, with the tolerance
 that PyTorch's own tests allow the operation.

@@ -1,4 +1,4 @@
-"""Drive the rules by PyTorch's own samples (OpInfo), forward and backward.
+"""Test the rules with PyTorch's own samples (OpInfo), forward and backward.
 
 Each sample is run eagerly while the ATen operations below autograd are recorded; each recorded operation that has a
 rule is then compared with what eager gave. A sample passes when all its operations have rules and agree.

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
-def test_the_handlers_structures_are_those_of_xlas_header(tmp_path):
+def test_handler_structures_match_xlas_header(tmp_path):
     assert_declared(SOURCE, FIELDS, NUMBERS, tmp_path)
 
 
@@ -97,7 +97,7 @@ def geometries():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("geometry", list(geometries()), ids=str)
-def test_convolutions_of_every_geometry(geometry, dtype, calls):
+def test_convolutions_of_every_geometry_match_eager(geometry, dtype, calls):
     space, transposed, batch, groups, each_in, each_out, kernel, stride, dilation, padding, lengths = geometry
     torch.manual_seed(0)
     x = torch.randn(batch, groups * each_in, *lengths).to(dtype)
@@ -117,13 +117,14 @@ def test_convolutions_of_every_geometry(geometry, dtype, calls):
     assert bool(calls) is taken, "it is not PyTorch's that was tested"
 
 
-SIZES = [(128, 96, 130), (40, 1024, 65), (31, 1100, 31)]  # cut by rows, by columns, not at all
+# Cut by rows, by columns, not at all; by columns, and multiplied some rows of the second matrix at a time.
+SIZES = [(128, 96, 130), (40, 1024, 65), (31, 1100, 31), (96, 700, 1024)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_columns", list(itertools.product((False, True), repeat=2)), ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_products_of_matrices_that_lie_by_rows_or_by_columns(sizes, by_columns, dtype, calls, monkeypatch):
+def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns, dtype, calls, monkeypatch):
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)  # whoever made the processor
     torch.manual_seed(0)
     m, k, n = sizes
@@ -141,11 +142,11 @@ def test_products_of_matrices_that_lie_by_rows_or_by_columns(sizes, by_columns, 
     if dtype == torch.bfloat16:
         assert taken is (kernels._bfloat16() and by_columns[0])
     else:
-        assert taken is (kernels._sets_mkl_threads() and by_columns != (False, True))
+        assert taken is kernels._sets_mkl_threads()
     assert ("firstloss_product" in calls) is taken
 
 
-def test_a_step_gives_the_product_a_transposed_view_as_it_lies(monkeypatch, tmp_path):
+def test_a_transposed_operand_is_passed_without_a_copy(monkeypatch, tmp_path):
     """The gradient of a layer's weight, which autograd makes of transposes, without a copy of one."""
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
     seen = []
@@ -166,7 +167,28 @@ def test_a_step_gives_the_product_a_transposed_view_as_it_lies(monkeypatch, tmp_
     torch.manual_seed(0)
     step(torch.randn(256, 128)).item()
     forget_functions()
-    assert not kernels._sets_mkl_threads() or seen == [(True, False)]
+    assert not kernels._sets_mkl_threads() or seen == [(False, True), (True, False)]
+
+
+def test_a_compiled_product_follows_the_precision_that_is_set_when_it_runs(monkeypatch):
+    """As eager PyTorch's does: here bfloat16 inside of float32, a thousand times as coarse."""
+    monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
+    if not (kernels.registered_with_xla() and kernels._sets_mkl_threads() and kernels._bfloat16()):
+        pytest.skip("PyTorch multiplies in one precision on this processor")
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 512), torch.randn(512, 500)
+    with kernels.within():
+        run = jax.jit(lambda x, y: mm(x, y)).lower(to_array(x), to_array(y)).compile()
+    before, found = torch.get_float32_matmul_precision(), {}
+    try:
+        for precision in ("highest", "medium", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            found[precision] = to_tensor(run(to_array(x), to_array(y)), torch.float32)
+            # the sums of 512 products are as far apart as the order of float32's additions makes them
+            torch.testing.assert_close(found[precision], x @ y, rtol=1e-5, atol=1e-4)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert (found["medium"] - found["highest"]).abs().max() > 1e-2
 
 
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -177,7 +199,7 @@ ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 @pytest.mark.parametrize("how", ["plain", "causal", "mask", "mask of each"])
 # batch, heads of queries and of keys, length and width: cut by the batch, by heads, or not at all
 @pytest.mark.parametrize("sizes", [(4, 8, 4, 16, 32), (1, 8, 4, 20, 16), (3, 4, 4, 9, 8), (1, 3, 1, 7, 5)], ids=str)
-def test_attention_and_its_gradients(sizes, how, dtype, calls):
+def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls):
     torch.manual_seed(0)
     batch, heads, kv_heads, length, width = sizes
     query = torch.randn(batch, heads, length, width).to(dtype)
@@ -220,7 +242,7 @@ def test_the_bits_are_the_same_each_time():
         assert all(np.array_equal(first, run(x, weight)) for _ in range(30))
 
 
-def test_no_mode_of_the_calling_thread_sees_it():
+def test_modes_of_the_calling_thread_do_not_see_it():
     seen = []
 
     class Seeing(TorchDispatchMode):
@@ -237,7 +259,7 @@ def test_no_mode_of_the_calling_thread_sees_it():
     assert all(np.allclose(f, expected, rtol=2e-5, atol=1e-4) for f in found)  # sums of 288 products of about 1
 
 
-def test_pytorchs_number_of_threads_stays():
+def test_pytorchs_number_of_threads_is_unchanged():
     *_, x, weight = operands()
     before, run = torch.get_num_threads(), compiled(x, weight)
     for _ in range(20):
@@ -245,7 +267,7 @@ def test_pytorchs_number_of_threads_stays():
     assert torch.get_num_threads() == before
 
 
-def test_what_pytorch_refuses_is_an_error():
+def test_a_call_that_pytorch_refuses_is_an_error():
     x, weight = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 5, 3, 3))  # of 5 channels, not 3
     call = jax.jit(lambda x, w: kernels.convolution(x, w, None, (2, 4, 8, 8), *HOW))
     with pytest.raises(Exception, match="PyTorch's convolution failed"):
@@ -253,7 +275,7 @@ def test_what_pytorch_refuses_is_an_error():
 
 
 @pytest.mark.parametrize("missing", ["function", "library"])
-def test_where_a_part_is_missing_xla_computes(missing, monkeypatch):
+def test_xla_is_used_if_a_part_is_missing(missing, monkeypatch):
     if missing == "function":
         monkeypatch.setattr(kernels, "_FUNCTIONS", (*kernels._FUNCTIONS, "aoti_torch_that_is_not_there"))
     else:
@@ -263,7 +285,7 @@ def test_where_a_part_is_missing_xla_computes(missing, monkeypatch):
     assert "stablehlo.convolution" in lowered(x, weight).as_text()
 
 
-def test_outside_of_a_step_for_one_device_xla_computes():
+def test_xla_is_used_outside_of_a_step_for_one_device():
     *_, x, weight = operands()
     text = jax.jit(lambda x, w: convolution(x, w, None, *HOW)).lower(x, weight).as_text()
     assert "stablehlo.convolution" in text

@@ -1,4 +1,4 @@
-"""torch.cond, torch.while_loop and scan in a step, against eager PyTorch, with their gradients."""
+"""torch.cond, torch.while_loop and scan in a step, with gradients, against eager PyTorch."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import firstloss as fl
+from tests.small_training import training_step
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_cond(sign):
+def test_cond_matches_eager(sign):
     def branches(x, w, cond):
         y = cond(x.sum() * sign > 1, lambda a: (a @ w).sin(), lambda a: a * w[0] * 2, (x + 0.5,))
         return y
@@ -42,7 +43,7 @@ def test_cond(sign):
     assert_same(found, eager)
 
 
-def test_cond_takes_either_way_at_each_step():
+def test_cond_takes_either_branch_at_each_step():
     @fl.trace
     def step(x):
         return torch.cond(x.sum() > 0, lambda a: (a + 1, a.argmax()), lambda a: (a - 1, a.argmin()), (x,))
@@ -68,16 +69,7 @@ def test_cond_with_modules_trains_both_branches(backend):
     with backend.device:
         model = Model()
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager))
-    compiled = fl.compile(model, backend)
-
-    @fl.trace
-    def step(x):
-        loss = compiled(x).square().mean()
-        loss.backward()
-        ours.step()
-        ours.zero_grad()
-        return loss
-
+    step = training_step(fl.compile(model, backend), ours)
     for x in (X + 1, X - 1, X + 2):
         loss = eager(x).square().mean()
         loss.backward()
@@ -107,7 +99,7 @@ def test_a_branch_that_writes_outside_is_refused():
         step(X)
 
 
-def test_while_loop():
+def test_while_loop_matches_eager():
     def halve(x, w, loop):
         def go_on(n, y):
             return (y.abs().max() > 0.1) & (n < 20)
@@ -146,7 +138,7 @@ def eager_scan(body, init, xs, reverse=False):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_scan_with_gradients(reverse):
+def test_scan_matches_eager_with_gradients(reverse):
     def recurrent(scan, x, w, h):
         def body(h, x):
             h = torch.tanh(x @ w + h * 0.5)
@@ -165,7 +157,7 @@ def test_scan_with_gradients(reverse):
     assert_same(found, step(eager_scan, xs, WEIGHT, h))
 
 
-def test_scan_carries_a_structure_and_whole_numbers():
+def test_scan_carries_structures_and_integers():
     def step(scan, xs):
         xs = xs.clone().requires_grad_()
 
@@ -187,7 +179,7 @@ def test_scan_carries_a_structure_and_whole_numbers():
     assert_same(fl.trace(lambda x: step(scan, x))(X), step(eager, X))
 
 
-def test_scan_draws_anew_in_each_round_and_the_same_in_its_backward_pass():
+def test_scan_draws_new_numbers_in_each_iteration():
     @fl.trace
     def step(x):
         x = x.clone().requires_grad_()

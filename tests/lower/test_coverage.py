@@ -1,4 +1,4 @@
-"""docs/operations.md lists the operations that there are, and a few of them still come out as it says."""
+"""docs/operations.md lists all operations, and some of them still have the listed outcome."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 from . import outcomes, samples
 from .coverage_page import write_page
-from .listed import CORE
+from .promised_operations import CORE
 from .samples import DYNAMIC, GOOD, LEFT_OUT
 from .verdicts import examine
 
@@ -36,7 +36,7 @@ def test_the_page_lists_every_core_overload():
     assert rows_of(f"The {len(CORE)} overloads of Core ATen") == {str(overload) for overload in CORE}
 
 
-def test_a_row_changes_alone(tmp_path, monkeypatch):
+def test_a_sweep_changes_only_its_own_row(tmp_path, monkeypatch):
     monkeypatch.setattr(outcomes, "OUTCOMES", tmp_path / "operations.jsonl")
     for name in ("b", "a"):
         outcomes.keep_outcome({"op": name, "limit": 20})
@@ -48,7 +48,7 @@ def test_a_row_changes_alone(tmp_path, monkeypatch):
 
 
 @of_this_torch
-def test_the_page_is_what_its_outcomes_say(tmp_path):
+def test_the_page_is_up_to_date(tmp_path):
     write_page(outcomes.read_outcomes(), tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text() == PAGE
 
@@ -70,7 +70,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_samples(name):
+def test_samples_have_their_outcomes(name):
     op = next(op for op in samples.tested() if op.full_name == name)
     found = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
     assert found
@@ -101,7 +101,7 @@ MENDED = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), MENDED)
-def test_what_once_failed(name, dtype):
+def test_samples_that_once_failed_pass(name, dtype):
     op = next(op for op in samples.tested() if op.full_name == name)
     found = [s for s in examine(op, dtype, 30, quickly=True) if s.verdict != LEFT_OUT]
     assert found

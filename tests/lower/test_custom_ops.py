@@ -1,4 +1,4 @@
-"""A user's own operations: with a lowering of their own, with a decomposition, and as autograd functions."""
+"""Custom operators: with their own lowering, with a decomposition, and as autograd functions."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_a_registered_lowering_is_used_and_differentiated(backend):
     same(step, X)
 
 
-def test_a_registered_lowering_of_an_operation_that_writes(backend):
+def test_a_registered_lowering_may_be_in_place(backend):
     def step(x):
         y = x.clone()
         fill_with_ramp(y[1:], 0.5)
@@ -151,7 +151,7 @@ def test_a_registered_decomposition_is_used(backend):
     same(step, X)
 
 
-def test_a_decomposition_that_writes_to_an_argument(backend):
+def test_a_decomposition_may_write_to_an_argument(backend):
     def step(x):
         y = x.clone()
         own.add_twice_(y[1:], x[1:])
@@ -175,7 +175,7 @@ def test_an_operation_with_neither_is_refused_with_what_to_write(backend):
     assert __file__ in str(caught.value) and "firstloss_own.shifted" in str(caught.value)
 
 
-def test_a_second_lowering_wants_to_be_asked_for(backend):
+def test_a_second_lowering_must_be_requested(backend):
     with pytest.raises(ValueError, match="replace=True"):
         fl.register_lowering(own.scaled_tanh)(lambda x, scale: x)
     with pytest.raises(ValueError, match="has a lowering"):
@@ -197,7 +197,7 @@ def test_a_second_lowering_wants_to_be_asked_for(backend):
 def test_a_lowering_of_another_shape_is_refused(backend):
     fl.register_lowering(own.shifted)(lambda x, by=1.5: jnp.zeros((7, 7)))
     try:
-        with pytest.raises(fl.errors.LoweringError, match="capture saw"):
+        with pytest.raises(fl.errors.LoweringError, match="capture recorded"):
             fl.trace(lambda x: own.shifted(x))(X)
     finally:
         from firstloss.lower.registry import RULES

@@ -1,4 +1,4 @@
-"""Promotion, casts, integer division and the dtype that sums are made in."""
+"""Promotion, casts, integer division and accumulation dtypes."""
 
 import math
 import subprocess
@@ -39,7 +39,7 @@ numbers = st.sampled_from([True, 3, 2.5, 1 + 2j])
 
 @given(tensors, st.one_of(tensors, numbers))
 @settings(max_examples=400)
-def test_promotes_as_torch(x, y):
+def test_promotion_matches_torch(x, y):
     with jax.enable_x64(True):
         args = [jnp.zeros(a.shape, to_jax(a.dtype)) if isinstance(a, torch.Tensor) else a for a in (x, y)]
         expected = torch.result_type(x, y)
@@ -50,7 +50,7 @@ def test_promotes_as_torch(x, y):
             assert to_torch(promoted(*args)) == expected
 
 
-def test_default_dtype_counts():
+def test_the_default_dtype_is_respected():
     torch.set_default_dtype(torch.float64)
     try:
         assert promoted(jnp.zeros(2, "int32"), 1.5) == "float64"
@@ -60,7 +60,7 @@ def test_default_dtype_counts():
 
 @pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.int64, torch.complex64, torch.bool])
 @pytest.mark.parametrize("target", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16])
-def test_casts_as_torch(source, target):
+def test_casts_match_torch(source, target):
     x = torch.tensor([-300.7, -1.5, -0.2, 0.0, 0.9, 1.5, 127.6, 255.9, 300.2]).to(source)
     with jax.enable_x64(True):
         ours = to_tensor(cast(to_array(x), to_jax(target)), target)
@@ -73,7 +73,7 @@ THREES = torch.tensor([3, 3, -3, -3, 5, -2, 2])
 
 @pytest.mark.parametrize("mode", [None, "trunc", "floor"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.float32, torch.bfloat16], ids=str)
-def test_division(mode, dtype):
+def test_division_matches_torch(mode, dtype):
     x, y = SEVENS.to(dtype), THREES.to(dtype)
     assert_rule(aten.div.Tensor_mode, (x, y), {"rounding_mode": mode}, torch.div(x, y, rounding_mode=mode))
     assert_rule(aten.remainder.Tensor, (x, y), {}, torch.remainder(x, y))
@@ -91,7 +91,7 @@ def test_floor_division_is_exact():
     )
 
 
-def test_float_division_by_zero():
+def test_float_division_by_zero_matches_torch():
     x, y = torch.tensor([1.0, -1.0, 0.0, float("inf"), 5.0]), torch.tensor([0.0, 0.0, 0.0, 2.0, float("inf")])
     for mode in (None, "trunc", "floor"):
         assert_rule(aten.div.Tensor_mode, (x, y), {"rounding_mode": mode}, torch.div(x, y, rounding_mode=mode))
@@ -132,7 +132,7 @@ def test_half_precision_rounds_once():
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.49999999999, 0.5, 0.9, 1.0, -0.3])
-def test_lerp_by_a_number_goes_from_the_nearer_end(weight):
+def test_lerp_by_a_number_starts_at_the_nearer_end(weight):
     """As by a tensor; which end is nearer (in float32: 0.49999999999 is 0.5 there) is decided before the step runs."""
     start, end = torch.tensor([0.7, 3.0, -7.0]), torch.tensor([1.0, 0.1, 2.5])
     expected = torch.lerp(start, end, weight)
@@ -143,13 +143,13 @@ def test_lerp_by_a_number_goes_from_the_nearer_end(weight):
     assert not any(equation.primitive.name == "select_n" for equation in made.eqns)
 
 
-def test_lerp_by_one_is_the_end_however_far():
+def test_lerp_by_one_is_exactly_the_end():
     start, end = torch.tensor([1e8]), torch.tensor([0.1])  # 1e8 + (0.1 - 1e8) is 0 in float32
     assert_rule(aten.lerp.Scalar, (start, end, 1.0), {}, end, tolerance=0.0)
     assert_rule(aten.lerp.Tensor, (start, end, torch.tensor(1.0)), {}, end, tolerance=0.0)
 
 
-def test_nan_and_infinity():
+def test_nan_and_infinity_match_torch():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.5])
     for name in ("abs", "sign", "relu", "floor", "isnan", "isinf", "neg", "sigmoid", "silu", "exp", "rsqrt"):
         overload = getattr(aten, name).default
@@ -175,7 +175,7 @@ def test_registry_needs_no_jax():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
-def test_a_mask_times_what_is_not_finite_is_not_finite(dtype):
+def test_a_mask_times_a_nonfinite_number_is_not_finite(dtype):
     """XLA alone would take the product for a choice, and hide what eager shows."""
     x = torch.tensor([math.inf, math.nan, -3.0, 2.0], dtype=dtype)
     mask = torch.tensor([False, False, False, True])

@@ -1,4 +1,4 @@
-"""The corners of single families: convolutions, embeddings, losses, attention, masks as indices."""
+"""Edge cases of single operator families: convolutions, embeddings, losses, attention, boolean masks."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ aten = torch.ops.aten
     (2, [3], [1], [1], 4),
     (3, [2, 1, 1], [0, 1, 1], [1, 2, 1], 2),
 ])  # fmt: skip
-def test_convolution(space, stride, padding, dilation, groups, transposed):
+def test_convolution_matches_eager(space, stride, padding, dilation, groups, transposed):
     torch.manual_seed(0)
     x = torch.randn(2, 4, *[9, 8, 7][:space])
     weight = (
@@ -51,7 +51,7 @@ def test_convolution(space, stride, padding, dilation, groups, transposed):
     ([5, 5], [1, 1], [2], [0], [1]),
     ([2, 3, 2], [2, 3, 1], [1], [0, 1, 0], [1]),
 ])  # fmt: skip
-def test_convolution_with_more_channels_than_places(lengths, kernel, stride, padding, dilation, dtype):
+def test_convolution_with_more_channels_than_pixels_matches_eager(lengths, kernel, stride, padding, dilation, dtype):
     torch.manual_seed(0)
     x, weight = torch.randn(2, 3, *lengths, dtype=dtype), torch.randn(40, 3, *kernel, dtype=dtype)
     how = (stride, padding, dilation, False, [0] * len(stride), 1)
@@ -63,7 +63,7 @@ def test_convolution_with_more_channels_than_places(lengths, kernel, stride, pad
         assert_rule(aten.convolution_backward.default, args, {}, aten.convolution_backward(*args))
 
 
-def test_convolution_is_a_product_where_that_is_quicker():
+def test_convolution_is_a_matrix_product_where_faster():
     weight = jax.ShapeDtypeStruct((40, 3, 3, 3), np.float32)
     rest = ([1], [1], [1], False, [0], 1)
 
@@ -75,14 +75,14 @@ def test_convolution_is_a_product_where_that_is_quicker():
     assert "stablehlo.convolution" in code(2, 3, 4, 6)
 
 
-def test_embedding_padding():
+def test_embedding_padding_has_no_gradient():
     indices, g = torch.tensor([[0, 2, 2], [1, 3, 0]]), torch.randn(2, 3, 4)
     for padding, by_frequency in itertools.product((-1, 2), (False, True)):
         args = (g, indices, 5, padding, by_frequency)
         assert_rule(aten.embedding_dense_backward.default, args, {}, aten.embedding_dense_backward(*args))
 
 
-def test_out_of_range_shows():
+def test_an_index_out_of_range_is_visible():
     """Eager raises; here the row is NaN rather than some other row."""
     import jax
 
@@ -94,7 +94,7 @@ def test_out_of_range_shows():
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("weight", [None, torch.tensor([0.5, 0.0, 2.0, 1.0])])
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-def test_nll(shape, weight, reduction):
+def test_nll_matches_eager(shape, weight, reduction):
     torch.manual_seed(0)
     spatial = len(shape) == 2
     shape_x = (shape[0], 4, shape[1], 2) if spatial else (*shape, 4)
@@ -113,7 +113,7 @@ def test_nll(shape, weight, reduction):
     assert_rule(backward.default, args, {}, backward(*args))
 
 
-def test_nll_with_nothing_kept():
+def test_nll_with_all_targets_ignored_matches_eager():
     """0 / 0: PyTorch's mean over no targets is NaN, and so is its gradient's scale."""
     x, target = torch.randn(2, 4), torch.tensor([-100, -100])
     loss, total = aten.nll_loss_forward(x, target, None, 1, -100)
@@ -131,7 +131,7 @@ flash, flash_backward = (
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_attention(dtype, mask, kv_heads):
+def test_attention_matches_eager(dtype, mask, kv_heads):
     torch.manual_seed(0)
     q = torch.randn(2, 4, 6, 8).to(dtype)
     k, v = (torch.randn(2, kv_heads, 5 if mask != "causal" else 6, 8).to(dtype) for _ in "kv")
@@ -155,7 +155,7 @@ def test_attention(dtype, mask, kv_heads):
     )
 
 
-def test_attention_of_accelerators():
+def test_accelerator_attention_matches_eager():
     """Their kernels do not run here; their results are those of the mathematics."""
     import jax
 
@@ -188,7 +188,7 @@ def test_attention_refuses_dropout():
         RULES[flash.default](x, x, x, 0.1)
 
 
-def test_boolean_masks():
+def test_boolean_masks_match_eager():
     x = torch.arange(12.0).reshape(3, 4)
     mask = x > 5
     assert_rule(aten.index_put.default, (x, [mask], torch.tensor(-1.0)), {}, x.index_put([mask], torch.tensor(-1.0)))
@@ -201,7 +201,7 @@ def test_boolean_masks():
 
 
 @pytest.mark.parametrize("places", [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
-def test_index_dimensions(places):
+def test_indexed_dimensions_match_eager(places):
     """Indices that are neighbours leave their dimensions in place; others put them in front."""
     x = torch.arange(60.0).reshape(3, 4, 5)
     index = [torch.tensor([[0, -1], [1, 2]]) if d in places else None for d in range(3)]
@@ -213,7 +213,7 @@ def test_index_dimensions(places):
 
 
 @pytest.mark.parametrize("ceil_mode", [False, True])
-def test_pooling_edges(ceil_mode):
+def test_pooling_at_the_edges_matches_eager(ceil_mode):
     x = torch.randint(0, 3, (2, 3, 9, 10)).float()  # many ties
     x[0, 0, 3, 3] = math.nan
     how = ([3, 2], [2, 2], [1, 0], [1, 2], ceil_mode)
@@ -235,7 +235,7 @@ def test_pooling_edges(ceil_mode):
     ([2, 1], [3, 2], [0, 0], [1, 1]),  # windows with gaps between them
     ([4, 3], [3, 1], [2, 0], [2, 3]),  # offsets of every remainder by the stride, and of one alone
 ])  # fmt: skip
-def test_max_pooling_backward(kernel, stride, padding, dilation):
+def test_max_pooling_backward_matches_eager(kernel, stride, padding, dilation):
     x = torch.randn(2, 3, 11, 10)
     how = (kernel, stride, padding, dilation, False)
     y, indices = aten.max_pool2d_with_indices(x, *how)
@@ -243,7 +243,7 @@ def test_max_pooling_backward(kernel, stride, padding, dilation):
     assert_rule(aten.max_pool2d_with_indices_backward.default, args, {}, aten.max_pool2d_with_indices_backward(*args))
 
 
-def test_lists_of_half_precision_kernels():
+def test_foreach_in_half_precision_matches_eager():
     """Worked on as matrices: what is rounded, how often and in which shape must not show."""
     torch.manual_seed(0)
     xs, ys, zs = ([torch.randn(s).bfloat16() for s in ((3, 4, 3, 3), (2, 3, 5), (0, 2, 2), (4,))] for _ in range(3))
@@ -260,7 +260,7 @@ def test_lists_of_half_precision_kernels():
     assert_rule(aten._foreach_max.default, (xs[:2],), {}, aten._foreach_max(xs[:2]))
 
 
-def test_grouped_products():
+def test_grouped_products_match_eager():
     torch.manual_seed(0)
     offs = torch.tensor([2, 2, 7, 8], dtype=torch.int32)
     kinds = [((8, 16), (4, 16, 24)), ((4, 16, 24), (24, 8)), ((16, 8), (8, 24))]

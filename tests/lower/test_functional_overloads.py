@@ -1,4 +1,4 @@
-"""An overload that writes, and the functional one that stands for it, take the same arguments in the same order."""
+"""An in-place overload and its functional counterpart take the same arguments in the same order."""
 
 import torch
 

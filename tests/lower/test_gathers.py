@@ -1,4 +1,4 @@
-"""What a segment gathers of its weights, on a mesh over which the batch is cut, too."""
+"""Which of its weights a segment gathers, also if the batch is split over the mesh."""
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ def training(tmp_path):
     return segment, propagate([segment], given, {}, {"fsdp": 4})
 
 
-def test_weights_of_products_are_gathered_and_tables_moments_and_updates_are_not(tmp_path):
+def test_only_weights_of_products_are_gathered(tmp_path):
     segment, placed = training(tmp_path)
     gathers = gathers_of(segment, placed, {"fsdp": 4})
     found = {(tuple(one.value.shape), one.value.dtype, one.dim, one.axes) for one in gathers.gathers}
@@ -58,7 +58,7 @@ def test_weights_of_products_are_gathered_and_tables_moments_and_updates_are_not
     assert not any("foreach" in str(call.node.op) for call, _ in readers)
 
 
-def test_what_comes_first_needs_nothing_of_what_comes_later(tmp_path):
+def test_gathers_have_no_later_dependencies(tmp_path):
     """A dropout's mask is not of the batch, nor is what is computed from it; both wait for the random number."""
     segment, placed = training(tmp_path)
     gathers = gathers_of(segment, placed, {"fsdp": 4})

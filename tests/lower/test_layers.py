@@ -1,4 +1,4 @@
-"""Layers with kernels of their own, by the operations of their forward and backward pass."""
+"""Layers with their own kernels, by the operations of their forward and backward passes."""
 
 import jax
 import pytest
@@ -35,7 +35,7 @@ def seed():
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_lstm(bidirectional):
+def test_lstm_matches_eager(bidirectional):
     seen = set()
     for overload, args, _, results in gradients(nn.LSTM(5, 4, bidirectional=bidirectional), torch.randn(3, 2, 5)):
         if overload is aten.mkldnn_rnn_layer.default:
@@ -57,7 +57,7 @@ def test_gru_and_others_need_no_rule_of_their_own():
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("mask", [None, "padding", "attention"])
-def test_encoder_layer(mask, norm_first):
+def test_encoder_layer_matches_eager(mask, norm_first):
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first).eval()
     masks = {
         "padding": {"src_key_padding_mask": torch.arange(6).expand(2, -1) > torch.tensor([[5], [3]])},
@@ -70,7 +70,7 @@ def test_encoder_layer(mask, norm_first):
 
 @pytest.mark.parametrize("zero_infinity", [False, True])
 @pytest.mark.parametrize("joined", [False, True])
-def test_ctc(joined, zero_infinity):
+def test_ctc_matches_eager(joined, zero_infinity):
     """The last sample's target does not fit its input, so its loss is infinite."""
     targets = torch.tensor([[1, 2, 2, 0], [3, 0, 0, 0], [1, 1, 1, 1]])
     inputs, lengths = [9, 7, 5], [3, 1, 4]
@@ -87,7 +87,7 @@ def test_ctc(joined, zero_infinity):
     assert_rule(aten._ctc_loss_backward.default, args, {}, expected)
 
 
-def test_rms_norm():
+def test_rms_norm_matches_eager():
     x, w, g = torch.randn(2, 3, 8), torch.randn(8), torch.randn(2, 3, 8)
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = F.rms_norm(leaves[0], [8], leaves[1], 1e-5)
@@ -97,7 +97,7 @@ def test_rms_norm():
     assert_rule(aten._fused_rms_norm_backward.default, (g, x, [8], rstd, w, [True, True]), {}, expected)
 
 
-def test_embedding_with_a_norm():
+def test_embedding_with_max_norm_matches_eager():
     weight, indices = torch.randn(5, 4) * 2, torch.tensor([0, 3, 3])
     expected = aten.embedding_renorm.default(weight, indices, 1.0, 2.0)
     assert_rule(aten.embedding_renorm.default, (weight, indices, 1.0, 2.0), {}, expected)
@@ -121,7 +121,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers(name):
+def test_layers_match_eager(name):
     layer, shape = LAYERS[name]
     inputs = [torch.randn(shape)] if shape else [torch.randn(5, 2, 9)] * 3
     assert not check_step(gradients(layer, *inputs))

@@ -1,4 +1,4 @@
-"""Factorisations, by what they must multiply back to: signs and phases of vectors are free."""
+"""Matrix factorizations, compared by their product, since signs and phases of vectors are free."""
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ def matrices(request):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_svd(matrices, full):
+def test_svd_matches_eager(matrices, full):
     u, s, vh = run(aten._linalg_svd.default, matrices, full)
     assert_same(s, torch.linalg.svdvals(matrices))
     k = s.shape[-1]
@@ -47,12 +47,12 @@ def test_qr_has_lapacks_signs(matrices):
         assert_rule(aten.linalg_qr.default, (matrices, mode), {}, aten.linalg_qr(matrices, mode), tolerance=1e-5)
 
 
-def test_pinv(matrices):
+def test_pinv_matches_eager(matrices):
     with jax.enable_x64(True):
         inverse = to_tensor(RULES[aten.linalg_pinv.atol_rtol_tensor](to_array(matrices)), matrices.dtype)
     assert_same(inverse, torch.linalg.pinv(matrices), 1e-4)
 
 
-def test_failed_cholesky_is_told():
+def test_a_failed_cholesky_is_reported():
     factor, info = run(aten.linalg_cholesky_ex.default, -torch.eye(3))
     assert info != 0 and factor.isnan().any()

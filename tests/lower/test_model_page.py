@@ -1,4 +1,4 @@
-"""The rows of docs/model-steps.jsonl: one model run again changes its own alone."""
+"""docs/model-steps.jsonl: rerunning one model changes only its row."""
 
 import json
 
@@ -19,7 +19,7 @@ def rows(tmp_path, monkeypatch):
     return model_page.ROWS
 
 
-def test_an_outcome_takes_the_place_of_its_own_row(rows):
+def test_an_outcome_replaces_only_its_own_row(rows):
     before = rows.read_text().splitlines()
     keep({**OUTCOME, **COMPARED})
     after = rows.read_text().splitlines()
@@ -37,6 +37,6 @@ def test_a_run_cut_short_replaces_no_outcome(rows):
     assert read_rows()["transformers", "new"]["verdict"] == "late"
 
 
-def test_the_page_is_that_of_the_rows(rows):
+def test_the_page_is_up_to_date(rows):
     write_page()
     assert model_page.PAGE.read_text() == PAGE.read_text()

@@ -1,4 +1,4 @@
-"""A few of the models of docs/model-steps.md; `python -m tests.lower.model_steps` runs them all."""
+"""Some of the models in docs/model-steps.md; `python -m tests.lower.model_steps` runs all of them."""
 
 import importlib.util
 import warnings
@@ -22,7 +22,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize("zoo, name", CHOSEN)
-def test_loss_gradients_buffers_and_update_are_eagers(zoo, name, tmp_path):
+def test_loss_gradients_buffers_and_update_match_eager(zoo, name, tmp_path):
     if importlib.util.find_spec(zoo) is None:
         pytest.skip(f"{zoo} is not installed")
     with warnings.catch_warnings():
@@ -51,7 +51,7 @@ STEPS = 100
         "vit_tiny_patch16_224",
     ],
 )
-def test_dropout_is_drawn_anew_and_as_eager_draws(name, tmp_path):
+def test_dropout_draws_a_new_mask_at_each_step(name, tmp_path):
     if name != "bert" and importlib.util.find_spec("timm") is None:
         pytest.skip("the zoo is not installed")
     check_dropout(DROPPING[name](), str(tmp_path))

@@ -1,4 +1,4 @@
-"""Words, windows and jumps on the device, against numpy's and PyTorch's own."""
+"""Random words, states and jumps on the device, against numpy's and PyTorch's."""
 
 import jax
 import numpy as np
@@ -34,14 +34,14 @@ def test_rewind_undoes_extend(seed, count):
 
 @pytest.mark.parametrize("count", [0, 1, 623, 624, 625, 1248, 5000])
 @pytest.mark.parametrize("words_each", [1, 2])
-def test_every_lane_draws_what_follows_its_window(count, words_each):
+def test_every_lane_draws_the_words_after_its_state(count, words_each):
     lanes = np.stack([window(seed) for seed in range(3)])
     out, _ = jax.jit(lambda w: device.draw(w, count, lambda words: words[:, ::words_each], words_each))(lanes)
     expected = [host.temper(host.extend(w, count * words_each)[624:])[::words_each] for w in lanes]
     assert np.array_equal(out, np.stack(expected))
 
 
-def test_the_words_are_those_of_a_generator():
+def test_words_match_a_generator():
     generator = torch.Generator().manual_seed(11)
     from firstloss.rng.stream import Stream
 
@@ -55,13 +55,13 @@ _TABLE = table(12)
 
 @given(seed=st.integers(0, 99), position=st.integers(0, (1 << 12) - 1))
 @settings(max_examples=25)
-def test_windows_at_any_position(seed, position):
+def test_states_at_any_position_match_a_generator(seed, position):
     start = window(seed)
     got = windows(start, np.int64(position), _TABLE)
     assert np.array_equal(got, host.extend(start, position)[position:])
 
 
-def test_windows_at_far_positions():
+def test_states_at_far_positions_match_a_generator():
     start, position = window(0), 987_654_321_012
     got = windows(start, np.int64(position), table(bits_for(position)))
     assert np.array_equal(got, jump(start, position))

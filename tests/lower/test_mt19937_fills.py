@@ -46,19 +46,19 @@ def both(name, dtype, arguments, eager):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name, arguments, eager", CASES)
-def test_exact_fills_have_eagers_bits(name, arguments, eager, dtype):
+def test_exact_fills_match_eager(name, arguments, eager, dtype):
     got, expected = both(name, dtype, arguments, eager)
     assert got.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
-def test_whole_numbers_have_eagers_bits(dtype):
+def test_integers_match_eager(dtype):
     got, expected = both("random", dtype, {}, lambda t, g: t.random_(generator=g))
     assert got.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("arguments, bounds", INTEGERS)
-def test_bounded_whole_numbers_have_eagers_bits(arguments, bounds):
+def test_bounded_integers_match_eager(arguments, bounds):
     got, expected = both("random", torch.int64, arguments, lambda t, g: t.random_(*bounds, generator=g))
     assert got.tobytes() == expected.tobytes()
 
@@ -84,5 +84,5 @@ def test_normals_are_within_their_ulps_of_eagers(dtype, mean, std):
         ("exponential", torch.float32, {"lambd": 1.0}),
     ],
 )
-def test_what_could_differ_has_no_kernel(name, dtype, arguments):
+def test_fills_that_could_differ_have_no_kernel(name, dtype, arguments):
     assert kernel(name, dtype, arguments) is None

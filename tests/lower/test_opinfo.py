@@ -1,4 +1,4 @@
-"""The rules against PyTorch's own samples, and how much of Core ATen they cover.
+"""The rules against PyTorch's own samples, and their coverage of Core ATen.
 
 `make test` takes a few samples of the operations of Core ATen, `make sweep` all samples of all operations.
 """
@@ -8,7 +8,7 @@ import torch
 
 from .coverage_page import ELSEWHERE
 from .harness import RULES
-from .listed import CORE, CORE_NAMES, aten_names
+from .promised_operations import CORE, CORE_NAMES, aten_names
 from .sweep import DTYPES, op_db, sweep_op
 
 
@@ -52,7 +52,7 @@ def assert_samples(op, limits: dict[torch.dtype, int]) -> None:
 
 
 @pytest.mark.parametrize("op", CHOSEN, ids=name_of)
-def test_samples(op):
+def test_samples_match_eager(op):
     # Every operation in float32; the other dtypes take turns.
     turn = DTYPES[1 + op_db.index(op) % (len(DTYPES) - 1)]
     assert_samples(op, {torch.float32: 2, turn: 1})
@@ -60,5 +60,5 @@ def test_samples(op):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("op", op_db, ids=name_of)
-def test_all_samples(op):
+def test_all_samples_match_eager(op):
     assert_samples(op, dict.fromkeys(DTYPES, 200))

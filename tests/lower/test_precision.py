@@ -1,4 +1,4 @@
-"""float32 is multiplied as PyTorch has been told to on a GPU: asked of what is lowered, which needs no GPU."""
+"""float32 products follow PyTorch's settings for a GPU, checked in the lowered module without one."""
 
 import jax
 import pytest
@@ -42,13 +42,13 @@ def convolutions():
     return lowered(aten.convolution.default, (1, 2, 5), (3, 2, 3), more=(None, [1], [0], [1], False, [0], 1))
 
 
-def test_all_of_float32_counts_by_default(as_it_was, monkeypatch):
+def test_float32_products_are_full_precision_by_default(as_it_was, monkeypatch):
     for on_gpu in (False, True):
         monkeypatch.setattr(precision, "is_for_gpus", lambda on_gpu=on_gpu: on_gpu)
         assert "HIGHEST" in products()
 
 
-def test_products_are_tf32_where_pytorch_is_told_so(as_it_was, monkeypatch):
+def test_products_follow_pytorchs_tf32_setting(as_it_was, monkeypatch):
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert "HIGHEST" in products()  # on a CPU
     monkeypatch.setattr(precision, "is_for_gpus", lambda: True)
@@ -57,7 +57,7 @@ def test_products_are_tf32_where_pytorch_is_told_so(as_it_was, monkeypatch):
     assert "HIGHEST" in products()
 
 
-def test_convolutions_are_tf32_unless_pytorch_is_told_otherwise(as_it_was, monkeypatch):
+def test_convolutions_follow_pytorchs_tf32_setting(as_it_was, monkeypatch):
     assert "HIGHEST" in convolutions()
     monkeypatch.setattr(precision, "is_for_gpus", lambda: True)
     assert "HIGHEST" not in convolutions()

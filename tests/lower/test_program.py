@@ -1,4 +1,4 @@
-"""Views of a Program's Values, read and written, against PyTorch's own."""
+"""Views of a Program's Values, read and written, against PyTorch."""
 
 import jax
 import numpy as np
@@ -85,7 +85,7 @@ def test_a_view_is_written_as_pytorch_writes_it(pair):
     assert np.array_equal(np.asarray(written), base.contiguous().numpy())
 
 
-def test_a_complex_view_of_reals_and_back():
+def test_complex_views_of_reals_round_trip():
     base = torch.arange(12, dtype=torch.float32).reshape(2, 3, 2)
     view = torch.view_as_complex(base)
     found = read_view(jax.numpy.asarray(base.numpy()), geometry(base, view))
@@ -115,5 +115,5 @@ def test_constants_keep_their_bits(dtype):
         (aten._native_batch_norm_legit.default, aten._native_batch_norm_legit_functional.default),
     ],
 )
-def test_in_place_overloads_have_a_functional_one(recorded, wanted):
+def test_in_place_overloads_have_functional_counterparts(recorded, wanted):
     assert functional(recorded) is wanted

@@ -1,4 +1,4 @@
-"""What random operations draw in a step: PyTorch's distributions, anew at each step, the same from the same seed."""
+"""Random operations in a step: PyTorch's distributions, new numbers at each step, reproducible from the seed."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_distribution(name):
+def test_samples_have_their_distribution(name):
     draw, mean, deviation = DRAWS[name]
     step = fl.trace(lambda x: draw(x))
     torch.manual_seed(3)
@@ -46,7 +46,7 @@ def test_distribution(name):
     assert abs(first.std() / deviation - 1) < SIX * 3
 
 
-def test_without_replacement_no_place_is_drawn_twice():
+def test_sampling_without_replacement_draws_no_index_twice():
     step = fl.trace(lambda p: torch.multinomial(p, 4))
     drawn = step(torch.tensor([[0.5, 0.1, 0.0, 0.2, 0.2], [0.0, 1.0, 1.0, 1.0, 1.0]])).clone()
     assert sorted(drawn[0].tolist()) == [0, 1, 3, 4] and sorted(drawn[1].tolist()) == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Where what is computed lies, found from where its operands lie."""
+"""Propagation of shardings from operands to results."""
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def test_a_results_dimensions_come_from_its_operands(name):
     assert found(function, operands) == expected
 
 
-def test_behind_a_barrier_each_array_is_cut_as_it_was():
+def test_a_barrier_keeps_shardings():
     """Several arrays of one shape stand there side by side, and have nothing to do with each other."""
     arrays = [jax.ShapeDtypeStruct((4, 8), jnp.float32)] * 3
     rule = rule_of(jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*arrays).jaxpr)
@@ -105,7 +105,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize("spec, dim, over, shape, expected", CUTS)
-def test_a_dimension_is_cut_as_far_as_that_divides_it(spec, dim, over, shape, expected):
+def test_a_dimension_is_split_only_evenly(spec, dim, over, shape, expected):
     assert _cut(spec, dim, over, shape, AXES) == expected
 
 

@@ -1,4 +1,4 @@
-"""Every operation of one training step of small models, each against eager PyTorch on the same operands."""
+"""Every operation of one training step of small models, against eager PyTorch on the same operands."""
 
 import pytest
 import torch
@@ -62,12 +62,12 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
+def test_optimizers_match_eager(name):
     torch.manual_seed(0)
     assert not check_step(record_update(nn.Linear(8, 5), mlp_loss, OPTIMIZERS[name]))
 
 
-def test_mlp():
+def test_mlp_matches_eager():
     torch.manual_seed(0)
     assert not check_step(record_gradients(mlp(), mlp_loss))
 
@@ -101,7 +101,7 @@ def gpt2(implementation):
 
 @pytest.mark.parametrize("implementation, dtype", [("eager", torch.float32), ("sdpa", torch.bfloat16)])
 @pytest.mark.parametrize("build", [llama, gpt2])
-def test_language_models(build, implementation, dtype):
+def test_language_models_match_eager(build, implementation, dtype):
     torch.manual_seed(0)
     model = build(implementation).to(dtype)
     assert not check_step(record_gradients(model, lambda m: m(input_ids=IDS, labels=IDS).loss))
@@ -147,7 +147,7 @@ def vit():
 
 
 @pytest.mark.parametrize("build", [convnet, resnet, vit])
-def test_image_models(build):
+def test_image_models_match_eager(build):
     torch.manual_seed(0)
     images = torch.randn(2, 3, 32, 32)
 

@@ -1,4 +1,4 @@
-"""Memory that nobody has written."""
+"""Uninitialized memory."""
 
 import shutil
 from pathlib import Path
@@ -31,7 +31,7 @@ def compiled(kinds):
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
-def test_the_handlers_structures_are_those_of_xlas_header(tmp_path):
+def test_handler_structures_match_xlas_header(tmp_path):
     assert_declared(SOURCE, FIELDS, {"METADATA": "XLA_FFI_Extension_Metadata"}, tmp_path)
 
 
@@ -49,7 +49,7 @@ def test_nothing_is_written():
     assert "custom-call" in text and "broadcast" not in text
 
 
-def test_each_is_an_array_of_its_own_that_can_be_donated():
+def test_each_is_a_separate_array_that_can_be_donated():
     kinds = [((512, 300), np.dtype("float32"))] * 3 + [((), np.dtype("int64")), ((0, 4), np.dtype("float32"))]
     arrays = unwritten.arrays(kinds)
     assert [(array.shape, array.dtype) for array in arrays] == kinds
@@ -63,7 +63,7 @@ def test_each_is_an_array_of_its_own_that_can_be_donated():
         assert np.array_equal(doubled, np.full((512, 300), 2.0 * number))
 
 
-def test_where_xla_takes_no_handler_memory_is_cleared(monkeypatch):
+def test_without_a_handler_memory_is_cleared(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("incompatible version")
 
@@ -73,7 +73,7 @@ def test_where_xla_takes_no_handler_memory_is_cleared(monkeypatch):
     assert np.array_equal(array, np.zeros((77, 55)))
 
 
-def test_a_sharding():
+def test_arrays_can_be_sharded():
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
     array = unwritten.array_on(sharding, (64, 8), np.dtype("float32"))

@@ -1,4 +1,4 @@
-"""Views: `as_strided` above all, which is distinguished from its numbers."""
+"""Views, above all `as_strided`, and recovering them from their strides."""
 
 import math
 
@@ -29,7 +29,7 @@ def strided_views(draw):
 
 @given(strided_views(), st.data())
 @settings(max_examples=25)
-def test_as_strided(view, data):
+def test_as_strided_matches_eager(view, data):
     size, stride, offset = view
     base = torch.arange(120)
     expected = base.as_strided(size, stride, offset)
@@ -41,7 +41,7 @@ def test_as_strided(view, data):
 
 @given(strided_views())
 @settings(max_examples=1000)
-def test_slices_are_the_view(view):
+def test_slices_match_the_view(view):
     """By numpy, which compiles nothing."""
     size, stride, offset = view
     for shape in ((120,), (4, 30), (2, 3, 4, 5), (5, 1, 24)):
@@ -93,7 +93,7 @@ def test_strided_views_compile_without_gather():
 @pytest.mark.parametrize(
     "how", [([3, 2], [2, 12], 1), ([4, 2], [6, 1], 3), ([6], [1], 6), ([4], [7], 0), ([2, 2], [12, 2], 1)]
 )
-def test_as_strided_scatter(how):
+def test_as_strided_scatter_matches_eager(how):
     x = torch.zeros(4, 6)
     src = torch.arange(1.0, 1 + math.prod(how[0])).reshape(how[0])
     assert_rule(aten.as_strided_scatter.default, (x, src, *how), {}, aten.as_strided_scatter(x, src, *how))
@@ -102,7 +102,7 @@ def test_as_strided_scatter(how):
 @pytest.mark.parametrize(
     "arguments", [(0, 1, 3, 1), (1, -3, None, 1), (1, 1, 2**62, 2), (0, 3, 1, 1), (1, None, -1, 3)]
 )
-def test_slices(arguments):
+def test_slices_match_eager(arguments):
     x = torch.arange(24.0).reshape(4, 6)
     part = aten.slice.Tensor(x, *arguments)
     assert_rule(aten.slice.Tensor, (x, *arguments), {}, part)
@@ -119,13 +119,13 @@ WIDTHS = [
 
 
 @pytest.mark.parametrize("dtypes", WIDTHS, ids=str)
-def test_bytes_under_another_dtype(dtypes):
+def test_views_under_another_dtype_match_eager(dtypes):
     source, target = dtypes
     x = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 1]]).to(source)
     assert_rule(aten.view.dtype, (x, target), {}, x.view(target).clone(), tolerance=0.0)
 
 
-def test_zero_dimensional():
+def test_zero_dimensional_views_match_eager():
     x = torch.tensor(3.0)
     assert_rule(aten.permute.default, (x, []), {}, x)
     assert_rule(aten.squeeze.dim, (x, -1), {}, x)

@@ -1,4 +1,4 @@
-"""What becomes of samples: compiled, run, and compared with what eager PyTorch gave.
+"""The outcome of a sample: compiled, run, and compared with eager PyTorch.
 
 Compiling is what takes the time, so that a sweep compiles many samples as one program, and without XLA's effort to make
 it fast: the lowering is what is shown to be right. A few samples of each operation, and whatever is not right at once,

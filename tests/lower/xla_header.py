@@ -1,4 +1,4 @@
-"""Our declarations of XLA's interface for handlers in C, against the header that JAX brings."""
+"""Our declarations of XLA's C interface for handlers, against the header that JAX ships."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each optimizer, traced for XLA and eager, against eager PyTorch or, where that has none, a second way to write it.
+"""Each optimizer, traced and eager, against eager PyTorch or, if that lacks it, a second implementation.
 
 In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9, and what is
 left of it is a division by a small square root.
@@ -100,14 +100,14 @@ def maker(case, library):
 
 
 @pytest.mark.parametrize("case", [case for case in STOCK if case != "Muon"])  # which computes in bfloat16: see below
-def test_stock_optimizers_traced(case, backend):
+def test_traced_stock_optimizers_match_eager(case, backend):
     # SGD's momentum begins as the first gradient, undamped: the first step is another computation.
     compiles = 2 if case == "SGD, dampening" else 1
     ours = train_traced(maker(case, torch.optim), backend, compiles=compiles)
     assert_same(ours, train_eagerly(maker(case, torch.optim)))
 
 
-def test_muon_traced(backend):
+def test_traced_muon_matches_eager(backend):
     """Muon orthogonalises in bfloat16: 2^-8 of an update, which is lr long."""
     ours, theirs = train_traced(maker("Muon", torch.optim), backend), train_eagerly(maker("Muon", torch.optim))
     for a, b in zip(ours, theirs, strict=True):
@@ -115,7 +115,7 @@ def test_muon_traced(backend):
 
 
 @pytest.mark.parametrize("case", STOCK)
-def test_preinitialized_state_is_what_the_first_step_would_make(case):
+def test_preinitialize_creates_the_state_of_the_first_step(case):
     """Bit for bit: the code that steps is PyTorch's."""
     made = []
 
@@ -132,7 +132,7 @@ def test_preinitialized_state_is_what_the_first_step_would_make(case):
     assert bool(made[0]) == (case not in ("SGD", "SGD, dampening"))
 
 
-def test_preinitialize_is_called_before_a_traced_step(backend):
+def test_preinitialize_can_be_called_before_a_traced_step(backend):
     class Heavy(fl.optim.Optimizer):
         def __init__(self, parameters):
             super().__init__(parameters, {"lr": 0.1})
@@ -203,7 +203,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_lion_and_lamb(name, backend):
+def test_lion_and_lamb_follow_their_formulas(name, backend):
     ours, theirs, options = OTHERS[name]
     expected = train_eagerly(lambda parameters: theirs(parameters, **options))
     assert_same(train_eagerly(lambda parameters: ours(parameters, **options)), expected)
@@ -218,7 +218,7 @@ def test_lambs_ratio_is_one_for_a_weight_of_zeros():
 
 
 @pytest.mark.parametrize("make", [fl.optim.Lion, fl.optim.Lamb])
-def test_numbers_that_make_no_sense_are_refused(make):
+def test_invalid_numbers_are_refused(make):
     with pytest.raises(fl.errors.OptimizerError, match="lr=-1"):
         make([nn.Parameter(torch.zeros(3))], lr=-1)
 
@@ -227,7 +227,7 @@ def test_numbers_that_make_no_sense_are_refused(make):
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_what_cannot_be_traced_is_an_error(name, backend):
+def test_optimizers_that_cannot_be_traced_are_an_error(name, backend):
     model, xs, ys = problem()
     compiled = fl.compile(model, backend)
     optimizer = getattr(torch.optim, name)(model.parameters())
@@ -352,7 +352,7 @@ def _replaced(optimizer):
 @pytest.mark.parametrize(
     "make, change", [(Rebinding, None), (sgd_with_momentum, _cleared), (sgd_with_momentum, _replaced)]
 )
-def test_state_that_is_bound_anew(make, change, tmp_path):
+def test_state_may_be_rebound(make, change, tmp_path):
     """By the optimizer itself, or by somebody between steps."""
 
     def losses(backend):

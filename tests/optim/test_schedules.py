@@ -1,4 +1,4 @@
-"""Schedules against their formulas written in plain Python, against PyTorch's, and in traced steps.
+"""Schedules against their formulas in plain Python, against PyTorch's, and in traced steps.
 
 Agreement is to 1e-12: both compute in float64, in another order.
 """
@@ -172,7 +172,7 @@ def rates(optimizer, schedule, steps=STEPS):
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_eager_against_the_formula(name):
+def test_eager_schedules_follow_their_formula(name):
     make, formula = FORMULAS[name]
     optimizer = sgd()
     schedule = make(optimizer)
@@ -183,13 +183,13 @@ def test_eager_against_the_formula(name):
 
 
 @pytest.mark.parametrize("name", PYTORCH)
-def test_eager_against_pytorchs_of_the_same_name(name):
+def test_eager_schedules_match_pytorchs(name):
     mine, other = sgd(), sgd()
     make = FORMULAS[name][0] if name != "OneCycleLR" else lambda o: ours.OneCycleLR(o, 0.1, 0.5, STEPS)
     assert rates(mine, make(mine)) == pytest.approx(rates(other, PYTORCH[name](other)), rel=1e-12, abs=1e-15)
 
 
-def test_pytorchs_sequence_and_polynomial():
+def test_sequences_and_polynomials_match_pytorchs():
     mine, other = sgd(), sgd()
     parts = [ours.LinearLR(mine, 0.025, 0.1, 5), ours.PolynomialLR(mine, 0.1, 0.0, 12, 2.0)]
     sequence = ours.SequentialLR(mine, parts, [5])
@@ -200,7 +200,7 @@ def test_pytorchs_sequence_and_polynomial():
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**40), st.integers(1, 1000), st.integers(1, 5))
-def test_restarts_are_where_counting_finds_them(t, first, factor):
+def test_restarts_come_at_the_right_steps(t, first, factor):
     schedule = ours.CosineAnnealingWarmRestartsLR(sgd(), 1.0, first, factor)
     if factor == 1:
         t %= 1000 * first  # counting takes long
@@ -208,7 +208,7 @@ def test_restarts_are_where_counting_finds_them(t, first, factor):
     assert float(schedule.value(torch.tensor(t))) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_traced_every_schedule_is_a_function_of_the_step(backend):
+def test_traced_schedules_are_functions_of_the_step(backend):
     """All of them in one step, each with an optimizer whose gradient is 1: the weight is minus the sum of the rates."""
     optimizers = {name: sgd() for name in FORMULAS}
     schedules = {name: FORMULAS[name][0](optimizer) for name, optimizer in optimizers.items()}
@@ -290,7 +290,7 @@ def test_weight_decay_and_betas_follow_schedules_too(backend):
     assert traced != pytest.approx(train(fl.backend("CPU"), adam, lambda o: several(o)[:1], 8, eager=True)[0], rel=1e-2)
 
 
-def test_a_momentum_that_is_scheduled_from_zero(backend):
+def test_momentum_can_be_scheduled_from_zero(backend):
     def momentum(optimizer):
         return [ours.PiecewiseConstantLR(optimizer, [0.0, 0.9], [3], param_group_key="momentum")]
 
@@ -301,7 +301,7 @@ def test_a_momentum_that_is_scheduled_from_zero(backend):
     assert traced == pytest.approx(train(fl.backend("CPU"), make, momentum, 6, eager=True)[0], rel=1e-5)
 
 
-def test_a_checkpoint_goes_on_where_it_was(backend):
+def test_a_checkpoint_resumes_the_schedule(backend):
     def adam(parameters):
         return fl.optim.Adam(parameters, lr=1.0, weight_decay=1.0)
 
@@ -354,7 +354,7 @@ def test_a_custom_schedule_defines_value():
     assert rates(optimizer, Inverse(optimizer), 4) == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
 
 
-def test_lambdas_by_subclass():
+def test_a_subclass_can_compute_its_lambda():
     class Ours(ours.LambdaLR):
         def set_value_lambda(self):
             return [lambda step: torch.pow(torch.tensor(0.5, dtype=torch.float64), step)]
@@ -384,6 +384,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_said(mistake):
+def test_mistakes_are_errors(mistake):
     with pytest.raises(fl.errors.ScheduleError):
         MISTAKES[mistake]()

@@ -1,4 +1,4 @@
-"""Whether a change of the code changes what Firstloss makes of models: Programs, recipes, weights, StableHLO.
+"""Check whether a code change affects what Firstloss makes of models: Programs, recipes, weights, StableHLO.
 
     python -m tests.replay                          # the working tree against main, in some minutes
     python -m tests.replay --against HEAD~3         # ... against another revision, or a file written before

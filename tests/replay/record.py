@@ -1,4 +1,4 @@
-"""Write down what Firstloss makes of models: Programs, recipes, weights, StableHLO, each as text under a name.
+"""Record what Firstloss makes of models: Programs, recipes, weights, StableHLO, each as a named text.
 
     python -m tests.replay.record OUT.json.gz [--size tiny|some|all] [--only REGEX]
 
@@ -110,7 +110,7 @@ def digest(tensor: torch.Tensor) -> str:
 def of_constructor(build: Callable[[], Any], policy: str = "eager", device_parts: bool = False) -> Iterator:
     """(what, text) of one constructor."""
     import firstloss as fl
-    from tests.capture.same import seed_all, tensors_of
+    from tests.capture.eager_comparison import seed_all, tensors_of
 
     seed_all(0)
     with fl.deferred(rng=policy):

@@ -1,4 +1,4 @@
-"""`make replay` in its smallest form: it writes down what is there, sees a change, and none where there is none."""
+"""`make replay` in its smallest form: it records everything, and detects changes."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ def recorded(tmp_path_factory):
     return out, replay.record(replay.ROOT / "src", out, ["--size", "tiny"])
 
 
-def test_everything_is_written_down(recorded):
+def test_everything_is_recorded(recorded):
     texts = recorded[1]
     assert not [name for name in texts if name.endswith("/error")]
     for what in ("program", "recipes", "weights", "generator"):
@@ -38,14 +38,14 @@ def test_the_same_code_gives_the_same(recorded):
 
 
 @pytest.mark.parametrize("what", ["program", "recipes", "weights", "generator"])
-def test_a_change_is_seen(recorded, what):
+def test_a_change_is_found(recorded, what):
     old, name = recorded[1], f"constructor/odd-eager/{what}"
     new = {**old, name: "~" + old[name][1:]}
     (told,) = replay.compare(old, new)
     assert told.startswith(f"{name} differs") and "+~" in told
 
 
-def test_what_is_missing_or_new_is_seen():
+def test_missing_and_new_texts_are_found():
     assert replay.compare({"a": "1", "b": "2"}, {"b": "2", "c": "3"}) == ["a: only before", "c: only now"]
 
 

@@ -1,4 +1,4 @@
-"""The table of `src/firstloss/rng/_erfinv_table.h`: `python -m tests.rng.fit_erfinv` rewrites it to stdout.
+"""Generate the table of `src/firstloss/rng/_erfinv_table.h`: `python -m tests.rng.fit_erfinv` prints it.
 
 erfinv(x) / x is even and smooth up to the singularities at 1 and -1. 1 - |x| is cut at the powers of two, and between
 them into four, which keeps each interval far from the singularity for its length; there the Chebyshev interpolation of

@@ -1,4 +1,4 @@
-"""The counter policy: any slice is the whole's, keys and seeds differ, and the numbers have their distribution."""
+"""The counter policy: slices match the whole, keys and seeds differ, and numbers have their distribution."""
 
 import hashlib
 import math
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.rng import counter, native_counter, philox
+from firstloss.rng import counter, philox
 
 FILLS = [counter.uniform, counter.normal]
 WHOLE = {fill: fill(3, 17, 0, 300_000) for fill in FILLS}
@@ -17,18 +17,18 @@ WHOLE = {fill: fill(3, 17, 0, 300_000) for fill in FILLS}
 @pytest.mark.parametrize("fill", FILLS)
 @settings(max_examples=40)
 @given(st.integers(0, 300_000), st.integers(0, 300_000))
-def test_a_slice_is_the_wholes(fill, a, b):
+def test_slices_match_the_whole(fill, a, b):
     begin, end = min(a, b), max(a, b)
     assert np.array_equal(fill(3, 17, begin, end - begin), WHOLE[fill][begin:end])
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_far_slices(fill):
+def test_far_slices_match_the_whole(fill):
     begin = (1 << 45) + 3
     assert np.array_equal(fill(3, 17, begin, 1000)[100:], fill(3, 17, begin + 100, 900))
 
 
-def test_values_by_hand():
+def test_values_match_a_computation_by_hand():
     block = [int(w) >> 8 for w in philox.words(3, 25, 17)]
     assert counter.uniform(3, 17, 100, 4).tolist() == [b * 2.0**-24 for b in block]
     radius = math.sqrt(-2 * math.log((block[2] + 1) * 2.0**-24))
@@ -42,7 +42,7 @@ def test_values_by_hand():
     assert counter.normal64(3, 17, 50, 2).tolist() == pytest.approx(expected, rel=1e-14)
 
 
-def test_values_that_stay_what_they_are():
+def test_values_never_change():
     """Weights made by an earlier version have to be made again by a later one, on any machine."""
     digest = hashlib.sha256()
     for fill in FILLS:
@@ -50,7 +50,7 @@ def test_values_that_stay_what_they_are():
     assert digest.hexdigest() == "eab6864f4705b368f30dff28d620a61ad1449af4ae1038cc1f253f1f6f6a7d0f"
 
 
-def test_normals_are_near_the_exact_ones():
+def test_normals_are_accurate():
     """Two units in the last place of the radius and of the sine, and 24 bits of angle, make 5e-7 at most."""
     bits = philox.words(3, np.arange(75_000), 17).astype(np.float64) // 256 * 2.0**-24
     radius = np.sqrt(-2 * np.log(bits[:, 0::2] + 2.0**-24))
@@ -59,7 +59,7 @@ def test_normals_are_near_the_exact_ones():
     assert np.abs(WHOLE[counter.normal] - exact).max() < 5e-7
 
 
-@pytest.mark.skipif(not native_counter.available(), reason="the C kernels were not built: no C compiler")
+@pytest.mark.skipif(not counter.has_kernels(), reason="the C kernels were not built: no C compiler")
 @settings(max_examples=30)
 @given(
     st.integers(0, 2**64 - 1),
@@ -69,22 +69,22 @@ def test_normals_are_near_the_exact_ones():
     st.floats(-4, 4, width=32),
     st.floats(0, 4, width=32),
 )
-def test_native_fills_are_numpys(seed, draw, begin, count, first, second):
+def test_native_fills_match_numpy(seed, draw, begin, count, first, second):
     for fill, end in ((counter.uniform, first + second), (counter.normal, second)):
         native = fill(seed, draw, begin, count, first, end)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native_counter, "available", lambda: False)
+            patch.setattr(counter, "has_kernels", lambda: False)
             assert native.tobytes() == fill(seed, draw, begin, count, first, end).tobytes()
 
 
-def test_uniforms_leave_their_end_out():
+def test_uniforms_exclude_their_end():
     low, end = 2.0**23, 2.0**23 + 3
     found = counter.uniform(1, 2, 0, 10_000, low, end)
     assert set(found.tolist()) == {low, low + 1, low + 2}
     assert counter.uniform(1, 2, 0, 5, 3.0, 3.0).tolist() == [3.0] * 5
 
 
-def test_xla_has_the_same_words_and_uniforms_and_nearly_the_same_normals():
+def test_xla_gives_the_same_words_and_uniforms_and_close_normals():
     jax = pytest.importorskip("jax")
     jnp = jax.numpy
 
@@ -103,12 +103,12 @@ def test_xla_has_the_same_words_and_uniforms_and_nearly_the_same_normals():
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_seeds_and_keys_have_their_own_numbers(fill):
+def test_seeds_and_keys_give_different_numbers(fill):
     fills = [fill(seed, key, 0, 64) for seed in (0, 1, 1 << 40) for key in (0, 1, 1 << 40)]
     assert len(np.unique(np.concatenate(fills))) == len(fills) * 64
 
 
-def test_distributions():
+def test_fills_have_their_distribution():
     uniform, normal = WHOLE[counter.uniform], WHOLE[counter.normal]
     assert uniform.dtype == normal.dtype == np.float32
     assert 0 <= uniform.min() and uniform.max() < 1
@@ -118,7 +118,7 @@ def test_distributions():
     assert abs(np.corrcoef(normal[0::2], normal[1::2])[0, 1]) < 0.01
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="begins at -1"):
+def test_invalid_arguments_are_errors():
+    with pytest.raises(ValueError, match="must not be negative"):
         counter.uniform(0, 0, -1, 4)
     assert counter.normal(0, 0, 5, 0).shape == (0,)

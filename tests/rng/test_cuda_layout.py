@@ -1,4 +1,4 @@
-"""The layout of CUDA's stream: against a simulation of the kernel's loops, and against numbers GPUs have printed."""
+"""The layout of CUDA's random stream: against a simulation of the kernel's loops, and against numbers from GPUs."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def kernel(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tup
 
 @settings(max_examples=25)
 @given(st.integers(1, 20_000), st.sampled_from(["float32", "bfloat16", "float64"]))
-def test_the_layout_is_the_kernels(numel, dtype):
+def test_the_layout_matches_the_kernel(numel, dtype):
     made, calls = kernel(numel, SMALL, 2 if dtype == "float64" else 4)
     assert len(made) == numel
     for element in {0, numel - 1, numel // 2, numel // 3, *range(0, numel, 997)}:
@@ -49,7 +49,7 @@ def by_lane(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tu
 
 @pytest.mark.parametrize("numel", [1, 256, 257, 1024, 1025, 8191, 20_000])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_layout_of_the_pull_request(numel, dtype):
+def test_the_proposed_layout_matches_its_kernel(numel, dtype):
     made, calls = by_lane(numel, SMALL, 2 if dtype == "float64" else 4)
     for element in range(0, numel, 97):
         assert place(element, numel, SMALL, 8, dtype, by_lane=True) == (
@@ -61,7 +61,7 @@ def test_the_layout_of_the_pull_request(numel, dtype):
 
 
 @given(st.integers(1, 1 << 40), st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(1, 200))
-def test_both_layouts_move_the_generator_alike(numel, dtype, processors):
+def test_both_layouts_advance_the_generator_equally(numel, dtype, processors):
     """So a fill can be recorded before it is known which of the two this PyTorch has."""
     device = GpuProperties(processors, 2048)
     assert advance(numel, device, 16, dtype) == advance(numel, device, 16, dtype, by_lane=True)
@@ -81,7 +81,7 @@ def halved(begin: int, numel: int, size: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("dtype, size", [("float32", 4), ("bfloat16", 2), ("float64", 8)])
 @pytest.mark.parametrize("bytes", [(1 << 31) - 8, (1 << 31) - 7, 1 << 31, (1 << 31) + 8, 5 << 31, 40_000_000_008])
-def test_what_32_bits_do_not_index_is_launched_in_parts(dtype, size, bytes):
+def test_fills_beyond_32_bits_are_split(dtype, size, bytes):
     numel = bytes // size
     found = launches(numel, V100, 12, dtype)
     assert [(part.begin, part.numel) for part in found] == halved(0, numel, size)
@@ -101,14 +101,14 @@ def uniform_block(block: np.ndarray) -> np.ndarray:
     return block.astype(np.float64) * 2.0**-32 + 2.0**-33
 
 
-def test_uniforms_that_gpus_print():
+def test_uniforms_match_those_of_gpus():
     # torch.manual_seed(0); torch.rand(4, device="cuda"): a fill this small has one lane of each thread.
     places = [place(i, 4, V100) for i in range(4)]
     found = [uniform_block(words(0, p.subsequence, p.offset))[p.lane] for p in places]
     assert np.allclose(found, [0.3990, 0.5167, 0.0249, 0.9401], atol=5e-5)
 
 
-def test_normals_that_gpus_print():
+def test_normals_match_those_of_gpus():
     # torch.manual_seed(0); torch.randn(4, device="cuda"). A block's first normal is the sine's.
     found = []
     for i in range(4):
@@ -119,12 +119,12 @@ def test_normals_that_gpus_print():
     assert np.allclose(found, [-0.9247, -0.4253, -2.6438, 0.1452], atol=5e-5)
 
 
-def test_an_empty_fill_moves_nothing():
+def test_an_empty_fill_does_not_advance_the_generator():
     assert advance(0, V100, 12) == 12
 
 
-def test_errors():
+def test_invalid_arguments_are_errors():
     with pytest.raises(IndexError, match="element 5 of a fill of 5"):
         place(5, 5, V100)
-    with pytest.raises(ValueError, match="within a block"):
+    with pytest.raises(ValueError, match="must be a multiple of 4"):
         words(0, 0, 6)

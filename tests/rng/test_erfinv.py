@@ -1,4 +1,4 @@
-"""The native inverse error function against torch's, bit for bit wherever it answers."""
+"""The native inverse error function is bit-identical to torch's wherever it gives a result."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.engine.native_check import DOUBT, Doubtful, erfinv_trusted
+from firstloss.engine.native_check import ROUNDING_MARGIN, HardCaseBuffers, erfinv_trusted
 from firstloss.engine.sampler import StreamSampler, has_erfinv
 from firstloss.rng import Position, Stream, native
 
@@ -26,21 +26,21 @@ def bits(tensor):
     return tensor.view(torch.int32)
 
 
-def answered(numbers, share):
+def answered(numbers, margin):
     """What the kernel makes of `numbers`, and of which of them it answers."""
-    found, room = numbers.clone(), Doubtful(len(numbers))
-    count = native.erfinv(found.data_ptr(), len(found), room.within(share))
+    found, buffers = numbers.clone(), HardCaseBuffers(len(numbers))
+    count = native.erfinv(found.data_ptr(), len(found), buffers.hard_cases(margin))
     sure = torch.ones(len(numbers), dtype=torch.bool)
-    sure[room.where[:count].long()] = False
-    assert torch.equal(bits(room.left[:count]), bits(numbers[~sure]))  # in order, each once
+    sure[buffers.indices[:count].long()] = False
+    assert torch.equal(bits(buffers.arguments[:count]), bits(numbers[~sure]))  # in order, each once
     return found, sure
 
 
 @trusted_only
-def test_all_uniforms():
+def test_all_uniforms_match_torch():
     """All that `uniform_(-1, 1)` can draw; half the doubt that the engine allows would do."""
     numbers = torch.arange(1 << 24, dtype=torch.float32) * 2**-23 - 1
-    found, sure = answered(numbers, DOUBT / 2)
+    found, sure = answered(numbers, ROUNDING_MARGIN / 2)
     assert torch.equal(bits(found[sure]), bits(numbers.erfinv()[sure]))
     assert 0.98 < sure.float().mean() < 1
 
@@ -48,23 +48,23 @@ def test_all_uniforms():
 @trusted_only
 @settings(max_examples=30)
 @given(st.integers(0, 2**32), st.integers(0, 70))
-def test_any_numbers(seed, count):
+def test_any_numbers_match_torch(seed, count):
     numbers = torch.empty(40 * count, dtype=torch.int32).random_(generator=torch.Generator().manual_seed(seed))
     numbers = torch.cat([numbers * 2 + 1, numbers]).view(torch.float32)  # of both signs; some of them are none
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, 1e-44, -1e-30, torch.inf, -torch.inf, torch.nan])
     numbers = torch.cat([numbers[:count], special, numbers.clamp(-1, 1)])
-    found, sure = answered(numbers, DOUBT)
+    found, sure = answered(numbers, ROUNDING_MARGIN)
     assert torch.equal(bits(found[sure]), bits(numbers.erfinv()[sure]))
     assert not sure[count : count + 10].any()  # those are left to PyTorch
 
 
 @native_only
-def test_less_doubt_leaves_less():
+def test_a_smaller_doubt_interval_leaves_fewer_numbers():
     numbers = torch.empty(50_000).uniform_(-0.99, 0.99)
-    shares = [1 / 4, 1 / 16, 1 / 64]
-    left = [(~answered(numbers, share)[1]).float().mean().item() for share in shares]
-    # what lies within `share` of a middle, on both sides; 4 standard deviations of a mean of 50,000
-    assert all(abs(found - 2 * share) < 0.01 for found, share in zip(left, shares, strict=True))
+    margins = [1 / 4, 1 / 16, 1 / 64]
+    left = [(~answered(numbers, margin)[1]).float().mean().item() for margin in margins]
+    # what lies within `margin` of a middle, on both sides; 4 standard deviations of a mean of 50,000
+    assert all(abs(found - 2 * margin) < 0.01 for found, margin in zip(left, margins, strict=True))
 
 
 @trusted_only
@@ -77,7 +77,7 @@ def test_less_doubt_leaves_less():
     st.sampled_from([(-1.0, 1.0), (0.9, 1.0), (-0.5, 0.25), (2.0, 3.0)]),
     st.sampled_from([FULL, NOTHING]),
 )
-def test_a_draw_with_its_inverse_and_its_end(seed, drawn, count, misaligned, interval, finish):
+def test_a_fused_draw_matches_torch(seed, drawn, count, misaligned, interval, finish):
     generator = torch.Generator().manual_seed(seed)
     stream = Stream(generator.get_state().numpy())
     torch.empty(drawn, dtype=torch.int32).random_(generator=generator)
@@ -94,7 +94,7 @@ def test_a_draw_with_its_inverse_and_its_end(seed, drawn, count, misaligned, int
     assert (room[:misaligned] == 7).all() and (room[misaligned + count :] == 7).all()
 
 
-def test_the_table_is_what_the_fit_writes():
+def test_the_table_is_up_to_date():
     """And the fit is closer to the truth than the doubt that the engine allows; the rest of it is for rounding."""
     written = fit_erfinv.written(fit_erfinv.table()).split()
     with open(fit_erfinv.PATH) as file:
@@ -107,4 +107,4 @@ def test_the_table_is_what_the_fit_writes():
         # float64 libraries differ in last bits, and with them what is left below float32: the lower halves (by 1.2e-13
         # between two processors, of coefficients of up to 1)
         assert float.fromhex(ours[:-2]) == pytest.approx(float.fromhex(theirs[:-2]), rel=1e-4, abs=1e-12)
-    assert fit_erfinv.largest_error(np.linspace(0, 1 - 2**-8, 20_001)) < DOUBT / 2
+    assert fit_erfinv.largest_error(np.linspace(0, 1 - 2**-8, 20_001)) < ROUNDING_MARGIN / 2

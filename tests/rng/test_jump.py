@@ -35,7 +35,7 @@ def berlekamp_massey(bits: list[int]) -> int:
     return int(f"{c:0{length + 1}b}"[::-1], 2)
 
 
-def test_the_characteristic_polynomial_is_the_one_the_draws_obey():
+def test_the_characteristic_polynomial_matches_berlekamp_massey():
     drawn = temper(extend(WINDOW, 2 * 19937))[N:] & 1
     found = berlekamp_massey(drawn.tolist())
     # t^19937 = P - t^19937 modulo P
@@ -45,7 +45,7 @@ def test_the_characteristic_polynomial_is_the_one_the_draws_obey():
 
 
 @pytest.mark.parametrize("n", [32, 33, 622, 623, 624, 1245, 1246, 19936, 19937, 19938, 123_456, 299_999])
-def test_a_jump_is_the_words_drawn(n):
+def test_a_jump_matches_drawing(n):
     assert np.array_equal(jump(WINDOW, n), FAR[n : n + N])
     assert np.array_equal(advance(WINDOW, n), FAR[n : n + N])
 
@@ -63,14 +63,14 @@ def test_jumps_add(a, b):
 
 @settings(max_examples=20)
 @given(st.integers(0, 1 << 50))
-def test_t_to_the_n_times_t(n):
+def test_powers_of_t_multiply(n):
     times_t = to_powers_of_t(power(n)) << 1
     if times_t >> 19937:
         times_t ^= 1 << 19937 ^ to_powers_of_t(power(19937))
     assert times_t == to_powers_of_t(power(n + 1))
 
 
-def test_the_period_of_the_generator():
+def test_a_jump_by_the_period_is_the_identity():
     # 2^19937 - 1 is prime, so t has that order exactly if t^(2^19937) = t: 19,937 squarings, an end-to-end check.
     residue = power(2)
     for _ in range(19937 - 1):
@@ -78,12 +78,12 @@ def test_the_period_of_the_generator():
     assert residue == power(1)
 
 
-def test_backwards_is_refused():
+def test_jumping_backwards_is_refused():
     with pytest.raises(ValueError, match="backwards by 5 words"):
         power(-5)
 
 
-def test_only_the_unused_bits_of_a_window_are_changed():
+def test_only_unused_bits_of_a_state_are_changed():
     seeded = WINDOW.copy()
     seeded[0] ^= np.uint32(0x1234567)
     assert np.array_equal(consistent(seeded), WINDOW)

@@ -1,4 +1,4 @@
-"""The native kernels against torch's own, bit for bit, generator included."""
+"""The native kernels are bit-identical to torch's, generator included."""
 
 import ctypes
 
@@ -57,13 +57,13 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=150)
 @given(st.integers(0, 2**63), places, st.lists(normal_counts, min_size=1, max_size=3), st.sampled_from(WIDTHS))
-def test_normals(seed, drawn, counts, width):
+def test_normals_match_torch(seed, drawn, counts, width):
     assert same(*both("normal", seeded(seed, drawn), counts, 0.0, 1.0, width))
 
 
 @settings(max_examples=150)
 @given(st.integers(0, 2**63), places, st.lists(uniform_counts, min_size=1, max_size=3), st.sampled_from(WIDTHS))
-def test_uniforms(seed, drawn, counts, width):
+def test_uniforms_match_torch(seed, drawn, counts, width):
     assert same(*both("uniform", seeded(seed, drawn), counts, 0.0, 1.0, width))
 
 
@@ -73,7 +73,7 @@ def test_uniforms(seed, drawn, counts, width):
     st.one_of(st.floats(0, 1e3), floats.map(abs)),
     st.sampled_from(WIDTHS),
 )
-def test_any_mean_and_deviation(mean, std, width):
+def test_any_mean_and_deviation_match_torch(mean, std, width):
     assert same(*both("normal", seeded(5), [1003], mean, std, width))
 
 
@@ -88,14 +88,14 @@ end_is_left_out = pytest.mark.skipif(not uniform_leaves_out_end(), reason="this 
     st.one_of(st.floats(0, 10), st.floats(0, 1e38), st.sampled_from([0.0, 1e-45, 1e-40, 1.0])),
     st.sampled_from(WIDTHS),
 )
-def test_any_interval(low, length, width):
+def test_any_interval_matches_torch(low, length, width):
     high = max(low, min(low + length, 3e38))
     if high - low <= 3.4e38:
         assert same(*both("uniform", seeded(5), [1003], low, high, width))
 
 
 @end_is_left_out
-def test_what_rounds_up_to_the_end_of_the_interval():
+def test_uniforms_that_round_up_to_the_end_match_torch():
     ours, theirs, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
     assert same(ours, theirs, *states)
     # The interval holds four floats; the eighth of all uniforms that rounds to its end comes back at its beginning.
@@ -104,20 +104,20 @@ def test_what_rounds_up_to_the_end_of_the_interval():
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_many(width):
+def test_large_fills_match_torch(width):
     """Some millions, so that nearly all of the 2^24 radii and angles are met once."""
     for seed in range(2):
         assert same(*both("normal", seeded(seed), [(1 << 22) + 5], 0.0, 1.0, width))
 
 
 @pytest.mark.parametrize("misaligned", [1, 3, 8])
-def test_memory_at_any_address(misaligned):
+def test_any_alignment_is_supported(misaligned):
     assert same(*both("normal", seeded(2), [5000, 777], 0.1, 2.0, misaligned=misaligned))
     assert same(*both("uniform", seeded(2), [5000, 777], 0.1, 2.0, misaligned=misaligned))
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform"])
-def test_nothing_beside_the_tensor_is_written(kind):
+def test_nothing_outside_of_the_tensor_is_written(kind):
     for count in (16, 17, 31, 100, 2496, 2500):
         memory = torch.full((count + 32,), torch.nan)
         getattr(native.Cursor(seeded(3).get_state().numpy()), kind)(memory[16:].data_ptr(), count, 0.0, 1.0)
@@ -127,7 +127,7 @@ def test_nothing_beside_the_tensor_is_written(kind):
 
 @settings(max_examples=40)
 @given(st.integers(0, 3000), st.integers(0, 300_000), st.booleans())
-def test_from_any_position_of_a_stream(before, ahead, spare):
+def test_fills_can_start_at_any_position(before, ahead, spare):
     generator = seeded(7, before)
     if spare:
         torch.empty(1).normal_(generator=generator)
@@ -141,7 +141,7 @@ def test_from_any_position_of_a_stream(before, ahead, spare):
 
 
 def test_few_normals_are_refused():
-    with pytest.raises(ValueError, match="16 or more"):
+    with pytest.raises(ValueError, match="at least 16 normals"):
         native.Cursor(seeded(0).get_state().numpy()).normal(ctypes.addressof(ctypes.c_float()), 15, 0.0, 1.0)
 
 
@@ -159,7 +159,7 @@ def test_a_width_that_the_machine_lacks_is_refused():
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from(WIDTHS),
 )
-def test_columns(kind, drawn, widths, rows, dtype, width):
+def test_columns_match_torch(kind, drawn, widths, rows, dtype, width):
     if dtype == torch.bfloat16 and not native_check.bfloat16_trusted():
         return
     rows *= 16
@@ -199,21 +199,21 @@ def both_in_bfloat16(kind, generator, counts, first, second, width=None, misalig
     st.lists(normal_counts, min_size=1, max_size=3),
     st.sampled_from(WIDTHS),
 )
-def test_bfloat16(kind, seed, drawn, counts, width):
+def test_bfloat16_matches_torch(kind, seed, drawn, counts, width):
     assert same(*both_in_bfloat16(kind, seeded(seed, drawn), counts, 0.0, 1.0, width))
 
 
 @in_bfloat16
 @settings(max_examples=150)
 @given(st.floats(-1e38, 1e38), st.one_of(st.floats(0, 10), st.floats(0, 1e38)), st.sampled_from(WIDTHS))
-def test_any_numbers_in_bfloat16(first, second, width):
+def test_any_numbers_in_bfloat16_match_torch(first, second, width):
     assert same(*both_in_bfloat16("normal", seeded(5), [1003], first, second, width))
     assert same(*both_in_bfloat16("uniform", seeded(5), [1003], first, first + second, width))
 
 
 @in_bfloat16
 @pytest.mark.parametrize("width", WIDTHS)
-def test_many_in_bfloat16(width):
+def test_large_bfloat16_fills_match_torch(width):
     """Some millions, among them those that are rounded up to the end of the interval."""
     assert same(*both_in_bfloat16("normal", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3))
     ours, theirs, *states = both_in_bfloat16("uniform", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3)
@@ -233,7 +233,7 @@ def test_many_in_bfloat16(width):
     st.sampled_from([(-2.0, 2.0), (0.0, 0.1), (-9.0, 9.0), (3.0, 2.0)]),
     st.sampled_from(WIDTHS),
 )
-def test_a_selection_of_normals(seed, drawn, count, numbers, bounds, width):
+def test_selected_normals_match_torch(seed, drawn, count, numbers, bounds, width):
     """Those outside the bounds, found by one cursor and made by another: the rest of the draw is only gone through."""
     ours, theirs, after, expected_after = both("normal", seeded(seed, drawn), [count], *numbers, width)
     low, high = (float(torch.tensor(numbers[0] + numbers[1] * bound)) for bound in bounds)

@@ -4,18 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstloss.rng import jump as jumps
-from firstloss.rng import native_jump
 from firstloss.rng.mt19937 import N, consistent
 
-pytestmark = pytest.mark.skipif(not native_jump.available(), reason="no C compiler was there when it was built")
-SIZE = jumps._GROUPS * (1 << jumps._GROUP) * jumps._REACH
+pytestmark = pytest.mark.skipif(not jumps.has_kernel(), reason="no C compiler was there when it was built")
 
 
 @given(st.integers(0, (1 << 32) - 1), st.integers(32, 1 << 60))
-def test_the_kernel_jumps_where_numpy_jumps(seed, n):
+def test_the_kernel_matches_numpy(seed, n):
     window = consistent(np.random.default_rng(seed).integers(0, 1 << 32, N, dtype=np.uint32))
     offsets = jumps._selection(n - 32)
-    found = native_jump.jump(window, offsets, jumps._GROUP, SIZE)
+    found = jumps.native_jump(window, offsets)
     rows = jumps._combinations(window).reshape(-1)
     expected = np.zeros(N, np.uint32)
     for offset in offsets:
@@ -23,14 +21,14 @@ def test_the_kernel_jumps_where_numpy_jumps(seed, n):
     assert np.array_equal(found, expected)
 
 
-def test_without_the_kernel(monkeypatch):
+def test_numpy_is_used_without_the_kernel(monkeypatch):
     window = consistent(np.random.default_rng(1).integers(0, 1 << 32, N, dtype=np.uint32))
     native = jumps.jump(window, 1_000_003)
-    monkeypatch.setattr(native_jump, "available", lambda: False)
+    monkeypatch.setattr(jumps, "has_kernel", lambda: False)
     assert np.array_equal(jumps.jump(window, 1_000_003), native)
 
 
-def test_a_window_within_a_larger_array():
+def test_a_state_can_lie_within_a_larger_array():
     words = np.random.default_rng(1).integers(0, 1 << 32, 2 * N, dtype=np.uint32)
     window = consistent(words[5 : 5 + N])
     assert np.array_equal(jumps.jump(np.repeat(window, 2)[::2], 10_000), jumps.jump(window, 10_000))

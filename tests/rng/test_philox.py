@@ -1,11 +1,10 @@
-"""Philox against the known answers of its authors."""
+"""Philox against its authors' known answers."""
 
 import numpy as np
 import pytest
 
 from firstloss.rng import philox
-from firstloss.rng.philox_stream import PhiloxStream
-from firstloss.rng.stream import Position
+from firstloss.rng.stream import PhiloxStream, Position
 
 # From kat_vectors of the Random123 library, lines "philox4x32 10": counter, key, words.
 KNOWN = [
@@ -20,7 +19,7 @@ KNOWN = [
 
 
 @pytest.mark.parametrize("counter, key, expected", KNOWN)
-def test_known_answers(counter, key, expected):
+def test_philox_gives_the_known_answers(counter, key, expected):
     found = philox.words(key[0] | key[1] << 32, counter[0] | counter[1] << 32, counter[2] | counter[3] << 32)
     assert tuple(found.tolist()) == expected
 

@@ -25,7 +25,7 @@ def draw(generator: torch.Generator, words: int) -> torch.Tensor:
     return torch.empty(words, dtype=torch.int32).random_(generator=generator)
 
 
-def test_the_layout_of_the_state():
+def test_the_states_layout_is_torchs():
     generator = seeded(1234)
     torch.empty(3).normal_(generator=generator)
     record = parse_state(state(generator))
@@ -41,7 +41,7 @@ def test_the_layout_of_the_state():
 
 
 @pytest.mark.parametrize("drawn_before", [0, 1, 3, 100, 623, 624, 625, 5000])
-def test_states_are_the_bytes_that_drawing_leaves(drawn_before):
+def test_states_match_those_after_drawing(drawn_before):
     generator = seeded()
     draw(generator, drawn_before)
     stream = Stream.from_state(state(generator))
@@ -55,7 +55,7 @@ def test_states_are_the_bytes_that_drawing_leaves(drawn_before):
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**63), st.integers(0, 3000), st.integers(0, 400_000), st.booleans())
-def test_any_seed_any_origin_any_position(seed, before, ahead, origin_has_spare):
+def test_any_seed_origin_and_position_match_torch(seed, before, ahead, origin_has_spare):
     generator = seeded(seed)
     draw(generator, before)
     if origin_has_spare:
@@ -78,7 +78,7 @@ def test_the_cached_normal_is_exact(seed, before, after):
     assert np.array_equal(stream.state_at(Position(before + 4 + after, before)), state(generator))
 
 
-def test_the_cached_normal_is_exact_on_many_positions():
+def test_the_cached_normal_is_exact_at_many_positions():
     # One fill of doubles below 16 elements at a time, so that every pair goes through the generator's cache.
     generator = seeded(9)
     stream = Stream.from_state(state(generator))
@@ -90,7 +90,7 @@ def test_the_cached_normal_is_exact_on_many_positions():
     assert [stream._second_normal(4 * i) for i in range(20_000)] == expected
 
 
-def test_torch_draws_on_from_a_state_as_if_nothing_had_happened():
+def test_torch_continues_from_a_state():
     reference, jumped = seeded(), torch.Generator()
     stream = Stream.from_state(state(reference))
     torch.empty(100_001).normal_(generator=reference)
@@ -102,7 +102,7 @@ def test_torch_draws_on_from_a_state_as_if_nothing_had_happened():
         assert torch.equal(torch.rand(1000, generator=jumped), torch.rand(1000, generator=reference))
 
 
-def test_words_drawn():
+def test_random_words_match_torch():
     generator = seeded()
     draw(generator, 1000)
     stream = Stream.from_state(state(generator))
@@ -112,7 +112,7 @@ def test_words_drawn():
         assert np.array_equal(stream.words_at(begin, count), all_words[begin : begin + count])
 
 
-def test_many_positions_in_any_order():
+def test_positions_can_be_visited_in_any_order():
     stream = Stream.from_state(state(seeded()))
     positions = [Position(n) for n in (5_000_000, 3, 700_000, 5_000_000, 0, 1_400_000)]
     for position, found in zip(positions, stream.states_at(positions), strict=True):
@@ -128,7 +128,7 @@ def test_memory_is_bounded():
     assert len(stream._blocks) == 64 and 0 in stream._blocks
 
 
-def test_threads():
+def test_streams_can_be_used_by_several_threads():
     positions = [Position(123_457 * i) for i in range(40)]
     expected = Stream.from_state(state(seeded())).states_at(positions)
     stream = Stream.from_state(state(seeded()))
@@ -148,13 +148,13 @@ def test_threads():
     assert not wrong
 
 
-def test_errors():
+def test_invalid_arguments_are_errors():
     stream = Stream.from_state(state(seeded()))
     with pytest.raises(ValueError, match="before the stream's origin"):
         stream.state_at(Position(-1))
     with pytest.raises(ValueError, match="the origin has none"):
         stream.state_at(Position(0, -1))
-    with pytest.raises(ValueError, match="at least 4 words before"):
+    with pytest.raises(ValueError, match="at least 4 below"):
         stream.state_at(Position(10, 7))
     with pytest.raises(ValueError, match="5056 bytes"):
         Stream.from_state(np.zeros(16, np.uint8))

@@ -1,4 +1,4 @@
-"""The experiments that prove `firstloss.rng.words_drawn`: what torch draws against what the table says."""
+"""The experiments behind `firstloss.rng.words_drawn`: the number of words that torch draws against the table."""
 
 from collections.abc import Callable
 
@@ -110,7 +110,7 @@ def layouts(numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("op, dtype, fill, args", CASES)
-def test_in_place_fills(op, dtype, fill, args, spare):
+def test_in_place_fills_draw_what_the_table_says(op, dtype, fill, args, spare):
     for numel in SIZES:
         for tensor in layouts(numel, getattr(torch, dtype)).values():
             generator = seeded(spare)
@@ -163,7 +163,7 @@ FACTORIES = [
 
 @pytest.mark.parametrize("spare", [False, True])
 @pytest.mark.parametrize("op, dtype, make, args", [pytest.param(*f, id=f"{f[0]}-{f[1]}-{f[3]}") for f in FACTORIES])
-def test_factories(op, dtype, make, args, spare):
+def test_factories_draw_what_the_table_says(op, dtype, make, args, spare):
     for numel in SIZES:
         generator = seeded(spare)
         stream = Stream.from_state(generator.get_state().numpy())
@@ -187,7 +187,7 @@ GLOBAL = [
 
 
 @pytest.mark.parametrize("op, dtype, make, args", [pytest.param(*f, id=f"{f[0]}-{f[1]}-{f[3]}") for f in GLOBAL])
-def test_the_global_generator(op, dtype, make, args):
+def test_the_global_generator_draws_what_the_table_says(op, dtype, make, args):
     for numel in SIZES:
         for like in layouts(numel, getattr(torch, dtype)).values():
             with torch.random.fork_rng(devices=[]):
@@ -218,11 +218,11 @@ def test_the_global_generator(op, dtype, make, args):
         ("randperm", "int64", {}),
     ],
 )
-def test_no_rule_where_none_is_proved(op, dtype, args):
+def test_unproved_operations_have_no_rule(op, dtype, args):
     assert words_drawn.draw(op, dtype, 1 << 28 if op == "randperm" else 100, **args) is None
 
 
-def test_a_chain_of_operations():
+def test_sequences_draw_what_the_table_says():
     """Ops that leave and take the spare normal, one after the other, recorded as positions only."""
     generator = seeded(False)
     stream = Stream.from_state(generator.get_state().numpy())
@@ -260,7 +260,7 @@ def split(
 @pytest.mark.parametrize("op, dtype, fill, args", CASES)
 @settings(max_examples=12)
 @given(data=st.data())
-def test_a_fill_in_pieces_is_the_fill(op, dtype, fill, args, data):
+def test_a_fill_in_pieces_matches_the_whole(op, dtype, fill, args, data):
     unit = words_drawn.granule(op, dtype, **args)
     if unit is None:
         assert op == "log_normal"
@@ -279,7 +279,7 @@ def test_a_fill_in_pieces_is_the_fill(op, dtype, fill, args, data):
 
 @pytest.mark.parametrize("op", ["normal", "uniform"])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_large_fill_in_pieces_is_the_fill(op, dtype):
+def test_a_large_fill_in_pieces_matches_the_whole(op, dtype):
     fill = {"normal": torch.Tensor.normal_, "uniform": torch.Tensor.uniform_}[op]
     numel = 1_000_003
     whole, pieces = split(
@@ -288,8 +288,8 @@ def test_a_large_fill_in_pieces_is_the_fill(op, dtype):
     assert bytes_of(whole) == bytes_of(pieces)
 
 
-def test_a_piece_off_the_granule_is_refused():
-    with pytest.raises(ValueError, match="its granule is 16"):
+def test_an_unaligned_piece_is_refused():
+    with pytest.raises(ValueError, match="its granularity is 16"):
         words_drawn.words_before("normal", "float32", 24)
-    with pytest.raises(ValueError, match="its granule is None"):
+    with pytest.raises(ValueError, match="its granularity is None"):
         words_drawn.words_before("log_normal", "float32", 16)

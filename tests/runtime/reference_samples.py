@@ -1,4 +1,4 @@
-"""The code in the documentation of the reference systems, word for word.
+"""Code from the documentation of the reference systems, verbatim.
 
 Cerebras' "Efficient weight initialization" and "Limitations of PyTorch on Cerebras". `...` is what they leave out.
 """

@@ -1,4 +1,4 @@
-"""A compiled model stands for its model: what is read from, set and done to the one is the other's."""
+"""A compiled model is a proxy of its model: reads, writes and calls apply to the model."""
 
 import copy
 import io
@@ -52,7 +52,7 @@ def described(model):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_done_to_the_wrapper_is_done_to_the_model(name, pair, backend):
+def test_changes_of_the_proxy_change_the_model(name, pair, backend):
     model, compiled = pair
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))
@@ -61,7 +61,7 @@ def test_what_is_done_to_the_wrapper_is_done_to_the_model(name, pair, backend):
     assert described(model) == described(plain)
 
 
-def test_it_is_an_instance_of_the_models_class_and_behaves_as_one(pair):
+def test_it_is_an_instance_of_the_models_class(pair):
     model, compiled = pair
     assert isinstance(compiled, nn.Sequential) and isinstance(compiled, nn.Module)
     assert len(compiled) == 3 and compiled[0] is model[0] and list(compiled) == list(model) and model[2] in compiled
@@ -80,14 +80,14 @@ def test_a_plain_module_has_no_length_or_items(backend):
         len(compiled)
 
 
-def test_it_can_be_a_part_of_another_module(pair):
+def test_it_can_be_a_submodule(pair):
     model, compiled = pair
     whole = nn.Sequential(compiled, nn.Linear(2, 1))
     assert [*whole.state_dict()] == ["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias", "1.weight", "1.bias"]
     assert whole.eval() is whole and not model.training
 
 
-def test_a_models_own_names_win(backend):
+def test_the_models_attributes_take_precedence(backend):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -103,7 +103,7 @@ def test_a_models_own_names_win(backend):
     assert plain.model is outer.model and plain.backend is backend
 
 
-def test_eval_set_on_the_wrapper_counts_in_the_next_step(pair):
+def test_eval_of_the_proxy_affects_the_next_step(pair):
     _, compiled = pair
     x = torch.ones(64, 4)
     step = fl.trace(lambda x: compiled(x))
@@ -162,6 +162,6 @@ def test_compiling_again_is_compiling_the_model(pair, backend):
         (lambda m: (lambda x: x,), fl.errors.TraceError, "object of type function"),
     ],
 )
-def test_compile_says_what_it_takes(arguments, error, says, pair):
+def test_compile_refuses_invalid_arguments(arguments, error, says, pair):
     with pytest.raises(error, match=says):
         fl.compile(*arguments(pair[0]))

@@ -1,4 +1,4 @@
-"""Memory that torch and XLA share."""
+"""Memory shared by torch and XLA."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_lent_is_the_same_memory(dtype):
+def test_shared_arrays_are_the_same_memory(dtype):
     tensor = torch.arange(-100, 100).to(dtype)
     array = jax_support.share_memory(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
@@ -27,7 +27,7 @@ def test_what_is_lent_is_the_same_memory(dtype):
     assert torch.equal(jax_support.to_host(turned), tensor.view(20, 10).t())
 
 
-def test_what_was_lent_is_given_back_by_python(monkeypatch):
+def test_shared_memory_is_released_in_python(monkeypatch):
     """XLA is through with it in a thread of its own; one that wants the interpreter's lock there aborts at its end."""
     given_back = []
 
@@ -48,7 +48,7 @@ def test_what_was_lent_is_given_back_by_python(monkeypatch):
     assert given_back and set(given_back) == {threading.main_thread()}
 
 
-def test_memory_of_a_weight_is_asked_for_in_huge_pages():
+def test_weights_are_allocated_in_huge_pages():
     """Touching it for the first time takes few page faults, not one for each 4 KiB."""
     if not re.search(r"\[(always|madvise)\]", huge_pages()):
         pytest.skip("this system has no huge pages for who asks")

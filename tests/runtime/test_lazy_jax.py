@@ -1,4 +1,4 @@
-"""The first loss needs no JAX: weights are drawn into memory of our own, which becomes XLA's without a copy."""
+"""The first loss needs no JAX: weights are drawn into our own memory, which XLA takes over without a copy."""
 
 import functools
 import json
@@ -150,7 +150,7 @@ def test_weights_that_were_given_go_to_a_mesh_that_jax_is_not_asked_for_yet():
     assert outcome("given", "jax", mesh)[2:] == trained
 
 
-def test_the_list_of_rules_is_that_of_the_table():
+def test_the_list_of_rules_matches_the_table():
     own = {name for name in map(str, RULES) if name.startswith("firstloss")}  # registered by other tests, or when used
     gone = {name for name in rule_names.listed() if not exists(name)}  # from the PyTorch that this is
     assert (rule_names.listed() | own) - gone == set(map(str, RULES)), (
@@ -216,7 +216,7 @@ def edit(net):
     [(lambda net: None, None), (read, None), (hold_an_array, shows_the_weight), (edit, None)],
     ids=["nothing", "read", "held", "edited"],
 )
-def test_weights_drawn_before_jax_are_trained_as_others(before, after, tmp_path, monkeypatch):
+def test_weights_drawn_before_jax_train_the_same(before, after, tmp_path, monkeypatch):
     after = after or (lambda net, held: None)
     expected, weights = trained(tmp_path, before, after)
     made, make = [], host_weights.make
@@ -240,7 +240,7 @@ def made(value_shape, before_jax):
     return host_weights.make([value], ())[value]
 
 
-def test_pages_become_an_array_of_xlas_that_is_donated_in_place(backend, before_jax):
+def test_pages_become_an_xla_array_and_are_donated(backend, before_jax):
     import jax
 
     lazy = made((WIDE, WIDE), before_jax)
@@ -254,7 +254,7 @@ def test_pages_become_an_array_of_xlas_that_is_donated_in_place(backend, before_
     assert torch.equal(jax_support.to_host(donated), expected + 1)
 
 
-def test_what_somebody_holds_stays_where_it_is(backend, before_jax):
+def test_memory_in_use_is_not_moved(backend, before_jax):
     lazy = made((WIDE, WIDE), before_jax)
     held, moved = lazy.borrow(), pages._moved
     array = lazy.wait()
@@ -263,7 +263,7 @@ def test_what_somebody_holds_stays_where_it_is(backend, before_jax):
     assert array.unsafe_buffer_pointer() != held.data_ptr()
 
 
-def test_pages_that_do_not_lie_alike_are_copied(backend):
+def test_unaligned_pages_are_copied(backend):
     own = pages.Pages((WIDE, WIDE), torch.float32)
     own.tensor.fill_(3)
     memory = torch.zeros(WIDE * WIDE + 4096)
@@ -304,7 +304,7 @@ def test_whether_the_device_is_known_without_jax(environment, expected, monkeypa
     assert lazy_jax.is_cpu_only.__wrapped__() == expected
 
 
-def test_a_plugin_may_bring_another_device(monkeypatch):
+def test_a_plugin_makes_the_device_unknown(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(lazy_jax.importlib.metadata, "entry_points", lambda group: [group])
     assert not lazy_jax.is_cpu_only.__wrapped__()
@@ -323,7 +323,7 @@ def test_a_plugin_may_bring_another_device(monkeypatch):
     ],
     ids=["nothing", "a flag", "the last flag", "JAX's own", "none of JAX's own", "a file", "no number"],
 )
-def test_how_many_devices_there_will_be(environment, expected, monkeypatch):
+def test_the_number_of_devices_is_known_without_jax(environment, expected, monkeypatch):
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     for name, text in environment.items():
@@ -356,7 +356,7 @@ print(lazy_jax.cpu_devices(), len(jax.devices()))
     ],
     ids=["none", "as many as there are", "too many", "no sizes", "no mesh"],
 )
-def test_on_what_mesh_jax_may_wait(mesh, expected, monkeypatch):
+def test_jax_is_deferred_on_suitable_meshes(mesh, expected, monkeypatch):
     monkeypatch.setattr(lazy_jax, "is_imported", lambda: False)
     monkeypatch.setattr(lazy_jax, "is_cpu_only", lambda: True)
     monkeypatch.setattr(lazy_jax, "cpu_devices", lambda: 8)
@@ -390,7 +390,7 @@ except fl.errors.LoweringError as error:
     assert "no lowering to StableHLO: mine.twice.default" in done.stdout, (done.stdout, done.stderr)
 
 
-def test_results_are_on_the_host_until_they_are_asked_for_as_arrays():
+def test_results_stay_on_the_host_until_needed_as_arrays():
     lazy = LazyArray(lambda: None, torch.ones(3))
     assert lazy.is_ready() and not lazy.is_deleted() and lazy.block_until_ready() is lazy
     assert torch.equal(lazy.borrow(), torch.ones(3))

@@ -1,4 +1,4 @@
-"""The same tests on the backends that this machine has."""
+"""Run the same tests on all backends of this machine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run of its own process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY LOADER`; prints its bits."""
+"""One run as a process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY LOADER`; prints its bits."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""A model, data and trainers of the size of a test."""
+"""A small model, data and trainers."""
 
 import hashlib
 

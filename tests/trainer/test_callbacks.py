@@ -1,4 +1,4 @@
-"""Callbacks and loggers: when they are called, and what they leave behind."""
+"""Callbacks and loggers: when they are called, and what they write."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ for name in OURS:
     setattr(Diary, name, lambda self, trainer, *args, _name=name: self.lines.append(_name[3:]))
 
 
-def test_hooks_come_in_order(backend, tmp_path):
+def test_hooks_are_called_in_order(backend, tmp_path):
     diary = Diary()
     run = trainer(tmp_path, backend, max_steps=2, callbacks=[diary], checkpoint=Checkpoint(steps=1))
     run.fit(loader(), loader(count=8))
@@ -45,7 +45,7 @@ def test_hooks_come_in_order(backend, tmp_path):
     )
 
 
-def test_groups_of_batches(tmp_path):
+def test_hooks_are_called_per_batch_and_step(tmp_path):
     diary = Diary()
     trainer(tmp_path, max_steps=1, grad_accum_steps=2, callbacks=[diary]).fit(loader())
     assert [line for line in diary.lines if "batch" in line or "step" in line] == [
@@ -53,7 +53,7 @@ def test_groups_of_batches(tmp_path):
     ]  # fmt: skip
 
 
-def test_an_error_reaches_them(tmp_path):
+def test_hooks_see_errors(tmp_path):
     class Fails(Callback):
         def on_step_end(self, trainer):
             raise ValueError("mine")
@@ -64,16 +64,16 @@ def test_an_error_reaches_them(tmp_path):
     assert diary.lines[-1] == "exception" and "fit_end" not in diary.lines
 
 
-def test_a_misspelt_hook_is_refused():
+def test_a_misspelled_hook_is_refused():
     class Typo(Callback):
         def on_step_ends(self, trainer):
             pass
 
-    with pytest.raises(fl.errors.TrainerError, match=r"Typo.on_step_ends is no hook.* Did you mean 'on_step_end'\?"):
+    with pytest.raises(fl.errors.TrainerError, match=r"Typo.on_step_ends is not a hook.* Did you mean 'on_step_end'\?"):
         Callbacks([Typo()])
 
 
-def test_what_is_added_to_a_checkpoint_comes_back(tmp_path):
+def test_additions_to_a_checkpoint_are_restored(tmp_path):
     class Notes(Callback):
         back = None
 
@@ -96,7 +96,7 @@ class Stops(Callback):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_files_hold_each_step_once(killed, tmp_path):
+def test_files_have_each_step_once(killed, tmp_path):
     """Also when the run was cut off between a checkpoint and the next."""
     loggers = lambda: [JSONLogger(), CSVLogger()]  # noqa: E731
     options = {"max_steps": 6, "checkpoint": Checkpoint(steps=3)}
@@ -119,7 +119,7 @@ def test_files_hold_each_step_once(killed, tmp_path):
     assert float(rows[-1]["val_loss"]) == lines[-1]["val_loss"] and rows[0]["val_loss"] == ""
 
 
-def test_tensorboard(tmp_path):
+def test_tensorboard_gets_the_metrics(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -130,7 +130,7 @@ def test_tensorboard(tmp_path):
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
 
 
-def test_progress_off_a_terminal_is_lines(tmp_path, capsys):
+def test_progress_without_a_terminal_is_lines(tmp_path, capsys):
     run = trainer(tmp_path, loggers=[ProgressLogger()], max_steps=3, logging=Logging(log_steps=3))
     run.fit(loader(), loader(count=8))
     first, one, three, val, done = capsys.readouterr().err.splitlines()
@@ -139,7 +139,7 @@ def test_progress_off_a_terminal_is_lines(tmp_path, capsys):
     assert "steps/s" not in one  # of what was compiled meanwhile there is no rate
 
 
-def test_a_run_that_was_done_already_says_so(tmp_path, capsys):
+def test_a_finished_run_says_so(tmp_path, capsys):
     for _ in range(2):
         trainer(tmp_path, loggers=[ProgressLogger()], max_steps=1).fit(loader())
     first, again = capsys.readouterr().err.split("resumed at step 1, from ")
@@ -175,7 +175,7 @@ class Tokens(torch.nn.Module):
         return {"loss": self.embed(input_ids).square().mean()}
 
 
-def test_the_run_folder_tells_what_ran(tmp_path, monkeypatch):
+def test_the_run_folder_describes_the_run(tmp_path, monkeypatch):
     with fl.timeline.record():
         trainer(tmp_path, max_steps=1, loggers=[]).fit(loader())
     versions = json.loads((tmp_path / "versions.json").read_text())

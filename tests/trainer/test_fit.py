@@ -1,4 +1,4 @@
-"""Training: the same numbers as a loop by hand, whatever was passed as a callable; steps, epochs, validation."""
+"""Training: the same numbers as a hand-written loop, with callables or objects; steps, epochs, validation."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def torch_plateau(optimizer):
 @pytest.mark.parametrize(
     "options", [{}, {"clip_grad_norm": 0.5}, {"clip_grad_value": 0.01}, {"grad_accum_steps": 3, "clip_grad_norm": 0.5}]
 )
-def test_the_numbers_are_those_of_a_loop_by_hand(options, backend, tmp_path):
+def test_losses_match_a_hand_written_loop(options, backend, tmp_path):
     batches = [list(batch) for batch in loader(count=96, shuffle=False)]
     losses = Losses()
     accumulate = options.get("grad_accum_steps", 1)
@@ -91,7 +91,7 @@ def test_gradients_are_clipped_in_mixed_precision(dtype, clip, backend, tmp_path
         torch.testing.assert_close(run.model.state_dict()[name].clone(), tensor, rtol=2e-2, atol=2e-3, msg=name)
 
 
-def test_objects_and_callables_train_the_same(backend, tmp_path):
+def test_objects_and_callables_give_the_same_training(backend, tmp_path):
     runs = []
     for name in ("callables", "objects", "mixed"):
         fresh = fl.backend(backend.name, artifact_dir=backend.artifact_dir)  # its dropout starts over
@@ -106,13 +106,13 @@ def test_objects_and_callables_train_the_same(backend, tmp_path):
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_epochs_count_the_loader(backend, tmp_path):
+def test_epochs_are_counted_by_the_loader(backend, tmp_path):
     run = trainer(tmp_path, backend, loop=TrainingLoop(max_epochs=2))
     run.fit(loader(count=24))
     assert (run.state.step, run.state.epoch, run.state.samples) == (6, 2, 48)
 
 
-def test_batches_that_make_no_whole_group_are_left_out(backend, tmp_path):
+def test_batches_of_an_incomplete_step_are_dropped(backend, tmp_path):
     run = trainer(tmp_path, backend, loop=TrainingLoop(max_epochs=1, grad_accum_steps=2))
     run.fit(loader(count=40))
     assert run.state.step == 2
@@ -120,7 +120,7 @@ def test_batches_that_make_no_whole_group_are_left_out(backend, tmp_path):
         trainer(tmp_path / "b", backend, grad_accum_steps=9).fit(loader())
 
 
-def test_validation_is_done_when_it_is_due_and_leaves_no_trace(backend, tmp_path):
+def test_validation_runs_on_schedule_without_side_effects(backend, tmp_path):
     class Count(Callback):
         steps: list = []
 
@@ -147,7 +147,7 @@ def test_validation_averages_over_samples(tmp_path):
     assert found["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)
 
 
-def test_metric_objects_are_fed(backend, tmp_path):
+def test_metric_objects_are_updated(backend, tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
     accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
     run = trainer(tmp_path, backend, loop=ValidationLoop(metrics={"exact": accuracy}))
@@ -155,10 +155,10 @@ def test_metric_objects_are_fed(backend, tmp_path):
     assert found["val_exact"] == pytest.approx(found["val_accuracy"])
 
 
-def test_early_stop(backend, tmp_path):
+def test_early_stop_ends_the_run(backend, tmp_path):
     run = trainer(tmp_path, backend, eval_every_steps=1, max_steps=50, callbacks=[EarlyStop(patience=2, min_delta=9.0)])
     run.fit(loader(), loader(count=8))
-    assert run.state.step == 3 and "val_loss has not got better in 2 validations" in run.state.stopped
+    assert run.state.step == 3 and "val_loss has not improved in 2 validations" in run.state.stopped
 
 
 def test_a_loss_that_is_nan_names_step_batch_and_checkpoint(backend, tmp_path):
@@ -176,7 +176,7 @@ def test_a_loss_that_is_nan_names_step_batch_and_checkpoint(backend, tmp_path):
     assert run.folder.steps() == [2, 4]
 
 
-def test_weights_that_became_nan_are_not_saved(tmp_path):
+def test_nan_weights_are_not_saved(tmp_path):
     run = trainer(
         tmp_path, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=float("nan")), schedulers=None, max_steps=1
     )
@@ -185,7 +185,7 @@ def test_weights_that_became_nan_are_not_saved(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*"))
 
 
-def test_a_trainer_goes_on_in_the_same_process(backend, tmp_path):
+def test_fit_can_be_called_again(backend, tmp_path):
     run = trainer(tmp_path, backend, max_steps=2)
     run.fit(loader())
     run.validate(loader(count=8))
@@ -194,7 +194,7 @@ def test_a_trainer_goes_on_in_the_same_process(backend, tmp_path):
     assert run.state.step == 4 and run.folder.steps() == [2, 4]
 
 
-def test_two_trainers_take_turns(tmp_path):
+def test_two_trainers_can_alternate(tmp_path):
     first, second = (trainer(tmp_path / name, fl.backend("XLA", artifact_dir=tmp_path), max_steps=2) for name in "ab")
     for run in (first, second):
         run.fit(loader())
@@ -214,7 +214,7 @@ class OneArgument(nn.Module):
 
 
 @pytest.mark.parametrize("batch", [{"x": torch.ones(2, 8)}, [torch.ones(2, 8), torch.ones(2)], torch.ones(2, 8)])
-def test_a_forward_of_one_argument_gets_the_batch_whole(batch, backend, tmp_path):
+def test_a_forward_with_one_argument_gets_the_whole_batch(batch, backend, tmp_path):
     trainer(tmp_path, backend, model=OneArgument, max_steps=1).fit([batch])
 
 
@@ -226,21 +226,19 @@ class LossLast(OneArgument):
         return logits, logits.square().mean()
 
 
-def test_the_loss_may_come_last(backend, tmp_path):
+def test_the_loss_can_be_any_scalar(backend, tmp_path):
     run = trainer(tmp_path, backend, model=LossLast, max_steps=1)
     run.fit([torch.ones(2, 8)])
     assert run.state.step == 1
 
 
 def test_a_batch_that_does_not_fit_forward_is_refused(tmp_path):
-    with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not take .* \{pixels: float32\[2, 8\]\}"):
+    with pytest.raises(fl.errors.TrainerError, match=r"forward\(x, y\) does not accept .* \{pixels: float32\[2, 8\]\}"):
         trainer(tmp_path).fit([{"pixels": torch.ones(2, 8)}])
 
 
 def test_a_model_without_a_loss_is_refused(tmp_path):
-    with pytest.raises(
-        fl.errors.TrainerError, match=r"Linear.forward returned float32\[2, 3\], in which there is no loss"
-    ):
+    with pytest.raises(fl.errors.TrainerError, match=r"Linear.forward returned float32\[2, 3\], which holds no loss"):
         trainer(tmp_path, model=lambda: nn.Linear(8, 3)).fit([torch.ones(2, 8)])
 
 
@@ -248,26 +246,26 @@ def test_a_model_without_a_loss_is_refused(tmp_path):
     "options, says",
     [
         ({"model": None}, "model is None"),
-        ({"model": Net(), "optimizer": lambda m: m}, "where an Optimizer was expected"),
-        ({"model": lambda: 3}, "where an nn.Module was expected"),
+        ({"model": Net(), "optimizer": lambda m: m}, "instead of an Optimizer"),
+        ({"model": lambda: 3}, "instead of an nn.Module"),
         ({"optimizer": torch.optim.AdamW}, "optimizer=lambda model: AdamW"),
         ({"optimizer": 3}, "optimizer is an object of type int"),
         ({"optimizer": adamw(Net())}, "parameters do not exist yet"),
         ({"model": Net(), "optimizer": adamw(Net())}, "are not the model's"),
         ({"optimizer": lambda m: adamw(Net())}, "are not the model's"),
-        ({"schedulers": [decay(adamw(Net()))]}, "it does not exist yet, and the StepLR is an object"),
+        ({"schedulers": [decay(adamw(Net()))]}, "it does not exist yet, but the StepLR is an object"),
         ({"schedulers": torch.optim.lr_scheduler.StepLR}, "schedulers is the class StepLR"),
         ({"schedulers": lambda o: 3}, "has no step()"),
         ({"optimizer": None}, "without an optimizer"),
         ({"optimizer": None, "schedulers": None}, "fit needs an optimizer"),
         ({"loop": ValidationLoop()}, "fit needs loop=TrainingLoop"),
-        ({"device": "CPU"}, "device and backend say the same thing"),
+        ({"device": "CPU"}, "device and backend are two names"),
         ({"model": nn.Linear}, "is called with no argument: missing a required argument: 'in_features'"),
         ({"optimizer": lambda: 3}, "is called with the model: too many positional arguments"),
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=1.0)}, "called with the model, not with its parameters"),
         ({"schedulers": lambda: 3}, "is called with the optimizer: too many positional arguments"),
         ({"schedulers": torch.optim.lr_scheduler.ReduceLROnPlateau}, "schedulers is the class ReduceLROnPlateau"),
-        ({"schedulers": torch_plateau}, "steps by what validation finds"),
+        ({"schedulers": torch_plateau}, "steps on a validation metric"),
         ({"loop": 5}, "loop is an object of type int. Write loop=TrainingLoop(max_steps=1000)."),
         ({"loop": TrainingLoop}, "loop is the class TrainingLoop."),
         ({"checkpoint": 100}, "checkpoint is an object of type int. Write checkpoint=Checkpoint(steps=100)."),
@@ -275,14 +273,14 @@ def test_a_model_without_a_loss_is_refused(tmp_path):
         ({"precision": 16}, "precision is an object of type int."),
         ({"precision": "bf16"}, "dtype='bf16' is not one of float32, bfloat16"),
         ({"callbacks": EarlyStop()}, "callbacks is an object of type EarlyStop. Pass a list of them"),
-        ({"callbacks": [EarlyStop]}, "take objects, not classes. Write EarlyStop()."),
-        ({"callbacks": [EarlyStop()]}, "EarlyStop waits for 'val_loss' of validations, and fit was given nothing"),
-        ({"eval_every_steps": 2}, "nothing to validate on, which is needed for eval_every_steps=2"),
-        ({"checkpoint": Checkpoint(best="val_loss")}, "which is needed for Checkpoint(best='val_loss')"),
-        ({"callbacks": [print]}, "take objects of class firstloss.trainer.Callback"),
+        ({"callbacks": [EarlyStop]}, "take instances, not classes. Write EarlyStop()."),
+        ({"callbacks": [EarlyStop()]}, "EarlyStop waits for 'val_loss' of validations, but fit was given no"),
+        ({"eval_every_steps": 2}, "no val_dataloader, which eval_every_steps=2 needs"),
+        ({"checkpoint": Checkpoint(best="val_loss")}, "which Checkpoint(best='val_loss') needs"),
+        ({"callbacks": [print]}, "must be instances of firstloss.trainer.Callback"),
     ],
 )
-def test_impossible_mixes_are_refused(options, says, tmp_path):
+def test_invalid_mixes_of_objects_and_callables_are_refused(options, says, tmp_path):
     with pytest.raises(fl.errors.TrainerError, match="(?s)" + says.replace("(", r"\(").replace(")", r"\)")):
         trainer(tmp_path, **options).fit(loader())
     assert not (tmp_path / "checkpoints").exists()
@@ -291,22 +289,22 @@ def test_impossible_mixes_are_refused(options, says, tmp_path):
 @pytest.mark.parametrize(
     "loaders, says",
     [
-        ([Net(), []], "train_dataloader is a model (Net). The model is the Trainer's"),
-        ([dataset()], "train_dataloader is a dataset (TensorDataset), which gives samples one by one"),
-        ([iter([])], "train_dataloader is an iterator (list_iterator), which can be gone through once only"),
+        ([Net(), []], "train_dataloader is a model (Net). It goes to the Trainer"),
+        ([dataset()], "train_dataloader is a dataset (TensorDataset), which yields single samples"),
+        ([iter([])], "train_dataloader is an iterator (list_iterator), which can be iterated only once"),
         ([None], "train_dataloader is of type NoneType. Pass a DataLoader or a list of batches."),
         ([[], iter([])], "val_dataloader is an iterator"),
-        ([[]], "the training loader gave no batch in an epoch"),
+        ([[]], "the training loader yielded no batches in an epoch"),
     ],
 )
-def test_what_is_no_loader_is_refused(loaders, says, tmp_path):
+def test_an_object_that_is_not_a_loader_is_refused(loaders, says, tmp_path):
     with pytest.raises(fl.errors.TrainerError, match=says.replace("(", r"\(").replace(")", r"\)")):
         trainer(tmp_path).fit(*loaders)
 
 
-def test_what_is_no_metric_is_refused():
+def test_an_object_that_is_not_a_metric_is_refused():
     for metric in (3, torch.nn.Linear):
-        with pytest.raises(fl.errors.TrainerError, match="Give an object with update, compute and reset"):
+        with pytest.raises(fl.errors.TrainerError, match="Pass an object with update, compute and reset"):
             ValidationLoop(metrics={"mine": metric})
 
 
@@ -317,7 +315,7 @@ def test_there_is_nothing_to_validate_before_training(tmp_path):
     assert found["val_loss"] > 0
 
 
-def test_a_plateau_is_a_callback(backend, tmp_path):
+def test_reduce_on_plateau_works_as_a_callback(backend, tmp_path):
     """As the error says that it should be written; the rate changes without a compile."""
 
     class Plateau(Callback):
@@ -345,13 +343,15 @@ class Logits(nn.Module):
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_a_model_that_takes_no_labels_is_told_to(as_dict, backend, tmp_path):
+def test_a_model_without_labels_gets_a_hint(as_dict, backend, tmp_path):
     batches = [{"x": x, "y": y} if as_dict else [x, y] for x, y in loader()]
-    with pytest.raises(fl.errors.TrainerError, match="given the batch whole, and failed: .*def forward.self, x, y"):
+    with pytest.raises(
+        fl.errors.TrainerError, match="called with the whole batch, and failed: .*def forward.self, x, y"
+    ):
         trainer(tmp_path, backend, model=Logits).fit(batches)
 
 
-def test_a_short_last_batch_of_validation_is_no_reason_to_warn(tmp_path, recwarn):
+def test_a_short_last_validation_batch_does_not_warn(tmp_path, recwarn):
     run = trainer(tmp_path, fl.backend("XLA", artifact_dir=tmp_path / "artifacts"), max_steps=1)
     run.fit(loader(), loader(count=20, shuffle=False))
     assert [str(w.message) for w in recwarn if isinstance(w.message, fl.errors.GraphChangeWarning)] == []
@@ -366,14 +366,14 @@ def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({}, "does not know when to stop"),
-        ({"max_steps": 0}, "max_steps=0 is not above 0"),
-        ({"max_steps": "10"}, "max_steps='10' is not a whole number"),
-        ({"max_epochs": 1.5}, "max_epochs=1.5 is not a whole number"),
+        ({}, "has no end"),
+        ({"max_steps": 0}, "max_steps=0 is not positive"),
+        ({"max_steps": "10"}, "max_steps='10' is not an integer"),
+        ({"max_epochs": 1.5}, "max_epochs=1.5 is not an integer"),
         ({"max_steps": 1, "clip_grad_norm": "1"}, "clip_grad_norm='1' is not a number"),
         ({"max_steps": 1, "clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "not both"),
     ],
 )
-def test_impossible_loops_are_refused(options, says):
+def test_invalid_loops_are_refused(options, says):
     with pytest.raises(fl.errors.TrainerError, match=says):
         TrainingLoop(**options)

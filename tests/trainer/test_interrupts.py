@@ -1,4 +1,4 @@
-"""Signals in this process: which are held back, and what becomes of them. Real ends are in `test_resume.py`."""
+"""Signals in this process: which are held back, and their effect. `test_resume.py` ends real processes."""
 
 import gc
 import multiprocessing
@@ -51,7 +51,7 @@ def fit(folder, number, hook, **options):
     return run
 
 
-def test_what_is_ignored_stays_ignored(tmp_path):
+def test_an_ignored_signal_stays_ignored(tmp_path):
     """As Ctrl-C by a process that a script has put into the background."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert fit(tmp_path, signal.SIGINT, "on_step_end", max_steps=2).state.step == 2
@@ -59,7 +59,7 @@ def test_what_is_ignored_stays_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("number, end", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_the_run_ends_after_a_handler_that_only_takes_note(number, end, tmp_path):
+def test_the_run_ends_after_a_recording_handler(number, end, tmp_path):
     seen = []
 
     def note(number, frame):
@@ -73,7 +73,7 @@ def test_the_run_ends_after_a_handler_that_only_takes_note(number, end, tmp_path
     assert signal.getsignal(number) is note
 
 
-def test_a_signal_after_the_last_step_is_obeyed(tmp_path, capfd):
+def test_a_signal_after_the_last_step_ends_the_run(tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt) as ended:
         fit(tmp_path, signal.SIGINT, "on_fit_end", max_steps=2)
     assert ended.value.__suppress_context__  # how the run came to its end is nobody's error
@@ -87,7 +87,7 @@ def test_validation_ends_after_its_batch(tmp_path, capfd):
     assert "SIGINT: ending after this batch" in capfd.readouterr().err and not os.path.exists(run.folder.path)
 
 
-def test_the_second_signal_is_obeyed_at_once():
+def test_the_second_signal_stops_at_once():
     with pytest.raises(KeyboardInterrupt), Interrupts("saving", processes(), lambda: 3) as held:
         signal.raise_signal(signal.SIGINT)
         assert held.received is signal.SIGINT
@@ -95,7 +95,7 @@ def test_the_second_signal_is_obeyed_at_once():
         pytest.fail("the second signal was held back too")
 
 
-def test_no_reader_of_the_messages_is_no_error(tmp_path, monkeypatch):
+def test_a_closed_stderr_is_not_an_error(tmp_path, monkeypatch):
     """`python train.py 2>&1 | tee log`: Ctrl-C ends the tee first."""
     read, write = os.pipe()
     os.close(read)
@@ -113,7 +113,7 @@ def test_no_reader_of_the_messages_is_no_error(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "checkpoints") == ["step_1"]
 
 
-def test_a_child_forked_meanwhile_can_be_terminated():
+def test_a_forked_child_can_be_terminated():
     """multiprocessing's pools end their processes by SIGTERM, and then wait for them."""
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
@@ -135,7 +135,7 @@ def test_a_child_forked_meanwhile_can_be_terminated():
         child.kill()
 
 
-def test_no_worker_is_left_when_a_loop_has_ended(tmp_path):
+def test_no_worker_remains_after_a_loop(tmp_path):
     """Neither of training that stops within an epoch, nor of a validation of some batches, nor of a loop left early.
 
     An iterator with workers that waits to be collected says "can only test a child process" when that happens in a

@@ -1,4 +1,4 @@
-"""The Trainer by the names, settings and hooks of Model Zoo's."""
+"""The Trainer with Model Zoo's names, settings and hooks."""
 
 import json
 import math
@@ -74,7 +74,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("case", LOOPS)
-def test_loops(case, tmp_path):
+def test_loops_run_their_steps_and_validations(case, tmp_path):
     options, steps, validated = LOOPS[case]
     trainer, book = run(tmp_path, loop=TrainingLoop(**options, eval_steps=2))
     trainer.fit(loader(), loader(count=32))
@@ -90,7 +90,7 @@ def test_steps_count_from_where_fit_begins(tmp_path):
     assert [step for step, metrics in book.logged.items() if "val_loss" in metrics] == [3, 4, 7, 8]
 
 
-def test_eval_steps(tmp_path):
+def test_eval_steps_limits_validation(tmp_path):
     class Counts(Callback):
         batches = 0
 
@@ -136,7 +136,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_makes_no_sense(case):
+def test_invalid_arguments_are_refused(case):
     with pytest.raises(TrainerError):
         WRONG[case]()
 
@@ -154,7 +154,7 @@ def test_what_makes_no_sense(case):
         ({"fp16_type": "float16", "loss_scaling_factor": 8.0, "log_loss_scale": True}, torch.float16, 8.0),
     ],
 )
-def test_mixed_precision(device, options, dtype, logged, tmp_path):
+def test_mixed_precision_trains(device, options, dtype, logged, tmp_path):
     seen = []
 
     class Model(nn.Module):
@@ -244,7 +244,7 @@ class Scaled(Net):
         return {**found, "loss": found["loss"] * scale}
 
 
-def test_hooks_in_a_step(tmp_path):
+def test_hooks_run_in_the_step(tmp_path):
     """The same numbers traced and eager; what they do to gradients and arguments is done."""
     books = []
     for device in BACKENDS:
@@ -283,7 +283,7 @@ def test_log_metrics_takes_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("device", BACKENDS)
-def test_norms_and_settings(device, tmp_path):
+def test_norms_and_optimizer_settings_are_logged(device, tmp_path):
     class Layers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -324,7 +324,7 @@ def test_norms_and_settings(device, tmp_path):
     assert counted == {"all": 180, "trained": 180, "modules": {"layers": 144, "head": 36}}
 
 
-def test_settings_that_there_are_not(tmp_path):
+def test_unknown_settings_are_refused(tmp_path):
     trainer, _ = run(tmp_path, callbacks=[LogOptimizerParamGroup("momentum")])
     with pytest.raises(TrainerError, match="no group has 'momentum'"):
         trainer.fit(loader())
@@ -332,7 +332,7 @@ def test_settings_that_there_are_not(tmp_path):
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.01}, {"max_value": 0.001}])
 @pytest.mark.parametrize("device", BACKENDS)
-def test_clipping(options, device, tmp_path):
+def test_clipping_callbacks_match_the_loops(options, device, tmp_path):
     """As the loop's own clipping."""
     weights = []
     for way in ("callback", "loop"):
@@ -349,7 +349,7 @@ def test_clipping(options, device, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_checkpoints_that_are_kept(tmp_path):
+def test_old_checkpoints_are_deleted(tmp_path):
     trainer, _ = run(
         tmp_path, callbacks=[KeepNCheckpoints(2)], checkpoint=Checkpoint(steps=1, save_initial_checkpoint=True)
     )
@@ -357,7 +357,7 @@ def test_checkpoints_that_are_kept(tmp_path):
     assert trainer.folder.steps() == [3, 4]
 
 
-def test_the_initial_checkpoint(tmp_path):
+def test_the_initial_checkpoint_is_saved(tmp_path):
     checkpoint = Checkpoint(save_initial_checkpoint=True, autoload_last_checkpoint=False)
     assert not checkpoint.autoload_last and not Checkpoint(disable_strict_checkpoint_loading=True).strict
     trainer, _ = run(tmp_path, checkpoint=checkpoint)
@@ -402,7 +402,7 @@ class Bad(torch.autograd.Function):
 
 @pytest.mark.parametrize("device", BACKENDS)
 @pytest.mark.parametrize("where, what", [("output", "output of 'second'"), ("gradient", "gradient of 'second.bias'")])
-def test_nan_is_found_where_it_began(where, what, device, tmp_path):
+def test_nan_is_traced_to_its_layer(where, what, device, tmp_path):
     trainer, _ = run(tmp_path, device, lambda: Fails(where), loop=TrainingLoop(num_steps=6), callbacks=[NaNChecker()])
     with pytest.raises(NaNLossError, match=f"the {what} is not finite at step 3") as raised:
         trainer.fit(loader())
@@ -416,7 +416,7 @@ def test_nan_checker_ends_the_run(tmp_path):
     assert trainer.global_step < 6 and "NaNChecker" in trainer.state.stopped
 
 
-def test_a_loss_of_validation_is_checked(tmp_path):
+def test_validation_losses_are_checked(tmp_path):
     class Model(Net):
         def forward(self, x, y):
             found = super().forward(x, y)
@@ -428,7 +428,7 @@ def test_a_loss_of_validation_is_checked(tmp_path):
 
 
 @pytest.mark.parametrize("device", BACKENDS)
-def test_averages_of_weights(device, tmp_path):
+def test_averaged_weights_match_pytorchs(device, tmp_path):
     """As PyTorch's own, and validation is with them; a checkpoint has both, for going on and for validating."""
     history = []
 
@@ -469,7 +469,7 @@ def test_averages_of_weights(device, tmp_path):
 
 
 @pytest.mark.parametrize("device", BACKENDS)
-def test_profile(device, tmp_path):
+def test_a_profile_is_written(device, tmp_path):
     trainer, _ = run(tmp_path, device, callbacks=[Profiler(2, 3)])
     trainer.fit(loader())
     written = json.loads((tmp_path / "artifacts" / "profile_2_3.json").read_text())
@@ -481,7 +481,7 @@ def test_profile(device, tmp_path):
 
 
 @pytest.mark.parametrize("device", BACKENDS)
-def test_metrics_of_the_model(device, tmp_path):
+def test_metrics_of_the_model_are_reported(device, tmp_path):
     class Model(Net):
         def __init__(self):
             super().__init__(dropout=0.0)
@@ -503,7 +503,7 @@ def test_metrics_of_the_model(device, tmp_path):
 # -- several loaders, several checkpoints --
 
 
-def test_several_loaders(tmp_path):
+def test_several_loaders_are_validated(tmp_path):
     trainer, book = run(tmp_path)
     trainer.fit(loader(), [loader(count=16), loader(count=8)])
     assert {"val_loss_0", "val_loss_1"} <= book.logged[4].keys()
@@ -512,7 +512,7 @@ def test_several_loaders(tmp_path):
 
 
 @pytest.mark.parametrize("device", BACKENDS)
-def test_several_checkpoints(device, tmp_path):
+def test_several_checkpoints_are_validated(device, tmp_path):
     trainer, _ = run(tmp_path, device, checkpoint=Checkpoint(steps=1, keep_last=None))
     trainer.fit(loader())
     folder = tmp_path / "checkpoints"
@@ -534,7 +534,7 @@ def test_several_checkpoints(device, tmp_path):
 
 
 @pytest.mark.own_compile_cache
-def test_a_run_that_only_compiles(tmp_path):
+def test_a_run_can_only_compile(tmp_path):
     backend = fl.backend("CSX", artifact_dir=tmp_path / "artifacts", compile_only=True)
     trainer = Trainer(
         backend=backend,
@@ -571,7 +571,7 @@ def services(monkeypatch):
     return calls
 
 
-def test_weights_and_biases(services, tmp_path):
+def test_weights_and_biases_gets_the_metrics(services, tmp_path):
     def go(steps):
         logger = WandbLogger(project="mine", run_name="one", tags=["a"])
         Trainer(
@@ -593,7 +593,7 @@ def test_weights_and_biases(services, tmp_path):
     assert [kwargs for name, _, kwargs in services if name == "finish"] == [{"exit_code": 0}] * 2
 
 
-def test_mlflow(services, tmp_path):
+def test_mlflow_gets_the_metrics(services, tmp_path):
     def go(steps):
         logger = MLflowLogger(experiment="mine", run_name="one", tracking_uri="file:here")
         Trainer(
@@ -614,7 +614,7 @@ def test_mlflow(services, tmp_path):
 
 
 @pytest.mark.parametrize("name, logger", [("wandb", WandbLogger), ("mlflow", MLflowLogger)])
-def test_what_is_not_installed(name, logger, monkeypatch):
+def test_a_missing_logger_package_is_an_error(name, logger, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=f"pip install {name}"):
         logger()

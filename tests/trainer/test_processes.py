@@ -1,4 +1,4 @@
-"""Several processes that train one model together: one run folder, written by process 0, and one end."""
+"""Several processes that train one model: one run folder, written by process 0, and a common end."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or interrupted comes to the same bits as one that never was."""
+"""A run that was stopped, killed or interrupted ends with the same bits as an uninterrupted one."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def test_resumed_training_is_bit_identical(stop, backend, tmp_path):
     assert resumed.state == whole.state
 
 
-def test_accumulation_and_objects_resume(tmp_path):
+def test_gradient_accumulation_and_objects_resume(tmp_path):
     options = {"grad_accum_steps": 2}
     whole = trainer(tmp_path / "whole", max_steps=5, **options)
     whole.fit(loader())
@@ -87,7 +87,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert run.folder.best() == {"step": 2, "metric": "val_far", "value": 0}
 
 
-def test_ckpt_path(backend, tmp_path):
+def test_ckpt_path_chooses_the_start(backend, tmp_path):
     first = trainer(tmp_path / "first", backend, max_steps=4, checkpoint=Checkpoint(steps=2))
     first.fit(loader())
     # another run starts from the weights alone
@@ -117,7 +117,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     weights = dict(Net().state_dict())
     weights["head.weight"] = weights.pop("layers.4.weight")
     fl.save(weights, tmp_path / "w.safetensors")
-    with pytest.raises(fl.errors.TrainerError, match="this Net: it lacks layers.4.weight; it has head.weight too much"):
+    with pytest.raises(fl.errors.TrainerError, match="this Net: layers.4.weight is missing; head.weight is unexpected"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "w.safetensors")
     with pytest.raises(fl.errors.TrainerError, match="nowhere' is not there. There is no checkpoint yet"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Summaries written beside and inside traced steps, and read again."""
+"""Summaries written outside and inside traced steps, and read back."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from firstloss.utils import tensorboard
 
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
 @pytest.mark.parametrize("base_step", [1, 10])
-def test_summaries_in_a_step(name, base_step, tmp_path):
+def test_summaries_are_written_from_a_step(name, base_step, tmp_path):
     fl.backend(name, artifact_dir=tmp_path / "artifacts")
     writer = tensorboard.SummaryWriter(str(tmp_path / "logs"), base_step=base_step)
 
@@ -35,7 +35,7 @@ def test_summaries_in_a_step(name, base_step, tmp_path):
     assert torch.equal(reader.read_tensor("twice", steps[1]), batches[3] * 2)
 
 
-def test_a_tensor_written_again(tmp_path):
+def test_a_tensor_can_be_read_back(tmp_path):
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         for value in (1.0, 2.0):
             writer.add_tensor("a/b", torch.tensor(value), 3)
@@ -52,12 +52,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_makes_no_sense(case, tmp_path):
+def test_invalid_summaries_are_refused(case, tmp_path):
     with tensorboard.SummaryWriter(str(tmp_path)) as writer, pytest.raises(SummaryError):
         WRONG[case](writer)
 
 
-def test_without_a_writer(monkeypatch):
+def test_summaries_without_a_writer_are_an_error(monkeypatch):
     monkeypatch.setattr(tensorboard, "_writer", None)
     with pytest.raises(SummaryError, match="no SummaryWriter"):
         tensorboard.summarize_scalar("x", 1.0)

@@ -1,7 +1,7 @@
-"""Mixed precision: weights and updates in float32, products in a half precision.
+"""Mixed precision: weights and updates in float32, matrix products in a half precision.
 
-`torch.autocast` works in a traced step as it is; this adds one name for the half precision of now, an emulated one that
-PyTorch has not, and loss scaling that needs no value on the host.
+`torch.autocast` works in a traced step as it is. This package adds a process-wide half precision, an emulated one that
+PyTorch does not have, and loss scaling that needs no values on the host.
 """
 
 from .grad_scaler import GradScaler

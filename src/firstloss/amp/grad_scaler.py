@@ -1,4 +1,4 @@
-"""Loss scaling whose decisions are tensors."""
+"""Loss scaling whose decisions are made in tensors, without reading values."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ T = TypeVar("T")
 
 
 class GradScaler:
-    """Scale the loss, so that small gradients survive half precision; and leave out steps whose gradients overflow.
+    """Scale the loss, so that small gradients do not underflow in half precision, and skip steps with overflows.
 
-    As `torch.amp.GradScaler`, with the arguments of Cerebras' `cstorch.amp.GradScaler`; and it works in a traced step,
-    since whether a step is left out is a tensor there: the update is computed and thrown away.
+    Like `torch.amp.GradScaler`, with the arguments of Cerebras' `cstorch.amp.GradScaler`. It also works in a traced
+    step,
+    where the decision to skip is a tensor: the update is computed and then discarded.
 
     Examples:
         >>> model = nn.Linear(8, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> scaler = fl.amp.GradScaler("dynamic", init_scale=1024.0)
         >>> scaler.scale(model(torch.ones(1, 8)).sum()).backward()
-        >>> scaler.unscale_(optimizer)  # if gradients are looked at, or clipped
+        >>> scaler.unscale_(optimizer)  # before gradients are read or clipped
         >>> model.bias.grad
         tensor([1.])
         >>> scaler.step(optimizer)
         >>> scaler.update()
 
     Args:
-        loss_scale: "dynamic", or a number, by which every loss is multiplied; then no step is left out. 1 by default.
-        init_scale: where a dynamic scale begins; by default as large as it may become.
-        steps_per_increase: after so many steps without a change it is doubled; 2000 by default.
-        min_loss_scale, max_loss_scale: its limits; 2^-14 and 2^15 by default, with cbfloat16 2^31.
-        overflow_tolerance: it is halved when more than this part of the steps since its last change have overflown.
-        max_gradient_norm: of a dynamic scale: the first `step` after `unscale_` scales all gradients that are unscaled
-            down together, so that their norm is at most this.
+        loss_scale: "dynamic", or a constant factor, with which no step is skipped. 1 by default.
+        init_scale: the initial value of a dynamic scale; by default its maximum.
+        steps_per_increase: double the scale after this many steps without a change; 2000 by default.
+        min_loss_scale, max_loss_scale: its limits; by default 2^-14 and 2^15, or 2^31 with cbfloat16.
+        overflow_tolerance: halve the scale when more than this fraction of the steps since its last change overflowed.
+        max_gradient_norm: with a dynamic scale: clip the total norm of all unscaled gradients to this, at the first
+            `step` after `unscale_`.
 
     Raises:
-        PrecisionError: for a scale that is no positive number, limits that leave it no room, or limits of a scale that
-            is not dynamic.
+        PrecisionError: for a scale that is not positive, limits that leave it no room, or limits of a constant scale.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GradScaler:
     ) -> None:
         self.dynamic = isinstance(loss_scale, str) and loss_scale == "dynamic"
         if loss_scale is not None and not self.dynamic and not _is_positive(loss_scale):
-            raise PrecisionError(f"loss_scale is 'dynamic' or a positive number, and not {loss_scale!r}.")
+            raise PrecisionError(f"loss_scale is 'dynamic' or a positive number, not {loss_scale!r}.")
         given = {
             "init_scale": init_scale,
             "steps_per_increase": steps_per_increase,
@@ -70,8 +70,8 @@ class GradScaler:
             dropped = [f"{name}={value!r}" for name, value in given.items() if value is not None]
             if dropped:
                 raise PrecisionError(
-                    f"{dropped[0]} is of a dynamic scale, and loss_scale={loss_scale!r} does not change. Leave it out, "
-                    "or write loss_scale='dynamic'."
+                    f"{dropped[0]} is for a dynamic scale, but loss_scale={loss_scale!r} is constant. Leave it out, or "
+                    "write loss_scale='dynamic'."
                 )
         least = 2.0**-14 if min_loss_scale is None else min_loss_scale
         most = 2.0**31 if get_half_dtype() == "cbfloat16" else 2.0**15
@@ -79,13 +79,14 @@ class GradScaler:
         patience = 2000 if steps_per_increase is None else steps_per_increase
         tolerance = overflow_tolerance
         if max_gradient_norm is not None and not _is_positive(max_gradient_norm):
-            raise PrecisionError(f"gradients are clipped to something positive, and not to {max_gradient_norm!r}.")
+            raise PrecisionError(f"max_gradient_norm must be positive, not {max_gradient_norm!r}.")
         self._max_gradient_norm = max_gradient_norm
         first = most if init_scale is None else init_scale
         if not 0 < least <= first <= most < float("inf") or not 0 <= tolerance <= 1 or not patience >= 1:
             raise PrecisionError(
-                f"a dynamic scale needs room: min_loss_scale={least}, init_scale={first}, max_loss_scale={most}, which "
-                f"rise; overflow_tolerance={tolerance}, from 0 to 1; steps_per_increase={patience}, from 1 on."
+                f"invalid limits of a dynamic scale: min_loss_scale={least}, init_scale={first} and "
+                f"max_loss_scale={most} must ascend; overflow_tolerance={tolerance} must be in [0, 1]; "
+                f"steps_per_increase={patience} must be positive."
             )
         self._limits = (least, most)
         self._steps_per_increase = patience
@@ -96,13 +97,13 @@ class GradScaler:
         self._overflows = torch.zeros((), dtype=torch.int64, device="cpu")
         self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._scales = self.dynamic or begin != 1.0
-        # Of the step under way: for each optimizer that is unscaled, whether its gradients are finite; and those done.
+        # Within a step: for each unscaled optimizer, whether its gradients are finite; and those that have stepped.
         self._finite: dict[int, Tensor] = {}
         self._stepped: set[int] = set()
-        self._gradients: list[Tensor] = []  # that are unscaled, and not clipped yet
+        self._gradients: list[Tensor] = []  # unscaled, but not clipped yet
 
     def is_enabled(self) -> bool:
-        """Whether it does anything.
+        """Whether the scaler has any effect.
 
         Returns:
             False for a fixed scale of 1.
@@ -126,13 +127,13 @@ class GradScaler:
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of the optimizer's weights by the scale, in place.
+        """Divide the gradients of the optimizer's parameters by the scale, in place.
 
         Args:
-            optimizer: whose weights' gradients are divided; weights without a gradient are left alone.
+            optimizer: the optimizer; parameters without a gradient are skipped.
 
         Raises:
-            PrecisionError: if it has been done in this step already.
+            PrecisionError: if they are already unscaled in this step.
         """
         if id(optimizer) in self._finite:
             raise PrecisionError("unscale_ has been called for this optimizer since the last update().")
@@ -143,25 +144,25 @@ class GradScaler:
         self._gradients += gradients
 
     def together(self) -> None:
-        """The optimizers that are unscaled step together, or none of them does."""
+        """Make all unscaled optimizers step, or none of them."""
         if self.dynamic and len(self._finite) > 1:
             finite = torch.stack(list(self._finite.values())).all()
             self._finite = dict.fromkeys(self._finite, finite)
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """`optimizer.step()` with unscaled gradients; with a dynamic scale, weights and state stay as they are if a
-        gradient is infinite or no number.
+        """Run `optimizer.step()` with unscaled gradients. With a dynamic scale, weights and state stay unchanged if a
+        gradient is infinite or NaN.
 
         Args:
-            optimizer: whose weights are updated. Its gradients are unscaled first unless `unscale_` has done so.
-            *args, **kwargs: passed on to `optimizer.step`.
+            optimizer: the optimizer; its gradients are unscaled unless `unscale_` has been called.
+            *args, **kwargs: passed to `optimizer.step`.
 
         Returns:
-            What `optimizer.step` returns; None if it is left out.
+            The result of `optimizer.step`; None if it is skipped.
 
         Raises:
-            PrecisionError: if it has been done since the last `update`.
+            PrecisionError: if it was called since the last `update`.
         """
         if id(optimizer) in self._stepped:
             raise PrecisionError("step has been called for this optimizer since the last update().")
@@ -186,13 +187,13 @@ class GradScaler:
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Choose the next step's scale, after all optimizers have stepped.
+        """Update the scale, after all optimizers have stepped.
 
         Args:
-            new_scale: the scale from now on, whatever has overflown; of a dynamic one.
+            new_scale: set a dynamic scale to this, regardless of overflows.
 
         Raises:
-            PrecisionError: for a new scale where it does not change.
+            PrecisionError: for `new_scale` with a constant scale.
         """
         if new_scale is not None:
             if not self.dynamic:
@@ -207,9 +208,9 @@ class GradScaler:
             up = ~down & (self._steps >= self._steps_per_increase)
             scale = torch.where(down, self._scale / 2, torch.where(up, self._scale * 2, self._scale))
             self._scale.copy_(scale.clamp(*self._limits))
-            kept = ~(down | up)
-            self._steps.mul_(kept)
-            self._overflows.mul_(kept)
+            unchanged = ~(down | up)
+            self._steps.mul_(unchanged)
+            self._overflows.mul_(unchanged)
         self._clear()
 
     def _clear(self) -> None:
@@ -218,48 +219,48 @@ class GradScaler:
         self._gradients = []
 
     def get_scale(self) -> Any:
-        """The scale of now; in a traced step, a tensor.
+        """The current scale; in a traced step, a tensor.
 
         Returns:
-            A float; in a traced step, a float32 tensor without dimensions.
+            A float; in a traced step, a float32 scalar tensor.
         """
         return self._scale.clone() if torch.compiler.is_compiling() else float(self._scale)
 
     def get_num_skipped_steps(self) -> Any:
-        """How many steps have been left out so far; in a traced step, a tensor.
+        """The number of steps skipped so far; in a traced step, a tensor.
 
         Returns:
-            An int; in a traced step, an int64 tensor without dimensions.
+            An int; in a traced step, an int64 scalar tensor.
         """
         return self._skipped.clone() if torch.compiler.is_compiling() else int(self._skipped)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The scale and its counts.
+        """The scale and its counters.
 
         Returns:
-            Four tensors without dimensions, by name, for `load_state_dict`.
+            Four scalar tensors, by name, for `load_state_dict`.
         """
         return dict(zip(_STATE, (self._scale, self._steps, self._overflows, self._skipped), strict=True))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the scale and the counts of another.
+        """Restore the scale and its counters.
 
         Args:
-            state_dict: what `state_dict` of another returned; numbers will do.
+            state_dict: returned by `state_dict`; plain numbers are accepted.
 
         Raises:
-            PrecisionError: if one is missing.
+            PrecisionError: if an entry is missing.
         """
         missing = [key for key in _STATE if key not in state_dict]
         if missing:
-            raise PrecisionError(f"a GradScaler's state has {', '.join(_STATE)}, and this has no {', '.join(missing)}.")
+            raise PrecisionError(f"a GradScaler's state has {', '.join(_STATE)}; this one lacks {', '.join(missing)}.")
         for key, tensor in self.state_dict().items():
             tensor.copy_(torch.as_tensor(state_dict[key]))
 
 
 def _is_positive(scale: Any) -> bool:
-    """Whether `scale` is a number, and neither 0, negative, infinite nor none."""
+    """Whether `scale` is a positive, finite number."""
     return isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf")
 
 
@@ -267,12 +268,12 @@ _STATE = ("loss_scale", "steps_since_rescale", "overflows_since_rescale", "num_s
 
 
 def _all_finite(gradients: list[Tensor]) -> Tensor:
-    largest = torch._foreach_norm(gradients, float("inf"))  # of which NaN is the largest, too
+    largest = torch._foreach_norm(gradients, float("inf"))  # propagates NaN
     return torch.stack([norm.to(largest[0].device).float() for norm in largest]).isfinite().all()
 
 
 def _step_if(finite: Tensor, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A step whose every change is taken back unless `finite`."""
+    """Step, and revert every change unless `finite`."""
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     before: dict[int, Tensor] = {}
 
@@ -280,27 +281,27 @@ def _step_if(finite: Tensor, optimizer: torch.optim.Optimizer, args: tuple, kwar
         state = (entry for p in weights for entry in optimizer.state.get(p, {}).values())
         return [*weights, *(entry for entry in state if isinstance(entry, Tensor))]
 
-    trace = session.trace  # in whose rehearsals nothing is to be taken back
+    trace = session.trace  # in whose simulated steps nothing is to be reverted
 
-    def remember(*_: Any) -> None:  # after the runtime has made the state that the first step would make
+    def remember(*_: Any) -> None:  # after the runtime has created the first step's state
         if session.trace is not trace:
             return
         before.update({id(tensor): tensor.clone() for tensor in changing()})
 
-    def take_back(*_: Any) -> None:
+    def revert(*_: Any) -> None:
         if session.trace is not trace:
             return
         for tensor in changing():
             old = before.get(id(tensor))
             if old is None:
                 raise TraceError(
-                    f"{type(optimizer).__name__} makes its state from its first gradients, so that its first step "
-                    "cannot be left out. Use a fixed loss_scale, or an optimizer whose state begins as zeros."
+                    f"{type(optimizer).__name__} initializes its state from its first gradients, so its first step "
+                    "cannot be skipped. Use a constant loss_scale, or an optimizer whose state starts as zeros."
                 )
             tensor.copy_(torch.where(finite, tensor, old))
         before.clear()
 
-    hooks = (optimizer.register_step_pre_hook(remember), optimizer.register_step_post_hook(take_back))
+    hooks = (optimizer.register_step_pre_hook(remember), optimizer.register_step_post_hook(revert))
     try:
         return optimizer.step(*args, **kwargs)
     finally:

@@ -1,4 +1,4 @@
-"""Backward pass, clipping and update, in one call."""
+"""Backward pass, clipping and optimizer step in one call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def optimizer_step(
     max_gradient_norm: float | None = None,
     max_gradient_value: float | None = None,
 ) -> None:
-    """The backward pass of `loss`, scaled, and a step of `optimizer`, left out where a gradient is not finite.
+    """Run the backward pass of `loss`, scaled, and a step of `optimizer`, which is skipped if a gradient is not finite.
 
-    As Cerebras' `cstorch.amp.optimizer_step`. Gradients that are there before, as those of earlier batches, are added
-    to, as by any `backward()`; with a `grad_scaler` they are taken to be scaled like this loss's. At the end they are
-    cleared.
+    Like Cerebras' `cstorch.amp.optimizer_step`. Gradients are added to existing ones, for example of earlier batches,
+    as by any `backward()`; with a `grad_scaler` these must be scaled like this loss's. Gradients are cleared at the
+    end.
 
     Examples:
         >>> model = nn.Linear(8, 1)
@@ -31,25 +31,25 @@ def optimizer_step(
         True
 
     Args:
-        loss: one number.
-        optimizer: one, or several: all step, or none; gradients are clipped together.
-        grad_scaler: without one, nothing is scaled.
-        max_gradient_norm: scale all gradients down together, so that their norm is at most this.
+        loss: a scalar tensor.
+        optimizer: one, or several that step together or not at all; their gradients are clipped together.
+        grad_scaler: the scaler; without one, nothing is scaled.
+        max_gradient_norm: clip the total norm of all gradients to this.
         max_gradient_value: clamp each element to plus and minus this; not together with a norm.
 
     Raises:
-        PrecisionError: if the limits are both given, or not positive; for what is no optimizer, or nothing at all.
+        PrecisionError: if both limits are given, or one is not positive; if there is no optimizer.
     """
     if max_gradient_norm is not None and max_gradient_value is not None:
-        raise PrecisionError("clip gradients by norm or by value, not by both: pass one of the two.")
+        raise PrecisionError("gradients can be clipped by norm or by value, not both: pass one of them.")
     limit = max_gradient_norm if max_gradient_value is None else max_gradient_value
     if limit is not None and not limit > 0:
-        raise PrecisionError(f"gradients are clipped to something positive, and not to {limit}.")
+        raise PrecisionError(f"the limit of gradients must be positive, not {limit}.")
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     wrong = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
     if wrong or not optimizers:
         found = f"an object of type {type(wrong[0]).__name__}" if wrong else "no optimizer"
-        raise PrecisionError(f"optimizer_step takes a torch.optim.Optimizer, or a list of them, and not {found}.")
+        raise PrecisionError(f"optimizer_step takes a torch.optim.Optimizer, or a list of them, not {found}.")
     scaler = GradScaler() if grad_scaler is None else grad_scaler
     scaler.scale(loss).backward()
     for each in optimizers:

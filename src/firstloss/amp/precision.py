@@ -1,4 +1,4 @@
-"""Which half precision, and the region in which it is used."""
+"""The process's half precision, and the autocast context that uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import PrecisionError
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "cbfloat16": torch.float16,  # in whose place the lowering puts it
+    "cbfloat16": torch.float16,  # replaced when it is lowered
 }
 _half = "float16"
 _mixed = False
@@ -21,13 +21,13 @@ _device_type = "cpu"  # of the current backend's tensors
 
 
 def set_device_type(device_type: str) -> None:
-    """Say whose lists regions of `autocast` follow: the backend does, when it becomes the current one."""
+    """Set the device type whose cast lists `autocast` follows; called when a backend becomes the current one."""
     global _device_type
     _device_type = device_type
 
 
 def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Choose the half precision of `autocast`, for the whole process; float16 until then.
+    """Set the half precision of `autocast` for the whole process; float16 by default.
 
     Examples:
         >>> fl.amp.set_half_dtype("bfloat16")
@@ -37,8 +37,8 @@ def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
         dtype: "bfloat16", "float16" or "cbfloat16" (1 sign, 6 exponent and 9 mantissa bits), or a torch dtype.
 
     Returns:
-        The torch dtype that tensors of this precision have. PyTorch has none for cbfloat16: they have float16, and in
-        a step with a cbfloat16 region all float16 tensors are cbfloat16.
+        The torch dtype of tensors in this precision. PyTorch has no cbfloat16: such tensors are float16, and in a step
+        with a cbfloat16 region all float16 tensors are cbfloat16.
 
     Raises:
         PrecisionError: for another dtype.
@@ -56,7 +56,7 @@ def _name(dtype: str | torch.dtype) -> str:
 
 
 def get_half_dtype() -> str:
-    """The name of the half precision chosen.
+    """The name of the current half precision.
 
     Returns:
         "bfloat16", "float16" or "cbfloat16".
@@ -65,11 +65,10 @@ def get_half_dtype() -> str:
 
 
 def enable_mixed_precision(enable: bool = True) -> bool:
-    """Compute in the half precision chosen wherever a model given to `firstloss.compile` is called in a traced step, as
-    if each call stood in a region of `autocast`; elsewhere regions say it. Off until this is called.
+    """Call models compiled by `firstloss.compile` under `autocast` in traced steps. Off by default.
 
     Args:
-        enable: False: off again.
+        enable: False switches it off again.
 
     Returns:
         Whether it is on.
@@ -94,25 +93,25 @@ def mixed_precision() -> bool:
 
 
 def get_floating_point_dtype(default: torch.dtype = torch.float32) -> torch.dtype:
-    """The torch dtype that models compute in.
+    """The torch dtype in which models compute.
 
     Args:
-        default: what they compute in where `mixed_precision` is off.
+        default: the result if `mixed_precision` is off.
 
     Returns:
-        That of the half precision chosen if `mixed_precision`, else `default`.
+        The half precision's dtype if `mixed_precision` is on, else `default`.
     """
     return _DTYPES[_half] if _mixed else default
 
 
 def get_floating_point_dtype_str(default: str = "float32") -> str:
-    """The name of the dtype that models compute in.
+    """The name of the dtype in which models compute.
 
     Args:
-        default: what they compute in where `mixed_precision` is off.
+        default: the result if `mixed_precision` is off.
 
     Returns:
-        The half precision chosen if `mixed_precision`, else `default`.
+        The half precision's name if `mixed_precision` is on, else `default`.
     """
     return _half if _mixed else default
 
@@ -121,20 +120,20 @@ def is_cbfloat16_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor would be cbfloat16 in a traced step.
 
     Args:
-        tensor: of any dtype and shape.
+        tensor: any tensor.
 
     Returns:
-        Whether cbfloat16 is chosen, and `tensor` has float16, which stands for it.
+        Whether cbfloat16 is set, and `tensor` has the dtype float16, which stands for it.
     """
     return _half == "cbfloat16" and tensor.dtype == _DTYPES[_half]
 
 
 class autocast(contextlib.ContextDecorator):
-    """A region in which products are computed in half precision.
+    """Context in which matrix products are computed in half precision.
 
-    As `torch.autocast`, whose lists say which operations are cast to half precision, which to float32 and which follow
-    their operands; regions of `torch.autocast` inside override it, and it overrides those outside. On the XLA backend
-    the lists are those of `torch.autocast("cpu")`.
+    Like `torch.autocast`, whose lists determine which operations are cast to half precision, which to float32 and which
+    follow their operands; the innermost region, of this or of `torch.autocast`, applies. On the XLA backend the lists
+    are those of `torch.autocast("cpu")`.
 
     Examples:
         >>> with fl.amp.autocast("bfloat16"):
@@ -143,18 +142,18 @@ class autocast(contextlib.ContextDecorator):
         torch.bfloat16
 
     Args:
-        dtype: which, as `set_half_dtype` takes it; None: the one that it was given.
-        enabled: False: nothing is cast in the region.
+        dtype: as for `set_half_dtype`, whose dtype is the default.
+        enabled: if False, nothing is cast in the region.
 
     Raises:
-        PrecisionError: for another dtype, or if `enabled` is neither; on entering with cbfloat16 anywhere but in a
-            traced step: it is emulated by XLA.
+        PrecisionError: for another dtype, or if `enabled` is not a bool; when a cbfloat16 region is entered outside of
+            a traced step, as it is emulated by XLA.
     """
 
     def __init__(self, dtype: str | torch.dtype | None = None, enabled: bool = True) -> None:
         if isinstance(dtype, bool) or not isinstance(enabled, bool):
             wrong = dtype if isinstance(dtype, bool) else enabled
-            raise PrecisionError(f"autocast(enabled=...) is True or False, by name, and not {wrong!r}.")
+            raise PrecisionError(f"autocast(enabled=...) must be True or False, not {wrong!r}.")
         self._dtype = None if dtype is None else _name(dtype)
         self._enabled = enabled
         self._open: list[torch.autocast] = []
@@ -164,7 +163,7 @@ class autocast(contextlib.ContextDecorator):
         if self._enabled and half == "cbfloat16":
             if session.trace is None:
                 raise PrecisionError(
-                    "cbfloat16 is emulated in traced steps on the XLA backend, and this is none. Choose "
+                    "cbfloat16 is emulated in traced steps on the XLA backend only. Use "
                     'set_half_dtype("bfloat16") or "float16" here.'
                 )
             session.trace.cbfloat16 = True

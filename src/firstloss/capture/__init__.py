@@ -1,1 +1,1 @@
-"""Capture: run Python once, record tensor operations, compute nothing."""
+"""Capture: run Python once and record its tensor operations without computing them."""

@@ -1,10 +1,9 @@
-"""`torch.utils.checkpoint` in a step: recomputed activations stay recomputed, in the backward pass.
+"""`torch.utils.checkpoint` in a step: keep the compiler from undoing the recomputation of activations.
 
-The recomputation arrives as operations like any others. A compiler that sees one computation twice keeps the first
-result, and one that finds its inputs ready at the beginning may run it there: either takes just the memory that the
-checkpoint was to save. So the recomputation starts from its inputs behind a *barrier* (`lax.optimization_barrier`), an
-operation that does nothing, that the compiler does not look through, and that waits for what was computed last: the
-gradient that has come down to the checkpoint.
+The recomputation is recorded like any other operations. A compiler would eliminate it as a common subexpression, or
+schedule it early, since its inputs are available: both would use the memory that checkpointing saves. So its inputs
+pass through an optimization barrier (`lax.optimization_barrier`) that depends on the last result before it: the
+gradient that has reached the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .tensor import DeferredStorage, DeferredTensor
 
 
 def after_barrier(tree: Any) -> Any:
-    """The same, with the tensors behind a barrier, if a step is being traced."""
+    """Pass the tensors in a pytree through a barrier, if a step is being traced."""
     trace = session.trace
     if trace is None or trace.latest is None:
         return tree
@@ -35,7 +34,7 @@ def after_barrier(tree: Any) -> Any:
 
 
 def _tensor_of(value: Value, trace: Any) -> DeferredTensor:
-    """A tensor of the step that holds `value`."""
+    """A traced tensor with the content `value`."""
     storage = DeferredStorage(value)
     storage.trace = trace
     return DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)
@@ -43,11 +42,11 @@ def _tensor_of(value: Value, trace: Any) -> DeferredTensor:
 
 @replaces("torch.utils.checkpoint._CheckpointFrame.__init__")
 def init_frame(original: Any, self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-    """As that of torch's record of one checkpointed call (use_reentrant=False)."""
+    """As the original, for a checkpointed call with use_reentrant=False."""
     original(self, lambda *inputs: recompute_fn(*after_barrier(inputs)), *args, **kwargs)
 
 
 @replaces("torch.utils.checkpoint.detach_variable")
 def detach_variable(original: Any, inputs: tuple) -> tuple:
-    """As torch's, which is what the other kind of checkpoint (use_reentrant=True) recomputes from."""
+    """As the original, for a checkpointed call with use_reentrant=True."""
     return original(after_barrier(inputs))

@@ -1,9 +1,9 @@
-"""Results without an autograd history: a gradient that reaches one is an error instead of being lost.
+"""Results that have lost their autograd history: a gradient that reaches one is an error instead of being dropped.
 
-A constructor may compute tensors from its weights, with gradients on, and a step returns what it has computed of them.
-Eager PyTorch could send gradients through such a tensor to the weights, once. Here what was recorded are the operations
-on values, below autograd, so a gradient that arrives is an error rather than lost. Models that keep such tensors
-(`torch.nn.utils.weight_norm`, of old) recompute them in each forward pass, and never notice.
+A constructor may compute tensors from its weights with gradients on, and a step returns such tensors. Eager PyTorch
+could backpropagate through them to the weights, once. Operations are recorded below autograd, so this is not possible
+here. Models that keep such tensors (such as the old `torch.nn.utils.weight_norm`) recompute them in each forward pass
+and are not affected.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class _WithoutHistory(torch.autograd.Function):
 
 
 def returned(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Let `tensor`, made by the step `name`, require gradients, as in eager PyTorch, and say so when one arrives."""
+    """Let `tensor`, a result of the step `name`, require grad, and raise an error if a gradient reaches it."""
     with torch.enable_grad():
         return _WithoutHistory.apply(_anchor(), (tensor,), functools.partial(_of_step, name))
 
 
 def is_returned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what a step returned that requires gradients."""
+    """Whether a tensor is a result of a step that requires grad."""
     return getattr(getattr(tensor.grad_fn, "error_of_history", None), "func", None) is _of_step
 
 
 def without_history(value: torch.Tensor, where: str) -> torch.Tensor:
-    """`value` (detached) as a tensor that requires gradients, is no leaf, and says so when one arrives."""
+    """`value` (detached) as a non-leaf tensor that requires grad, and raises an error if a gradient reaches it."""
     with torch.enable_grad():
         anchor = torch.empty(0, dtype=value.dtype, device=value.device, requires_grad=True)
         return _WithoutHistory.apply(anchor, (value,), functools.partial(_of_constructor, where))

@@ -1,4 +1,4 @@
-"""The conjugate and the negative bit that PyTorch would give a tensor in a mirror (`conjugate_views.py`)."""
+"""The conjugate and negative bits that a tensor in a mirror would have in PyTorch (see `conjugate_views.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class Bits(NamedTuple):
-    """`alternating`: every second number is negated, which is no view to PyTorch."""
+    """Lazy bits; `alternating`: every second element is negated, which is not a view in PyTorch."""
 
     conjugated: bool = False
     negated: bool = False
@@ -23,7 +23,7 @@ NONE = Bits()
 
 
 def lazy_bits(tensor: Any) -> Bits:
-    """The conjugate and the negative bit that PyTorch would give a deferred tensor in a mirror."""
+    """The lazy bits of a deferred tensor."""
     storage = tensor._storage
     if storage.mirrors is None:
         return NONE
@@ -35,7 +35,7 @@ def lazy_bits(tensor: Any) -> Bits:
     size, stride, offset, dtype = geometry_of(tensor)
     if not conjugated or dtype.is_complex:
         return Bits(conjugated, negated)
-    # `x.conj().imag` is the negated `x.imag`; here it is a view of numbers of which every second one is negated.
+    # `x.conj().imag` is the negated `x.imag`; here it is a view of a storage in which every second number is negated.
     if not all(n == 1 or s % 2 == 0 for n, s in zip(size, stride, strict=True)):
         return Bits(negated=negated, alternating=True)
     return Bits(negated=negated ^ (offset % 2 == 1))

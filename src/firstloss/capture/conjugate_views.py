@@ -1,9 +1,9 @@
-"""Conjugated and negated views: a second storage that mirrors the first.
+"""Conjugated and negated views, as views of a second storage that mirrors the first.
 
-In PyTorch `x.conj()` of a complex tensor is a view with a conjugate bit: every reader conjugates. A geometry has no
-such bit, so the view has the geometry of `x` in a *mirror* of its storage, which holds all of it conjugated. It is
-still a view: a write to the storage rewrites its mirrors, and a write to a mirror is conjugated and written to the
-storage. When the tensors become real, the view is taken of the real tensor, and carries PyTorch's own bit.
+In PyTorch `x.conj()` of a complex tensor is a view with a conjugate bit: readers conjugate lazily. A geometry has no
+such bit, so the view has the geometry of `x` in a *mirror* of its storage, whose content is conjugated. It is still a
+view: a write to the storage recomputes its mirrors, and a write to a mirror is conjugated and written to the storage.
+When the tensors become real, the view is created from the real tensor, with PyTorch's bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """What `op` (`x.conj()`, for one) returns, where `computed_by` computes what it shows."""
+    """Handle a lazy view such as `x.conj()`, whose content `computed_by` computes."""
     source = args[0]
     if session.trace is None and (type(source) is not DeferredTensor or on_backend(source)):
         real = to_real(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
@@ -39,7 +39,7 @@ def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: di
 
 
 def mirror_of(tensor: torch.Tensor) -> DeferredStorage:
-    """What a real tensor from outside of a step, a conjugated or negated view, looks at in the step."""
+    """The storage, in a step, of a real conjugated or negated view from outside."""
     with DisableTorchDispatch(), torch.no_grad():
         if tensor.is_neg():
             mirror = _mirror(storage_of(neg_view(tensor)), aten.neg.default, tensor.dtype)
@@ -59,7 +59,7 @@ def _mirror(storage: DeferredStorage, computed_by: OpOverload, dtype: torch.dtyp
         value = storage.value
         if value.numel and dense_count(value.shape, value.stride) != value.numel:
             raise CaptureError(
-                f"{here()}: a conjugated or negated view of memory with gaps is not captured. Conjugate a copy: "
+                f"{here()}: a conjugated or negated view of non-dense memory is not supported. Conjugate a copy: "
                 "tensor.contiguous().conj()."
             )
         mirror = DeferredStorage(_content(shows))
@@ -70,7 +70,7 @@ def _mirror(storage: DeferredStorage, computed_by: OpOverload, dtype: torch.dtyp
 
 
 def _whole(storage: DeferredStorage, dtype: torch.dtype) -> DeferredTensor:
-    """All of a storage, as a vector."""
+    """A whole storage as a vector."""
     count = storage.value.numel * storage.value.dtype.itemsize // dtype.itemsize
     return DeferredTensor.wrap(storage, (count,), (1,), 0, dtype)
 
@@ -80,11 +80,11 @@ def _content(mirror: Mirror) -> Any:
 
 
 def written(storage: DeferredStorage) -> None:
-    """`storage` has been written to: so is what it mirrors, and its mirrors are recreated."""
+    """Update the storage that `storage` mirrors, and its mirrors, after a write to it."""
     if storage.mirrors is not None:
         computed_by, of, dtype = storage.mirrors
         content = Hooks.dispatch(computed_by, (_whole(storage, dtype),), {})
-        Hooks.dispatch(aten.copy_.default, (_whole(of, dtype), content), {})  # whose mirrors are recreated by this
+        Hooks.dispatch(aten.copy_.default, (_whole(of, dtype), content), {})  # which recomputes its mirrors
         return
     _make_mirrors(storage)
 
@@ -97,14 +97,14 @@ def _make_mirrors(storage: DeferredStorage) -> None:
 
 
 def mirrors_of(storage: DeferredStorage) -> list[DeferredStorage]:
-    """The mirrors of `storage` at which somebody looks."""
+    """The mirrors of `storage` that have views."""
     found = [m for ref in storage.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
     storage.mirrored_by = [weakref.ref(m) for m in found]
-    return [m for m in found if m.trace is None or m.trace is session.trace]  # else a step that has ended made it
+    return [m for m in found if m.trace is None or m.trace is session.trace]  # not of a step that has ended
 
 
 def move(storage: DeferredStorage, to: DeferredStorage) -> None:
-    """What looked at `storage` looks at `to` now, which begins with the same and is larger: so does what mirrors it."""
+    """Let the mirrors of `storage` mirror `to`, a larger storage that begins with the same content."""
     for mirror in mirrors_of(storage):
         assert mirror.mirrors is not None
         mirror.mirrors = mirror.mirrors._replace(of=to)
@@ -114,7 +114,7 @@ def move(storage: DeferredStorage, to: DeferredStorage) -> None:
 
 
 def with_mirrors(storages: list[DeferredStorage]) -> list[DeferredStorage]:
-    """`storages`, and what they mirror, and all that mirrors these: they become real together."""
+    """`storages`, the storages that they mirror, and all mirrors of these: they become real together."""
     found: dict[int, DeferredStorage] = {}
     todo = storages[::-1]
     while todo:
@@ -126,9 +126,9 @@ def with_mirrors(storages: list[DeferredStorage]) -> list[DeferredStorage]:
 
 
 def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
-    """The tensors that look at `mirror`, each with a tensor that looks at what it mirrors, of which it is a view.
+    """The views of `mirror`, each with its base: a tensor of the mirrored storage.
 
-    That is what autograd knows it for a view of; or, where it is known for none, a tensor of its own.
+    The base is autograd's, if it knows one; else a new tensor of the whole storage.
     """
     root = mirror.root
     known = ((tensor, base_of(tensor)) for tensor in mirror.alive())
@@ -139,22 +139,22 @@ def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
 
 
 def view_of(tensor: DeferredTensor, base: torch.Tensor) -> torch.Tensor:
-    """What `tensor`, a view, shows of the storage of `base`, which was deferred and is real now, as a view of `base`.
+    """The view `tensor` as a view of `base`, which has become real.
 
-    By its geometry, and not by the calls that made it: `base` may have been given another shape in place since then.
+    Created from its geometry instead of by replaying view operations, because `base` may have been reshaped in place.
     """
     size, stride, offset, dtype = geometry_of(tensor)
     return bits_of(tensor)(vector_of(base, dtype).as_strided(size, stride, offset))
 
 
 def unmirrored(tensor: DeferredTensor) -> DeferredTensor:
-    """A tensor that shows, of what a mirror is of, what `tensor` shows of the mirror; `tensor` where it is of none."""
+    """The tensor with the geometry of `tensor` in the mirrored storage; `tensor` itself if it is not in a mirror."""
     root = tensor._storage.root
     return tensor if root is tensor._storage else DeferredTensor.wrap(root, *geometry_of(tensor))
 
 
 def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes, of what `unmirrored(tensor)` shows, the view of it that has the bits of `tensor`."""
+    """A function that applies the lazy bits of `tensor` to `unmirrored(tensor)`."""
     conjugated, negated, alternating = lazy_bits(tensor)
     if alternating:
         size, stride, offset, _ = geometry_of(tensor)
@@ -166,7 +166,7 @@ def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def vector_of(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The whole storage of `base`, as a vector of `dtype`."""
+    """The whole storage of `base` as a vector of `dtype`."""
     count = base.untyped_storage().nbytes() // base.itemsize
     flat = base.as_strided((count,), (1,), 0)
     if dtype == base.dtype:

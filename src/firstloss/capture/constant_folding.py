@@ -1,7 +1,7 @@
-"""Constant folding in a traced step: values that are computed from constants alone are known while it is traced.
+"""Constant folding in a traced step: values that are computed from constants only are known while it is traced.
 
-While a step is traced its inputs have no values. `torch.tensor([3, 1])` and `torch.arange(4) > 2` have: they will be
-the same at every execution. So they may be read, and may say how large a result is, just as Python numbers may.
+The inputs of a step have no values during tracing, but `torch.tensor([3, 1])` or `torch.arange(4) > 2` do: they are the
+same at every execution. So they may be read, and may determine sizes, like Python numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNWRITTEN = (aten.empty.memory_format, aten.empty_strided.default)
 
 
 def known(tensor: Any) -> Tensor | None:
-    """The value of a tensor that the step under way has made from constants alone; None of any other."""
+    """The value of a tensor that the active step has computed from constants only; None for any other."""
     if type(tensor) is not DeferredTensor or tensor._storage.trace is not session.trace:
         return None
     if not _from_constants(tensor._storage.value):
@@ -35,7 +35,7 @@ def known(tensor: Any) -> Tensor | None:
 
 
 def _from_constants(value: Value) -> bool:
-    """Depth first, since most values are not, and an input is soon found."""
+    """Whether `value` depends on constants only; depth first, since an input is usually found soon."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -52,7 +52,7 @@ def _from_constants(value: Value) -> bool:
 
 
 def fold_call(call: OpCall) -> Any:
-    """What `call` returns, where its shape depends on values that are known; else None."""
+    """Run a call whose shape depends on values, if these are known; else return None."""
     if call.traits.writes or call.traits.random is not None:
         return None
     if call.op is aten.masked_select.default:
@@ -95,16 +95,16 @@ def _masked_select(x: Tensor, mask: Tensor) -> Tensor | None:
 
 
 def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
-    """`x[indices]`, masks that are known in it as the places that they select."""
-    places: list[Any] = []
+    """`x[indices]`, with known masks converted to indices; None if a mask is unknown."""
+    positions: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
-            places.append(index)
+            positions.append(index)
             continue
         mask = known(index)
         if mask is None:
             return None
         with DisableTorchDispatch():
             found = mask.nonzero().unbind(1)
-        places.extend(_constant(place.clone()) for place in found)
-    return Hooks.dispatch(aten.index.Tensor, (x, places), {})
+        positions.extend(_constant(position.clone()) for position in found)
+    return Hooks.dispatch(aten.index.Tensor, (x, positions), {})

@@ -1,4 +1,4 @@
-"""Constants: real tensors that an operation on deferred tensors reads."""
+"""Constants: real tensors that operations on deferred tensors read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .tensor import DeferredStorage, DeferredTensor, Hooks
 
 Tensor = torch.Tensor
 
-# Constants up to this size are copied when they are captured; larger ones are kept by reference where torch can tell
-# us that they were edited meanwhile, since copying a checkpoint would cost as much as reading it.
+# Constants up to this size are copied when they are captured; larger ones are held by reference if torch counts their
+# edits, since copying a checkpoint would cost as much as reading it.
 _COPY_BYTES = 1 << 20
 
 
 def constant(tensor: Tensor, copy: bool = True) -> Value:
-    """A Value that is known: `tensor` as it is now. `copy=False` where nobody else will ever edit it."""
+    """A known Value with the current content of `tensor`; `copy=False` if it will not be edited."""
     version = edits(tensor)
     known = session.constants.get(id(tensor))
     if known is not None and known[0] is tensor and known[1] == version:
@@ -33,7 +33,7 @@ def constant(tensor: Tensor, copy: bool = True) -> Value:
         if kept.is_conj() or kept.is_neg():
             kept = kept.resolve_conj().resolve_neg()
         for dim, (size, stride) in enumerate(zip(kept.shape, kept.stride(), strict=True)):
-            if stride == 0 and size > 1:  # expanded: one element shown many times
+            if stride == 0 and size > 1:  # expanded
                 kept = kept.narrow(dim, 0, 1)
         value = Value(tuple(kept.shape), kept.stride(), kept.dtype, kept.device)
         value.label = str(here())
@@ -41,7 +41,7 @@ def constant(tensor: Tensor, copy: bool = True) -> Value:
             kept = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device).copy_(kept)
         elif copy:
             value.version = version
-            # Detached below autograd, as here, a tensor counts its own edits only: keep whose edits matter.
+            # A tensor detached below autograd has its own version counter; keep the original for its version.
             kept.original = tensor  # type: ignore[attr-defined]
     value.real = kept
     if session.depth and copy and version is not None:
@@ -50,21 +50,20 @@ def constant(tensor: Tensor, copy: bool = True) -> Value:
 
 
 def constant_tensor(tensor: Tensor, copy: bool = True) -> DeferredTensor:
-    """A deferred tensor whose content is known: `tensor` as it is now."""
+    """A deferred tensor with the current content of `tensor`."""
     value = constant(tensor, copy)
-    # Values are laid out from their storage's start.
     return DeferredTensor.wrap(DeferredStorage(value), tuple(tensor.shape), value.stride, 0, value.dtype)
 
 
 def edits(tensor: Tensor) -> int | None:
-    """How often `tensor` has been edited, or None where edits may go unnoticed (numpy's memory, inference mode)."""
+    """The version of `tensor`; None if edits may not be counted (NumPy's memory, inference mode)."""
     if tensor.is_inference() or not owned_by_torch(tensor):
         return None
     return version_of(tensor)
 
 
 def owned_by_torch(tensor: Tensor) -> bool:
-    """Whether torch allocated the memory, so that every edit goes through torch and is counted."""
+    """Whether torch allocated the memory, so that all edits are counted."""
     try:
         return tensor.untyped_storage().resizable()
     except (RuntimeError, NotImplementedError):
@@ -72,7 +71,7 @@ def owned_by_torch(tensor: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> DeferredStorage:
-    """The DeferredStorage that a tensor looks at; for a real one, a new one that holds it as it is now."""
+    """The DeferredStorage of a tensor; for a real tensor, a new one with its current content, or a step's input."""
     if type(tensor) is DeferredTensor:
         return tensor._storage
     if session.trace is not None:
@@ -80,7 +79,7 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
             session.trace.record_external(tensor)
             return Hooks.mirror_of(tensor)
         found = storage_at(tensor)
-        if found is not None:  # memory of a weight, by way of numpy or DLPack
+        if found is not None:  # it shares a weight's memory, by NumPy or DLPack
             if found[0].trace is not session.trace:
                 session.trace.adopt(found[0])
             session.trace.record_external(tensor)
@@ -91,13 +90,13 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
 
 
 def outer_geometry(tensor: Tensor) -> Geometry:
-    """How a real tensor from outside a step looks at what `storage_of` gives."""
+    """The geometry of a real tensor from outside a step in its `storage_of`."""
     found = storage_at(tensor)
     return geometry_of(tensor) if found is None else found[1]
 
 
 def ref_of(tensor: Tensor) -> Ref:
-    """How a tensor looks at what its DeferredStorage holds now."""
+    """The Ref of a tensor: its view of the current Value of its DeferredStorage."""
     if type(tensor) is DeferredTensor:
         return tensor._ref()
     value = storage_of(tensor).value

@@ -1,11 +1,11 @@
-"""Control flow inside a step: `torch.cond`, `torch.while_loop` and `scan`, captured as Programs within the Program.
+"""Control flow inside a step: `torch.cond`, `torch.while_loop` and `scan`, captured as nested Programs.
 
-A branch or a loop's body is a *region*: its Python runs once, on tensors that stand for its arguments, and what it
-reads from outside (weights, tensors of the step) is *lifted*: found while it runs, and made an argument too. The step's
-own Program has one operation for the whole, `firstloss::region`, whose lowering is in `lower/control_flow.py`.
+A branch or a loop's body is a *region*: its Python is traced once, and tensors from outside that it reads (weights,
+tensors of the step) are *lifted* to arguments. In the step's Program the whole is one operation, `firstloss::region`,
+which `lower/control_flow.py` lowers.
 
-A region is differentiated by running its Python again with autograd on, inside a region of the backward pass: nothing
-but the arguments is kept between the two, as under `torch.utils.checkpoint`.
+A region is differentiated by running its Python again with autograd on, inside a region of the backward pass: only the
+arguments are saved, as with `torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .tensor import DeferredTensor
 Tensor = torch.Tensor
 
 
-_numbers: dict[Any, int] = {}  # by what tells flows apart: a step that is traced again has the same numbers
+_numbers: dict[Any, int] = {}  # by `_identity`: retracing a step gives the same numbers
 
 
 class _Lift(TorchFunctionMode):
-    """Puts local tensors in place of those from outside, and remembers which."""
+    """Replaces tensors from outside by arguments of the region, and records them."""
 
     def __init__(self, trace: Any, known: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Lift(TorchFunctionMode):
 
 
 def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor] = ()) -> Region:
-    """Run `function` once on tensors shaped as those of `like`. `lifted`: what it is known to read from outside."""
+    """Trace `function` on tensors shaped like those of `like`; `lifted` are tensors from outside known to be read."""
     from .step import StepTrace  # which builds on the recorder, as this does
 
     tracing = StepTrace()
@@ -78,17 +78,17 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
     locals_: list[Any] = [*made, *outside, *(local for _, local in found)]
     if any(x._storage.value is not v for x, v in zip(locals_, inputs, strict=True)):
         raise TraceError(
-            f"{here()}: a branch or a loop's body writes to a tensor from outside of it. Return the new value instead."
+            f"{here()}: a branch or loop body writes to a tensor from outside of it. Return the new value instead."
         )
     if tracing.closures:
         raise TraceError(
-            f"{tracing.closures[0].source}: a step closure or an assertion within a branch or a loop's body would run "
-            "without knowing whether, or how often. Return its tensors from there, and call it outside."
+            f"{tracing.closures[0].source}: a step closure or an assertion is not supported in a branch or loop body. "
+            "Return its tensors from there, and call it outside."
         )
     program = Program({v.label or "in": v for v in inputs}, outputs)
     read = {value for node in program.nodes for value in node.reads()}
     if read & set(tracing.inputs) - set(inputs):
-        raise TraceError(f"{here()}: a branch or a loop's body reads a tensor in a way that capture cannot follow.")
+        raise TraceError(f"{here()}: a branch or loop body reads a tensor in a way that capture does not support.")
     kinds = [(tuple(x.shape), x.dtype) for x in results]
     return Region(program, inputs, [*lifted, *(x for x, _ in found)], kinds, tracing.draws)
 
@@ -102,7 +102,7 @@ def _as_local(lift: _Lift, x: Any) -> DeferredTensor:
 
 
 def run(flow: Flow, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Record the flow as one operation of the step."""
+    """Record `flow` as one operation of the step."""
     number = _numbers.setdefault(_identity(flow), len(_numbers))
     FLOWS.setdefault(number, flow)
     draws = any(region.draws for region in flow.regions)
@@ -118,11 +118,11 @@ def _identity(flow: Flow) -> Any:
         known = [v.real for node in region.program.nodes for v in node.reads() if v.real is not None]
         constants = tuple(str(x.dtype) + str(x.tolist()) for x in known)
         texts.append((str(region.program), constants, len(region.inputs), tuple(region.outputs)))
-    return flow.kind, tuple(texts), flow.carried, flow.walked, flow.reverse, tuple(flow.outputs)
+    return flow.kind, tuple(texts), flow.carried, flow.scanned, flow.reverse, tuple(flow.outputs)
 
 
 class _GeneratorState:
-    """The place in the step's random stream, to draw the same once more."""
+    """The position in the step's random stream, to repeat the same draws."""
 
     def __init__(self) -> None:
         self._state = torch.get_rng_state()  # the trace's own, while one is under way
@@ -137,17 +137,17 @@ class _GeneratorState:
 
 
 def differentiated(function: Callable, tensors: Sequence[Tensor], lifted: Sequence[Tensor], count: int) -> Callable:
-    """(tensors, lifted, gradients of the outputs) → gradients of tensors and of lifted ones: zeros where none flows."""
+    """A function of (tensors, lifted, gradients of the outputs) that returns the gradients of tensors and lifted."""
     wanted = [x.requires_grad for x in (*tensors, *lifted)]
 
     def backward(*args: Tensor) -> list[Tensor]:
         inputs, grads = args[: len(wanted)], args[len(wanted) :]
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(w) for x, w in zip(inputs, wanted, strict=True)]
-            here_, there = leaves[: len(tensors)], leaves[len(tensors) :]
-            known = {id(x): (x, local) for x, local in zip(lifted, there, strict=True)}
+            own, outside = leaves[: len(tensors)], leaves[len(tensors) :]
+            known = {id(x): (x, local) for x, local in zip(lifted, outside, strict=True)}
             with _Lift(session.trace, known):
-                outputs = function(*here_)
+                outputs = function(*own)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
             pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
             targets = [x for x in leaves if x.requires_grad]
@@ -194,7 +194,7 @@ def cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence[Te
 
 
 def _with_lifted(functions: Sequence[Callable], operands: Sequence[Tensor]) -> list[Tensor]:
-    """The operands, and whatever else any of the functions reads: what autograd has to know of."""
+    """The operands and all tensors that the functions read, for autograd."""
     lifted: list[Tensor] = []
     for function in functions:
         lifted = capture(function, operands, lifted).lifted
@@ -206,29 +206,31 @@ class _Cond(torch.autograd.Function):
     def forward(ctx, pred, true_fn, false_fn, count, *tensors):
         ctx.functions, ctx.count, ctx.state = (true_fn, false_fn), count, _GeneratorState()
         ctx.save_for_backward(pred, *tensors)
-        return tuple(_either(pred, ctx.functions, tensors[:count], tensors[count:]))
+        return tuple(_record_cond(pred, ctx.functions, tensors[:count], tensors[count:]))
 
     @staticmethod
     def backward(ctx, *grads):
         pred, *tensors = ctx.saved_tensors
         own, lifted = tensors[: ctx.count], tensors[ctx.count :]
         backwards = [differentiated(f, own, lifted, len(grads)) for f in ctx.functions]
-        found = iter(ctx.state.with_same_draws(_either, pred, backwards, [*tensors, *grads], ()))
+        found = iter(ctx.state.with_same_draws(_record_cond, pred, backwards, [*tensors, *grads], ()))
         return None, None, None, None, *(next(found) if x.requires_grad else None for x in tensors)
 
 
-def _either(pred: Tensor, functions: Sequence[Callable], operands: Sequence[Tensor], lifted: Sequence[Tensor]) -> Any:
+def _record_cond(
+    pred: Tensor, functions: Sequence[Callable], operands: Sequence[Tensor], lifted: Sequence[Tensor]
+) -> Any:
     regions = tuple(capture(f, operands, lifted) for f in functions)
     a, b = (region.outputs for region in regions)
     if a != b:
         raise TraceError(
-            f"{here()}: the branches of torch.cond return {_said(a)} and {_said(b)}. Return the same shapes and dtypes "
-            "from both."
+            f"{here()}: the branches of torch.cond return {_format(a)} and {_format(b)}. Return the same shapes and "
+            "dtypes from both."
         )
     return run(Flow("cond", regions, len(operands), 0, False, a), [pred, *operands])
 
 
-def _said(outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+def _format(outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return "(" + ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in outputs) + ")"
 
 
@@ -256,16 +258,16 @@ class _While(torch.autograd.Function):
         kinds = [(tuple(x.shape), x.dtype) for x in carried]
         if regions[1].outputs != kinds:
             raise TraceError(
-                f"{here()}: the body of torch.while_loop returns {_said(regions[1].outputs)} for {_said(kinds)}. "
-                "Return what it carries with the same shapes and dtypes."
+                f"{here()}: the body of torch.while_loop returns {_format(regions[1].outputs)} for {_format(kinds)}. "
+                "Return the carried tensors with the same shapes and dtypes."
             )
         return tuple(run(Flow("while", regions, count, 0, False, kinds), carried))
 
     @staticmethod
     def backward(ctx, *grads):
         raise TraceError(
-            f"{ctx.source}: a gradient is asked for through torch.while_loop, whose number of rounds is not known. "
-            "Use scan over a fixed number of rounds, with torch.where for those that should do nothing; or detach."
+            f"{ctx.source}: torch.while_loop cannot be differentiated, since its number of iterations is not known. "
+            "Use scan with a fixed number of iterations, and torch.where to skip some of them; or detach."
         )
 
 
@@ -275,7 +277,7 @@ class _While(torch.autograd.Function):
 def scan(
     combine_fn: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Sequence[Any] = ()
 ) -> Any:
-    """`scan` in a step, with init and xs as lists of tensors; returns what the body returns, structured as it is."""
+    """`scan` in a step, with init and xs as lists of tensors; the result has the structure of the body's result."""
     n, m = len(init), len(xs)
     structure: Any = None
 
@@ -289,7 +291,7 @@ def scan(
     lifted = _with_lifted((body,), like)[n + m :]
     out = iter(_Scan.apply(body, n, m, *init, *xs, *lifted))
     spec, is_tensor = structure
-    return pytree.tree_unflatten([next(out) if there else None for there in is_tensor], spec)
+    return pytree.tree_unflatten([next(out) if tensor else None for tensor in is_tensor], spec)
 
 
 class _Scan(torch.autograd.Function):
@@ -303,7 +305,7 @@ class _Scan(torch.autograd.Function):
             out = body(*args)
             return [*out, *(c.clone() for c in args[:n])] if with_carries else out
 
-        out = _walk(step, init, xs, lifted, reverse=False)
+        out = _record_scan(step, init, xs, lifted, reverse=False)
         count = len(out) - (n if with_carries else 0)
         ctx.save_for_backward(*out[count:], *xs, *lifted)
         ctx.grads = [x.requires_grad for x in tensors]
@@ -315,25 +317,25 @@ class _Scan(torch.autograd.Function):
         saved = ctx.saved_tensors
         carries, xs, lifted = saved[:n], saved[n : n + m], saved[n + m :]
         wanted = ctx.grads
-        # Which of the carried tensors take part is for autograd's sake only: all that can have a gradient do.
+        # All carried tensors that can have a gradient require one.
         own = [c[0].detach().requires_grad_(c.is_floating_point() or c.is_complex()) for c in carries]
         own += [x[0].detach().requires_grad_(w) for x, w in zip(xs, wanted[n : n + m], strict=True)]
         backward = differentiated(ctx.body, own, lifted, len(grads))
-        smooth = [i for i, c in enumerate(carries) if c.is_floating_point() or c.is_complex()]
-        learned = [x for x in lifted if x.requires_grad]
-        ending, along = grads[:n], grads[n:]
+        differentiable = [i for i, c in enumerate(carries) if c.is_floating_point() or c.is_complex()]
+        with_grad = [x for x in lifted if x.requires_grad]
+        carry_grads, output_grads = grads[:n], grads[n:]
 
         def step(*args: Tensor) -> list[Tensor]:
-            g_carry, sums, rest = args[:n], args[n : n + len(learned)], args[n + len(learned) :]
+            g_carry, sums, rest = args[:n], args[n : n + len(with_grad)], args[n + len(with_grad) :]
             found = backward(*rest[: n + m], *lifted, *g_carry, *rest[n + m :])
-            new = dict(zip(smooth, found, strict=False))
+            new = dict(zip(differentiable, found, strict=False))
             g_carry = tuple(new.get(i, g).to(g.dtype) for i, g in enumerate(g_carry))
-            g_xs = found[len(smooth) : len(found) - len(learned)]
-            return [*g_carry, *(a + b for a, b in zip(sums, found[len(found) - len(learned) :], strict=True)), *g_xs]
+            g_xs = found[len(differentiable) : len(found) - len(with_grad)]
+            return [*g_carry, *(a + b for a, b in zip(sums, found[len(found) - len(with_grad) :], strict=True)), *g_xs]
 
-        start = [*ending, *(torch.zeros_like(x) for x in learned)]
-        out = ctx.state.with_same_draws(_walk, step, start, [*carries, *xs, *along], lifted, True)
-        found_xs, sums = iter(out[n + len(learned) :]), iter(out[n : n + len(learned)])
+        start = [*carry_grads, *(torch.zeros_like(x) for x in with_grad)]
+        out = ctx.state.with_same_draws(_record_scan, step, start, [*carries, *xs, *output_grads], lifted, True)
+        found_xs, sums = iter(out[n + len(with_grad) :]), iter(out[n : n + len(with_grad)])
         return (
             None,
             None,
@@ -344,21 +346,23 @@ class _Scan(torch.autograd.Function):
         )
 
 
-def _walk(body: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], lifted: Sequence[Tensor], reverse: bool) -> Any:
+def _record_scan(
+    body: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], lifted: Sequence[Tensor], reverse: bool
+) -> Any:
     like = [*init, *(x.detach()[0] for x in xs)]
     region = capture(body, like, lifted)
     kinds = [(tuple(x.shape), x.dtype) for x in init]
     if region.outputs[: len(init)] != kinds:
         raise TraceError(
-            f"{here()}: the body of scan returns {_said(region.outputs[: len(init)])} for {_said(kinds)}, which it "
-            "carries. Return what it carries with the same shapes and dtypes."
+            f"{here()}: the body of scan returns {_format(region.outputs[: len(init)])} for the carried tensors "
+            f"{_format(kinds)}. Return them with the same shapes and dtypes."
         )
     length = xs[0].shape[0]
     outputs = kinds + [((length, *shape), dtype) for shape, dtype in region.outputs[len(init) :]]
     return run(Flow("scan", (region,), len(init), len(xs), reverse, outputs), [*init, *xs])
 
 
-# -- in place of torch's own, while a step is traced --
+# -- patches of torch --
 
 
 def _in_a_step(ours: Callable, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -371,5 +375,5 @@ for _name, _ours in (("cond.CondOp", cond), ("while_loop.WhileLoopOp", while_loo
 
 @replaces("torch._higher_order_ops.utils._hop_compile_and_call")
 def call(original: Callable, function: Callable, args: Any, kwargs: Any = None) -> Any:
-    """Eager PyTorch has these operations traced by dynamo first."""
+    """Call the function directly: eager PyTorch compiles it with Dynamo first."""
     return original(function, args, kwargs) if session.trace is None else function(*args, **(kwargs or {}))

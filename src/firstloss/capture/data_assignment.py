@@ -1,8 +1,8 @@
-"""`weight.data = tensor` in a traced step: the weight has other memory from then on.
+"""`weight.data = tensor` in a traced step, which gives the weight other memory.
 
-A compiled step writes a weight's new content to the memory of the old one. That is the same only where nobody else
-looks at the old memory, or at the new: so whoever looks at the old one is given memory of his own, with what is there
-now, and whoever looks at the new one looks at the weight's from then on.
+A compiled step writes a weight's new content to its old memory instead. That is equivalent only if the old and the new
+memory have no other views: so other views of the old memory get a copy of it, and views of the new memory become views
+of the weight.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..errors import TraceError
 from ..program.graph import Geometry, geometry_of
 from ..program.source import here
 from .session import Tracing
-from .storage_swap import point_at
+from .storage_swap import set_storage
 from .tensor import DeferredStorage, DeferredTensor, is_pending
 
 
 class Viewer(NamedTuple):
-    """A tensor that showed a weight's memory when that was given another.
+    """Another view of a weight's memory, when the weight was given other memory.
 
     Attributes:
-        tensor: it.
-        before: the weight's storage, which it looked at before the step.
-        geometry: how it looks at either.
-        shows: a traced tensor like it, on memory that is no weight's any more.
-        whole: one that is all of that memory.
+        tensor: the view.
+        before: the weight's storage, which it was a view of before the step.
+        geometry: the view's.
+        shows: a traced tensor with the same geometry, on the copy of the old memory.
+        whole: a traced tensor of that whole copy.
     """
 
     tensor: weakref.ref[DeferredTensor]
@@ -40,12 +40,11 @@ class Viewer(NamedTuple):
 
 
 class DataAssignments:
-    """The weights that a step has given other memory.
+    """The weights to which a step has assigned other memory.
 
     Attributes:
-        weights: the storages of weights, each with a traced tensor that is all of its memory before, as the step leaves
-            that, or None if nobody has it.
-        viewers: who looked at that memory.
+        weights: the storages of weights, each with a traced tensor of its old memory, or None if that is not exported.
+        viewers: the other views of the old memory.
     """
 
     def __init__(self, trace: Tracing) -> None:
@@ -53,13 +52,13 @@ class DataAssignments:
         self.weights: dict[DeferredStorage, Any] = {}
         self.viewers: list[Viewer] = []
         self._lent: set[DeferredStorage] = set()
-        self._real: list[tuple[torch.Tensor, Any]] = []  # weights of no backend, and the lines
+        self._real: list[tuple[torch.Tensor, Any]] = []  # weights not on a backend, and the source lines
 
     def assign(self, weight: torch.Tensor, other: Any) -> None:
-        """`weight.data = other`, which is of the same shape and dtype.
+        """Record `weight.data = other`, of the same shape and dtype.
 
         Raises:
-            TraceError: where somebody would look at the weight's new memory whom the step cannot give it.
+            TraceError: if the new memory has other views that the step cannot rebind.
         """
         made = other if type(other) is DeferredTensor and other._storage.trace is self._trace else None
         if made is not None and self._trace.is_external(made._storage):
@@ -69,7 +68,7 @@ class DataAssignments:
         if type(weight) is not DeferredTensor:
             self._real.append((weight, here()))
         elif weight._ref().covers:
-            self._part(weight)
+            self._give_viewers_own_memory(weight)
         elif len(weight._storage.alive()) > 1:
             self.refuse(weight, "takes it from the memory of a larger tensor")
         sharing = [] if made is None else made._storage.alive()
@@ -80,38 +79,38 @@ class DataAssignments:
             weight.copy_(other)
         if type(weight) is DeferredTensor:
             for tensor in sharing:
-                point_at(tensor, weight._storage, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
+                set_storage(tensor, weight._storage, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
 
     def _is_constant(self, other: Any) -> bool:
-        """Whether the step has made it of constants, and nobody else holds it."""
+        """Whether the step has computed `other` from constants."""
         return is_pending(other) and other._storage.value.known
 
-    def _part(self, weight: DeferredTensor) -> None:
-        """Those who look at the memory of `weight` keep what is there now."""
+    def _give_viewers_own_memory(self, weight: DeferredTensor) -> None:
+        """Rebind other views of the memory of `weight` to a copy of it."""
         storage = weight._storage
         if storage.trace is not self._trace:
             self._trace.adopt(storage)
         others = [t for t in storage.alive() if t is not weight]
-        lent = storage not in self.weights and storage.resident is not None and storage.resident.lent
-        kept: Any = None
+        lent = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
+        old_memory: Any = None
         if others or lent:
             value = storage.value
             with torch.no_grad():
-                kept = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
-            before = kept._storage
+                old_memory = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
+            before = old_memory._storage
             for tensor in others:
                 geometry = geometry_of(tensor)
                 shows = DeferredTensor.wrap(before, *geometry)
-                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, shows, kept))
-                point_at(tensor, before, geometry)
+                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, shows, old_memory))
+                set_storage(tensor, before, geometry)
         if lent:
             self._lent.add(storage)
-        self.weights.setdefault(storage, kept if lent else None)
+        self.weights.setdefault(storage, old_memory if lent else None)
 
-    def now_of(self, storage: DeferredStorage) -> DeferredStorage:
-        """What a real tensor looks at that lies in the memory that a weight's `storage` had before the step."""
-        kept = self.weights.get(storage)
-        return storage if kept is None else kept._storage
+    def current_storage(self, storage: DeferredStorage) -> DeferredStorage:
+        """The storage of a real tensor that shares the memory that a weight's `storage` had before the step."""
+        old_memory = self.weights.get(storage)
+        return storage if old_memory is None else old_memory._storage
 
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn:
         """
@@ -119,34 +118,36 @@ class DataAssignments:
             TraceError: always.
         """
         raise TraceError(
-            f"{here()}: the step gives a tensor of shape {list(weight.shape)} other memory by `.data = ...`, which "
-            f"{why}, and others would share it. Write weight.data.copy_(...), or weight.data = ....clone()."
+            f"{here()}: the step assigns other memory to a tensor of shape {list(weight.shape)} by `.data = ...`, "
+            f"which {why}, so that other tensors would share it. Use weight.data.copy_(...), or weight.data = "
+            "....clone()."
         )
 
     def settle(self) -> None:
-        """The step has been traced.
+        """Check the assignments, after the step has been traced.
 
         Raises:
-            TraceError: where somebody holds the memory of a weight that is on no backend.
+            TraceError: if the memory of a weight that is not on a backend is shared.
         """
         for weight, line in self._real:
             storage = weight.untyped_storage()
             if self._trace.views_of(weight) > 1 or storage_use_count(storage) > 2:
                 raise TraceError(
-                    f"{line}: the step gives a tensor of shape {list(weight.shape)} other memory by `.data = ...`, and "
-                    "another tensor, or an array of NumPy's, shows the memory that it has. Write "
-                    "weight.data.copy_(...), which the other will show, too, or make the other one of a clone."
+                    f"{line}: the step assigns other memory to a tensor of shape {list(weight.shape)} by `.data = "
+                    "...`, but another tensor or a NumPy array shares its memory. Use weight.data.copy_(...), which "
+                    "the other one will see, too, or create the other one from a clone."
                 )
 
-    def rejoin(self) -> None:
-        """Everybody looks at what he looked at before the step."""
+    def restore_viewers(self) -> None:
+        """Rebind the other views to the storages from before the step."""
         for tensor, before, geometry, shows, _ in self.viewers:
             viewer = tensor()
             if viewer is not None and viewer._storage is shows._storage:
-                point_at(viewer, before, geometry)
+                set_storage(viewer, before, geometry)
 
     def outdated(self) -> bool:
-        """Whether somebody looks at a weight's memory who did not when the step was traced."""
+        """Whether a weight's memory has other views than when the step was traced."""
         return any(
-            len(storage.alive()) > 1 or storage.resident.lent != (storage in self._lent) for storage in self.weights
+            len(storage.alive()) > 1 or storage.resident.is_exported != (storage in self._lent)
+            for storage in self.weights
         )

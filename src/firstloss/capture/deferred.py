@@ -15,12 +15,12 @@ from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
 from ..gc_pause import paused
 from ..program.source import here, is_machinery, raised_at
-from . import activation_checkpointing as _rematerialize  # noqa: F401 - likewise
+from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import checkpoint_loaders, direct_memory_access, first_use, patches, session
-from . import control_flow as _regions  # noqa: F401 - for its patches
+from . import control_flow as _control_flow  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
-from . import trunc_normal as _truncated  # noqa: F401 - likewise
-from . import untyped_storage as _storages  # noqa: F401 - likewise
+from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
+from . import untyped_storage as _untyped_storage  # noqa: F401 - likewise
 from .distributed import parts_of
 from .generators import POLICIES
 from .recorder import CaptureMode, DeferredTensor
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> AbstractContextManager[None]:
-    """Record what the block does to tensors; compute nothing.
+    """Record the tensor operations in a block without computing them.
 
-    As `with torch.device("meta")`, but the tensors remember how they are made: their device is the one that the
-    code asked for, and `materialize_module` makes them, bit for bit what the block would have made without us.
-    When the block ends, PyTorch's generators stand where they would have stood.
+    Like `with torch.device("meta")`, but the tensors record how they are computed: they report the requested device,
+    and `materialize_module` computes them, bit-identical to running the block eagerly. When the block ends, PyTorch's
+    generators have the same state as after eager execution.
 
     Examples:
         >>> with fl.deferred():
@@ -44,34 +44,33 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
         >>> model = fl.materialize_module(model, device="cpu")
 
     Args:
-        rng: where random numbers come from. "eager" (the default): the stream that eager PyTorch draws from.
-            "counter": normals and uniforms depend on the seed, on which of the block's random operations draws them,
-            and on their place in the tensor, and on nothing else, so that any slice of any weight costs what its
-            length costs, on any mesh and any engine; they are not eager PyTorch's (see docs/random-policies.md). A
-            block inside another has that one's policy.
-        preserve_rng_state: when the block ends, let PyTorch's generators stand where they would if it had drawn
-            nothing, as they do after a constructor on the meta device (what it seeds stays seeded). For scripts
-            that seed, construct on meta, and initialise afterwards: so they draw what they always did. The default
-            leaves generators where eager construction would.
+        rng: the policy of random numbers. "eager" (the default): the numbers of eager PyTorch. "counter": normals and
+            uniforms are a function of the seed, the number of the random operation in the block, and the element's
+            index, so that any slice of a weight can be made at a cost proportional to its length, on any mesh and by
+            any engine; they differ from eager PyTorch's (see docs/random-policies.md). A nested block inherits the
+            policy of the outer one.
+        preserve_rng_state: when the block ends, restore PyTorch's generators as if it had drawn nothing, as after a
+            constructor on the meta device (seeds set in the block remain). For scripts that seed, construct on meta,
+            and initialize afterwards. By default generators are left as by eager construction.
 
     Returns:
         A context manager; entering it gives None.
 
     Raises:
-        CaptureError: if there is no such policy, if the block is inside one of another, or one that preserves the
-            generators is inside one that does not; or if the default device is meta.
+        CaptureError: if the policy does not exist or differs from that of an enclosing block; if the block preserves
+            the generators inside one that does not; or if the default device is meta.
     """
     if torch.get_default_device().type == "meta":
         raise CaptureError(
-            f"{here()}: the default device is meta, on which nothing is ever initialised, so there would be nothing to "
-            "defer. Leave out torch.device('meta') around the constructor, and torch.set_default_device('meta'): a "
-            "deferred constructor computes nothing either, and remembers what the weights shall hold."
+            f"{here()}: the default device is meta, where tensors are never initialized, so there would be nothing to "
+            "defer. Remove torch.device('meta') around the constructor, or torch.set_default_device('meta'): a "
+            "deferred constructor computes nothing either, and records how the weights are initialized."
         )
     policy = _policy(rng)
     if preserve_rng_state and session.depth and not session.generators.preserve:
         raise CaptureError(
-            f"{here()}: preserve_rng_state=True inside a block without it: the outer block goes on drawing where this "
-            "one would stop. Say it of the outer block, or put this one after it."
+            f"{here()}: preserve_rng_state=True inside a block without it: the outer block would go on drawing the "
+            "numbers that this one has drawn. Pass it to the outer block, or put this block after it."
         )
     return _deferred(policy, preserve_rng_state)
 
@@ -81,7 +80,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
     first_use.disable_first_use()
     try:
-        with timeline.span("capture"), paused(), checkpoint_loaders.in_this_thread(), CaptureMode():
+        with timeline.span("capture"), paused(), checkpoint_loaders.synchronous(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)
@@ -89,47 +88,47 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
         raise
     finally:
         session.leave()
-        patches.teach_dynamo()
-        checkpoint_loaders.teach()
+        patches.install_in_dynamo()
+        checkpoint_loaders.install()
         if not session.depth and session.trace is None:
             first_use.enable_first_use()
 
 
 def _explain_no_cuda(error: Exception) -> None:
-    """An error of ours in place of torch's, where a constructor asks for a GPU that this machine does not have."""
+    """Replace torch's error for a constructor that requests a GPU on a machine without one."""
     found = traceback.extract_tb(error.__traceback__)
     if not found or not found[-1].filename.endswith(os.path.join("torch", "cuda", "__init__.py")):
         return
     where = next((f"{f.filename}:{f.lineno}" for f in reversed(found) if not is_machinery(f.filename)), str(here()))
     reason = str(error).splitlines()[0].rstrip(".")
     raise CaptureError(
-        f"{where}: the constructor asks for a CUDA device, and there is none here ({reason}). What a GPU would draw "
-        "depends on the GPU, so it is captured where there is one. Construct for the CPU, and move the weights where "
-        "they are needed: firstloss.materialize_module(module, device='cuda')."
+        f"{where}: the constructor requests a CUDA device, and this machine has none ({reason}). The random numbers of "
+        "a GPU depend on the GPU, so they can only be captured where there is one. Construct on the CPU, and move the "
+        "weights: firstloss.materialize_module(module, device='cuda')."
     ) from error
 
 
 def _explain_memory(error: Exception) -> None:
-    """An error of ours in place of torch's, where a function in C wants the memory of a deferred tensor."""
+    """Replace torch's error for a C function that accesses the memory of a deferred tensor."""
     if isinstance(error, CaptureError) or not direct_memory_access.is_unallocated(error):
         return
     raise CaptureError(
-        f"{raised_at(error)}: this line calls a function that reads or writes the memory of a tensor without telling "
-        "PyTorch's dispatcher, and a deferred tensor has none. Construct that part outside of the deferred block, or "
-        "give the function a copy with memory of its own: torch.tensor(x.tolist())."
+        f"{raised_at(error)}: this line calls a function that accesses the memory of a tensor without PyTorch's "
+        "dispatcher, and a deferred tensor has no memory. Construct that part outside of the deferred block, or pass a "
+        "copy that has memory: torch.tensor(x.tolist())."
     ) from error
 
 
 def _policy(rng: str | None) -> str:
     if rng is not None and rng not in POLICIES:
-        raise CaptureError(f"{here()}: rng={rng!r} is not a policy. Write rng='eager' or rng='counter'.")
+        raise CaptureError(f"{here()}: rng={rng!r} is not a policy. Use rng='eager' or rng='counter'.")
     if not session.depth:
         return rng or "eager"
     outer = session.generators.policy
     if rng not in (None, outer):
         raise CaptureError(
-            f"{here()}: rng={rng!r} inside a block with rng={outer!r}: both would draw from the same generators. Leave "
-            "rng out here, or end the outer block first."
+            f"{here()}: rng={rng!r} inside a block with rng={outer!r}: both would draw from the same generators. Omit "
+            "rng here, or end the outer block first."
         )
     return outer
 
@@ -137,7 +136,7 @@ def _policy(rng: str | None) -> str:
 def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call `fn(*args, **kwargs)` without computing.
 
-    All arguments are `fn`'s. For another policy of random numbers write `with fl.deferred(rng="counter"):`.
+    All arguments are passed to `fn`. For another random policy use `with fl.deferred(rng="counter"):`.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -147,25 +146,25 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         True
 
     Args:
-        fn: a constructor: any callable that makes tensors, such as a Module's class.
+        fn: a constructor: any callable that creates tensors, such as a Module class.
         *args, **kwargs: its arguments.
 
     Returns:
-        What `fn` returns, with deferred tensors in it.
+        The result of `fn`, which contains deferred tensors.
 
     Raises:
-        NothingDeferredError: if what `fn` returns holds no tensor, or `fn` is a module that has been constructed.
+        NothingDeferredError: if the result contains no tensor, or if `fn` is a module instance.
     """
     if not callable(fn):
         raise NothingDeferredError(
-            f"{here()}: deferred_init takes a constructor to call, and {type(fn).__name__} cannot be called. Write "
+            f"{here()}: deferred_init takes a constructor, and a {type(fn).__name__} is not callable. Use "
             "deferred_init(Model, ...) or deferred_init(lambda: Model(...))."
         )
     if isinstance(fn, torch.nn.Module) and not args and not kwargs:
         name = type(fn).__name__
         raise NothingDeferredError(
-            f"{here()}: deferred_init is given a {name} that is constructed already, eagerly. Give it the constructor "
-            f"and its arguments: deferred_init({name}, ...)."
+            f"{here()}: deferred_init was given a {name} instance, which has already been constructed eagerly. Pass "
+            f"the constructor and its arguments: deferred_init({name}, ...)."
         )
     with deferred():
         result = fn(*args, **kwargs)
@@ -173,14 +172,14 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     if not any(True for _ in tensors_in(result)):
         name = getattr(fn, "__qualname__", repr(fn))
         raise NothingDeferredError(
-            f"{here()}: {name} returned {_describe(result)}, which holds no tensor, so there is nothing to "
-            "initialise. Pass a callable that returns an nn.Module or a tensor."
+            f"{here()}: {name} returned {_describe(result)}, which contains no tensor, so there is nothing to "
+            "initialize. Pass a callable that returns an nn.Module or a tensor."
         )
     return result
 
 
 def _redeem_tickets(result: Any) -> None:
-    """Generators and their states that the constructor kept: nobody will know tickets when the capture has ended."""
+    """Replace tickets in generators and states that the result holds, since they are invalid after the capture."""
     for module in result.modules() if isinstance(result, torch.nn.Module) else ():
         for attribute in (*buffers_of(module).values(), *vars(module).values()):
             if isinstance(attribute, torch.Generator):
@@ -197,7 +196,7 @@ def _describe(result: Any) -> str:
 
 
 def tensors_in(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a module, a tensor, or lists, tuples and dicts of them."""
+    """The tensors in a module, a tensor, or nested lists, tuples and dicts of them."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, torch.nn.Module):
@@ -237,7 +236,7 @@ _MODULE_TABLES = frozenset(vars(torch.nn.Module()))
 
 
 def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a container that a module keeps as an attribute."""
+    """The tensors in a container that is an attribute of a module."""
     items = container.items() if isinstance(container, dict) else enumerate(container)
     for key, item in items:
         if isinstance(item, torch.Tensor):
@@ -247,7 +246,7 @@ def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str,
 
 
 def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
-    """Whether a tensor, or any parameter or buffer of a module, is still a recipe.
+    """Whether a tensor, or any parameter or buffer of a module, is still deferred.
 
     Examples:
         >>> model = fl.deferred_init(nn.Linear, 8, 4)
@@ -260,7 +259,7 @@ def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
         what: a Module or a tensor.
 
     Returns:
-        False once all has been materialized.
+        False if everything has been materialized.
     """
     tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
     return any(type(t) is DeferredTensor and state_of(t._storage).pending for t in tensors)

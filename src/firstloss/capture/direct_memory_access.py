@@ -1,7 +1,4 @@
-"""Functions of PyTorch that read or write memory without calling the dispatcher: numbers in lists, split indices.
-
-A deferred tensor has no memory, nor has a traced one. The functions that do so are replaced.
-"""
+"""Patches of PyTorch functions that access memory without the dispatcher, which deferred and traced tensors lack."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from .tensor import DeferredTensor
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
-# What PyTorch says when a function that is not replaced, or that was imported by its name before it was, wants memory.
+# PyTorch's errors in functions that are not patched, or that were imported by name before.
 _UNALLOCATED = ("its data is not allocated yet", "Cannot access data pointer of Tensor")
 
 
@@ -30,17 +27,17 @@ def is_unallocated(error: BaseException) -> bool:
 
 
 def message(source: Source) -> str:
-    """The error of a step whose line `source` wants a tensor's memory."""
+    """The error for a step whose line `source` accesses a tensor's memory."""
     return (
-        f"{source}: this line reads the memory of a tensor, while the step is being traced, when no tensor has any "
-        "yet. Compute with torch's operations, and give numbers as Python has them, as in x.tensor_split((2, 5)); "
-        "torch.tensor, torch.as_tensor and torch.tensor_split take traced tensors, if called by these full names."
+        f"{source}: this line reads the memory of a tensor while the step is being traced, when tensors have no "
+        "memory. Compute with torch's operations, and pass Python numbers, as in x.tensor_split((2, 5)); torch.tensor, "
+        "torch.as_tensor and torch.tensor_split accept traced tensors if they are called by these full names."
     )
 
 
 @replaces("torch.tensor_split", "torch.Tensor.tensor_split")
 def tensor_split(original: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As `original`, which reads the places to split at straight from a tensor's memory."""
+    """As `original`, which reads the split indices directly from a tensor's memory."""
     args = tuple(a.tolist() if type(a) is DeferredTensor else a for a in args)
     kwargs = {k: v.tolist() if type(v) is DeferredTensor else v for k, v in kwargs.items()}
     return original(x, *args, **kwargs)
@@ -48,16 +45,16 @@ def tensor_split(original: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> A
 
 @replaces("torch.linalg.matrix_rank")
 def matrix_rank(original: Any, *args: Any, out: Any = None, **kwargs: Any) -> torch.Tensor:
-    """As `original`, which leaves an `out` as it was where a tensor's memory is not its own to write."""
+    """As `original`, which does not write to a deferred `out`."""
     rank = original(*args, **kwargs)
     return rank if out is None else torch.add(rank, 0, out=out)
 
 
 @replaces(*(f"torch.Tensor.{name}" for name in READ_IN_MEMORY))
 def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As `original`, a method that gives the values of real tensors; the trace under way is told what its step reads.
+    """As `original`, a method that reads values of real tensors; records the read in the active trace.
 
-    Weights are made meanwhile, by other threads, and by code of ours.
+    Reads by Firstloss itself are not recorded.
     """
     ours = getframe(2).f_code.co_filename.startswith(_OURS)
     if ours or session.trace is None or type(self) is DeferredTensor or self.is_meta:
@@ -65,13 +62,13 @@ def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     self = session.trace.read_real(self)
     if type(self) is DeferredTensor:  # the step has written to it
         return getattr(self, original.__name__)(*args, **kwargs)
-    with DisableTorchDispatch():  # else what it detaches were a tensor of the step, without memory
+    with DisableTorchDispatch():  # else its detach() would be recorded
         return original(self, *args, **kwargs)
 
 
 @replaces("torch.tensor", "torch.as_tensor", "torch.asarray")
 def tensor(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `original`, which reads the numbers in a list straight from memory: those of deferred tensors are stacked."""
+    """As `original`, which reads numbers in a list directly from memory; stacks those of deferred tensors."""
     try:
         return original(*args, **kwargs)
     except RuntimeError as error:
@@ -85,7 +82,7 @@ def tensor(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 @replaces("torch.Tensor.new_tensor")
 def new_tensor(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `original`: likewise."""
+    """As `original`; stacks numbers of deferred tensors."""
     return tensor(functools.partial(original, self), *args, **kwargs)
 
 

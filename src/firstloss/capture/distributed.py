@@ -1,8 +1,8 @@
-"""Deferred tensors and torch.distributed: collectives move nothing, since every rank has the same recipe.
+"""Deferred tensors with torch.distributed: nothing is sent, since every rank has the same recipe.
 
-`distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. A deferred weight is no data but
-a recipe, and as long as every rank runs the same constructor from the same seed, all have it: so each takes its own
-part of it, as with `src_data_rank=None`. `fully_shard` communicates nothing, and needs nothing done.
+`distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. For a deferred weight every rank
+has the recipe, as long as all run the same constructor from the same seed: so each takes its own shard of it, as with
+`src_data_rank=None`. `fully_shard` does not communicate, and needs no special handling.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..compat.patches import put
+from ..compat.patches import install_patch
 from ..compat.python_names import getframe
 from ..compat.torch_names import local_tensor_or
 from ..errors import CaptureError
@@ -25,28 +25,28 @@ _installers: list[Callable[[Any], None]] = []
 _prepared = False
 
 
-# The namespaces of operations that talk to other ranks.
+# The namespaces of operations that communicate with other ranks.
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
 
 
 def refuse(op: Any) -> NoReturn:
-    """A collective was called with a deferred tensor."""
-    if "deepspeed.runtime.zero.partition_parameters" in sys.modules and _below("deepspeed"):
+    """Refuse a collective on a deferred tensor."""
+    if "deepspeed.runtime.zero.partition_parameters" in sys.modules and _is_on_stack("deepspeed"):
         raise CaptureError(
             f"{here()}: DeepSpeed's zero.Init sends each weight to other ranks while the constructor runs, and in a "
-            "deferred block there is nothing to send. Construct without it, and hand the module over: model = "
-            "firstloss.deferred_init(Model); deepspeed.zero.Init(module=model, config_dict_or_path=config), or "
-            "deepspeed.initialize(model=model, ...) alone."
+            "deferred block weights have no values. Construct without it, and pass it the module: model = "
+            "firstloss.deferred_init(Model); deepspeed.zero.Init(module=model, config_dict_or_path=config), or only "
+            "deepspeed.initialize(model=model, ...)."
         )
     raise CaptureError(
-        f"{here()}: {op} sends a deferred tensor to other ranks, and there is nothing to send yet. Every rank that "
-        "runs the same constructor from the same seed makes the same values: leave the call out, or call "
+        f"{here()}: {op} sends a deferred tensor, which has no values yet, to other ranks. Every rank that runs the "
+        "same constructor from the same seed computes the same values: remove the call, or call "
         "firstloss.materialize_tensor(tensor), or firstloss.materialize_module(model), before it."
     )
 
 
-def _below(package: str) -> bool:
-    """Whether code of this package is running."""
+def _is_on_stack(package: str) -> bool:
+    """Whether a function of this package is on the call stack."""
     frame: Any = getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == package:
@@ -55,25 +55,25 @@ def _below(package: str) -> bool:
     return False
 
 
-# Where a parameter's address is its name, and nothing else: `Accelerator.prepare` finds by it, after `fully_shard`, the
-# sharded parameter that takes an optimizer's parameter's place.
-_ADDRESSES_ARE_NAMES = frozenset({"accelerate.accelerator"})
+# Modules that use a parameter's address only as an id: `Accelerator.prepare` maps an optimizer's parameters to those
+# after `fully_shard`.
+_USE_ADDRESS_AS_ID = frozenset({"accelerate.accelerator"})
 
 
 def wants_address_as_id() -> bool:
-    """Whether who has called our caller asks for an address to know a tensor by it, and reads nothing there."""
-    return getframe(2).f_globals.get("__name__") in _ADDRESSES_ARE_NAMES
+    """Whether the caller's caller uses a tensor's address only as an id."""
+    return getframe(2).f_globals.get("__name__") in _USE_ADDRESS_AS_ID
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a DTensor; any other tensor is returned as it is."""
+    """The local shard of a DTensor; any other tensor is returned unchanged."""
     return local_tensor_or(tensor, tensor)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor is made of: what this rank holds of a DTensor, what a wrapper class wraps."""
+    """The plain tensors in a tensor: the local shard of a DTensor, the inner tensors of a wrapper subclass."""
     local = local_part(tensor)
-    flatten = getattr(type(local), "__tensor_flatten__", None)  # as torch.compile has it
+    flatten = getattr(type(local), "__tensor_flatten__", None)
     if flatten is None:
         yield local
         return
@@ -83,17 +83,17 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def prepare(is_deferred: Callable[[Any], bool]) -> None:
-    """Teach the DTensor API, once it has been imported, to leave deferred tensors where they are.
+    """Patch the DTensor API, once it has been imported, not to send deferred tensors.
 
-    Called when a deferred tensor is detached: that is how `distribute_tensor` begins.
+    Called when a deferred tensor is detached, which is the first thing that `distribute_tensor` does.
     """
     global _prepared
     if _prepared or _MODULE not in sys.modules:
         return
     _prepared = True
     for kind in ("Shard", "_StridedShard"):
-        put(f"{_MODULE}.{kind}._shard_tensor", partial(_split_only, is_deferred))
-    put(f"{_MODULE}.mesh_broadcast", partial(_skip_if_deferred, is_deferred))
+        install_patch(f"{_MODULE}.{kind}._shard_tensor", partial(_split_only, is_deferred))
+    install_patch(f"{_MODULE}.mesh_broadcast", partial(_skip_if_deferred, is_deferred))
     from torch.distributed.tensor import DTensor
 
     for install in _installers:
@@ -101,7 +101,7 @@ def prepare(is_deferred: Callable[[Any], bool]) -> None:
 
 
 def when_imported(install: Callable[[Any], None]) -> None:
-    """Have `install` called with the DTensor class when that has been imported and a deferred tensor meets it."""
+    """Register a callback that is called with the DTensor class when that is first used with a deferred tensor."""
     _installers.append(install)
 
 

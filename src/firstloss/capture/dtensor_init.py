@@ -1,8 +1,8 @@
 """Initialize DTensors whose shards are deferred as a single process would, not with separate draws on each rank.
 
-`fully_shard(model); model.init_weights()` fills DTensors, and PyTorch has each rank draw its shard by itself: other
-numbers on every mesh, and on a CPU mesh the same ones on every rank. Where the shard is deferred, the operation is
-recorded on a whole tensor instead, of which this rank's part is then copied; making that part makes no more than it.
+`fully_shard(model); model.init_weights()` fills DTensors. In PyTorch each rank draws its own shard, so the numbers
+depend on the mesh, and on a CPU mesh all ranks draw the same ones. If the shard is deferred, the operation is recorded
+on a whole tensor instead, from which this rank's shard is copied; only that shard is computed.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Any
 
 import torch
 
-from ..compat.patches import put, replaces
+from ..compat.patches import install_patch, replaces
 from ..compat.torch_names import local_tensor, local_tensor_or, operation_handlers
 from .tensor import Hooks, is_pending
 
 aten = torch.ops.aten
 
-# They replace what their target held; PyTorch would run them shard by shard.
+# In-place fills, which PyTorch would run on each shard.
 _FILLS = [
     *(getattr(aten, name).default for name in "normal_ uniform_ exponential_ cauchy_ log_normal_ geometric_".split()),
     *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to, aten.bernoulli_.float),
 ]
 _LIKE = [aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype]
 _EYE = [aten.eye.m_out, aten.eye.out]
-# Initialisers that PyTorch builds of operations that DTensors do not have, or have otherwise.
-_INITIALISERS = ("torch.nn.init.orthogonal_", "torch.nn.init.sparse_", "torch.nn.init.dirac_")
+# Initializers that use operations which DTensors do not support, or compute differently.
+_INITIALIZERS = ("torch.nn.init.orthogonal_", "torch.nn.init.sparse_", "torch.nn.init.dirac_")
 _PADDING = tuple(f"torch.nn.{kind}._fill_padding_idx_with_zero" for kind in ("Embedding", "EmbeddingBag"))
 
 
 def shard_is_deferred(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor of which this rank's shard has not been made."""
+    """Whether `tensor` is a DTensor whose local shard is deferred."""
     return is_pending(local_tensor_or(tensor, None))
 
 
 def fill_as_one_process(tensor: Any, fill: Callable[[torch.Tensor], Any]) -> Any:
-    """Give the DTensor `tensor` what `fill` makes of a whole tensor like it; returns `tensor`."""
+    """Apply `fill` to a whole tensor, and copy this rank's shard of it to the DTensor `tensor`; returns `tensor`."""
     with torch.no_grad():
         whole = _whole(tensor, tensor.dtype)
         fill(whole)
@@ -57,7 +57,7 @@ def _distributed(whole: torch.Tensor, like: Any) -> Any:
 
 
 def install(dtensor: Any) -> None:
-    """Teach the DTensor class; called once, when it has been imported."""
+    """Install handlers in the DTensor class; called once, when it has been imported."""
     handlers = operation_handlers(dtensor)
     for op in _FILLS:
         handlers[op] = _deferred_handler(handlers, op, _fill)
@@ -65,8 +65,8 @@ def install(dtensor: Any) -> None:
         handlers[op] = _deferred_handler(handlers, op, _like)
     for op in _EYE:
         handlers[op] = _deferred_handler(handlers, op, _eye, target="out")
-    for name in (*_INITIALISERS, *_PADDING):
-        put(name)
+    for name in (*_INITIALIZERS, *_PADDING):
+        install_patch(name)
 
 
 def _fill(op: Any, args: tuple, kwargs: dict) -> Any:
@@ -83,7 +83,7 @@ def _eye(op: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _deferred_handler(handlers: dict, op: Any, handle: Callable, target: str | None = None) -> Callable:
-    """What to do for `op`: `handle` it where the shard is deferred, else what PyTorch does."""
+    """A handler of `op` that calls `handle` if the shard is deferred, else PyTorch."""
 
     def handler(op_call: Any, args: tuple, kwargs: dict) -> Any:
         if shard_is_deferred(args[0] if target is None else kwargs[target]):
@@ -103,9 +103,9 @@ def _without_handler(handlers: dict, op: Any, handler: Callable) -> Iterator[Non
         handlers[op] = handler
 
 
-@replaces(*_INITIALISERS)
-def initialise(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """As the initialiser `original`."""
+@replaces(*_INITIALIZERS)
+def initialize(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """As the initializer `original`."""
     if shard_is_deferred(tensor):
         return fill_as_one_process(tensor, lambda whole: original(whole, *args, **kwargs))
     return original(tensor, *args, **kwargs)
@@ -113,7 +113,7 @@ def initialise(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 @replaces(*_PADDING)
 def fill_padding(original: Any, self: Any) -> None:
-    """The row of `padding_idx` of this rank's part; DTensors would gather the whole weight, and edit a copy."""
+    """Zero the row `padding_idx` of the local shard; DTensor would gather the whole weight and edit a copy."""
     if self.padding_idx is None or not shard_is_deferred(self.weight):
         original(self)
         return

@@ -17,8 +17,8 @@ from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
 from .file_value import FileValue
 from .op_call import OpCall
-from .shapes import infer, is_unusual
-from .storage_swap import reseat
+from .shapes import infer, is_not_strided
+from .storage_swap import rebind
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend
 from .tensor_states import OnBackend, state_of
 
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 
 def value_of(tensor: DeferredTensor) -> Tensor:
-    """The real content of `tensor`, in memory of its own; the tensor stays deferred."""
+    """A copy of the content of `tensor`; the tensor stays deferred."""
     if session.trace is not None:
         real = known(tensor)
         if real is None:
@@ -38,31 +38,31 @@ def value_of(tensor: DeferredTensor) -> Tensor:
 
 
 def memory_of(tensor: DeferredTensor, lasting: bool) -> Tensor:
-    """A real tensor on the memory in which the content of a tensor on a backend lives from here on."""
+    """A real tensor that shares the memory of a tensor on a backend."""
     storage = tensor._storage
     with DisableTorchDispatch(), torch.no_grad():
         memory = storage.resident.memory(lasting)
-        if storage.resident.lent:
+        if storage.resident.is_exported:
             record_exported_memory(storage)
         ref = tensor._ref()
         return memory.detach() if ref.whole else ref.view(memory)
 
 
 def run_for_real(call: OpCall) -> Any:
-    """No deferred tensor is written: compute, as eager PyTorch would; deferred arguments are computed first."""
+    """Run a call that writes to no deferred tensor; its deferred arguments are computed first."""
     args, kwargs = (call.args, call.kwargs) if not call.deferred else _real_arguments(call)
     return _call(call, args, kwargs)
 
 
-def read_and_run(call: OpCall) -> Any:
-    """All that is deferred about the tensors is that they are in a file: read them, for good, and compute."""
+def run_from_file(call: OpCall) -> Any:
+    """Run a call whose deferred tensors are all in files: materialize them first."""
     for tensor in call.deferred:
         Hooks.materialize(tensor)
     return _call(call, call.args, call.kwargs)
 
 
 def call_with_content(call: OpCall) -> Any:
-    """What `call` returns on the very memory of its tensors; those that it writes to are real."""
+    """Run a call on the memory of its tensors, without copies; it writes to real tensors only."""
 
     def real(arg: Any) -> Any:
         if type(arg) is DeferredTensor:
@@ -72,38 +72,38 @@ def call_with_content(call: OpCall) -> Any:
     return _call(call, [real(a) for a in call.args], {k: real(v) for k, v in call.kwargs.items()})
 
 
-def run_now_for_metadata(call: OpCall) -> Any:
-    """Shapes, scalars or the way a stream goes on depend on values: compute this one call now."""
+def run_now(call: OpCall) -> Any:
+    """Run a call now, because its result's shape, its stream position or Python depends on values."""
     args, kwargs = _real_arguments(call)
     result = _call(call, args, kwargs)
-    # The values were computed on memory of our own; what is written there becomes the new content.
+    # It wrote to copies, whose content becomes the new content of the deferred tensors.
     for t, new in zip(call.written(), OpCall(call.op, call.traits, tuple(args), kwargs).written(), strict=True):
         if type(t) is DeferredTensor:
-            _take_over(t, new)
+            _replace_content(t, new)
     if any(where is not None for where in call.traits.returns):
         results = result if isinstance(result, (list, tuple)) else (result,)
         returned = tuple(
-            _known(r) if where is None else call.argument(where)
+            _as_constant(r) if where is None else call.argument(where)
             for where, r in zip(call.traits.returns, results, strict=True)
         )
         return returned if len(returned) > 1 else returned[0]
     if isinstance(result, (list, tuple)):
-        return type(result)(_known(r) for r in result)
-    return _known(result)
+        return type(result)(_as_constant(r) for r in result)
+    return _as_constant(result)
 
 
-def _known(result: Any) -> Any:
-    if not isinstance(result, Tensor) or is_unusual(result):
+def _as_constant(result: Any) -> Any:
+    if not isinstance(result, Tensor) or is_not_strided(result):
         return result
     return constant_tensor(result, copy=False)
 
 
-def _take_over(target: DeferredTensor, new: Tensor) -> None:
-    """What `new` holds is what `target` shows from now on."""
-    if target.shape != new.shape:  # an `out` that was resized to fit
+def _replace_content(target: DeferredTensor, new: Tensor) -> None:
+    """Make the content of `new` that of `target`."""
+    if target.shape != new.shape:  # a resized `out`
         with DisableTorchDispatch():
             fresh = constant_tensor(new.contiguous().clone(), copy=False)
-        reseat(target, fresh._storage, geometry_of(fresh))
+        rebind(target, fresh._storage, geometry_of(fresh))
         return
     storage = target._storage
     with DisableTorchDispatch(), torch.no_grad():
@@ -114,7 +114,7 @@ def _take_over(target: DeferredTensor, new: Tensor) -> None:
 
 
 def run_on_resident(call: OpCall) -> Any:
-    """Eager work on weights that live on a backend: views stay views, the rest is computed on the host."""
+    """Run a call on tensors on a backend: views stay views, everything else is computed on the host."""
     if call.traits.view:
         views = [DeferredTensor.wrap(call.deferred[0]._storage, *g) for g in infer(call).geometry]
         return views[0] if call.returns_one() else views
@@ -122,15 +122,15 @@ def run_on_resident(call: OpCall) -> Any:
     for t in written:
         if is_pending(t):
             raise CaptureError(
-                f"{here()}: {call.op} writes to a tensor that is still deferred, from one that lives on a backend. "
-                "Call firstloss.materialize_tensor on the first."
+                f"{here()}: {call.op} writes from a tensor on a backend to one that is still deferred. Call "
+                "firstloss.materialize_tensor on the latter first."
             )
     if call.op is aten.copy_.default and _is_read_per_device(*call.args[:2]):
         call.args[0]._storage.resident.replace_from(call.args[1]._storage.value)
         return call.args[0]
     fresh = []
     for t in written:
-        # From here on its host copy may be written, and goes back before the next step.
+        # Its host copy may be written now, and is written back before the next step.
         others = sum(other._storage is t._storage for other in call.deferred) > 1
         if t._storage.resident.begin_edit(whole=call.traits.fill and t._ref().covers and not others):
             fresh.append(t._storage.resident)
@@ -149,16 +149,16 @@ def run_on_resident(call: OpCall) -> Any:
 
 
 def _is_read_per_device(target: DeferredTensor, source: Any) -> bool:
-    """Whether all of a weight on a mesh is to become what is in a file: each device then reads its part alone."""
+    """Whether a whole weight on a mesh is loaded from a file, so that each device reads only its shard."""
     if not is_pending(source) or not on_backend(target):
         return False
     new, old = source._storage.value, target._storage.value
-    alike = (new.shape, new.dtype) == (old.shape, old.dtype) and source._ref().whole and target._ref().whole
-    return type(new) is FileValue and alike and target._storage.resident.sharding is not None
+    same = (new.shape, new.dtype) == (old.shape, old.dtype) and source._ref().whole and target._ref().whole
+    return type(new) is FileValue and same and target._storage.resident.sharding is not None
 
 
 def content(tensor: Tensor) -> Tensor:
-    """The values of `tensor`, not to be written: where it can, without a copy."""
+    """The values of `tensor`, if possible without a copy; must not be modified."""
     if type(tensor) is not DeferredTensor:
         return tensor
     return state_of(tensor._storage).content(tensor)
@@ -176,7 +176,7 @@ def _call(call: OpCall, args: Any, kwargs: dict) -> Any:
 def _real_arguments(call: OpCall) -> tuple[Any, dict[str, Any]]:
     refs: list[Ref] = [t._ref() for t in call.deferred if state_of(t._storage).pending]
     with DisableTorchDispatch():
-        real = iter(replay.compute(refs)) if refs else iter(())  # together: they may have much in common
+        real = iter(replay.compute(refs)) if refs else iter(())  # together, to share work
 
         def made(arg: Any) -> Any:
             if type(arg) is DeferredTensor:

@@ -1,6 +1,6 @@
 """Memory of tensors on a backend that was exported: by `numpy()`, DLPack or as an address.
 
-A real tensor on it is one more view of the storage whose content is there.
+A real tensor in that memory is treated as another view of the storage.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..program.graph import Geometry, span
 from ..program.source import here
 from . import session
 
-Storage = Any  # a DeferredStorage: `tensor.py` knows this file
+Storage = Any  # a DeferredStorage; `tensor.py` imports this module
 
-# The addresses where it begins, in order, and the storage whose content is there.
+# The sorted addresses of exported memory, and the storages.
 _begins: list[int] = []
 _storages_at: dict[int, weakref.ref[Storage]] = {}
 
 
 def record_exported_memory(storage: Storage) -> None:
-    """The content of `storage` lives in memory that was handed out."""
+    """Record that the memory of `storage` has been exported."""
     begin, _ = storage.resident.extent()
     known = _storages_at.get(begin)
     if known is not None and known() is storage:
@@ -39,36 +39,39 @@ def record_exported_memory(storage: Storage) -> None:
 
 
 def _record_moves() -> None:
-    """Somebody may have had a storage grow, through a real tensor that has it, too: it lies elsewhere then."""
+    """Update addresses, since a storage may have been resized through a real tensor that shares it."""
     for begin in list(_begins):
-        ref = _storages_at.get(begin)  # none, where an entry before this one has moved there
+        ref = _storages_at.get(begin)  # None if an earlier entry has moved there
         storage = None if ref is None else ref()
-        if storage is not None and storage.resident is not None and storage.resident.lent:
+        if storage is not None and storage.resident is not None and storage.resident.is_exported:
             record_exported_memory(storage)
 
 
 def storage_at(tensor: torch.Tensor) -> tuple[Storage, Geometry] | None:
-    """The storage on a backend whose content lives in the memory of the real `tensor`, and the tensor's geometry in it.
+    """The storage on a backend that the real `tensor` shares memory with, and the tensor's geometry in it.
 
     Raises:
-        TraceError: in a step, if that is a part of the tensor's memory only.
+        TraceError: in a step, if they share only a part of the tensor's memory.
     """
-    for storage, offset in storages_met_by(tensor):
+    for storage, offset in overlapping_storages(tensor):
         if offset is not None:
             if session.trace is not None:
-                storage = session.trace.new_memory.now_of(storage)
+                storage = session.trace.new_memory.current_storage(storage)
             return storage, (tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
         if session.trace is not None:
             raise TraceError(
-                f"{here()}: this tensor of shape {list(tensor.shape)} and a weight share a part of their memory, which "
-                "a step cannot follow. Use views of the weight in the step, or a clone of the tensor."
+                f"{here()}: this tensor of shape {list(tensor.shape)} and a weight partly overlap in memory, which a "
+                "step does not support. Use views of the weight in the step, or a clone of the tensor."
             )
     return None
 
 
-def storages_met_by(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | None]]:
-    """The storages on a backend into whose memory the real `tensor` reaches, and its offset, in elements, in each; None
-    where it does not lie in that memory as a view of it would."""
+def overlapping_storages(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | None]]:
+    """The storages on a backend that overlap the real `tensor` in memory.
+
+    Yields:
+        Each storage, with the offset of `tensor` in elements; None if it is not a view of the storage.
+    """
     if not _begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return
     if session.trace is not None:
@@ -87,17 +90,17 @@ def storages_met_by(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | None]
 
 
 def is_exported(address: int) -> bool:
-    """Whether memory of a tensor on the backend that was handed out begins there."""
+    """Whether exported memory begins at `address`."""
     return address in _storages_at and _exported_at(address) is not None
 
 
 def _exported_at(begin: int) -> Storage | None:
-    """The storage whose content lives in memory that begins there."""
+    """The storage whose exported memory begins at `begin`, if it still does."""
     storage = _storages_at[begin]()
     if (
         storage is None
         or storage.resident is None
-        or not storage.resident.lent
+        or not storage.resident.is_exported
         or storage.resident.extent()[0] != begin
     ):
         return None

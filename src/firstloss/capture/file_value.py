@@ -1,4 +1,4 @@
-"""Values that are in a file and are read when they are first needed."""
+"""Values in files, which are read lazily."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from ..errors import ConstantChangedError
 from ..program.graph import Value
 from .tensor import DeferredStorage, DeferredTensor, is_pending
 
-# What has been read is kept while somebody holds it; the last ones longer: engines ask more than once.
 ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
 ReadRange = Callable[[int, torch.Tensor], None]
-_recent: deque[torch.Tensor] = deque(maxlen=2)
+_recent: deque[torch.Tensor] = deque(maxlen=2)  # keeps the last contents alive, since engines read them repeatedly
 
 
 class FileValue(Value):
-    """A constant whose content is in a file: `read` brings it to memory, laid out as the Value is."""
+    """A constant in a file: `read` returns its content, with the Value's layout."""
 
     __slots__ = ("_read", "_read_box", "_read_range", "_follows", "_weak", "_lock")
 
@@ -39,7 +38,7 @@ class FileValue(Value):
 
     @classmethod
     def read_by_range(cls, shape, stride, dtype, read_range: ReadRange, label: str) -> FileValue:
-        """A row-major one, of which any range is read into memory that is there, by `read_range(begin, out)`."""
+        """A contiguous FileValue of which `read_range(begin, out)` reads any range into existing memory."""
 
         def read() -> torch.Tensor:
             self._check()
@@ -53,12 +52,12 @@ class FileValue(Value):
 
     @property
     def known(self) -> bool:
-        """Whether the content is known without running operations: it is."""
+        """Always True."""
         return True
 
     @property
     def real(self) -> torch.Tensor:
-        """The content. Not to be written."""
+        """The content; must not be modified."""
         with self._lock:
             tensor = self._weak()
             if tensor is None:
@@ -69,10 +68,10 @@ class FileValue(Value):
 
     @real.setter
     def real(self, tensor: torch.Tensor | None) -> None:
-        assert tensor is None  # the file says what it is
+        assert tensor is None  # the base class initializes it
 
     def box(self, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A part of the content, which begins at `begin`; the rest is not read, where the file allows it."""
+        """A part of the content; the rest is not read if possible."""
         if self._read_box is not None and self._weak() is None:
             return self._read_box(begin, shape)
         if self._read_range is not None and self._weak() is None and shape:
@@ -82,18 +81,18 @@ class FileValue(Value):
         return self.real[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """Be an error from the first edit of `tensor` on, whose memory eager PyTorch would have shared."""
+        """Raise an error on reads after `tensor`, whose memory eager PyTorch would share, has been edited."""
         self._follows = tensor, version_of(tensor)
 
     def _check(self) -> None:
         if self._follows is not None and version_of(self._follows[0]) != self._follows[1]:
             raise ConstantChangedError(
                 f"a checkpoint's tensor of shape {list(self.shape)} ({self.label}) was edited after a parameter had "
-                "been made of it in a deferred block. Edit it before, or edit the parameter."
+                "been created from it in a deferred block. Edit it before, or edit the parameter."
             )
 
     def read_into(self, begin: int, out: torch.Tensor) -> None:
-        """Write elements from number `begin` on, as they lie in memory, into `out`: straight from the file."""
+        """As `Value.read_into`, directly from the file."""
         self._check()
         if self._read_range is None or self._weak() is not None:
             super().read_into(begin, out)
@@ -102,10 +101,10 @@ class FileValue(Value):
 
 
 def is_in_file(tensor: DeferredTensor) -> bool:
-    """Whether the content of `tensor` is still in a file, as it was loaded."""
+    """Whether the content of `tensor` is in a file, unmodified."""
     return is_pending(tensor) and type(tensor._storage.value) is FileValue
 
 
 def file_tensor(value: FileValue) -> DeferredTensor:
-    """A tensor whose content is `value`: read when somebody uses it."""
+    """A deferred tensor with the content `value`."""
     return DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)

@@ -1,15 +1,15 @@
 """First use of a deferred tensor outside of a capture: its module is materialized, with a warning.
 
-A forward pass, a collective, an optimizer's step or a state dict that is written needs values. All of the module that
-the tensor belongs to is made then, once and with a warning, rather than what each operation happens to need, again and
-again. What only initialises (fills, copies, arithmetic among deferred tensors) is recorded as in a capture, and who
-reads a value (`item()`, `print`, `numpy()`) gets that one.
+A forward pass, a collective, an optimizer's step or saving a state dict needs values. Then the whole module that the
+tensor belongs to is materialized, once, instead of what each operation happens to need. Operations that only initialize
+(fills, copies, arithmetic among deferred tensors) are recorded as in a capture, and reading a value (`item()`, `print`,
+`numpy()`) computes only that one.
 
-Autograd notes its tensors before an operation arrives at the dispatcher, and would send gradients to what they were, so
-they are turned into ordinary ones before that. Between a capture and its materialization PyTorch's functions run
-through `_first_use_mode`, which calls a function a second time when it turns out to need values. Where an operation
-arrives in another way (from C++), the tensors are *made*: their values are computed, and they remain deferred tensors
-until an operation without gradients, such as an optimizer's step, can turn them into ordinary ones.
+Autograd saves its tensors before an operation reaches the dispatcher, and would send gradients to the deferred ones, so
+they have to become real earlier. Between a capture and its materialization PyTorch's functions run through
+`_first_use_mode`, which calls a function again if it turns out to need values. If an operation arrives in another way
+(from C++), the tensors are *made*: their values are computed, but they remain deferred until an operation without
+gradients, such as an optimizer's step, can make them real.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..errors import NotMaterializedWarning
 from ..program.source import here, script_line, warn
 from . import distributed, session
 from .direct_memory_access import is_unallocated
-from .evaluation import call_with_content, run_now_for_metadata
+from .evaluation import call_with_content, run_now
 from .file_value import is_in_file
 from .op_call import OpCall
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
@@ -45,7 +45,7 @@ _COLLECTIVES = distributed.COLLECTIVES
 
 
 def needs_values(call: OpCall) -> bool:
-    """Whether a call, outside of every capture, is more than initialisation."""
+    """Whether a call outside of a capture is more than initialization."""
     if not call.deferred or call.traits.view or call.on_meta or all(map(is_in_file, call.deferred)):
         return False
     if any(t._storage.is_made for t in call.deferred) or call.traits.opaque or call.op.namespace in _COLLECTIVES:
@@ -53,7 +53,7 @@ def needs_values(call: OpCall) -> bool:
     written = call.written()
     if any(type(t) is not DeferredTensor for t in written):
         return True
-    if call.traits.fill:  # as a weight that is loaded
+    if call.traits.fill:  # such as loading a weight
         return False
     if _in_backward():
         return True
@@ -69,28 +69,28 @@ def _is_tracked(call: OpCall) -> bool:
 
 
 def run(call: OpCall) -> Any:
-    """What `call` returns, all of the modules that its tensors belong to having been made."""
-    if getattr(_own, "door", False):
+    """Materialize the modules that the call's tensors belong to, and run it."""
+    if getattr(_this_thread, "in_torch_function", False):
         raise _NeedsValues([t._storage for t in call.deferred], str(call.op))
-    held = _is_tracked(call) or _in_backward()
-    whole = _materialize_modules([t._storage for t in call.deferred], str(call.op), keep=held)
-    if held:
-        Hooks.make(whole)
-        return run_now_for_metadata(call) if call.written() else call_with_content(call)
+    in_autograd = _is_tracked(call) or _in_backward()
+    storages = _materialize_modules([t._storage for t in call.deferred], str(call.op), keep=in_autograd)
+    if in_autograd:
+        Hooks.make(storages)
+        return run_now(call) if call.written() else call_with_content(call)
     for tensor in call.deferred:
         Hooks.materialize(tensor)
     return call_with_content(call)
 
 
 def materialize(tensor: Any) -> torch.Tensor:
-    """`tensor` made real, in place, with the module that it belongs to: somebody wants the memory itself."""
+    """Materialize `tensor` and its module, because its memory is accessed."""
     if not is_in_file(tensor):
         _materialize_modules([tensor._storage], "its memory", keep=False)
     return Hooks.materialize(tensor)
 
 
 class _NeedsValues(Exception):
-    """A function that was called through the front door needs what `storages` hold."""
+    """A function called by `_first_use_mode` needs the content of `storages`."""
 
     def __init__(self, storages: list[DeferredStorage], what: str) -> None:
         super().__init__(what)
@@ -98,38 +98,38 @@ class _NeedsValues(Exception):
         self.what = what
 
 
-_own = threading.local()  # `door`: whether this thread has come through the front door
-_CLOSED = DeferredTensor.__torch_function__
+_this_thread = threading.local()  # `in_torch_function`: whether `_first_use_mode` is active
+_DISABLED = DeferredTensor.__torch_function__
 
 
 def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """`func(*args, **kwargs)`; if it needs values, they are there before autograd sees the tensors."""
+    """Call `func`; if it needs values, materialize them before autograd sees the tensors, and call it again."""
     with DisableTorchFunctionSubclass():
         kwargs = kwargs or {}
         plain = (
             isinstance(func, _ATTRIBUTE) or not torch.is_grad_enabled() or session.depth or session.trace is not None
         )
-        if plain or getattr(_own, "door", False):
-            return _called(func, args, kwargs)
+        if plain or getattr(_this_thread, "in_torch_function", False):
+            return _call(func, args, kwargs)
         tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
-        # What was computed from weights has a history, which it would lose by turning into an ordinary tensor.
+        # Tensors computed from weights would lose their history by becoming real.
         if not tracked or any(not t.is_leaf and base_of(t) is None for t in tracked):
-            return _called(func, args, kwargs)
+            return _call(func, args, kwargs)
         state = torch.default_generator.get_state()
-        _own.door = True
+        _this_thread.in_torch_function = True
         try:
-            return _called(func, args, kwargs)
+            return _call(func, args, kwargs)
         except _NeedsValues as need:
             needed = need
         finally:
-            _own.door = False
-        torch.default_generator.set_state(state)  # what it has drawn before it got here, it draws again
+            _this_thread.in_torch_function = False
+        torch.default_generator.set_state(state)  # the second call repeats its draws
         _materialize_modules(needed.storages, needed.what, keep=False)
         return _first_use_mode(cls, func, types, args, kwargs)
 
 
-def _called(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`; where it reads memory without telling the dispatcher, the tensors are made before."""
+def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call `func`; if it accesses memory without the dispatcher, materialize its tensors and call it again."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -154,42 +154,45 @@ def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
 
 
 def enable_first_use() -> None:
-    """A capture has ended: what it has made may be used."""
+    """Install `_first_use_mode`: a capture has ended, and its tensors may be used."""
     DeferredTensor.__torch_function__ = classmethod(_first_use_mode)
 
 
 def disable_first_use() -> None:
-    """Nobody expects deferred tensors to be used: they are made, or in a capture. What comes now is seen by `run`."""
-    DeferredTensor.__torch_function__ = _CLOSED
+    """Uninstall `_first_use_mode`, in a capture and after materialization; `run` handles any further uses."""
+    DeferredTensor.__torch_function__ = _DISABLED
 
 
 def _materialize_modules(storages: list[DeferredStorage], what: str, keep: bool) -> list[DeferredStorage]:
-    """Make the modules that `storages` belong to, with a warning; returns what is to be made in all.
+    """Materialize the modules that `storages` belong to, with a warning.
 
     Args:
         what: what needs the values.
-        keep: leave the tensors deferred.
+        keep: compute nothing yet, and leave the tensors deferred.
+
+    Returns:
+        All storages to be made.
     """
     pending = [storage for storage in dict.fromkeys(storages) if state_of(storage).pending]
-    whole = list(pending)
+    found = list(pending)
     for module in _modules_of(pending):
         named = list(_tensors_below(module))
-        mine = list(dict.fromkeys(t._storage for t in named if is_pending(t)))
-        nbytes = sum(storage.value.nbytes for storage in mine)
+        own = list(dict.fromkeys(t._storage for t in named if is_pending(t)))
+        nbytes = sum(storage.value.nbytes for storage in own)
         where, line = here(), script_line()
         within = "" if where == line else f" (in {where})"
         warn(
             NotMaterializedWarning(
-                f"{line}: {what}{within} needs values of a {type(module).__name__} that is still deferred. All "
-                f"{len(mine)} weights and buffers of it ({nbytes:,} bytes) are made now. Call "
-                "firstloss.materialize_module(model) before the model is used, where its weights are to live."
+                f"{line}: {what}{within} needs values of a {type(module).__name__} that is still deferred. All of its "
+                f"{len(own)} weights and buffers ({nbytes:,} bytes) are materialized now. Call "
+                "firstloss.materialize_module(model), with the device that it is for, before the model is used."
             )
         )
-        whole.extend(mine)
-    whole = list(dict.fromkeys(whole))
+        found.extend(own)
+    found = list(dict.fromkeys(found))
     if not keep:
-        Hooks.materialize_storages(whole)
-    return whole
+        Hooks.materialize_storages(found)
+    return found
 
 
 def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
@@ -201,28 +204,28 @@ def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
                         yield part
 
 
-_looked: tuple[float, float] = (0.0, 0.0)  # when a search that found nothing has ended, and how long it took
+_last_search: tuple[float, float] = (0.0, 0.0)  # when the last search without result ended, and its duration
 
 
 def _modules_of(storages: list[DeferredStorage]) -> list[torch.nn.Module]:
-    """The outermost modules that hold what is in `storages`, or what it is computed from."""
-    global _looked
+    """The outermost modules that hold `storages`, or the Values that these are computed from."""
+    global _last_search
     begin = time.monotonic()
     is_weight = any(is_parameter(t) for storage in storages for t in storage.alive())
-    if not storages or not is_weight and begin < _looked[0] + 10 * _looked[1]:
-        return []  # a tensor by itself: one search for each would take long
+    if not storages or not is_weight and begin < _last_search[0] + 10 * _last_search[1]:
+        return []  # a search for each of many separate tensors would be slow
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
     children = {id(child) for module in modules for child in _children(module)}
     wanted = sources(storages)
-    roots = [module for module in modules if id(module) not in children and _is_whole(module)]
+    roots = [module for module in modules if id(module) not in children and _is_initialized(module)]
     found = [module for module in roots if any(t._storage.value in wanted for t in _tensors_below(module))]
     if not found:
-        _looked = time.monotonic(), time.monotonic() - begin
+        _last_search = time.monotonic(), time.monotonic() - begin
     return found
 
 
-def _is_whole(module: torch.nn.Module) -> bool:
-    """Whether its constructor has run: one that is under way, or was made without, has no tables yet."""
+def _is_initialized(module: torch.nn.Module) -> bool:
+    """Whether `Module.__init__` has run."""
     return all(name in module.__dict__ for name in MODULE_TABLES)
 
 
@@ -231,7 +234,7 @@ def _children(module: torch.nn.Module) -> Iterable[Any]:
 
 
 def sources(storages: list[DeferredStorage]) -> set[Any]:
-    """The Values of `storages`, and those that they are computed from."""
+    """The Values of `storages`, and all that they are computed from."""
     found, todo = set(), [storage.value for storage in storages]
     while todo:
         value = todo.pop()

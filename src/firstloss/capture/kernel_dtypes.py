@@ -1,8 +1,8 @@
-"""Which dtypes PyTorch's kernels accept and return, found by running them on zeros.
+"""Find out which dtypes PyTorch's kernels accept and return, by running them on zeros.
 
-Meta kernels, which say what shape a result has, let pass what a CPU's refuses: a product of float32 and float64,
-indices of int32, the softmax of integers. XLA would compute something of it. So a step that is traced asks the CPU's
-kernel too: on a few zeros, once for each operation and the dtypes that it is given.
+Meta kernels accept dtypes that the CPU's refuse: a matmul of float32 and float64, int32 indices, a softmax of integers.
+XLA would compute a result. So tracing also runs the CPU's kernel on a few zeros, once for each operation and
+combination of dtypes.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from .symbolic_scalars import is_symbolic, stand_in
 
 Tensor = torch.Tensor
 
-_WHOLE = 1 << 12  # elements in all: of so many the kernel is run on tensors of their own sizes
-_SMALLEST = 4  # a larger size becomes one of this and the next few numbers, equal sizes equal ones
+_MAX_FULL_SIZE = 1 << 12  # elements in total; up to this size the kernel is run on tensors of the original sizes
+_MIN_SIZE = 4  # larger sizes are mapped to this and the following numbers
 
-# What the kernels say of dtypes. Of anything else that they say, the zeros or their number may be the cause.
-_OF_DTYPES = re.compile(
+# Errors about dtypes. Any other error may be caused by the zeros or their sizes.
+_DTYPE_ERROR = re.compile(
     r"dtype|scalar ?type|data type|tensors? of type|[Bb]ool(ean)? (input|tensor)|complex|can't be cast"
     r"|Integers to negative|not implemented for '|Input type|inputs to be|long tensor|same type|cannot be converted"
     r"|^Promotion for"
 )
-# LAPACK counts rows from 1, and does not look whether a pivot is one: at 0 the process may end.
+# LAPACK's pivots are 1-based and not checked: 0 may crash the process.
 _TAKE_PIVOTS = {"linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"}
-_LARGE = 65504.0  # numbers beyond are more than some dtype holds
+_LARGE = 65504.0  # larger numbers overflow in some dtypes
 _HALVES = (torch.float16, torch.bfloat16)
 
-_given: dict[tuple, list[torch.dtype | None]] = {}
+_cache: dict[tuple, list[torch.dtype | None]] = {}
 
 
 def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
-    """The dtypes of what PyTorch's CPU kernel returns for tensors of the dtypes of a call's; None if it cannot be told.
+    """The dtypes of the results of PyTorch's CPU kernel for a call; None if unknown.
 
     Raises:
-        Exception: what the kernel raises, if it does not take these dtypes.
+        Exception: the kernel's error, if it does not support the dtypes.
     """
     tensors = [*call.deferred, *call.real]
     if not tensors or call.op.namespace != "aten" or call.traits.random or call.traits.view or call.is_foreach:
         return None
     if "_backward" in call.op.overloadpacket.__name__ and current_autograd_node() is not None:
-        return None  # autograd calls it with what the operation took
+        return None  # the forward operation has been checked
     if any(t.layout != torch.strided or t.is_quantized for t in tensors):
         return None
     named = ((name, _kind(arg)) for name, arg in call.kwargs.items())
     key = (call.op, torch.get_default_dtype(), *map(_kind, call.args), *named)
-    empty = not all(t.numel() for t in tensors)  # of which kernels take what they do not take otherwise
-    found = _given.get(key) if not empty else None
+    empty = not all(t.numel() for t in tensors)  # kernels check less for empty tensors
+    found = _cache.get(key) if not empty else None
     if found is not None:
         return found
-    sizes = {size for t in tensors for size in t.shape if size > _SMALLEST}
-    few = {size: _SMALLEST + n for n, size in enumerate(sorted(sizes))}
-    whole = sum(t.numel() for t in tensors) <= _WHOLE
-    for of_size in ({}, few) if whole else (few,):
-        args = tuple(_zeros(a, of_size) for a in call.args)
-        kwargs = {k: _zeros(v, of_size) for k, v in call.kwargs.items()}
+    sizes = {size for t in tensors for size in t.shape if size > _MIN_SIZE}
+    few = {size: _MIN_SIZE + n for n, size in enumerate(sorted(sizes))}
+    whole = sum(t.numel() for t in tensors) <= _MAX_FULL_SIZE
+    for new_size in ({}, few) if whole else (few,):
+        args = tuple(_zeros(a, new_size) for a in call.args)
+        kwargs = {k: _zeros(v, new_size) for k, v in call.kwargs.items()}
         if call.op.overloadpacket.__name__ in _TAKE_PIVOTS:
             for given in (*args, *kwargs.values()):
                 if isinstance(given, Tensor) and not (given.is_floating_point() or given.is_complex()):
@@ -69,20 +69,20 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
                 result = call.op(*args, **kwargs)
         except Exception as error:
             dtypes = {t.dtype for t in tensors}
-            only_half = len(dtypes) == 1 and dtypes.pop() in _HALVES  # which other devices may know
-            if _OF_DTYPES.search(str(error)) and not only_half:
+            only_half = len(dtypes) == 1 and dtypes.pop() in _HALVES  # which other devices may support
+            if _DTYPE_ERROR.search(str(error)) and not only_half:
                 raise
         else:
             results = result if isinstance(result, (list, tuple)) else [result]
             found = [r.dtype if isinstance(r, Tensor) else None for r in results]
             if not empty:
-                _given[key] = found
+                _cache[key] = found
             return found
     return None
 
 
 def _kind(arg: Any) -> Any:
-    """What of an argument decides which dtypes are taken."""
+    """The properties of an argument that determine the dtypes."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.dim() == 0
     if type(arg) in (list, tuple):
@@ -92,14 +92,14 @@ def _kind(arg: Any) -> Any:
     return type(arg)
 
 
-def _zeros(arg: Any, of_size: dict[int, int]) -> Any:
+def _zeros(arg: Any, new_size: dict[int, int]) -> Any:
     """An argument with its tensors replaced by zeros of other sizes."""
     if isinstance(arg, Tensor):
-        return torch.zeros([of_size.get(size, size) for size in arg.shape], dtype=arg.dtype)
+        return torch.zeros([new_size.get(size, size) for size in arg.shape], dtype=arg.dtype)
     if type(arg) in (list, tuple):
-        return type(arg)(_zeros(a, of_size) for a in arg)
+        return type(arg)(_zeros(a, new_size) for a in arg)
     if isinstance(arg, torch.device):
         return torch.device("cpu")
     if is_symbolic(arg):
         return stand_in(arg)
-    return of_size.get(arg, arg) if type(arg) is int else arg
+    return new_size.get(arg, arg) if type(arg) is int else arg

@@ -1,12 +1,11 @@
-"""Tensors that show the memory of a mapped file, as safetensors and `torch.load(..., mmap=True)` give them.
+"""Tensors in memory-mapped files, as created by safetensors and `torch.load(..., mmap=True)`.
 
-Nothing of such a tensor has been read before somebody looks at it. Where a capture meets one, what it holds is neither
-copied nor looked at: which bytes of which file it shows is known to the kernel (`/proc/self/maps`), and they are read
-from there, range by range, to where a weight will live. So a model that loads a checkpoint holds no copy of it, and a
-rank of a sharded one reads its own rows.
+Such a tensor is not read until it is accessed. Capture neither copies nor accesses it: `/proc/self/maps` says which
+range of which file it maps, and that range is read later, piece by piece, directly to the weight's memory. So loading a
+checkpoint makes no copy of it, and a rank of a sharded model reads only its own rows.
 
-That the memory holds what the file does is asked of the kernel, too: a page of a private mapping that anybody has
-written to is no longer the file's (`/proc/self/pagemap`). Where the kernel does not say, the tensor is like any other.
+A page of a private mapping that has been written to no longer has the file's content; `/proc/self/pagemap` says which.
+If the kernel does not provide these files, the tensor is treated like any other.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from . import session
 from .file_value import FileValue
 from .tensor import DeferredStorage, DeferredTensor, Hooks
 
-# Smaller ones are copied: asking for the mapping would take longer.
-_SMALLEST = 1 << 16
+_MIN_BYTES = 1 << 16  # smaller tensors are copied, which is faster than looking up the mapping
 
 # A page's 64 bits in /proc/self/pagemap: https://docs.kernel.org/admin-guide/mm/pagemap.html
 _PRESENT, _SWAPPED, _FILE_OR_SHARED = (np.uint64(1 << bit) for bit in (63, 62, 61))
@@ -43,48 +41,48 @@ class _Mapping(NamedTuple):
     inode: int
 
 
-class _Bytes(NamedTuple):
-    """Where a tensor's content is in a file, and how the file was when it was met."""
+class _FileRange(NamedTuple):
+    """The location of a tensor's content in a file, and the file's stamp when the tensor was captured."""
 
     path: str
     offset: int
     stamp: tuple[int, ...]
-    where: str  # the line that met it
+    where: str  # the user's line
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a real tensor may show a file: it is large, and torch did not allocate its memory. Quickly told."""
+    """Whether a real tensor may map a file: it is large, and torch did not allocate its memory. A quick check."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False
-    if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize < _SMALLEST or tensor.is_inference():
+    if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize < _MIN_BYTES or tensor.is_inference():
         return False
     return not tensor.untyped_storage().resizable()
 
 
 def in_file(tensor: torch.Tensor) -> FileValue | None:
-    """What a real tensor holds, as a Value that is read from the file that it shows; None if it shows none."""
+    """The content of a real tensor as a Value that is read from the file that it maps; None if it maps none."""
     if not is_mapped(tensor) or not is_contiguous(tensor.shape, tensor.stride()) or tensor.is_conj() or tensor.is_neg():
         return None
     address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
     mapping = _mapping_of(address, nbytes)
-    if mapping is None or not _as_in_the_file(address, nbytes):
+    if mapping is None or not _is_unmodified(address, nbytes):
         return None
     try:
-        about = os.stat(mapping.path)
+        stat = os.stat(mapping.path)
     except OSError:
         return None
-    if about.st_ino != mapping.inode:  # another file takes its place
+    if stat.st_ino != mapping.inode:  # another file takes its location
         return None
-    place = _Bytes(mapping.path, address - mapping.begin + mapping.offset, _stamp(about), str(here()))
-    label = f"bytes from {place.offset:,} on in {place.path}"
-    read = functools.partial(_read, place, tensor.dtype)
+    location = _FileRange(mapping.path, address - mapping.begin + mapping.offset, _stamp(stat), str(here()))
+    label = f"bytes from {location.offset:,} on in {location.path}"
+    read = functools.partial(_read, location, tensor.dtype)
     return FileValue.read_by_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
 
 
 def deferred_file_tensor(tensor: torch.Tensor) -> DeferredTensor | None:
-    """What stands for a real tensor of a mapped file, when a parameter is made of it in a capture; None for any other.
+    """A deferred tensor for a parameter that is created from a tensor of a mapped file; None for other tensors.
 
-    Parameters made of one tensor share it, as they would its memory; of tensors that overlap otherwise they are real.
+    Parameters created from the same tensor share storage. If tensors overlap in another way, they stay real.
     """
     if not is_mapped(tensor):
         return None
@@ -110,25 +108,25 @@ _known: list[_Mapping] = []
 
 
 def _mapping_of(address: int, nbytes: int) -> _Mapping | None:
-    """The private mapping of a file that has all of these bytes."""
+    """The private file mapping that contains a range of memory."""
     for again in (False, True):
         if again or not _known:
             _known[:] = _mappings()
-        place = bisect.bisect_right([m.begin for m in _known], address) - 1
-        if place >= 0 and _known[place].begin <= address and address + nbytes <= _known[place].end:
-            if again or _known[place] in _mappings_at(_known[place]):
-                return _known[place]
+        location = bisect.bisect_right([m.begin for m in _known], address) - 1
+        if location >= 0 and _known[location].begin <= address and address + nbytes <= _known[location].end:
+            if again or _known[location] in _mappings_at(_known[location]):
+                return _known[location]
     return None
 
 
 def _mappings_at(mapping: _Mapping) -> list[_Mapping]:
-    """`mapping` if it is still there: a file's may be gone, and another's have taken its addresses."""
+    """`mapping`, if it still exists; else all current mappings, since its addresses may have been reused."""
     name = f"/proc/self/map_files/{mapping.begin:x}-{mapping.end:x}"
     try:
-        there = os.readlink(name)
-    except OSError:  # not for everybody to see, or gone: look through all
+        target = os.readlink(name)
+    except OSError:  # no permission, or gone
         return _mappings()
-    return [mapping] if there == mapping.path else []
+    return [mapping] if target == mapping.path else []
 
 
 def _mappings() -> list[_Mapping]:
@@ -145,8 +143,8 @@ def _mappings() -> list[_Mapping]:
     return sorted(found)
 
 
-def _as_in_the_file(address: int, nbytes: int) -> bool:
-    """Whether nobody has written to these pages of a private mapping."""
+def _is_unmodified(address: int, nbytes: int) -> bool:
+    """Whether these pages of a private mapping have not been written to."""
     page = mmap.PAGESIZE
     first, last = address // page, (address + nbytes - 1) // page
     try:
@@ -160,22 +158,23 @@ def _as_in_the_file(address: int, nbytes: int) -> bool:
     return not bool((own | ((pages & _SWAPPED) != 0)).any())
 
 
-def _stamp(about: os.stat_result) -> tuple[int, ...]:
-    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
+def _stamp(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _read(place: _Bytes, dtype: torch.dtype, begin: int, out: torch.Tensor) -> None:
-    """Read elements from number `begin` on into `out`, one-dimensional."""
-    with open(place.path, "rb", buffering=0) as file, DisableTorchDispatch():
-        if _stamp(os.fstat(file.fileno())) != place.stamp:
+def _read(location: _FileRange, dtype: torch.dtype, begin: int, out: torch.Tensor) -> None:
+    """Read elements from index `begin` on into `out`, one-dimensional."""
+    with open(location.path, "rb", buffering=0) as file, DisableTorchDispatch():
+        if _stamp(os.fstat(file.fileno())) != location.stamp:
             raise ConstantChangedError(
-                f"{place.where}: {place.path} has been written to, or replaced, since a deferred model loaded it, and "
-                "what it held then is gone. Load it again, or call firstloss.materialize_module before it is replaced."
+                f"{location.where}: {location.path} has been written to, or replaced, since a deferred model loaded "
+                "it, so its content at that time is lost. Load it again, or call firstloss.materialize_module before "
+                "it is replaced."
             )
         view = memoryview(out.view(torch.uint8).numpy())
-        offset = place.offset + begin * dtype.itemsize
+        offset = location.offset + begin * dtype.itemsize
         while view:
             count = os.preadv(file.fileno(), [view], offset)
             if not count:
-                raise ConstantChangedError(f"{place.where}: {place.path} has been cut short since it was loaded.")
+                raise ConstantChangedError(f"{location.where}: {location.path} has been truncated since it was loaded.")
             view, offset = view[count:], offset + count

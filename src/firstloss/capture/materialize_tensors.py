@@ -1,10 +1,10 @@
-"""Materialize deferred tensors in place: compute their Values, and turn the tensors into real ones."""
+"""Materialize deferred tensors in place: compute their Values, and make the tensors real."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -28,15 +28,13 @@ from .first_use import disable_first_use
 from .storage_swap import become, like
 from .tensor import DeferredStorage, DeferredTensor, is_pending
 
-# Made on the host before it is moved or converted.
-_BATCH_BYTES = 1 << 30
+_BATCH_BYTES = 1 << 30  # made on the host before they are moved or converted
 
 
 def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a deferred tensor real, in place; a real tensor is returned as it is.
+    """Make a deferred tensor real, in place; a real tensor is returned unchanged.
 
-    Returns the same Python object. Tensors that share its memory (views, ties, `.data`) become real with it, and go
-    on sharing.
+    Tensors that share its memory (views, ties, `.data`) become real, too, and still share it.
 
     Examples:
         >>> model = fl.deferred_init(nn.Linear, 8, 4)
@@ -46,17 +44,17 @@ def materialize_tensor(tensor: torch.Tensor) -> torch.Tensor:
         (False, True)
 
     Args:
-        tensor: deferred, or real, or a DTensor whose local shard is deferred.
+        tensor: a deferred or real tensor, or a DTensor whose local shard is deferred.
 
     Returns:
-        The same Python object, which holds real memory now.
+        The same Python object.
     """
     materialize_storages(pending(tensor))
     return tensor
 
 
 def pending(tensor: torch.Tensor) -> list[DeferredStorage]:
-    """What has to be made for a tensor to be real."""
+    """The storages that have to be made for a tensor to become real."""
     return [part._storage for part in parts_of(tensor) if is_pending(part)]
 
 
@@ -67,7 +65,7 @@ def materialize_storages(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make the content of `storages`, then turn every tensor that looks at one of them into a real tensor."""
+    """Compute the content of `storages`, and make every tensor that is a view of one of them real."""
     disable_first_use()
     if not storages:
         return
@@ -78,17 +76,17 @@ def materialize_storages(
     lazy = [(view, base, _has_history(view)) for storage in mirrors for view, base in conjugate_views.bases(storage)]
     storages = [storage for storage in family if storage.mirrors is None]
     total, before = sum(storage.value.nbytes for storage in storages), 0
-    told = progress
+    report = progress
     with timeline.span("materialize"):
         on_gpu = _on_gpus([storage.value for storage in storages if not storage.is_made], device)
-        # What is moved or converted is made some at a time, so that no second copy of all weights is in memory.
-        for some in [storages] if device is None and dtype is None else _batches(storages):
+        # Weights to be moved or converted are made in batches, to avoid a second copy of all of them.
+        for batch in [storages] if device is None and dtype is None else _batches(storages):
             if progress is not None:
-                told = partial(_tell, progress, before, total)
-            values = [storage.value for storage in some if not storage.is_made]
-            made = _make([value for value in values if value not in on_gpu], num_threads, told)
+                report = partial(_report, progress, before, total)
+            values = [storage.value for storage in batch if not storage.is_made]
+            made = _make([value for value in values if value not in on_gpu], num_threads, report)
             made.update((value, on_gpu.pop(value)) for value in values if value in on_gpu)
-            for storage in some:
+            for storage in batch:
                 buffer = storage.made[1] if storage.is_made and storage.made is not None else made.pop(storage.value)
                 storage.made = None
                 _make_all_real(storage, buffer, device, dtype)
@@ -98,23 +96,23 @@ def materialize_storages(
 
 
 def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Value, torch.Tensor]:
-    """What kernels of ours make on the GPU where it is wanted; the rest is made on the CPU and moved."""
-    wanted: dict[torch.device, list[Value]] = {}
+    """Make directly on their GPU the Values that `gpu/` has kernels for; the others are made on the CPU and moved."""
+    by_device: dict[torch.device, list[Value]] = {}
     for value in values:
-        where = value.device if device is None else torch.device(device)
-        if where.type == "cuda":
-            wanted.setdefault(where, []).append(value)
+        target = value.device if device is None else torch.device(device)
+        if target.type == "cuda":
+            by_device.setdefault(target, []).append(value)
     found: dict[Value, torch.Tensor] = {}
-    for where, some in wanted.items():
+    for target, on_target in by_device.items():
         from ..gpu import weights
 
-        index = torch.cuda.current_device() if where.index is None else where.index
-        found.update(weights.make(some, torch.device("cuda", index)))
+        index = torch.cuda.current_device() if target.index is None else target.index
+        found.update(weights.make(on_target, torch.device("cuda", index)))
     return found
 
 
 def allocate_real(storage: DeferredStorage) -> None:
-    """Turn every tensor that looks at `storage` real, on memory that the caller fills: its recipe is dropped."""
+    """Make the tensors of `storage` real, with uninitialized memory that the caller fills; drops the recipe."""
     with DisableTorchDispatch():
         memory = storage.value.empty()
     storage.made = None
@@ -122,7 +120,7 @@ def allocate_real(storage: DeferredStorage) -> None:
 
 
 def make(storages: list[DeferredStorage]) -> None:
-    """Compute what `storages` hold, and keep it there; their tensors stay deferred."""
+    """Compute the content of `storages`, and store it there; their tensors stay deferred."""
     storages = [storage for storage in storages if not storage.is_made]
     with timeline.span("materialize"):
         made = materialize_values([storage.value for storage in storages])
@@ -130,47 +128,47 @@ def make(storages: list[DeferredStorage]) -> None:
         storage.made = storage.value, made.pop(storage.value)
 
 
-def _tell(progress: Callable[[int, int], None], before: int, total: int, done: int, of: int) -> None:
+def _report(progress: Callable[[int, int], None], before: int, total: int, done: int, batch_total: int) -> None:
     progress(before + done, total)
 
 
 def _batches(storages: list[DeferredStorage]) -> Iterator[list[DeferredStorage]]:
-    some: list[DeferredStorage] = []
-    held = 0
+    batch: list[DeferredStorage] = []
+    nbytes = 0
     for storage in storages:
-        if some and held + storage.value.nbytes > _BATCH_BYTES:
-            yield some
-            some, held = [], 0
-        some.append(storage)
-        held += storage.value.nbytes
-    yield some
+        if batch and nbytes + storage.value.nbytes > _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(storage)
+        nbytes += storage.value.nbytes
+    yield batch
 
 
 def _check_device(device: torch.device | str) -> None:
-    """An error, before anything is made, if nothing can be moved there."""
+    """Raise an error, before anything is made, if the device cannot be used."""
     try:
         with DisableTorchDispatch():
             torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter from a build of PyTorch without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError by a build without CUDA
         reason = str(error).splitlines()[0].rstrip(".")
         raise MaterializeError(
-            f"{here()}: the weights cannot be made on device {str(device)!r}: {reason}. They are still deferred; leave "
-            "device out to make them where they were constructed for, or name a device that this machine has."
+            f"{here()}: the weights cannot be made on device {str(device)!r}: {reason}. They are still deferred; omit "
+            "`device` to make them on the device that they were constructed for, or use one that this machine has."
         ) from None
 
 
 def _make_all_real(
     storage: DeferredStorage, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
-    """Let every tensor that looks at `storage` be a real one that looks at `buffer`, moved and converted."""
+    """Make every tensor of `storage` a real view of `buffer`, moved and converted."""
     if device is not None or (dtype is not None and buffer.is_floating_point()):
         buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
     tensors = storage.alive()
     with_history = {id(tensor) for tensor in tensors if _has_history(tensor)}
     views = _views_and_bases(tensors) if buffer.dtype == storage.value.dtype else []
-    later = {id(view) for view, _ in views}
+    view_ids = {id(view) for view, _ in views}
     for tensor in tensors:
-        if id(tensor) not in later:
+        if id(tensor) not in view_ids:
             _make_real(tensor, buffer, storage.value, id(tensor) in with_history)
     for view, base in views:
         _make_real_view(view, base, id(view) in with_history)
@@ -179,7 +177,7 @@ def _make_all_real(
 def _make(
     values: list[Value], num_threads: int | None, progress: Callable[[int, int], None] | None
 ) -> dict[Value, torch.Tensor]:
-    """Make the Values, and tell `progress` how far that is."""
+    """Materialize Values, and report progress."""
     if progress is None:
         return materialize_values(values, num_threads=num_threads)
     lock = threading.Lock()
@@ -204,7 +202,7 @@ def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.T
 
 
 def _make_real(tensor: DeferredTensor, buffer: torch.Tensor, value: Value, is_computed: bool) -> None:
-    """Make `tensor`, the Python object, a real view of `buffer`."""
+    """Make `tensor` a real view of `buffer`, in place."""
     real = _view(buffer, tensor, value)
     become(tensor, like(tensor, real.detach(), is_computed, _line(value)))
 
@@ -214,38 +212,38 @@ def _line(value: Value) -> str:
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
-    """Whether autograd says that it was computed. To be asked once: after an error it says no."""
+    """Whether a tensor has a grad_fn. Call once: PyTorch raises the error below only once."""
     try:
         return tensor.grad_fn is not None
     except RuntimeError as error:
-        # A view made in no_grad mode of what was edited since: torch wants nobody to use it. Or a view of a weight
-        # that was edited and then frozen: eager PyTorch keeps a history, and cannot for a tensor without memory.
+        # A view made in no_grad mode whose base was edited since. Or an edited view of a weight that was then frozen,
+        # whose grad_fn PyTorch cannot regenerate for a tensor without memory.
         return "INTERNAL ASSERT" in str(error)
 
 
 def _views_and_bases(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor, torch.Tensor]]:
-    """The views among `tensors`, as autograd sees it, of weights and buffers among them, each with what it is of."""
-    own = {id(t) for t in tensors}
+    """The tensors that autograd considers views of a leaf among `tensors`, each with its base."""
+    ids = {id(t) for t in tensors}
     return [
         (t, base)
         for t in tensors
-        if (base := base_of(t)) is not None and id(base) in own and base.is_leaf and not is_parameter(t)
+        if (base := base_of(t)) is not None and id(base) in ids and base.is_leaf and not is_parameter(t)
     ]
 
 
 @contextlib.contextmanager
-def _autograd_at_work() -> Iterator[None]:
-    """Operations go through autograd, also where one is under way that has passed it already."""
+def _with_autograd() -> Iterator[None]:
+    """Enable autograd, also within an operation that is already below it."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(enable_reentrant_dispatch())
-        except RuntimeError:  # none is under way
+        except RuntimeError:  # not within an operation
             pass
         yield
 
 
 def _is_cut_off(view: torch.Tensor) -> bool:
-    """Whether a gradient gets lost on its way from a view: it is one of a view that was made in no_grad mode."""
+    """Whether gradients of a view do not reach its base: it is a view of one made in no_grad mode."""
     node = view.grad_fn
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
@@ -253,19 +251,12 @@ def _is_cut_off(view: torch.Tensor) -> bool:
 
 
 def _make_real_view(tensor: DeferredTensor, base: torch.Tensor, is_computed: bool) -> None:
-    """Make `tensor` a real view of `base`, as eager PyTorch has it: gradients flow through it, edits are seen by both,
-    and one that was made in no_grad mode is known for that."""
-    with _autograd_at_work(), DisableTorchDispatch(), torch.set_grad_enabled(is_computed):
+    """Make `tensor` a real view of `base`, as in eager PyTorch, with its autograd metadata."""
+    with _with_autograd(), DisableTorchDispatch(), torch.set_grad_enabled(is_computed):
         if is_computed and _is_cut_off(tensor):
             with torch.no_grad():
                 base = base.view_as(base)
         view = conjugate_views.view_of(tensor, base)
-        if base_of(tensor) is not None and base_of(view) is not None:  # else it is inference mode
+        if base_of(tensor) is not None and base_of(view) is not None:  # not in inference mode
             set_creation_meta(view, creation_meta_of(tensor))
     become(tensor, torch.nn.Parameter(view.detach(), tensor.requires_grad) if is_parameter(tensor) else view)
-
-
-def pending_storages_of(tensors: Iterable[torch.Tensor]) -> list[DeferredStorage]:
-    """The Stores of the deferred tensors among `tensors`, once each."""
-    found = {id(t._storage): t._storage for t in tensors if type(t) is DeferredTensor}
-    return list(found.values())

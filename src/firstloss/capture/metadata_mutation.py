@@ -1,4 +1,4 @@
-"""In-place operations on the metadata of a tensor, its geometry or storage: `t_`, `resize_`, `set_` and the like."""
+"""In-place operations on the metadata of a tensor, its geometry or storage: `t_`, `resize_`, `set_` and others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..program.source import here
 from . import conjugate_views, session
 from .constants import constant_tensor
 from .op_call import OpCall
-from .op_schema import traits
+from .op_schema import traits_of
 from .shapes import as_meta, infer
-from .storage_swap import become, reseat, share_memory
+from .storage_swap import become, rebind, share_memory
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend, to_host
 
 aten = torch.ops.aten
@@ -31,26 +31,26 @@ def _on_real(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """`t_`, `squeeze_` and their like: the same storage, shown otherwise."""
+    """`t_`, `squeeze_` and others, which change the view of the same storage."""
     tensor = args[0]
     if type(tensor) is DeferredTensor:
         if tensor.requires_grad and any(base_of(other) is tensor for other in tensor._storage.alive()):
             raise CaptureError(
-                f"{here()}: {op} gives a tensor that wants gradients another shape in place, while views of it are "
-                "held: PyTorch would take them of the new shape. Make a view, as in x = x.t()."
+                f"{here()}: {op} changes the shape of a tensor that requires grad in place, while it has views. Create "
+                "a view instead, as in x = x.t()."
             )
-        call = OpCall(op, traits(op), args, kwargs)
+        call = OpCall(op, traits_of(op), args, kwargs)
         (geometry,) = infer(call).geometry
-        reseat(tensor, tensor._storage, geometry)
+        rebind(tensor, tensor._storage, geometry)
         return tensor
     return _on_real(op, args, kwargs)
 
 
 def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """`a.set_(b)`: `a` shows what `b` shows, in the same memory."""
+    """`a.set_(b)`: `a` becomes the same view as `b`."""
     tensor, source, *geometry = args
     if type(source) is DeferredTensor and type(tensor) is not DeferredTensor and session.trace is None:
-        source = to_host(source)  # autograd goes on with the real tensor, and may give it a history
+        source = to_host(source)  # autograd may give the real tensor a history
         args = (tensor, source, *geometry)
     if type(source) is not DeferredTensor and type(tensor) is not DeferredTensor:
         return _on_real(op, args, kwargs)
@@ -61,7 +61,7 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
             with DisableTorchDispatch(), torch.no_grad():
                 shown = torch.empty(0, dtype=source.dtype, device=source.device)
                 op(shown, *args[1:], **kwargs)
-            # Autograd, which is above this, gives the result a history: it knows the tensor as it was before.
+            # Autograd, above the dispatcher, gives the result a history.
             share_memory(tensor, shown, torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad))
             return tensor
         source = Hooks.to_backend(source) if resident else constant_tensor(source)
@@ -70,12 +70,12 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         offset, size = geometry[0], tuple(geometry[1])
         stride = tuple(geometry[2]) if len(geometry) > 2 else contiguous_stride(size)
         shape = (size, stride, offset, source.dtype)
-    reseat(tensor, source._storage, shape)
+    rebind(tensor, source._storage, shape)
     return tensor
 
 
 def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """`a.set_(storage, ...)`: a real storage, since a deferred tensor has none to give."""
+    """`a.set_(storage, ...)`, with a real storage."""
     tensor = args[0]
     if type(tensor) is not DeferredTensor:
         return _on_real(op, args, kwargs)
@@ -83,35 +83,32 @@ def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         real = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         op(real, *args[1:], **kwargs)
         if session.trace is None and is_pending(tensor) and op is aten.set_.source_Storage_storage_offset:
-            become(tensor, real)  # C++ that makes a tensor of a storage, and holds what it made, gives no geometry
+            become(tensor, real)  # C++ code that creates a tensor from a storage holds the tensor
             return tensor
     return _set_tensor(aten.set_.source_Storage, (tensor, real), {})
 
 
 def resize(tensor: DeferredTensor, size: tuple[int, ...]) -> None:
-    """Give `tensor` another size, row by row, as `Tensor.resize_` does."""
-    show_more(tensor, size, contiguous_stride(size))
+    """Resize `tensor` to a contiguous one, like `Tensor.resize_`."""
+    resize_strided(tensor, size, contiguous_stride(size))
 
 
-def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Have `tensor` show `size` elements from where it begins: its storage grows where that is too small.
-
-    As PyTorch's, a storage that grows stays one storage: whatever else looks at it goes on to do so.
-    """
+def resize_strided(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Resize `tensor` to `size` and `stride`, and grow its storage if necessary, together with its other views."""
     storage, offset = tensor._storage, int(tensor.storage_offset())
     value, geometry = storage.value, (size, stride, offset, tensor.dtype)
-    reach = (offset + span(size, stride)) * tensor.itemsize
-    if dense_count(value.shape, value.stride) == value.numel and reach <= value.numel * value.dtype.itemsize:
-        reseat(tensor, storage, geometry)
+    required = (offset + span(size, stride)) * tensor.itemsize
+    if dense_count(value.shape, value.stride) == value.numel and required <= value.numel * value.dtype.itemsize:
+        rebind(tensor, storage, geometry)
         return
-    resident = session.trace is None and on_backend(tensor)  # its memory is there, and is to be so again
-    count = max(span(value.shape, value.stride), -(-reach // value.dtype.itemsize))
+    resident = session.trace is None and on_backend(tensor)
+    count = max(span(value.shape, value.stride), -(-required // value.dtype.itemsize))
     whole = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)
     with torch.no_grad():
         if resident:
             real = to_host(whole)
             with DisableTorchDispatch():
-                if real.is_contiguous():  # a real tensor that has the same memory sees it grow
+                if real.is_contiguous():  # grows the memory for real tensors that share it, too
                     real = real.detach().view(-1).resize_(count)
                 else:
                     dense, real = real, torch.empty(count, dtype=value.dtype)
@@ -122,14 +119,14 @@ def show_more(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[int, 
             flat = Hooks.dispatch(aten.empty_strided.default, ((count,), (1,)), kind)
             if value.numel:
                 Hooks.dispatch(aten.copy_.default, (flat.as_strided(value.shape, value.stride), whole), {})
-    # In a step, what outlives it keeps its memory: the tensor that was to grow has been given another.
+    # In a step, tensors that outlive it keep their memory; only `tensor` gets another one.
     others = storage.alive() if session.trace is None or storage.trace is session.trace else []
     for other in others:
         if other is not tensor and other is not whole:
-            reseat(other, flat._storage, geometry_of(other))
-    reseat(tensor, flat._storage, geometry)
+            rebind(other, flat._storage, geometry_of(other))
+    rebind(tensor, flat._storage, geometry)
     conjugate_views.move(storage, flat._storage)
-    if resident:  # nobody looks at it any more
+    if resident:  # it has no views any more
         storage.resident.release_exported_memory()
 
 
@@ -138,10 +135,10 @@ def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if type(tensor) is not DeferredTensor:
         return _on_real(op, args, kwargs)
     with DisableTorchDispatch():
-        shown = as_meta(tensor)  # says what becomes of strides
-        op(shown, *(as_meta(a) if isinstance(a, Tensor) else a for a in others), **kwargs)
-    if (shown.shape, shown.stride()) != (tensor.shape, tensor.stride()):
-        show_more(tensor, tuple(shown.shape), shown.stride())
+        meta = as_meta(tensor)
+        op(meta, *(as_meta(a) if isinstance(a, Tensor) else a for a in others), **kwargs)
+    if (meta.shape, meta.stride()) != (tensor.shape, tensor.stride()):
+        resize_strided(tensor, tuple(meta.shape), meta.stride())
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""The state that an optimizer creates in its first step, found by running that step on copies."""
+"""Find the state that an optimizer creates in its first step, by rehearsing that step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ aten = torch.ops.aten
 
 
 class FirstStepDiffers(Exception):
-    """An optimizer makes its state from values that only its first step has."""
+    """An optimizer initializes its state from values that only its first step has."""
 
 
 def find_new_state(
     optimizer: torch.optim.Optimizer, step: Callable[[], Any]
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
-    """The state tensors that `optimizer` makes in its first step, at their initial values.
+    """Create the state tensors that `optimizer` creates in its first step, with their initial values.
 
-    `step` is run once as a rehearsal: what it does to weights and state is forgotten, the tensors that it puts into
-    `optimizer.state` stay there, each as it was when it was made.
+    `step` is traced once as a rehearsal: its effects on weights and state are discarded, but the tensors that it adds
+    to `optimizer.state` remain there, with their initial values.
 
     Raises:
-        FirstStepDiffers: if the state starts from a weight's or a gradient's value, or with a number that the step
-            changes; `optimizer.state` is as before.
+        FirstStepDiffers: if the state is initialized from a weight or a gradient, or with a number that the step
+            changes; `optimizer.state` is restored.
     """
     had = {p: dict(entries) for p, entries in optimizer.state.items()}
     numbers = _python_state(optimizer)
@@ -44,13 +44,13 @@ def find_new_state(
         found = _new_state(optimizer, had, rehearsal)
         for entry in found.values():
             entry._storage.trace = None
-        if not counts and made.keys() - numbers.keys():  # constants, if another step leaves them as they are
+        if not counts and made.keys() - numbers.keys():  # constant, if another step does not change them
             with StepTrace().active():
                 step()
             counts = _changes(optimizer, made, _python_state(optimizer))
             _restore_state(optimizer, found)
         if counts and len(made) > len(numbers):
-            raise FirstStepDiffers  # nobody knows where it began to count
+            raise FirstStepDiffers  # the initial count is unknown
         for parameter, key in numbers:
             optimizer.state[parameter][key] = had[parameter][key]
     except BaseException:
@@ -72,15 +72,15 @@ def _new_state(
         for key, entry in list(entries.items()):
             if any(is_traced(part, rehearsal) for part in _parts(entry) if part is not entry):
                 raise TraceError(
-                    f"{here()}: {type(optimizer).__name__} makes tensors in its first step() and keeps them in "
-                    f"state[{key!r}], a {type(entry).__name__}. Keep each under a key of its own: "
+                    f"{here()}: {type(optimizer).__name__} creates tensors in its first step() and stores them in "
+                    f"state[{key!r}], a {type(entry).__name__}. Store each under a key of its own: "
                     f"state['{key}_0'] = torch.zeros(...)."
                 )
             if key in before:
-                entries[key] = before[key]  # which the rehearsal may have bound to another tensor
+                entries[key] = before[key]  # the rehearsal may have replaced it
                 continue
             if not is_traced(entry, rehearsal):
-                if isinstance(entry, torch.Tensor):  # a gradient or a weight itself, which there is in the step alone
+                if isinstance(entry, torch.Tensor):  # a gradient or a weight itself
                     raise FirstStepDiffers
                 continue
             storage = entry._storage
@@ -95,7 +95,7 @@ def _new_state(
 
 
 def _parts(entry: Any) -> Iterator[Any]:
-    """What an entry of an optimizer's state holds, through lists, tuples and dicts."""
+    """The leaves of an entry of an optimizer's state, a nested list, tuple or dict."""
     if isinstance(entry, (list, tuple)):
         for part in entry:
             yield from _parts(part)
@@ -107,7 +107,7 @@ def _parts(entry: Any) -> Iterator[Any]:
 
 
 def _python_state(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], list[Any]]:
-    """What an optimizer's state holds that is no tensor, by weight and key."""
+    """The leaves of an optimizer's state that are not tensors, by weight and key."""
     found = {}
     for parameter, entries in optimizer.state.items():
         for key, entry in entries.items():
@@ -121,7 +121,7 @@ def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
     """Whether a step has changed Python numbers in its optimizer's state.
 
     Raises:
-        TraceError: if it has changed something in a list or a dict there.
+        TraceError: if it has changed a list or dict there.
     """
     changed = False
     for (parameter, key), now in after.items():
@@ -132,20 +132,20 @@ def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
             entry = optimizer.state[parameter][key]
             if not isinstance(entry, PLAIN):
                 raise TraceError(
-                    f"{here()}: {type(optimizer).__name__} keeps a {type(entry).__name__} in state[{key!r}] and "
-                    f"changes what is in it in step(). Keep tensors there, each under a key of its own: "
+                    f"{here()}: {type(optimizer).__name__} stores a {type(entry).__name__} in state[{key!r}] and "
+                    f"modifies it in step(). Store tensors there, each under a key of its own: "
                     f"state['{key}_0'] = torch.zeros(...)."
                 )
             changed = True
     return changed
 
 
-# What an optimizer may count in.
+# Types of Python state that a step may change.
 PLAIN = (int, float, bool, str, type(None))
 
 
 def _restore_state(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:
-    """After another rehearsal: the state is what the first has found."""
+    """Restore the state that the first rehearsal found, after another one."""
     for (parameter, key), entry in found.items():
         optimizer.state[parameter][key] = entry
 
@@ -157,7 +157,7 @@ def _reads_inputs(value: Value, trace: StepTrace) -> bool:
 
 
 def _linear_from_zeros(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether state that starts as a copy of the first gradient may as well start from zeros: SGD's momentum."""
+    """Whether state that starts as a copy of the first gradient can start from zeros instead: SGD's momentum."""
     return isinstance(optimizer, torch.optim.SGD) and not any(g.get("dampening") for g in optimizer.param_groups)
 
 

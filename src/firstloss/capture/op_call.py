@@ -1,4 +1,4 @@
-"""One call of an ATen operation, its tensors found."""
+"""A call of an ATen operation, with its tensors collected from the arguments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 class OpCall:
-    """One call of an ATen operation, its tensors found.
+    """A call of an ATen operation.
 
     Attributes:
-        deferred, real: its tensors, in argument order.
-        key: what the shape of its result may depend on, hashable where the arguments are.
-        on_meta: it asks for a result on the meta device.
-        symbolic: among its numbers is one that is not known until the step runs.
+        deferred, real: its deferred and real tensors, in argument order.
+        key: everything that the shape of its result may depend on; hashable if the arguments are.
+        on_meta: whether it requests a result on the meta device.
+        symbolic: whether an argument is a number that is not known until the step runs.
     """
 
     __slots__ = ("op", "traits", "args", "kwargs", "deferred", "real", "key", "on_meta", "symbolic")
 
-    def __init__(self, op: OpOverload, how: Traits, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: OpOverload, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> None:
         self.op = op
-        self.traits = how
+        self.traits = traits
         self.args = args
         self.kwargs = kwargs
         self.deferred: list[DeferredTensor] = []
@@ -60,12 +60,12 @@ class OpCall:
                 self._scan(arg, key)
             elif isinstance(arg, Tensor):
                 self.real.append(arg)
-                if isinstance(arg, UninitializedTensorMixin):  # it has no shape, and says so with an error
+                if isinstance(arg, UninitializedTensorMixin):  # has no shape
                     continue
                 if arg.layout in _COMPRESSED:
                     raise CaptureError(
-                        f"{here()}: {self.op} is given a tensor of layout {arg.layout}, beside one that has no values "
-                        "yet. Give it a dense one (`.to_dense()`)."
+                        f"{here()}: {self.op} is called with a tensor of layout {arg.layout} and a deferred one, which "
+                        "is not supported. Pass a dense tensor (`.to_dense()`)."
                     )
                 key.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype))
             elif kind is torch.SymFloat or kind is torch.SymInt:
@@ -88,7 +88,7 @@ class OpCall:
 
     @property
     def is_foreach(self) -> bool:
-        """Whether it does the same to each tensor of a list."""
+        """Whether it is a foreach operation, on lists of tensors."""
         return (
             bool(self.args)
             and type(self.args[0]) in (list, tuple)
@@ -102,19 +102,19 @@ class OpCall:
         return self.args[where] if where < len(self.args) else None
 
     def generator_argument(self) -> torch.Generator | None:
-        """The generator that the call was given to draw from."""
+        """The `generator` argument of the call."""
         found = self.kwargs.get("generator")
         if found is None and self.traits.generator is not None and self.traits.generator < len(self.args):
             found = self.args[self.traits.generator]
         return found
 
     def generator(self) -> torch.Generator:
-        """The generator that the call draws from, on the CPU."""
+        """The generator that the call draws from; the default one of the CPU if none is given."""
         found = self.generator_argument()
         return torch.default_generator if found is None else found
 
     def device(self) -> torch.device:
-        """The device of what it returns."""
+        """The device of the result."""
         device = self.kwargs.get("device")
         if device is not None:
             return torch.device(device)
@@ -125,7 +125,7 @@ class OpCall:
         return best.device if best is not None else torch.device("cpu")
 
     def plain_arguments(self) -> dict[str, Any]:
-        """Its numbers by name, and of tensors their dtype: what a rule of words drawn may depend on."""
+        """The numeric arguments by name, and the dtypes of tensor arguments: the `op_args` of `words_drawn.draw`."""
         out: dict[str, Any] = {}
         for spec, arg in zip(schema_of(self.op).arguments, self.args, strict=False):
             out[spec.name] = arg

@@ -1,13 +1,21 @@
-"""Operations that are handled specially instead of being recorded as they are."""
+"""Handlers of operations that are not recorded as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ..compat.torch_names import DisableTorchDispatch, OpOverload, current_autograd_node
+from ..compat.python_names import getframe
+from ..compat.torch_names import (
+    VALIDATION_HELPER,
+    VALIDATIONS,
+    DisableTorchDispatch,
+    OpOverload,
+    current_autograd_node,
+)
 from ..errors import CaptureError
 from ..program.graph import span
 from ..program.source import here
@@ -18,12 +26,11 @@ from .evaluation import run_for_real, value_of
 from .file_value import is_in_file
 from .metadata_mutation import OPERATIONS, resize
 from .op_call import OpCall
-from .op_schema import traits
+from .op_schema import traits_of
 from .shapes import infer
 from .symbolic_scalars import number_of
 from .tensor import DeferredTensor, Hooks
 from .tensor_states import state_of
-from .validations import validated
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -40,26 +47,53 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         real = known(tensor)
         if real is not None:
             return real.item()
-        answer = validated(tensor) if tensor.dtype == torch.bool else None
+        answer = _validated(tensor) if tensor.dtype == torch.bool else None
         return number_of(tensor) if answer is None else answer
     return value_of(tensor).item()
 
 
-def _of_dtypes(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """A question for which no tensor's content is needed."""
+# -- branches in torch that only validate, such as `if torch.any(var < 0): raise ValueError` -------------------------
+# A traced step has no value to branch on. It takes the branch for a valid argument, and checks the condition after each
+# execution, as for `torch._assert_async`.
+
+_OURS = __name__.partition(".")[0] + "."
+
+
+def _validated(condition: torch.Tensor) -> bool | None:
+    """The value of `condition` for a validating branch in torch, checked later; None for any other caller."""
+    frame: FrameType | None = getframe(1)
+    while frame is not None and (
+        frame.f_globals.get("__name__", "").startswith(_OURS) or frame.f_code.co_name == VALIDATION_HELPER
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    found = VALIDATIONS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+    if found is None:
+        return None
+    valid, message = found
+    Hooks.assert_later(condition if valid else condition.logical_not(), message)
+    return valid
+
+
+# -- queries and assertions ------------------------------------------------------------------------------------------
+
+
+def _metadata_query(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """A query that depends on metadata only."""
     with DisableTorchDispatch():
         return op(*args, **kwargs)
 
 
 def _same_storage_numel(op: OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Asked by forward-mode differentiation."""
-    held = []
+    """Called by forward-mode differentiation."""
+    counts = []
     for tensor in args:
         value = tensor._storage.value if type(tensor) is DeferredTensor else None
         with DisableTorchDispatch():
             real = tensor.untyped_storage().nbytes() // tensor.itemsize if value is None else 0
-        held.append(real if value is None else span(value.shape, value.stride))
-    return held[0] == held[1]
+        counts.append(real if value is None else span(value.shape, value.stride))
+    return counts[0] == counts[1]
 
 
 def _is_real(arg: Any) -> bool:
@@ -74,28 +108,28 @@ def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """`torch.tensor(data)`: a tensor just made from Python data, that nobody else holds; or numpy's own memory."""
+    """`torch.tensor(data)`: a new tensor of Python data, or one that shares NumPy's memory."""
     tensor = args[0]
     if type(tensor) is DeferredTensor:
         return Hooks.dispatch(aten.alias.default, args, kwargs)
     if session.trace is None and (not session.depth or edits(tensor) is None):
-        return tensor  # numpy may edit its memory at any time, and this tensor has to show it
+        return tensor  # it shares NumPy's memory, which may be edited
     if session.trace is not None and not owned_by_torch(tensor):
-        return tensor  # an input, which is read again at each step
+        return tensor  # an input, read at each step
     out = constant_tensor(tensor, copy=False)
     out._storage.trace = session.trace
     return out
 
 
 def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """An assertion on values: a traced step checks it whenever it has run."""
+    """An assertion on values; a traced step checks it after each execution."""
     if session.trace is not None and known(args[0]) is None:
         return Hooks.assert_later(*args)
     return _equal(op, args, kwargs)
 
 
 def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Asked by a derivative whether it is defined (of complex singular vectors): checked whenever the step has run."""
+    """Called by a derivative (of complex singular vectors) to check whether it is defined; checked after the step."""
     node = current_autograd_node() if session.trace is not None else None
     if node is None or all(known(a) is not None for a in args[:2]):
         return _equal(op, args, kwargs)
@@ -110,9 +144,9 @@ def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return True
 
 
-# -- factories that take shape and dtype from a tensor, and do not read it -------------------------------------------
+# -- *_like and new_* factories --------------------------------------------------------------------------------------
 
-# What fills the result, with which further arguments.
+# The in-place operation that fills the result, and its further arguments.
 _LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
     aten.empty_like.default: lambda args: None,
     aten.new_empty.default: lambda args: None,
@@ -129,7 +163,7 @@ _LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
 
 
 def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    call = OpCall(op, traits(op), args, kwargs)
+    call = OpCall(op, traits_of(op), args, kwargs)
     pending = any(state_of(t._storage).pending and not is_in_file(t) for t in call.deferred)
     if pending and op is aten.empty_like.default and session.trace is None and not call.on_meta:
         return _keep_recipe(args[0], kwargs)
@@ -137,8 +171,8 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         return run_for_real(call)
     fill = _LIKE[op](args)
     if fill is not None and fill[0] is aten.normal_.default and not args[0].numel():
-        fill = None  # nothing to draw, not even of a dtype that cannot be drawn, as PyTorch sees it
-        call = OpCall(aten.empty_like.default, traits(aten.empty_like.default), args, kwargs)
+        fill = None  # PyTorch accepts any dtype for an empty tensor
+        call = OpCall(aten.empty_like.default, traits_of(aten.empty_like.default), args, kwargs)
     ((size, stride, _, dtype),) = infer(call).geometry
     options = {"dtype": dtype, "device": call.device()}
     out = Hooks.dispatch(aten.empty_strided.default, (size, stride), options)
@@ -148,23 +182,23 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _keep_recipe(tensor: Tensor, kwargs: dict) -> Any:
-    """`torch.empty_like` of a tensor that has a recipe: one that has it too.
+    """`torch.empty_like` of a deferred tensor: one with the same recipe.
 
-    Scripts for the meta device write it (`Module.to_empty` does), to give weights memory that their constructor has yet
-    to fill. Here it has been called, so what it would leave there is known; where it is filled, this is never computed.
+    Code for the meta device (such as `Module.to_empty`) allocates memory with it and initializes afterwards. Here the
+    constructor's recipe is already known; if the result is filled afterwards, it is never computed.
     """
     dtype = kwargs.get("dtype") or tensor.dtype
     chosen = {name: kwargs[name] for name in ("device", "memory_format") if kwargs.get(name) is not None}
     with torch.no_grad():
         if dtype.is_complex != tensor.is_complex():
-            tensor = Hooks.dispatch(aten.zeros_like.default, (tensor,), {})  # nobody has this in mind
+            tensor = Hooks.dispatch(aten.zeros_like.default, (tensor,), {})
         return Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": dtype, **chosen})
 
 
-# Factories that write their numbers into `out`: in its dtype, which only the twin without `out` can be told.
+# Factories with an `out` argument, and the overload without it, which takes its dtype.
 _INTO_OUT = {
-    getattr(packet, name): getattr(packet, twin)
-    for packet, name, twin in (
+    getattr(packet, name): getattr(packet, functional)
+    for packet, name, functional in (
         (aten.arange, "out", "default"),
         (aten.arange, "start_out", "start_step"),
         (aten.eye, "out", "default"),
@@ -192,8 +226,8 @@ def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         resize(out, tuple(made.shape))
     if any(n > 1 and not s for n, s in zip(out.shape, out.stride(), strict=True)):
         raise CaptureError(
-            f"{here()}: {op} writes to a tensor of shape {list(out.shape)} that shows one element in several places "
-            "(expand). Write to a clone of it."
+            f"{here()}: {op} writes to an expanded tensor of shape {list(out.shape)}, whose elements share memory. "
+            "Write to a clone of it."
         )
     Hooks.dispatch(aten.copy_.default, (out, made), {})
     return out
@@ -204,7 +238,7 @@ def _is_meta(call: OpCall) -> bool:
 
 
 def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Batch norm's first overload writes to its running statistics without saying so in its schema; this one does."""
+    """Use the overload of batch norm whose schema says that it writes to the running statistics."""
     x, weight, bias, mean, var, training, momentum, eps = args
     if mean is None:
         return Hooks.dispatch(
@@ -217,13 +251,13 @@ def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return Hooks.dispatch(aten._native_batch_norm_legit.default, args, kwargs)
 
 
-SPECIAL: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
+HANDLERS: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
     **dict.fromkeys(_LIKE, _like),
     **dict.fromkeys(_INTO_OUT, _into_out),
     aten.native_batch_norm.default: _normalize,
     aten._local_scalar_dense.default: _read_scalar,
-    aten.can_cast.default: _of_dtypes,
-    aten.is_same_size.default: _of_dtypes,
+    aten.can_cast.default: _metadata_query,
+    aten.is_same_size.default: _metadata_query,
     aten._has_same_storage_numel.default: _same_storage_numel,
     aten.equal.default: _equal,
     aten.allclose.default: _allclose,

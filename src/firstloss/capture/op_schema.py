@@ -1,4 +1,4 @@
-"""Properties of an ATen overload that capture needs, read from its schema once."""
+"""The traits of an ATen overload, derived from its schema and cached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..program.node_kinds import replaces_target
 
 aten = torch.ops.aten
 
-# These share memory with their argument although their schema does not say so.
+# Views that are not annotated as such in their schema.
 _UNANNOTATED_VIEWS = frozenset(
     {
         aten._unsafe_view.default,
@@ -22,35 +22,39 @@ _UNANNOTATED_VIEWS = frozenset(
     }
 )
 
-# Views to the schema, but what they return differs from its storage by a lazy conjugation or negation, which a
-# geometry cannot say: they are recorded as the operations that compute it.
+# Views according to the schema, whose result has a lazy conjugate or negative bit, which a geometry cannot express:
+# recorded as the operations that compute it.
 _LAZY_BITS = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
 
-
-# Whose operations are known to draw only what their schema says.
-_OURS = frozenset({"aten", "prims", "prim", "firstloss", "quantized", "torchvision"})
+# Namespaces whose operations draw random numbers only if their schema says so.
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "firstloss", "quantized", "torchvision"})
 
 
 class Traits(NamedTuple):
-    """`writes`: positions (int) or keywords (str) of the arguments written to; `returns`: for each return value the
-    entry of `writes` that it is, or None for a new tensor."""
+    """Properties of an ATen overload.
+
+    Attributes:
+        writes: positions (int) or keywords (str) of the arguments that it writes to.
+        returns: for each return value the entry of `writes` that it aliases, or None for a new tensor.
+        fill: whether it overwrites its only target without reading it.
+    """
 
     view: bool
     writes: tuple[int | str, ...]
     returns: tuple[int | str | None, ...]
     fill: bool
-    out: bool  # it writes its results into arguments that are resized to fit
-    random: str | None  # the operation's name in the table of words drawn, or None
-    generator: int | None  # position of the `generator` argument where it is positional
-    replacement: OpOverload | None
-    opaque: bool  # a user's own operation: it may draw, and its meta kernel may be missing
+    out: bool  # an out= overload, which resizes its targets
+    random: str | None  # the name for `words_drawn.draw`, if it is random
+    generator: int | None  # the position of a positional `generator` argument
+    replacement: OpOverload | None  # records a lazy conjugation or negation
+    opaque: bool  # a custom operation, which may draw and may lack a meta kernel
 
 
 @functools.cache
-def traits(op: OpOverload) -> Traits:
+def traits_of(op: OpOverload) -> Traits:
     """The traits of `op`."""
     schema = schema_of(op)
     writes: list[int | str] = []
@@ -77,7 +81,7 @@ def traits(op: OpOverload) -> Traits:
             view = True
     replacement = _LAZY_BITS.get(op)
     base = schema.name.split("::")[1]
-    # Some that draw have no tag, as binomial; what they draw from tells.
+    # Some random operations, such as binomial, are not tagged.
     draws = torch.Tag.nondeterministic_seeded in op.tags or any(arg.name == "generator" for arg in schema.arguments)
     random = base.rstrip("_") if draws else None
     fill = replaces_target(op) and len(writes) == 1
@@ -90,5 +94,5 @@ def traits(op: OpOverload) -> Traits:
         random,
         generator,
         replacement,
-        op.namespace not in _OURS,
+        op.namespace not in _KNOWN_NAMESPACES,
     )

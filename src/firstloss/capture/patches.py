@@ -1,7 +1,7 @@
 """Patches of PyTorch's Python functions that do not call the dispatcher, so that they handle deferred tensors.
 
-The replacements do nothing but call the original where no deferred tensor and no open context is concerned; when they
-are in place says the table of `compat/patches.py`. (`Tensor.data` is in `storage_swap.py`.)
+Without a deferred tensor or an open context they only call the original. The table in `compat/patches.py` says when
+they are installed. (`Tensor.data` is in `storage_swap.py`.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import gc_pause
-from ..compat.patches import put, replaces
+from ..compat.patches import install_patch, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
     apply_of,
@@ -32,38 +32,38 @@ from .autograd_boundary import is_returned
 from .distributed import parts_of
 from .generators import is_ticket
 from .mapped_file import deferred_file_tensor
-from .storage_swap import is_state, reseat
+from .storage_swap import is_state, rebind
 from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
 
 
 @replaces("torch.Tensor._make_subclass")
 def _make_subclass(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """One C++ tensor cannot be two Python classes: a subclass gets the real memory of its data.
+    """As `torch.Tensor._make_subclass`; a subclass gets the materialized data.
 
-    In a capture, a parameter made of a checkpoint's tensor that is still in its file stays there.
+    In a capture, a parameter of a checkpoint's tensor that is still in its file stays deferred.
     """
     if len(args) > 1 and type(args[1]) is DeferredTensor:
         args = (args[0], to_host(args[1]), *args[2:])
     elif session.depth and session.trace is None and args[0] is torch.nn.Parameter and len(args) > 1 and not kwargs:
-        left = deferred_file_tensor(args[1])
-        if left is not None:
-            return torch.nn.Parameter(left, *args[2:])
+        in_file = deferred_file_tensor(args[1])
+        if in_file is not None:
+            return torch.nn.Parameter(in_file, *args[2:])
     return original(*args, **kwargs)
 
 
 @replaces("torch.Tensor.__new__")
 def _new(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `torch.Tensor.__new__`; a subclass made of a deferred tensor gets its real memory, as above."""
+    """As `torch.Tensor.__new__`; a subclass gets the materialized data."""
     if len(args) < 2 or not isinstance(args[1], torch.Tensor) or not (session.depth or type(args[1]) is DeferredTensor):
         return original(*args, **kwargs)
     data = to_host(args[1]) if type(args[1]) is DeferredTensor else args[1]
-    with DisableTorchDispatch():  # which would give the alias that this makes a Python object of its own
+    with DisableTorchDispatch():  # it makes an alias, which must not be recorded
         return original(args[0], data, *args[2:], **kwargs)
 
 
 @replaces("torch.random.get_rng_state")
 def get_rng_state(original: Any) -> torch.Tensor:
-    """As `torch.get_rng_state`: the real state, since who keeps it may do so for longer than a ticket is valid."""
+    """As `torch.get_rng_state`; returns the real state, which outlives tickets."""
     if session.trace is not None:
         return session.trace.generator_state()
     if session.depth:
@@ -73,21 +73,21 @@ def get_rng_state(original: Any) -> torch.Tensor:
 
 @replaces("torch.random.set_rng_state")
 def set_rng_state(original: Any, new_state: Any) -> None:
-    """As `torch.set_rng_state`; what a generator said of itself during a capture means nothing after it."""
+    """As `torch.set_rng_state`; refuses tickets after the capture."""
     if session.trace is not None:
         session.trace.set_generator_state(new_state, functools.partial(original, new_state))
         return
     if not session.depth and is_ticket(new_state):
         raise CaptureError(
-            f"{here()}: this state was read by Generator.get_state() in a deferred block, which has ended; there it "
-            "stands for a place in a stream, and here for nothing. Read it by torch.get_rng_state(), or later."
+            f"{here()}: this state was read by Generator.get_state() in a deferred block, and is valid only there. "
+            "Read it by torch.get_rng_state(), or after the block."
         )
     original(new_state)
 
 
 @replaces("torch.random.manual_seed")
 def manual_seed(original: Any, seed: Any) -> torch.Generator:
-    """As `torch.manual_seed`; counted, since a generator does not tell that it was given the seed that it had."""
+    """As `torch.manual_seed`; counts calls, since seeding again with the same seed cannot be seen in the generator."""
     session.seedings += 1
     if session.trace is not None:
         session.trace.set_generator_state(None, functools.partial(manual_seed, original, seed))
@@ -97,10 +97,7 @@ def manual_seed(original: Any, seed: Any) -> torch.Generator:
 
 @replaces(*(f"torch._sobol_engine_{name}" for name in ("initialize_state_", "scramble_", "ff_", "draw")))
 def sobol(original: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As `original`, which computes straight in memory: on values of deferred tensors. All but `draw` change the first.
-
-    A traced step's tensors have no values, and an error says so.
-    """
+    """As `original`, which accesses memory directly: computes deferred arguments, and writes back the first one."""
     if not any(type(a) is DeferredTensor for a in (first, *args)):
         return original(first, *args, **kwargs)
     with DisableTorchDispatch():
@@ -113,25 +110,25 @@ def sobol(original: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @replaces("gc.enable")
 def enable(original: Any) -> None:
-    """As `gc.enable`, once the step has been traced."""
+    """As `gc.enable`, deferred until the step has been traced."""
     gc_pause.want(True)
 
 
 @replaces("gc.disable")
 def disable(original: Any) -> None:
-    """As `gc.disable`, likewise."""
+    """As `gc.disable`, deferred until the step has been traced."""
     gc_pause.want(False)
 
 
 @replaces("gc.isenabled")
 def isenabled(original: Any) -> bool:
-    """As `gc.isenabled`, as if there were no trace."""
+    """As `gc.isenabled`, ignoring the pause while tracing."""
     return gc_pause.is_wanted()
 
 
 @replaces("torch.nn.parameter.UninitializedTensorMixin.materialize")
 def materialize(original: Any, self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
-    """As `UninitializedParameter.materialize`; the class that it gives the tensor is not a deferred tensor's."""
+    """As `UninitializedParameter.materialize`, for deferred tensors."""
     if not session.depth:
         original(self, shape, device, dtype)
         return
@@ -140,29 +137,29 @@ def materialize(original: Any, self: Any, shape: Any, device: Any = None, dtype:
     data: Any = torch.empty(
         shape, device=like.device if device is None else device, dtype=like.dtype if dtype is None else dtype
     )
-    reseat(self, data._storage, geometry_of(data))
+    rebind(self, data._storage, geometry_of(data))
 
 
 @replaces("torch.utils.swap_tensors")
 def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
-    """As `torch.utils.swap_tensors`, which swaps nothing that has a weak reference, or that another tensor holds.
+    """As `torch.utils.swap_tensors`, for tensors with weak references or other owners.
 
-    Storages refer weakly to their deferred tensors, and a view of a view holds the first one where that is deferred.
+    Storages refer weakly to their deferred tensors, and a deferred view of a view holds the first one.
     """
     if session.trace is not None and (is_state(t1) or is_state(t2)):
         raise TraceError(
-            f"{here()}: torch.utils.swap_tensors exchanges tensors that outlive the step, which a compiled step cannot "
-            "do. Exchange their contents: a, b = first.clone(), second.clone(); first.copy_(b); second.copy_(a)."
+            f"{here()}: torch.utils.swap_tensors swaps tensors that outlive the step, which a compiled step cannot do. "
+            "Swap their contents: a, b = first.clone(), second.clone(); first.copy_(b); second.copy_(a)."
         )
     if DeferredTensor not in (type(t1), type(t2)):
-        for tensor in (t1, t2):  # which may have been deferred
+        for tensor in (t1, t2):  # they may have been deferred
             forget(tensor)
         original(t1, t2)
         return
     if on_backend(t1) or on_backend(t2):
-        session.reseated += 1  # compiled steps know them as they were
+        session.rebinds += 1  # invalidates compiled steps
     for tensor in (t1, t2):
-        # A graph that leads to it would give the other its gradient.
+        # An existing graph would send its gradient to the other tensor.
         if tensor.requires_grad and tensor.is_leaf and base_of(tensor) is None:
             with torch.enable_grad():
                 torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_gradient)
@@ -176,20 +173,20 @@ def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
 
 def _refuse_gradient(gradients: Any) -> None:
     raise CaptureError(
-        "a gradient has come to a tensor that torch.utils.swap_tensors has exchanged for another one since it was "
-        "used. Compute gradients before tensors are swapped (as Module.to may do), or use them again afterwards."
+        "a gradient was computed for a tensor that torch.utils.swap_tensors has swapped since it was used. Compute "
+        "gradients before tensors are swapped (as Module.to may do), or run the forward pass again afterwards."
     )
 
 
 @replaces(*[f"torch.{name}" for name in ("is_conj", "is_neg", "resolve_conj", "resolve_neg")])
 def lazy_bit(original: Any, input: Any) -> Any:
-    """As the function of PyTorch's, which does not ask a tensor's class."""
+    """As PyTorch's function, but calls the method of a deferred tensor."""
     return getattr(input, original.__name__)() if type(input) is DeferredTensor else original(input)
 
 
 @replaces("torch.autograd.backward")
 def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """As `torch.autograd.backward`, which `Tensor.backward` calls; of a step's result, an error that says why not."""
+    """As `torch.autograd.backward`; explains the error for results of a traced step."""
     _check_graph(tensors)
     try:
         original(tensors, *args, **kwargs)
@@ -201,7 +198,7 @@ def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
 
 @replaces("torch.autograd.grad")
 def grad(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `torch.autograd.grad`, as above."""
+    """As `torch.autograd.grad`; explains the error for results of a traced step."""
     _check_graph(outputs)
     return original(outputs, *args, **kwargs)
 
@@ -211,20 +208,20 @@ def _check_graph(outputs: Any) -> None:
         return
     for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         if on_backend(tensor) and (not tensor.requires_grad or is_returned(tensor)):
-            raise TraceError(f"{here()}: gradients are asked of a tensor that has no graph. {_NO_GRAPH}")
+            raise TraceError(f"{here()}: gradients are requested for a tensor that has no graph. {_NO_GRAPH}")
 
 
 _NO_GRAPH = (
-    "What a traced step returns has no graph, since its Python has run only while it was traced: call loss.backward() "
+    "The results of a traced step have no graph, since its Python runs only while it is traced: call loss.backward() "
     "in the step itself, and return the loss."
 )
 
 
 @replaces(*[f"torch.linalg.{name}" for name in ("eigvalsh", "svdvals", "cond", "matrix_norm", "norm")])
 def values_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of `torch.linalg` that asks LAPACK for values only, unless a subclass or a gradient may want vectors.
+    """As `original`, which computes only values, without vectors, unless a subclass or autograd may need these.
 
-    Recorded, it would be the other algorithm, with other bits: it is run at once.
+    If it were recorded, it would use the other algorithm, with other bits; so it is run immediately.
     """
     x = args[0] if args else None
     if not isinstance(x, torch.Tensor) or session.trace is not None or "out" in kwargs:
@@ -242,12 +239,12 @@ def values_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @replaces("torch.compile")
 def compile(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `torch.compile`, which imports Dynamo. In a step PyTorch's own control flow is captured, not compiled."""
+    """As `torch.compile`, which imports Dynamo; returns PyTorch's control flow unchanged in a step."""
     function = args[0] if args else None
     if session.trace is not None and getattr(function, "__module__", "").startswith(_HIGHER_ORDER):
         return function
     compiled = original(*args, **kwargs)
-    teach_dynamo()
+    install_in_dynamo()
     return compiled
 
 
@@ -255,15 +252,15 @@ _HIGHER_ORDER = "torch._higher_order_ops."
 _BUILDER = "torch._dynamo.variables.builder"
 
 
-def teach_dynamo() -> None:
-    """Let Dynamo, once it has been imported, see ordinary tensors: what it compiles needs values."""
+def install_in_dynamo() -> None:
+    """Patch Dynamo, once it has been imported, to materialize the tensors that it meets."""
     if _BUILDER in sys.modules:
-        put(f"{_BUILDER}.VariableBuilder.__call__")
+        install_patch(f"{_BUILDER}.VariableBuilder.__call__")
 
 
 @replaces(f"{_BUILDER}.VariableBuilder.__call__")
 def build(original: Any, self: Any, value: Any) -> Any:
-    """Dynamo meets a tensor."""
+    """Materialize a deferred tensor that Dynamo meets."""
     if is_pending(value) and not session.depth:
         value = Hooks.materialize_all(value)
     return original(self, value)
@@ -274,14 +271,14 @@ def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
 
 
-def _is_alone(tensor: Any) -> bool:
-    """Whether it may keep its storage where eager PyTorch gives it one of its own: nobody shares it."""
+def _is_unshared(tensor: Any) -> bool:
+    """Whether a deferred tensor is its whole storage, and has no other views."""
     return tensor._ref().whole and len(tensor._storage.alive()) == 1
 
 
 @replaces("torch.nn.Module.to_empty")
 def to_empty(original: Any, self: torch.nn.Module, *, device: Any, recurse: bool = True) -> torch.nn.Module:
-    """As `Module.to_empty`; but of a deferred module what has a recipe, or a value already, keeps it, on `device`."""
+    """As `Module.to_empty`; in a deferred module, tensors with a recipe or a value keep it, on `device`."""
     on_meta = device is not None and torch.device(device).type == "meta"
     tensors = [t for module in (self.modules() if recurse else [self]) for t in _own_tensors(module)]
     if on_meta or not any(is_pending(part) for tensor in tensors for part in parts_of(tensor)):
@@ -289,8 +286,8 @@ def to_empty(original: Any, self: torch.nn.Module, *, device: Any, recurse: bool
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         parts = list(parts_of(tensor))
-        if any(part.is_meta for part in parts) or any(is_pending(part) and not _is_alone(part) for part in parts):
-            return torch.empty_like(tensor, device=device)  # of a deferred one: memory of its own, with the same recipe
+        if any(part.is_meta for part in parts) or any(is_pending(part) and not _is_unshared(part) for part in parts):
+            return torch.empty_like(tensor, device=device)  # a deferred tensor's result has the same recipe
         if not any(map(is_pending, parts)):
             return tensor.detach().to(tensor.device if device is None else device, copy=True)
         return tensor if device is None else tensor.to(device)

@@ -1,10 +1,10 @@
-"""Random operations: where in its stream each begins to draw, and how far it advances the stream.
+"""Record random operations: the stream position of each, and how far it advances the stream.
 
-On a GPU nothing has to be drawn to know: a CUDA generator is a seed and an offset in PyTorch's Philox stream, which is
-advanced past each recorded fill. So code that saves, restores or seeds the generator finds it as eager PyTorch would
-have left it, and a fill is run later by PyTorch's own kernel on a generator with that seed and offset. Every other
-random operation there runs at once. How far a fill advances the offset depends on the GPU (`rng/cuda_layout.py`): the
-rule is checked on this GPU before it is relied on, and where it does not hold, fills run at once as well.
+On a GPU the generator is a seed and an offset in PyTorch's Philox stream, and is advanced past each recorded fill. So
+code that saves, restores or seeds the generator finds the same state as in eager PyTorch, and the fill is run later by
+PyTorch's own kernel on a generator with that seed and offset. All other random operations there run immediately. How
+far a fill advances the offset depends on the GPU (`rng/cuda_layout.py`): the rule is checked on this GPU first, and if
+it does not hold, fills run immediately, too.
 """
 
 from __future__ import annotations
@@ -19,26 +19,24 @@ from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.counter_fill import words_of
 from ..engine.rejection import Rejection
 from ..errors import CaptureError
-from ..program.graph import Draw, Geometry, Node, is_contiguous
+from ..program.graph import Draw, Geometry, Node, dtype_name, is_contiguous
 from ..program.node_kinds import has_counter_rule
-from ..program.random_overload import with_generator
+from ..program.schemas import with_generator
 from ..rng import cuda_layout, words_drawn
 from ..rng.counter_stream import CounterStream, next_draw
-from ..rng.deferred_stream import DeferredOffsetStream
-from ..rng.philox_stream import PhiloxStream
-from ..rng.stream import Position, Stream
+from ..rng.stream import DeferredOffsetStream, PhiloxStream, Position, Stream
 from . import session
 from .op_call import OpCall
 
 
 def draws_at_all(call: OpCall) -> bool:
-    """Whether the call draws: attention does only if it drops out."""
+    """Whether the call draws; attention does only with dropout."""
     name = schema_of(call.op).name
     return not name.startswith("aten::_scaled_dot_product") or call.plain_arguments().get("dropout_p", 0.0) != 0.0
 
 
 def record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> bool:
-    """Give `node` its stream position and move the generator on; False if how far cannot be said."""
+    """Give `node` its stream position and advance the generator; returns False if it is not known how far."""
     with session.generators.lock:
         return _record_draw(call, node, geometry)
 
@@ -61,14 +59,14 @@ def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> b
     counted = session.generators.policy == "counter" and has_counter_rule(node.op) and generator.device.type == "cpu"
     if not counted:
         check_device(node, device, generator)
-    stream, position = session.generators.where(generator)
+    stream, position = session.generators.locate(generator)
     if isinstance(stream, CounterStream):
         _record_counted(node, generator, stream, position, math.prod(size), dtype)
         return True
     if call.op.namespace == "firstloss":
         _record_rejection(node, generator, stream, position)
         return True
-    if with_generator(call.op) is None:  # it would have to be made with the global generator, later
+    if with_generator(call.op) is None:  # it could not be run later from this position
         return False
     drawn = words_drawn.draw(
         call.traits.random or "",
@@ -91,7 +89,7 @@ def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> b
 def _record_counted(
     node: Node, generator: torch.Generator, stream: CounterStream, position: Position, numel: int, dtype: torch.dtype
 ) -> None:
-    """Under the counter policy every operation has a part of the stream to itself, however much it draws."""
+    """Record an operation under the counter policy, where each has its own range of the stream."""
     node.draw = Draw(stream, position, Position(position.words + words_of(numel, dtype)))
     session.generators.move(generator, stream, next_draw(position))
     if not session.depth:
@@ -99,38 +97,33 @@ def _record_counted(
 
 
 def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, position: Position) -> None:
-    """A `trunc_normal_`: what comes after it draws from a stream that begins where it will turn out to end."""
+    """Record a `trunc_normal_`; later operations draw from a `DeferredOffsetStream` after it."""
     _, mean, std, a, b = node.args[:5]
     dtype, numel = node.writes[0].dtype, math.prod(node.writes[0].size)
     with DisableTorchDispatch():
-        lo, hi = (torch.tensor(bound, dtype=dtype).item() for bound in (a, b))
-    rejection = Rejection(stream, position, numel, dtype, mean, std, lo, hi)
+        low, high = (torch.tensor(bound, dtype=dtype).item() for bound in (a, b))
+    rejection = Rejection(stream, position, numel, dtype, mean, std, low, high)
     after = Position(position.words + rejection.words_a_round, position.spare)
     node.draw = Draw(stream, position, after, rejection)
-    late = DeferredOffsetStream(stream, position, rejection.words)
-    session.generators.move(generator, late, late.start)
+    following = DeferredOffsetStream(stream, position, rejection.words)
+    session.generators.move(generator, following, following.start)
     if not session.depth:
         session.generators.settle()
 
 
 def check_device(node: Node, device: torch.device, generator: torch.Generator) -> None:
-    """Only the streams of CPUs and GPUs are known, each drawn from by its own device."""
+    """Refuse devices other than CPU and CUDA, and generators of another device."""
     if device.type == "meta":
         raise CaptureError(
-            f"{node.source}: {node.op} initialises a weight that has been moved to the meta device in a deferred "
-            "block, where nothing is remembered. Leave out what moves weights there (accelerate's "
-            "init_empty_weights, .to('meta')): firstloss.deferred takes its place."
+            f"{node.source}: {node.op} initializes a weight that has been moved to the meta device in a deferred "
+            "block, where operations are not recorded. Remove what moves weights there (accelerate's "
+            "init_empty_weights, .to('meta')): firstloss.deferred replaces it."
         )
     if device.type != "cpu" or generator.device.type != "cpu":
         raise CaptureError(
-            f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on a CPU's or GPU's "
-            f"stream: construct under the CPU device, and say device='{device}' to firstloss.materialize_module."
+            f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on the CPU and on "
+            f"CUDA devices only: construct on the CPU, and pass device='{device}' to firstloss.materialize_module."
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As the table of words drawn calls it."""
-    return str(dtype).removeprefix("torch.")
 
 
 _FILLS = frozenset({"normal", "uniform", "rand", "randn"})
@@ -140,14 +133,18 @@ _DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
-# Fills of less than a block, of many, and of more than the device runs at once.
-_TRIED = (1, 1000, 300_001, 4_000_003)
+# Fills of less than a block, of many blocks, and of more than are resident on the device.
+_TRIAL_SIZES = (1, 1000, 300_001, 4_000_003)
 
 
 def _record_on_gpu(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.device, given: Any) -> bool:
-    """Give `node`, which draws `numel` elements on a GPU, its offset, and move the generator on.
+    """Give `node`, which draws `numel` elements on a GPU, its offset, and advance the generator.
 
-    False where it has to be run to find out. `given` is the call's own generator, or None.
+    Args:
+        given: the call's `generator` argument.
+
+    Returns:
+        False if it has to be run to find out how far.
     """
     if name not in _FILLS or dtype not in _DTYPES:
         return False
@@ -169,26 +166,19 @@ def _stream(seed: int) -> PhiloxStream:
     return PhiloxStream(seed)
 
 
-def generator_at(stream: PhiloxStream, position: Position, device: torch.device) -> torch.Generator:
-    """A generator of our own on `device`, at a place in its stream."""
-    generator = torch.Generator(device)
-    generator.set_state(torch.from_numpy(stream.state_at(position)))
-    return generator
-
-
 def gpu(index: int) -> cuda_layout.GpuProperties:
-    """What of a GPU decides how it fills."""
+    """The properties of a GPU that determine how fills advance the offset."""
     found = torch.cuda.get_device_properties(index)
     return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
 
 
 @functools.cache
 def layout_is_supported(index: int) -> bool:
-    """Whether fills on this GPU move the offset as `cuda_layout` has it."""
+    """Whether fills on this GPU advance the offset as `cuda_layout` computes."""
     with DisableTorchDispatch():
         generator = torch.Generator(torch.device("cuda", index)).manual_seed(0)
         for dtype, name in _DTYPES.items():
-            for numel in _TRIED:
+            for numel in _TRIAL_SIZES:
                 target = torch.empty(numel, dtype=dtype, device=generator.device)
                 for fill in (target.normal_, target.uniform_):
                     before = generator.get_offset()

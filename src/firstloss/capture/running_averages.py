@@ -1,7 +1,7 @@
-"""Running averages by `num_batches_tracked`, without reading that tensor, which has no value in a traced step.
+"""Patches of running averages that read a counter, which has no value in a traced step.
 
-`BatchNorm(momentum=None)` weighs a batch with one over the number of batches, which it fetches as a Python number.
-`AveragedModel.update_parameters` asks whether anything has been averaged yet. While a step is traced, tensors decide.
+`BatchNorm(momentum=None)` weights a batch by one over `num_batches_tracked`, which it reads as a Python number.
+`AveragedModel.update_parameters` branches on `n_averaged`. In a traced step both are computed with tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def batch_norm(original: Callable[..., torch.Tensor], self: Any, x: torch.Tensor
 
 @replaces("torch.nn.SyncBatchNorm.forward")
 def sync_batch_norm(original: Callable[..., torch.Tensor], self: Any, x: torch.Tensor) -> torch.Tensor:
-    """As `SyncBatchNorm.forward`, in one process: a traced step has the batch of all."""
+    """As `SyncBatchNorm.forward`, without communication: a traced step has the global batch."""
     return _normalized(self, x, original)
 
 
@@ -48,8 +48,7 @@ def _normalized(self: Any, x: torch.Tensor, original: Callable[..., torch.Tensor
 @replaces("torch.optim.swa_utils.AveragedModel.update_parameters")
 @torch.no_grad()
 def update_parameters(original: Any, self: AveragedModel, model: Any) -> None:
-    """As `AveragedModel.update_parameters`: the average is computed the first time too, and the model's own weights are
-    taken instead."""
+    """As `AveragedModel.update_parameters`; selects between the average and the first weights with torch.where."""
     if session.trace is None:
         original(self, model)
         return

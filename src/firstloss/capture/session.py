@@ -1,7 +1,7 @@
 """The captures in progress in this thread: open `deferred` contexts, and at most one step trace.
 
-`trace`, `depth` and `constants` are each thread's own, though they are read as this module's. PyTorch's generators are
-the process's: threads that capture side by side draw from them in turns, as eager PyTorch's threads do.
+`trace`, `depth` and `constants` are thread-local, though they are read as module attributes. PyTorch's generators are
+shared by all threads that capture concurrently, as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..compat.torch_names import OpOverload
 from ..program.graph import Node, Value
 from .generators import Generators
 
-Storage = Any  # a DeferredStorage, of which nothing is asked here: `tensor.py` knows the session
+Storage = Any  # a DeferredStorage; `tensor.py` imports this module
 
 
 class SupportsDataAssignment(Protocol):
-    """What deferred tensors need of the weights that a step gives other memory (`data_assignment.py`): see there."""
+    """The interface of `data_assignment.DataAssignments` that deferred tensors use."""
 
     def assign(self, weight: torch.Tensor, other: Any) -> None: ...
 
-    def now_of(self, storage: Storage) -> Storage: ...
+    def current_storage(self, storage: Storage) -> Storage: ...
 
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn: ...
 
 
 class SupportsLayoutChange(Protocol):
-    """What deferred tensors need of the tensors that a step gives another shape or storage (`layout_changes.py`)."""
+    """The interface of `layout_changes.LayoutChanges` that deferred tensors use."""
 
     def change(self, tensor: torch.Tensor) -> None: ...
 
@@ -42,19 +42,19 @@ class SupportsLayoutChange(Protocol):
 
 
 class Tracing:
-    """What the recorder needs of a step trace (`step.py`): see there."""
+    """The interface of a step trace (`step.StepTrace`) that the recorder uses."""
 
-    cbfloat16 = False  # what is float16 in the step is cbfloat16
-    is_open = False  # under way, in some thread
-    latest: Value | None = None  # what the last recorded operation made
-    made: list[weakref.ref[Storage]]  # the storages of what recorded operations made
+    cbfloat16 = False  # float16 in the step is cbfloat16
+    is_open = False  # active, in some thread
+    latest: Value | None = None  # the last result of a recorded operation
+    made: list[weakref.ref[Storage]]  # the storages of the results of recorded operations
 
-    mirrors: list[torch.Tensor]  # keeps the mirrors of memory from outside, at which real tensors look
-    aliased_storages: weakref.WeakSet[Storage]  # of a backend, in whose memory a real tensor of the step lies
+    mirrors: list[torch.Tensor]  # keeps the mirrors of real tensors' memory alive
+    aliased_storages: weakref.WeakSet[Storage]  # on a backend, whose memory a real tensor of the step shares
 
     new_memory: SupportsDataAssignment
     new_layouts: SupportsLayoutChange
-    retrace_reason: str | None  # no compiled step can do what the step did, if so
+    retrace_reason: str | None  # why the step cannot be compiled and has to be traced at each call
 
     def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:
         raise NotImplementedError
@@ -62,7 +62,7 @@ class Tracing:
     def has_input_at(self, address: int) -> bool:
         raise NotImplementedError
 
-    def shows_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None: ...
+    def replace_input(self, tensor: torch.Tensor, other: torch.Tensor) -> None: ...
 
     def adopt(self, storage: Storage) -> None: ...
 
@@ -97,11 +97,11 @@ class Tracing:
 
 
 class _ThreadLocal(threading.local):
-    """What is under way in one thread."""
+    """The captures of one thread."""
 
     def __init__(self) -> None:
         self.trace: Tracing | None = None
-        self.holder = object()  # of the patches that an open context needs
+        self.holder = object()  # the key under which open contexts hold their patches
         self.depth = 0
         self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
         self.deferred_file_tensors: dict[int, tuple[torch.Tensor, Storage]] = {}
@@ -119,46 +119,48 @@ class _Session(types.ModuleType):
 
 sys.modules[__name__].__class__ = _Session
 
-trace: Tracing | None  # the step trace under way
-depth: int  # how many `deferred` contexts are open
-# Constants met by the contexts that are open: by the tensor's id, the tensor itself, its version and its Value.
+trace: Tracing | None  # the active step trace
+depth: int  # the number of open `deferred` contexts
+# The constants of the open contexts: by the tensor's id, the tensor, its version and its Value.
 constants: dict[int, tuple[torch.Tensor, int, Value]]
-# Tensors of mapped files that parameters were made of: by their address, the tensor and what stands for its memory.
+# Tensors of mapped files that parameters were made from: by address, the tensor and its DeferredStorage.
 deferred_file_tensors: dict[int, tuple[torch.Tensor, Storage]]
-reseated = 0  # how often a tensor that lives on a backend was given other memory
-traces: weakref.WeakSet[Tracing] = weakref.WeakSet()  # of steps that may be called again, and the one under way
-seedings = 0  # how often torch.manual_seed has been called
+rebinds = 0  # the number of times that a tensor on a backend was given another storage
+traces: weakref.WeakSet[Tracing] = weakref.WeakSet()  # of steps that may be called again, and the active one
+seedings = 0  # the number of calls of torch.manual_seed
 generators = Generators()
-tracing = threading.RLock()  # of the thread that traces a step: functions of the process are replaced meanwhile
+tracing = threading.RLock()  # one thread at a time traces a step, since it patches functions of the process
 
 
 def enter(policy: str | None = None, preserve: bool = False) -> None:
-    """A `deferred` context opens; random streams follow `policy`, or the one that they follow already.
+    """Enter a `deferred` context.
 
-    With `preserve`, the outermost one leaves generators where they would be if it had drawn nothing.
+    Args:
+        policy: of random streams; None keeps the current one.
+        preserve: on leaving the outermost context, restore generators as if nothing had been drawn.
     """
     generators.policy = policy or generators.policy
     if not _this_thread.depth:
         patches.enter(patches.CAPTURE, _this_thread.holder)
         generators.preserve = preserve
-        generators.opened()
+        generators.begin_capture()
     _this_thread.depth += 1
 
 
 def leave() -> None:
-    """A `deferred` context closes: the last one leaves every generator where eager would have."""
+    """Leave a `deferred` context; after the outermost one every generator has the state that eager would leave."""
     _this_thread.depth -= 1
     if not _this_thread.depth:
         _this_thread.constants.clear()
         _this_thread.deferred_file_tensors.clear()
-        generators.closed()
+        generators.end_capture()
         generators.policy = "eager"
         generators.preserve = False
         patches.leave(patches.CAPTURE, _this_thread.holder)
 
 
 def set_trace(new: Any) -> Any:
-    """Make `new` (or None) the step trace under way in this thread; returns the one before."""
+    """Make `new` (or None) the active step trace of this thread; returns the previous one."""
     before, _this_thread.trace = _this_thread.trace, new
     if before is not None:
         before.is_open = False

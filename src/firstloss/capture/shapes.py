@@ -1,7 +1,7 @@
-"""What an operation returns, without computing it: shape, stride, offset and dtype.
+"""Shape inference: shape, stride, offset and dtype of an operation's results, without computing them.
 
-PyTorch's own meta kernels tell. They cost tens of microseconds, and a model repeats the same few calls for every layer,
-so what they say is remembered by call.
+It uses PyTorch's meta kernels. These take tens of microseconds, and a model repeats the same few calls for every layer,
+so results are cached by call.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Tensor = torch.Tensor
 
 
 class NeedsValues(Exception):
-    """The shape of the result, or whether there is one, depends on values."""
+    """The shape of the result depends on values."""
 
 
 class Outcome(NamedTuple):
-    """The geometry of each tensor returned, and the default dtype where the result's is that."""
+    """The geometry of each result, and the default dtype if the result's depends on it."""
 
-    geometry: list[Any]  # None in it: a gradient that was not asked for; a number is one
+    geometry: list[Any]  # None for a gradient that is not requested; numbers as they are
     default: torch.dtype | None
 
 
 _aten = torch.ops.aten
 
-# The meta kernels of these give other strides, or shapes, than the CPU's.
-_MISTAKEN = {
+# Operations whose meta kernels return other strides or shapes than the CPU's.
+_WRONG_META_KERNELS = {
     _aten._linalg_svd.default,
     _aten.linalg_svd.default,
     _aten.linalg_eig.default,
@@ -48,18 +48,18 @@ _MISTAKEN = {
 }
 
 
-def _like(place: int) -> Callable[[tuple], list[Geometry]]:
-    """One result, shaped as the argument at `place`."""
+def _like(position: int) -> Callable[[tuple], list[Geometry]]:
+    """One result, shaped like the argument at `position`."""
 
     def geometry(args: tuple) -> list[Geometry]:
-        like = torch.empty_like(as_meta(args[place]), memory_format=torch.contiguous_format)
+        like = torch.empty_like(as_meta(args[position]), memory_format=torch.contiguous_format)
         return [geometry_of(like)]
 
     return geometry
 
 
 def _geqrf(args: tuple) -> list[Geometry]:
-    """The factors column by column, as LAPACK has them."""
+    """Column-major factors, as LAPACK returns them, and scales."""
     *batch, rows, columns = args[0].shape
     factors = torch.empty((*batch, columns, rows), dtype=args[0].dtype, device="meta").mT
     scales = torch.empty((*batch, min(rows, columns)), dtype=args[0].dtype, device="meta")
@@ -67,7 +67,7 @@ def _geqrf(args: tuple) -> list[Geometry]:
 
 
 def _ctc(args: tuple) -> list[Geometry]:
-    """Losses, and the forward variables for the longest target that there may be."""
+    """Losses, and the forward variables for the longest possible target."""
     log_probs, targets = args[:2]
     time, batch, _ = log_probs.shape
     states = 2 * (targets.shape[1] if targets.dim() == 2 else targets.numel()) + 1
@@ -76,8 +76,8 @@ def _ctc(args: tuple) -> list[Geometry]:
 
 
 def _embedding_bag(args: tuple) -> list[Geometry]:
-    """As on a CPU, whose kernel leaves out which bag an index is in where it sums without it."""
-    given: Any = (*args, *_BAG[len(args) :])
+    """As on a CPU, whose kernel omits the bag of each index if it is not needed for the sum."""
+    given: Any = (*args, *_EMBEDDING_BAG_DEFAULTS[len(args) :])
     weight, indices, offsets, _, mode, _, _, includes_last, padding = given
     count, width = offsets.shape[0] - int(includes_last), weight.shape[1]
     is_left_out = mode == 0 and padding < 0 and weight.dtype.itemsize <= 4
@@ -87,11 +87,11 @@ def _embedding_bag(args: tuple) -> list[Geometry]:
     return [geometry_of(x) for x in made]
 
 
-_BAG = (None, None, None, False, 0, False, None, False, -1)  # the operation's defaults
+_EMBEDDING_BAG_DEFAULTS = (None, None, None, False, 0, False, None, False, -1)  # the operation's defaults
 
 
-# Of these, though their shapes do not depend on values, PyTorch has no meta kernels, or other ones than a CPU's.
-_UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
+# Operations with static shapes whose meta kernels are missing, or differ from the CPU's.
+_SHAPES: dict[Any, Callable[[tuple], list[Geometry]]] = {
     _aten.multi_margin_loss_backward.default: _like(1),
     _aten.multilabel_margin_loss_backward.default: _like(1),
     _aten._ctc_loss.Tensor: _ctc,
@@ -110,15 +110,15 @@ _UNTOLD: dict[Any, Callable[[tuple], list[Geometry]]] = {
 
 
 def _norm_in_eval(args: tuple) -> list[Geometry]:
-    """The result, and statistics of the batch, of which a CPU's kernel makes none."""
+    """The result, and empty batch statistics, which a CPU's kernel does not compute."""
     nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
     x = as_meta(args[0])
     out = torch.empty_like(x, memory_format=suggest_memory_format(x))
     return [geometry_of(out), geometry_of(nothing), geometry_of(nothing)]
 
 
-# As above, where nothing is traced: there it is a lowering that says what is returned. (None: as the meta kernel says.)
-_UNTOLD_ON_CPU: dict[Any, Callable[[tuple], list[Geometry] | None]] = {
+# The same outside of a trace, where the CPU's kernel will run instead of a lowering. (None: as the meta kernel.)
+_CPU_SHAPES: dict[Any, Callable[[tuple], list[Geometry] | None]] = {
     _aten._native_batch_norm_legit_no_training.default: _norm_in_eval,
     _aten._native_batch_norm_legit.default: lambda args: None if args[5] else _norm_in_eval(args),
     _aten._native_batch_norm_legit.no_stats: lambda args: None if args[3] else _norm_in_eval(args),
@@ -126,48 +126,48 @@ _UNTOLD_ON_CPU: dict[Any, Callable[[tuple], list[Geometry] | None]] = {
     _aten._embedding_bag_forward_only.default: _embedding_bag,
 }
 
-# Beside tensors these return numbers that follow from shapes alone: how long the longest sequence is.
+# Operations that also return numbers, which depend on shapes only: the longest sequence.
 _NUMBERS_OF_SHAPES = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
 
-_known: dict[tuple, Outcome] = {}
+_cache: dict[tuple, Outcome] = {}
 
 
 def infer(call: OpCall) -> Outcome:
-    """What `call` returns."""
+    """The geometry of the results of `call`."""
     key = (torch.get_default_dtype(), session.trace is None, *call.key)
     try:
-        known = _known.get(key)
+        cached = _cache.get(key)
     except TypeError:  # something in the call cannot be hashed
-        return _ask(call)
-    if known is None:
-        known = _ask(call)
-        if len(_known) > 100_000:
-            _known.clear()
-        _known[key] = known
-    return known
+        return _infer(call)
+    if cached is None:
+        cached = _infer(call)
+        if len(_cache) > 100_000:
+            _cache.clear()
+        _cache[key] = cached
+    return cached
 
 
-def _ask(call: OpCall) -> Outcome:
+def _infer(call: OpCall) -> Outcome:
     if schema_of(call.op).name.startswith("aten::_fused_") and not schema_of(call.op).returns:
         return Outcome([], None)  # they have no meta kernels
     if schema_of(call.op).name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
-    given = result_dtypes(call) if session.trace is not None else None  # else PyTorch's own kernels will compute it
-    if call.op in _UNTOLD and session.trace is not None:
+    given = result_dtypes(call) if session.trace is not None else None  # else PyTorch's kernels will run
+    if call.op in _SHAPES and session.trace is not None:
         with DisableTorchDispatch():
-            return Outcome(list(_UNTOLD[call.op](call.args)), None)
-    if call.op in _UNTOLD_ON_CPU and session.trace is None and call.device().type == "cpu":
+            return Outcome(list(_SHAPES[call.op](call.args)), None)
+    if call.op in _CPU_SHAPES and session.trace is None and call.device().type == "cpu":
         with DisableTorchDispatch():
-            told = _UNTOLD_ON_CPU[call.op](call.args)
-        if told is not None:
-            return Outcome(told, None)
-    if call.op in _MISTAKEN and session.trace is None:
-        raise NeedsValues(f"{call.op} has a meta kernel that is mistaken about strides")
-    on_lists = schema_of(call.op).name.startswith("aten::_foreach_")  # one may come behind a number: foreach_pow's
-    geometry = _of_list(call) if on_lists else _on_meta(call)
+            cpu = _CPU_SHAPES[call.op](call.args)
+        if cpu is not None:
+            return Outcome(cpu, None)
+    if call.op in _WRONG_META_KERNELS and session.trace is None:
+        raise NeedsValues(f"the meta kernel of {call.op} returns wrong strides")
+    on_lists = schema_of(call.op).name.startswith("aten::_foreach_")  # foreach_pow's list may follow a number
+    geometry = _infer_foreach(call) if on_lists else _run_meta_kernel(call)
     geometry = _with_dtypes(geometry, given)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None
@@ -179,7 +179,7 @@ def _ask(call: OpCall) -> Outcome:
 
 
 def _with_dtypes(geometry: list[Any], dtypes: list[torch.dtype | None] | None) -> list[Any]:
-    """The geometry with the dtypes that a CPU's kernel gives, where the meta kernel is mistaken about those."""
+    """The geometry with the dtypes of the CPU's kernel."""
     if dtypes is None or len(dtypes) != len(geometry):
         return geometry
     return [
@@ -188,17 +188,17 @@ def _with_dtypes(geometry: list[Any], dtypes: list[torch.dtype | None] | None) -
     ]
 
 
-def _of_list(call: OpCall) -> list[Any]:
-    """An operation on each element of lists: those that are alike are asked for once, as a model's layers are."""
+def _infer_foreach(call: OpCall) -> list[Any]:
+    """Infer a foreach operation, once for each distinct combination of arguments."""
     lists = [arg for arg in call.args if type(arg) in (list, tuple)]
     count = max(map(len, lists), default=0)
     if count < 2 or call.kwargs or any(len(arg) != count for arg in lists):
-        return _on_meta(call)
+        return _run_meta_kernel(call)
     kinds: dict[tuple, int] = {}
     rows = [kinds.setdefault(tuple(map(_kind, row)), len(kinds)) for row in zip(*lists, strict=True)]
     first = [rows.index(kind) for kind in range(len(kinds))]
     args = tuple([arg[i] for i in first] if type(arg) in (list, tuple) else arg for arg in call.args)
-    geometry = _on_meta(OpCall(call.op, call.traits, args, {}))
+    geometry = _run_meta_kernel(OpCall(call.op, call.traits, args, {}))
     return [geometry[kind] for kind in rows] if geometry else []
 
 
@@ -206,7 +206,7 @@ def _kind(arg: Any) -> Any:
     return (*geometry_of(arg), arg.device) if isinstance(arg, Tensor) else (type(arg), arg)
 
 
-def _on_meta(call: OpCall) -> list[Any]:
+def _run_meta_kernel(call: OpCall) -> list[Any]:
     args = [as_meta(a) for a in call.args]
     kwargs = {k: as_meta(v) for k, v in call.kwargs.items()}
     has_device = any(a.name == "device" for a in schema_of(call.op).arguments)
@@ -233,7 +233,7 @@ def _on_meta(call: OpCall) -> list[Any]:
     for t in result:
         if isinstance(t, (list, tuple)):
             raise CaptureError(f"{here()}: {call.op} returns lists within lists, which capture does not support")
-        if t is None:  # a gradient that was not asked for
+        if t is None:  # a gradient that is not requested
             out.append(None)
             continue
         if type(t) is int and call.op in _NUMBERS_OF_SHAPES:
@@ -241,22 +241,22 @@ def _on_meta(call: OpCall) -> list[Any]:
             continue
         if not isinstance(t, Tensor):
             raise NeedsValues(f"{call.op} returns a {type(t).__name__}")
-        if is_unusual(t):
-            raise NeedsValues(f"{call.op} returns a tensor that is not an array of numbers side by side")
+        if is_not_strided(t):
+            raise NeedsValues(f"{call.op} returns a tensor that is not strided")
         out.append(geometry_of(t))
     return out
 
 
-def is_unusual(tensor: Tensor) -> bool:
-    """Whether a tensor is sparse, nested, quantized or the like: it has no strides, and is never deferred."""
+def is_not_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is sparse, nested, quantized or similar; such tensors are never deferred."""
     return tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
 
 
 def as_meta(arg: Any) -> Any:
-    """An argument with its tensors on the meta device, each with its shape, strides and offset, and no generators."""
+    """An argument with its tensors on the meta device, with the same geometry, and without generators."""
     if isinstance(arg, Tensor):
-        reach = arg.storage_offset() + span(arg.shape, arg.stride())
-        base = torch.empty(reach, dtype=arg.dtype, device="meta")
+        extent = arg.storage_offset() + span(arg.shape, arg.stride())
+        base = torch.empty(extent, dtype=arg.dtype, device="meta")
         return base.as_strided(arg.shape, arg.stride(), arg.storage_offset())
     if type(arg) in (list, tuple):
         return type(arg)(as_meta(a) for a in arg)

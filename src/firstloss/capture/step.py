@@ -1,9 +1,9 @@
-"""Capture of a training step: forward, backward and optimizer, as one Program.
+"""Trace a training step (forward, backward and optimizer) as one Program.
 
-The step's Python runs once, on tensors without values. What it touches that exists already (weights, optimizer state,
-tensors from outside) becomes an input; what of it has changed when the step returns is state, carried from step to
-step; what it returns is an output. The operations are those that reach PyTorch's dispatcher below autograd, so the
-backward pass and the optimizer are captured like everything else.
+The step's Python runs once, on tensors without values. Existing tensors that it uses (weights, optimizer state, tensors
+from outside) become inputs; inputs that it has modified are state, carried from step to step; return values are
+outputs. Operations are recorded below autograd, so the backward pass and the optimizer are captured like everything
+else.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from ..compat.torch_names import (
     get_current_dispatch_mode_stack,
     pop_mode,
     storage_address,
+    version_of,
 )
 from ..errors import TraceError, ValueReadError
 from ..gc_pause import pause
+from ..program.compare import same_bytes
 from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
@@ -38,32 +40,52 @@ from .data_assignment import DataAssignments
 from .layout_changes import LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
-from .value_reads import ValueRead
+
+# For larger tensors the version is compared, which does not count edits through NumPy.
+_COPIED_BYTES = 1 << 20
+
+
+class ValueRead:
+    """A tensor from outside the step, and its content when it was read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = None if tensor.is_inference() else version_of(tensor)
+        self._copy = tensor.detach().clone() if tensor.numel() * tensor.itemsize <= _COPIED_BYTES else None
+
+    def outdated(self) -> bool:
+        """Whether the content has changed, or the tensor has moved to a backend, so that it would be an input."""
+        if type(self._tensor) is DeferredTensor:
+            return True
+        if self._copy is None:
+            return self._version is not None and version_of(self._tensor) != self._version
+        now = self._tensor.detach()
+        return now.shape != self._copy.shape or now.dtype != self._copy.dtype or not same_bytes(now, self._copy)
 
 
 class KeyStream:
-    """The random stream of a traced step: position n is the n-th draw of the step, whatever its size.
+    """The random stream of a traced step: position n is the n-th draw of the step, regardless of its size.
 
-    In the step's executable a draw's words come from a key made of the run's seed, the step's number and n. Positions
-    are kept in the generator as in a constructor's capture, so that code that saves and restores the generator's state,
-    as `torch.utils.checkpoint` does to repeat its dropout, gets the same draws again.
+    In the executable a draw's words come from a key that is derived from the run's seed, the step's number and n. As in
+    a constructor's capture, positions are stored in the generator's state, so that code that saves and restores it,
+    such as `torch.utils.checkpoint`, repeats the same draws.
     """
 
     start = Position(0)
 
 
 class StepTrace(recorder._Tracing):
-    """A step under capture.
+    """The trace of a step.
 
     Attributes:
-        inputs: for each input Value, the DeferredStorage (weights and state) or the real tensor that it stands for.
+        inputs: for each input Value, its DeferredStorage (weights and state) or real tensor.
         closures: the calls of step closures, in order.
-        set_final_generator_state: what gives PyTorch's generator the state that the step has left it in.
-        made: the storages of what the step's operations have made.
-        new_memory: the weights that the step gives other memory.
-        new_layouts: the tensors that it gives another shape or storage.
-        read: of the real tensors from outside, by their ids, those whose values the step's Python has read.
-        retrace_reason: why no compiled step can do what the step did, if so.
+        set_final_generator_state: sets PyTorch's generator to the state in which the step has left it, if it did.
+        made: the storages of the results of the step's operations.
+        new_memory: assignments to the `.data` of weights.
+        new_layouts: tensors that the step gives another shape or storage.
+        read: real tensors from outside whose values the step's Python has read, by id.
+        retrace_reason: why the step cannot be compiled and has to be traced at each call, if so.
     """
 
     def __init__(self) -> None:
@@ -71,12 +93,12 @@ class StepTrace(recorder._Tracing):
         self.made: list[weakref.ref[DeferredStorage]] = []
         self.mirrors: list[torch.Tensor] = []
         self._before: list[tuple[DeferredStorage, Value, Any]] = []
-        self._real: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}  # by their storages
-        self.outside: dict[int, tuple[torch.Tensor, Any, int]] = {}  # with how they looked at which storage
+        self._real: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}  # by storage_key
+        self.outside: dict[int, tuple[torch.Tensor, Any, int]] = {}  # with geometry and storage_key, by id
         self._arguments: dict[Value, DeferredStorage] = {}
-        self._outer: StepTrace | None = None  # the trace within which this one is a rehearsal
+        self._outer: StepTrace | None = None  # the enclosing trace
         self.stream = KeyStream()
-        self._position: Position | None = KeyStream.start  # in it; None when the step has seeded the generator
+        self._position: Position | None = KeyStream.start  # None after the step has seeded the generator
         self.set_final_generator_state: Callable[[], Any] | None = None
         self._seed = torch.initial_seed()
         self.changes: Any = None
@@ -89,14 +111,15 @@ class StepTrace(recorder._Tracing):
         self.new_memory: DataAssignments = DataAssignments(self)
         self.new_layouts: LayoutChanges = LayoutChanges(self)
 
-    # -- what the recorder asks for --
+    # -- the interface for the recorder --
 
     def adopt(self, storage: DeferredStorage) -> None:
-        """`storage` existed before the step: from here on it holds an input."""
+        """Make a storage that existed before the step an input."""
         if storage.trace is not None and storage.resident is None and storage.trace is not self._outer:
             raise TraceError(
-                f"{here()}: the step reads a tensor that an earlier traced step made and did not return, so its value "
-                "was not kept. Return it from that step, or keep it in a module's buffer or the optimizer's state."
+                f"{here()}: the step reads a tensor that an earlier traced step created and did not return, so its "
+                "value was not kept. Return it from that step, or store it in a module's buffer or the optimizer's "
+                "state."
             )
         self._before.append((storage, storage.value, storage.trace))
         old = storage.value
@@ -106,8 +129,7 @@ class StepTrace(recorder._Tracing):
         storage.trace = self
 
     def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
-        """A real tensor from outside: an input that is read again at each step. All views of one storage are views of
-        one input."""
+        """Make a real tensor from outside an input, which is read at each step; views of one storage share an input."""
         key = storage_key(tensor)
         known = self._real.get(key)
         if known is None:
@@ -119,25 +141,24 @@ class StepTrace(recorder._Tracing):
             known = self._real[key] = (base, storage)
         self.record_external(tensor)
         if _nbytes(tensor) > _nbytes(known[0]):
-            self._overlapping(tensor, known[0])
+            self._refuse_overlap(tensor, known[0])
         return known[1]
 
     def record_external(self, tensor: torch.Tensor) -> None:
-        """The step looks at a real tensor from outside; another one that takes its place is another input."""
+        """Note that the step uses a real tensor from outside, whose identity is guarded."""
         self.outside[id(tensor)] = (tensor, geometry_of(tensor), storage_key(tensor))
 
     def refuse_overlaps(self) -> None:
-        """Outside tensors of several storages in one memory: the step may read them, and write to none of them."""
+        """Refuse writes to tensors from outside whose storages overlap in memory."""
         spans = [(begin, begin + _nbytes(base), base, storage) for begin, (base, storage) in sorted(self._real.items())]
         for (_, end, base, storage), (begin, _, other, other_storage) in itertools.pairwise(spans):
             if begin < end and any(s.value is not s.first for s in (storage, other_storage)):
-                self._overlapping(base, other)
+                self._refuse_overlap(base, other)
 
-    def _overlapping(self, a: torch.Tensor, b: torch.Tensor) -> NoReturn:
+    def _refuse_overlap(self, a: torch.Tensor, b: torch.Tensor) -> NoReturn:
         raise TraceError(
-            f"{here()}: the step uses two tensors, of {_nbytes(a):,} and {_nbytes(b):,} bytes, that were made of "
-            "overlapping parts of the memory of something else, such as an array of NumPy's. Make one tensor of all of "
-            "it, and take parts of that."
+            f"{here()}: the step uses two tensors, of {_nbytes(a):,} and {_nbytes(b):,} bytes, that share overlapping "
+            "memory of another object, such as a NumPy array. Create one tensor of all of it, and use views of that."
         )
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
@@ -146,49 +167,50 @@ class StepTrace(recorder._Tracing):
         return known is None or known[1].value is known[1].first
 
     def outside_of(self, storage: DeferredStorage) -> torch.Tensor | None:
-        """The real tensor from outside that `storage` stands for, all of its storage."""
+        """The real tensor from outside, its whole storage, that is represented by `storage`."""
         return next((base for base, known in self._real.values() if known is storage), None)
 
     def views_of(self, tensor: torch.Tensor) -> int:
-        """How many real tensors from outside show the memory of one of them."""
+        """The number of real tensors from outside that share the storage of `tensor`."""
         known = self.outside.get(id(tensor))
         return 0 if known is None else sum(key == known[2] for _, _, key in self.outside.values())
 
     def is_external(self, storage: DeferredStorage) -> bool:
-        """Whether `storage`, which the step has taken up, was there before it, or stands for what was."""
+        """Whether `storage` existed before the step, or represents a real tensor that did."""
         return storage.first in self.inputs or any(storage is before for before, _, _ in self._before)
 
     def shares(self, tensor: torch.Tensor) -> bool:
-        """Whether a real tensor from outside lies in the storage of `tensor`."""
+        """Whether a real tensor from outside shares the storage of `tensor`."""
         return storage_key(tensor) in self._real
 
     def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeferredStorage] | None:
-        """The input that the storage of a real tensor from outside is, if it is one: all of it, and what stands for
-        it."""
+        """The input of a real tensor's storage, if it is one: a tensor of all of it, and its DeferredStorage."""
         return self._real.get(storage_key(tensor))
 
     def has_input_at(self, address: int) -> bool:
-        """Whether the storage of a real tensor from outside begins there."""
+        """Whether the storage of a real tensor from outside begins at `address`."""
         return address in self._real
 
-    def shows_as(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """`other` looks at the storage of `tensor`, an input, as that does now, and is the input from here on."""
+    def replace_input(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Replace the input `tensor` by `other`, which is the same view of its storage."""
         key = storage_key(tensor)
         _, storage = self._real[key]
         self._real[key] = other, storage
         self.inputs[storage.first] = other
 
     def has_changed_layout(self) -> bool:
-        """Whether a real tensor from outside has been resized since, or given other memory (`resize_`, `set_`,
-        `tensor.data = ...`): it is no input of this step any more."""
+        """Whether a real tensor from outside has since been resized or rebound (`resize_`, `set_`, `.data = ...`)."""
         for tensor, geometry, key in self.outside.values():
             if geometry_of(tensor) != geometry or type(tensor) is not DeferredTensor and storage_key(tensor) != key:
                 return True
         return False
 
     def read_real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The step's Python reads the value of a real tensor: what it is now; as the step has left it, if it has
-        written to it."""
+        """Note that the step's Python reads the value of a real tensor.
+
+        Returns:
+            The tensor; a traced one if the step has written to it.
+        """
         known = self._real.get(storage_key(tensor))
         if known is not None and known[1].value is not known[1].first:
             return DeferredTensor.wrap(known[1], *geometry_of(tensor))
@@ -197,11 +219,10 @@ class StepTrace(recorder._Tracing):
         return tensor
 
     def new_input(self, tensor: torch.Tensor, label: str, may_change: bool = False) -> DeferredTensor:
-        """A traced tensor that stands for an argument of the step, shaped as `tensor` is; it lies as that does, but has
-        no gaps.
+        """Create a traced tensor for an argument of the step, with the shape of `tensor` and a dense layout.
 
         Args:
-            may_change: what the step writes to it is among `changes`.
+            may_change: whether writes to it are part of `changes`.
         """
         shape = tuple(tensor.shape)
         stride = tensor.stride() if is_dense(tensor) else contiguous_stride(shape)
@@ -214,20 +235,20 @@ class StepTrace(recorder._Tracing):
         return DeferredTensor.wrap(storage, shape, stride, 0, tensor.dtype)
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
-        """Somebody asks for a value, or for what depends on one."""
+        """Refuse to read a value, or a size that depends on values."""
         raise ValueReadError(data_dependent.message(op))
 
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
-        """Whether a description of a tensor does for its text: it has no value yet, and nobody keeps the text."""
+        """Whether to print a placeholder: the tensor has no value, and the text is only displayed."""
         return known_value(tensor) is None and data_dependent.is_shown()
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None:
-        """A random operation, perhaps from a generator that it was given: the next key of the step's stream."""
+        """Give a random operation the next key of the step's stream."""
         if generator is not None and generator is not torch.default_generator:
             raise TraceError(
-                f"{node.source}: the step draws from a generator of its own, which a compiled step has not, and which "
-                "would not move on. Draw before the step and pass the numbers as an argument; or leave `generator` "
-                "out, and the step draws new numbers each time, from the run's seed."
+                f"{node.source}: the step draws from a generator of its own, which a compiled step cannot use or "
+                "advance. Draw before the step and pass the numbers as an argument; or omit `generator`, and the step "
+                "draws new numbers each time, from the run's seed."
             )
         position = self._position
         if position is None or torch.initial_seed() != self._seed:
@@ -241,14 +262,14 @@ class StepTrace(recorder._Tracing):
         self.draws += 1
 
     def generator_state(self) -> torch.Tensor:
-        """What stands for the state of PyTorch's generator, which itself is left to other threads."""
+        """A ticket in place of the state of PyTorch's generator, which other threads may use."""
         if self._position is None:
             return torch.default_generator.get_state()
         with DisableTorchDispatch():
             return recorder.generators.ticket(torch.default_generator, self.stream, self._position)  # type: ignore[arg-type]
 
     def set_generator_state(self, state: torch.Tensor | None, leave: Callable[[], Any]) -> None:
-        """The step restores a state, or (None) seeds the generator; `leave` does that at the end of a call."""
+        """Restore a generator state or (None) seed it, in the trace; `leave` does so after each call of the step."""
         with DisableTorchDispatch():
             named = None if state is None else recorder.generators.named(state)
         self._position = named[1] if named is not None and named[0] is self.stream else None
@@ -258,17 +279,17 @@ class StepTrace(recorder._Tracing):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Trace what the block does; afterwards every DeferredStorage is as it was."""
+        """Trace the block; afterwards every DeferredStorage is restored."""
         with session.tracing, Undo() as undo, undo:
             before: Any = session.trace
             self._outer = before
-            undo(self._leave, before)
+            undo(self._restore, before)
             recorder.set_trace(self)
             pause(undo)
             for when in (patches.CAPTURE, patches.TRACE):
                 undo(patches.leave, when, self)
                 patches.enter(when, self)
-            # Libraries take their branch-free paths, optimizers keep tensors: in this thread.
+            # In this thread libraries avoid data-dependent branches, and optimizers keep tensors.
             patches.swap(undo, "torch.compiler._is_compiling_flag", _TRACING)
             try:
                 if before is None:
@@ -282,8 +303,8 @@ class StepTrace(recorder._Tracing):
                     raise
                 raise ValueReadError(direct_memory_access.message(raised_at(error))) from error
 
-    def _leave(self, before: Any) -> None:
-        """Every DeferredStorage is as it was before the step. May be called twice."""
+    def _restore(self, before: Any) -> None:
+        """Restore every DeferredStorage as it was before the step. Idempotent."""
         recorder.set_trace(before)
         self.mirrors.clear()
         if self.changes is None:
@@ -293,7 +314,7 @@ class StepTrace(recorder._Tracing):
             storage.trace = trace
 
     def _storages(self) -> list[tuple[Value, DeferredStorage]]:
-        """The inputs that may be written to, in the order in which the step met them, wherever they live."""
+        """The inputs that may be written to, in order of first use."""
         real = {storage.first: storage for _, storage in self._real.values()} | self._arguments
         storages = ((v, base if isinstance(base, DeferredStorage) else real.get(v)) for v, base in self.inputs.items())
         return [(value, storage) for value, storage in storages if storage is not None]
@@ -305,16 +326,15 @@ def _pop_modes(depth: int) -> None:
 
 
 class _Tracing:
-    """Is true in a thread that traces a step.
+    """A flag that is true in a thread that traces a step.
 
-    But not to a module that asks whether it may leave out what its hooks with `always_call=True` are for: to be called
-    when `forward` has raised something that the step then catches.
+    False for `Module._call_impl`, which would otherwise skip hooks with `always_call=True` after an exception.
     """
 
     def __bool__(self) -> bool:
         return session.trace is not None and getframe(1).f_code is not call_impl.__code__
 
-    # Where libraries go on computing with the flag, it is a bool like PyTorch's own.
+    # Libraries combine the flag with other bools.
     def __or__(self, other: Any) -> Any:
         return bool(self) | other
 
@@ -338,12 +358,12 @@ _TRACING = _Tracing()
 
 aten = torch.ops.aten
 
-# A view of a larger storage is refused: all of it would be copied at each call.
-_MOST_BYTES = 1 << 28
+# A view of a larger storage is refused, since the whole would be copied at each call.
+_MAX_VIEWED_BYTES = 1 << 28
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors whose storages begin at the same place: NumPy's memory may have several."""
+    """A key that is equal for tensors whose storages begin at the same address (several may share NumPy's memory)."""
     if type(tensor) is DeferredTensor:
         return id(tensor._storage)
     storage = _storage_of(tensor)
@@ -353,7 +373,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Its storage; a sparse tensor, for one, has none, and PyTorch says so by an error."""
+    """The storage of a tensor; None for one without, such as a sparse tensor."""
     with DisableTorchDispatch():
         try:
             return tensor.untyped_storage()
@@ -367,7 +387,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is all of the storage of `tensor`: itself, where it is."""
+    """A tensor that covers the whole storage of `tensor`; itself if it does."""
     storage = _storage_of(tensor)
     if storage is None:
         return tensor
@@ -377,15 +397,15 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
             return tensor
         if tensor.is_conj() or tensor.is_neg() or storage.nbytes() == 0:
             return tensor
-        if storage.nbytes() > max(_MOST_BYTES, 2 * size):
+        if storage.nbytes() > max(_MAX_VIEWED_BYTES, 2 * size):
             raise TraceError(
-                f"{here()}: the step reads a view, made outside of it, of a tensor of {storage.nbytes():,} bytes, "
-                "which would be copied whole at each call. Pass the view as an argument, or read a clone of it."
+                f"{here()}: the step reads a view, created outside of it, of a tensor of {storage.nbytes():,} bytes, "
+                "which would be copied as a whole at each call. Pass the view as an argument, or read a clone of it."
             )
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
 
 
 def is_traced(tensor: Any, trace: StepTrace) -> TypeGuard[DeferredTensor]:
-    """Whether `tensor` was made by `trace` and has no value outside of it."""
+    """Whether `tensor` was created in `trace` and has no value outside of it."""
     return type(tensor) is DeferredTensor and tensor._storage.trace is trace

@@ -1,4 +1,4 @@
-"""Swap the storage under a tensor, the Python object: `.data = ...`, and from real to deferred and back."""
+"""Swap the storage of a tensor and keep the Python object: `.data = ...`, and from real to deferred and back."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from ..program.graph import Geometry, geometry_of
 from ..program.source import here
 from . import session
 from .autograd_boundary import without_history
-from .exported_memory import record_exported_memory, storages_met_by
+from .exported_memory import overlapping_storages, record_exported_memory
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, materialize_views, on_backend, to_host
 
 Tensor = torch.Tensor
 
 
-def point_at(tensor: DeferredTensor, storage: DeferredStorage, geometry: Geometry) -> None:
-    """Let a deferred tensor be a view of `storage` from now on."""
+def set_storage(tensor: DeferredTensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Make a deferred tensor a view of `storage`."""
     _set_data(tensor, DeferredTensor.wrap(storage, *geometry))
     tensor._storage = storage
     storage.add(tensor)
 
 
-def reseat(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
-    """Let `tensor`, the Python object, look at `storage` from now on; a real one becomes deferred."""
+def rebind(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
+    """Make `tensor` a view of `storage`, in place; a real tensor becomes deferred."""
     if session.trace is not None and is_state(tensor):
         session.trace.new_layouts.change(tensor)
     if type(tensor) is DeferredTensor:
-        if on_backend(tensor):  # resize_, set_, t_, `.data = ...`: a compiled step knows it as it was
-            session.reseated += 1
-        point_at(tensor, storage, geometry)
+        if on_backend(tensor):  # resize_, set_, t_, `.data = ...` invalidate compiled steps
+            session.rebinds += 1
+        set_storage(tensor, storage, geometry)
         return
     new = DeferredTensor.wrap(storage, *geometry)
-    if tensor.grad_fn is not None and session.trace is None:  # it stays what a gradient goes through
+    if tensor.grad_fn is not None and session.trace is None:  # keep its history
         _set_data(tensor, to_host(new))
         return
     kind = type(tensor)
@@ -45,7 +45,7 @@ def reseat(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None
         kind = tensor.cls_to_become
     if kind is not Tensor and kind is not torch.nn.Parameter:
         raise CaptureError(
-            f"{here()}: a real {kind.__name__} cannot be given the memory of a deferred tensor. Call "
+            f"{here()}: a real {kind.__name__} cannot become a view of a deferred tensor. Call "
             "firstloss.materialize_tensor on the deferred one first."
         )
     become(tensor, new)
@@ -55,31 +55,32 @@ def reseat(tensor: Tensor, storage: DeferredStorage, geometry: Geometry) -> None
 
 
 def share_memory(tensor: Tensor, real: Tensor, is_computed: bool = False) -> None:
-    """Make `tensor`, the Python object, a real one that shows what `real` does, in the same memory.
+    """Make `tensor` a real tensor that shares the memory of `real`, in place.
 
-    With `is_computed` it has been computed, for autograd, from what wants gradients.
+    Args:
+        is_computed: whether it has been computed from tensors that require grad.
     """
     with DisableTorchDispatch(), torch.no_grad():
         become(tensor, like(tensor, real.detach(), is_computed or not is_leaf(tensor), str(here())))
 
 
 def like(tensor: Tensor, real: Tensor, is_computed: bool, where: str) -> Tensor:
-    """A real tensor that shows what `real` does, and is a parameter if `tensor` is one.
+    """A real tensor that shares the memory of `real`, and is a parameter if `tensor` is one.
 
-    One that `is_computed` has lost its history at the line `where`: a gradient that comes to it is an error.
+    If it `is_computed`, its history was lost at the line `where`, and a gradient that reaches it is an error.
     """
     lost = without_history(real.detach(), where) if is_computed else None
     if not is_parameter(tensor):
         return real if lost is None else lost
     real = torch.nn.Parameter(real, tensor.requires_grad and not is_computed)
-    if lost is not None:  # as eager PyTorch leaves a parameter that something with a history was copied into
+    if lost is not None:  # as in eager PyTorch, if a tensor with a history was copied into the parameter
         with torch.enable_grad():
             real.copy_(lost)
     return real
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
-    """Make `tensor`, the Python object, what `other` is; `requires_grad`, gradient and attributes stay."""
+    """Make `tensor` what `other` is, in place; keeps `requires_grad`, gradient, hooks and attributes."""
     leaf = is_leaf(tensor)
     requires_grad, grad = tensor.requires_grad, tensor.grad if leaf else None
     hooks = hook_tables(tensor) if leaf else {}
@@ -101,11 +102,11 @@ def become(tensor: Tensor, other: Tensor) -> None:
         if grad is not None:
             tensor.grad = grad
         raise MaterializeError(
-            f"{here()}: a deferred tensor of shape {tuple(tensor.shape)} cannot be made here: PyTorch holds a weak "
-            "reference to it in C++, as torch.jit.trace does of what it traces. Call "
+            f"{here()}: a deferred tensor of shape {tuple(tensor.shape)} cannot be materialized here: PyTorch holds a "
+            "weak reference to it in C++, as torch.jit.trace does to the tensors that it traces. Call "
             f"firstloss.materialize_module(model) before. ({str(error).splitlines()[0]})"
         ) from error
-    # What torch itself holds on to (a weight its gradient) is what `other` shows now, and has to be of its class.
+    # PyTorch may still hold the old C++ tensor, which is now that of `other`; it needs the old class.
     other.__class__ = was
     other.__dict__.clear()
     other.__dict__.update(had)
@@ -117,7 +118,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
 
 
 def _set_gradient(tensor: Tensor, grad: Tensor) -> None:
-    """Assign `grad`; one of another shape or dtype, too: `.data` may have been assigned since it was computed."""
+    """Assign `grad`, even if its shape or dtype differs because `.data` has been assigned."""
     if (tensor.shape, tensor.dtype) == (grad.shape, grad.dtype):
         tensor.grad = grad
         return
@@ -133,26 +134,25 @@ def _set_gradient(tensor: Tensor, grad: Tensor) -> None:
 
 
 def hook_tables(tensor: Tensor) -> dict[str, Any]:
-    """The tables of the hooks of `tensor`, by attribute; empty ones too: hooks are put into them later."""
+    """The hook tables of `tensor`, by attribute; empty ones, too, since hooks may be added later."""
     return {name: table for name in HOOK_TABLES if (table := getattr(tensor, name)) is not None}
 
 
 def set_hook_tables(tensor: Tensor, tables: dict[str, Any]) -> None:
-    """Have autograd run the hooks in `tables`, now and when they change: `tensor` is another below its Python object,
-    where `register_hook` makes a table known only when it makes one."""
+    """Register the hook tables of the Python object with its new C++ tensor."""
     for name, table in tables.items():
         setattr(tensor, name, table)
 
 
 # -- Tensor.data -----------------------------------------------------------------------------------------------------
-# PyTorch assigns `.data` without telling the dispatcher, and gives a real tensor the null pointer of a deferred one.
+# PyTorch assigns `.data` without the dispatcher, and would give a real tensor the null pointer of a deferred one.
 
 _data: Any = original("torch.Tensor.data")
 _set_data = _data.__set__
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Whether `tensor` outlives the steps that read it: it lives on a backend, or a step under way has found it."""
+    """Whether `tensor` outlives the step: it is on a backend, or existed before the active trace."""
     if type(tensor) is not DeferredTensor:
         return session.trace is not None
     storage = tensor._storage
@@ -169,7 +169,7 @@ def _assign_data(self: Tensor, other: Any) -> None:
             session.trace.new_memory.refuse(self, "is memory from outside of the step")
         _set_data(self, other)
         return
-    alike = self.shape == other.shape and self.dtype == other.dtype
+    same = self.shape == other.shape and self.dtype == other.dtype
     if session.trace is None and on_backend(self):
         if (
             type(other) is DeferredTensor
@@ -177,24 +177,23 @@ def _assign_data(self: Tensor, other: Any) -> None:
             and geometry_of(other) == geometry_of(self)
         ):
             return
-        # Compiled steps know the storage, not the tensor: where it is this tensor's alone, what it holds is exchanged.
-        alone = alike and self._ref().whole and all(t is self for t in self._storage.alive())
-        met = [] if type(other) is DeferredTensor else list(storages_met_by(other))  # which hold it as well
-        if any(offset is None for _, offset in met):
+        # Compiled steps refer to the storage: if only this tensor uses it, exchange its content.
+        unshared = same and self._ref().whole and all(t is self for t in self._storage.alive())
+        overlapping = [] if type(other) is DeferredTensor else list(overlapping_storages(other))
+        if any(offset is None for _, offset in overlapping):
             raise BackendError(
-                f"{here()}: the memory assigned to a tensor of shape {list(self.shape)} and that of another one on the "
-                "backend overlap, and neither is a view of the other's whole. Write tensor.data.copy_(...), or "
-                "tensor.data = ....clone()."
+                f"{here()}: the memory assigned to a tensor of shape {list(self.shape)} partly overlaps that of "
+                "another tensor on the backend. Use tensor.data.copy_(...), or tensor.data = ....clone()."
             )
-        if alone and not met and self._storage.resident.exchange(other):
+        if unshared and not overlapping and self._storage.resident.exchange(other):
             record_exported_memory(self._storage)
-            # A step knows the new memory as another's, or a real tensor that lies in the memory that was left.
+            # A step uses the new memory by another tensor, or the old memory by a real tensor.
             if any(trace.shares(other) or self._storage in trace.aliased_storages for trace in list(session.traces)):
-                session.reseated += 1
+                session.rebinds += 1
             return
         if type(other) is not DeferredTensor:
             other = Hooks.to_backend(other)
-    elif is_state(self) and alike:
+    elif is_state(self) and same:
         session.trace.new_memory.assign(self, other)  # type: ignore[union-attr]
         return
     if type(other) is not DeferredTensor:
@@ -204,12 +203,12 @@ def _assign_data(self: Tensor, other: Any) -> None:
         other = Hooks.constant_tensor(other)
     if session.trace is not None and is_state(self) and session.trace.is_external(other._storage):
         session.trace.new_memory.refuse(self, "is memory from outside of the step")
-    reseat(self, other._storage, geometry_of(other))
+    rebind(self, other._storage, geometry_of(other))
 
 
 def _get_data(self: Tensor) -> Tensor:
     if session.trace is not None and type(self) in (Tensor, torch.nn.Parameter):
-        return self.detach()  # which PyTorch does without telling the dispatcher
+        return self.detach()  # through the dispatcher
     return _data.__get__(self)
 
 

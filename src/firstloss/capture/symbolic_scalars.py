@@ -1,10 +1,9 @@
 """Symbolic scalars: numbers that are not known until the step runs.
 
-Where PyTorch wants a number and is given a tensor without dimensions (`add_(x, alpha=lr)`, `addcdiv_(a, b, value=lr)`),
-it reads the tensor's value. A traced tensor has none yet, so it reads a symbolic number: PyTorch's own `SymFloat` or
-`SymInt`, around a `SymbolicNumber` that holds the traced tensor. The recorder passes that tensor to the operation as a
-number. Arithmetic on such a number is recorded like arithmetic on tensors; a branch on it is refused, as a branch
-on a tensor is.
+If PyTorch expects a number and gets a 0-dim tensor (`add_(x, alpha=lr)`, `addcdiv_(a, b, value=lr)`), it reads the
+tensor's value. A traced tensor has none yet, so it returns a symbolic number: PyTorch's `SymFloat` or `SymInt`, around
+a `SymbolicNumber` that holds the traced tensor. The recorder passes that tensor to the operation as a number.
+Arithmetic on a symbolic number is recorded like arithmetic on tensors; branching on one is an error, as for tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .tensor import DeferredTensor, Hooks
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-# The methods by which PyTorch's symbolic numbers compute, and the same on tensors.
+# The arithmetic methods of PyTorch's SymNode, and their equivalents on tensors.
 _ARITHMETIC: dict[str, Callable] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -53,17 +52,17 @@ _KINDS = {torch.float64: float, torch.int64: int, torch.bool: bool}
 
 
 class SymbolicNumber:
-    """What PyTorch's `SymNode` is, for a traced tensor without dimensions or a constant.
+    """Implements PyTorch's `SymNode` interface for a 0-dim traced tensor.
 
     Args:
-        what: the tensor, float64 or int64; or a Python number, which an operation's other operand was.
+        value: the tensor, float64 or int64; or a Python number that is the other operand of an operation.
     """
 
-    def __init__(self, what: Any) -> None:
-        self.what = what
-        self._kind: Any = _KINDS[what.dtype] if isinstance(what, Tensor) else type(what)
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._kind: Any = _KINDS[value.dtype] if isinstance(value, Tensor) else type(value)
 
-    # -- what PyTorch asks of a node --
+    # -- the SymNode interface --
 
     def is_int(self) -> bool:
         return self._kind is int
@@ -110,14 +109,14 @@ class SymbolicNumber:
 
     def _computed(self, compute: Callable, others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
         with torch.no_grad():
-            return SymbolicNumber(compute(self.what, *(other.what for other in others)))
+            return SymbolicNumber(compute(self.value, *(other.value for other in others)))
 
     def _refuse(self, *args: Any) -> Any:
-        """Somebody wants the value: to compare, to print, to use as a size."""
+        """Refuse to read the value: to compare it, print it, or use it as a size."""
         if session.trace is None:
             raise TraceError(
                 f"{here()}: this number was computed inside a traced step, and has no value outside of it. Return the "
-                "tensor that it came from."
+                "tensor that it was computed from."
             )
         return session.trace.refuse_read(aten._local_scalar_dense.default)
 
@@ -127,59 +126,58 @@ class SymbolicNumber:
 class Hyperparameter(SymbolicNumber):
     """A number in an optimizer's parameter group that changes from step to step.
 
-    It can be compared with zero, as PyTorch's optimizers do to leave out what a zero makes vanish
-    (`if weight_decay != 0`): by its sign. Where that is not known (it is None), it compares as a positive number does;
-    whoever makes such a one sees to what then is wrong for zero.
+    It can be compared with zero by its sign, as PyTorch's optimizers do to skip terms (`if weight_decay != 0`). An
+    unknown sign (None) compares as positive; the creator has to handle the case that it is zero.
     """
 
-    def __init__(self, what: Tensor, sign: int | None = None) -> None:
-        super().__init__(what)
+    def __init__(self, value: Tensor, sign: int | None = None) -> None:
+        super().__init__(value)
         self.sign = sign
 
     def bool_(self) -> bool:
         return self.sign != 0
 
     def ne(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.ne, other)
+        return self._compare_with_zero(operator.ne, other)
 
     def eq(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.eq, other)
+        return self._compare_with_zero(operator.eq, other)
 
     def gt(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.gt, other)
+        return self._compare_with_zero(operator.gt, other)
 
     def ge(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.ge, other)
+        return self._compare_with_zero(operator.ge, other)
 
     def lt(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.lt, other)
+        return self._compare_with_zero(operator.lt, other)
 
     def le(self, other: SymbolicNumber) -> SymbolicNumber:
-        return self._against_zero(operator.le, other)
+        return self._compare_with_zero(operator.le, other)
 
-    def _against_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
-        if not isinstance(other.what, (int, float)) or other.what != 0:
+    def _compare_with_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
+        if not isinstance(other.value, (int, float)) or other.value != 0:
             return self._refuse()
         return DecidedComparison(compare(1 if self.sign is None else self.sign, 0))
 
 
 class DecidedComparison(SymbolicNumber):
-    """The answer to a comparison."""
+    """The result of a comparison."""
 
     def bool_(self) -> bool:
-        return self.what
+        return self.value
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return self.what
+        return self.value
 
 
 def number_of(tensor: DeferredTensor) -> Any:
-    """The number that a traced tensor decays to."""
+    """The symbolic number of a traced tensor."""
     assert session.trace is not None
     if tensor.dtype == torch.bool or tensor.dtype.is_complex:
         return session.trace.refuse_read(aten._local_scalar_dense.default)
     floating = tensor.dtype.is_floating_point
-    # Straight to the recorder: this is called from below autograd, where the tensor's methods do not lead there.
+    # Below autograd the tensor's methods would not reach the recorder.
     if tensor.dim():
         tensor = Hooks.dispatch(aten.view.default, (tensor, ()), {})
     wide = Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": torch.float64 if floating else torch.int64})
@@ -187,36 +185,36 @@ def number_of(tensor: DeferredTensor) -> Any:
 
 
 def is_symbolic(arg: Any) -> bool:
-    """Whether `arg` is a number that is not known yet."""
+    """Whether `arg` is a symbolic number."""
     return type(arg) is torch.SymFloat or type(arg) is torch.SymInt
 
 
 def tensor_of(number: Any) -> Tensor:
     """The traced tensor behind a symbolic number."""
-    return number.node.what
+    return number.node.value
 
 
 def stand_in(number: Any) -> float | int:
-    """A number of the same kind, for an operation's meta kernel to look at: shapes do not depend on it."""
+    """A number of the same type, as an argument for meta kernels; shapes do not depend on it."""
     return 2 if type(number) is torch.SymInt else 0.5
 
 
-def check_places(call: OpCall) -> None:
-    """A symbolic number may stand where the operation takes any number, and not for a size, an index or a dimension."""
+def check_positions(call: OpCall) -> None:
+    """Refuse symbolic numbers as sizes, indices or dimensions."""
     by_name = {spec.name: spec for spec in schema_of(call.op).arguments}
     pairs = [*zip(schema_of(call.op).arguments, call.args, strict=False)]
     pairs += [(by_name[name], arg) for name, arg in call.kwargs.items()]
     for spec, arg in pairs:
         numbers = [a for a in (arg if type(arg) in (list, tuple) else (arg,)) if is_symbolic(a)]
-        if numbers and str(spec.type) not in _PLACES:
+        if numbers and str(spec.type) not in _NUMBER_TYPES:
             numbers[0].node._refuse()
 
 
-_PLACES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
+_NUMBER_TYPES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
 
 
 def number_ref(number: Any) -> Ref:
-    """What an operation's node holds in place of the number."""
+    """The Ref that represents a symbolic number in a node's arguments."""
     trace = session.trace
     if trace is None:
         return number.node._refuse()

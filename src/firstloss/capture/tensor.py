@@ -1,7 +1,6 @@
-"""Deferred tensors: a geometry and a DeferredStorage.
+"""Deferred tensors: a view of a DeferredStorage, which has the current `Value`.
 
-A DeferredStorage knows the `Value` that it holds now. Tensors that share memory in eager PyTorch share one here, so
-ties and views need nothing more.
+Tensors that share memory in eager PyTorch share a DeferredStorage, so ties and views need no special handling.
 """
 
 from __future__ import annotations
@@ -34,30 +33,30 @@ Tensor = torch.Tensor
 
 
 class Hooks:
-    """Callbacks of a deferred tensor, registered by the layers that build on it."""
+    """Callbacks registered by higher layers."""
 
-    dispatch: Callable[[Any, tuple, dict], Any]  # the recorder's way in
-    value_of: Callable[[DeferredTensor], Tensor]  # its content, in memory of its own
-    memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: its content, in the memory that it lives in
-    constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor whose content is known
-    to_backend: Callable[[Tensor], DeferredTensor]  # on the backend, and living in a real tensor's memory
-    mirror_of: Callable[[Tensor], DeferredStorage]  # what a real conjugated or negated view looks at, in a step
-    make: Callable[[list[DeferredStorage]], None]  # computes what they hold; their tensors stay deferred
-    allocate_real: Callable[[DeferredStorage], None]  # makes all that looks at it real, on memory that is not written
-    materialize: Callable[[Tensor], Tensor]  # makes it real, in place
-    materialize_all: Callable[[Tensor], Tensor]  # likewise, with the module that it belongs to
-    materialize_storages: Callable[[list[DeferredStorage]], None]  # makes all that looks at them real, in place
-    assert_later: Callable[..., None]  # checks a condition, with a message, whenever the step under way has run
+    dispatch: Callable[[Any, tuple, dict], Any]  # the recorder
+    value_of: Callable[[DeferredTensor], Tensor]  # a copy of its content
+    memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: a real tensor that shares its memory
+    constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor with known content
+    to_backend: Callable[[Tensor], DeferredTensor]  # a tensor on the backend that shares a real tensor's memory
+    mirror_of: Callable[[Tensor], DeferredStorage]  # the storage of a real conjugated or negated view, in a step
+    make: Callable[[list[DeferredStorage]], None]  # compute their content; their tensors stay deferred
+    allocate_real: Callable[[DeferredStorage], None]  # make its tensors real, with uninitialized memory
+    materialize: Callable[[Tensor], Tensor]  # make it real, in place
+    materialize_all: Callable[[Tensor], Tensor]  # likewise, with the whole module that it belongs to
+    materialize_storages: Callable[[list[DeferredStorage]], None]  # make their tensors real, in place
+    assert_later: Callable[..., None]  # check a condition after each execution of the active step
 
     @classmethod
     def register(cls, **callbacks: Callable) -> None:
-        """Take what a layer above has."""
+        """Register callbacks by name."""
         for name, callback in callbacks.items():
             setattr(cls, name, staticmethod(callback))
 
 
 class DeferredStorage:
-    """What stands for one storage: the Value it holds now, and the deferred tensors that share it."""
+    """A storage without memory: its current Value, and the deferred tensors that share it."""
 
     __slots__ = (
         "value", "tensors", "fills", "resident", "trace", "first", "mirrors", "mirrored_by", "made", "__weakref__"
@@ -65,23 +64,23 @@ class DeferredStorage:
 
     def __init__(self, value: Value) -> None:
         self.value = value
-        self.first = value  # what it held first, but for memory that was never written
+        self.first = value  # the first Value, other than uninitialized memory
         self.tensors: list[_TensorRef] = []
-        self.fills = 0  # whole fills so far: all but the last are dead
-        self.resident: Any = None  # on a backend: its device buffer, which owns the value from then on
-        self.trace: Any = None  # the step trace that has taken it up
-        self.made: tuple[Value, Tensor] | None = None  # a Value that it held, and its content: see `first_use.py`
-        self.mirrors: Mirror | None = None  # what it shows conjugated or negated: see `conjugate_views.py`
+        self.fills = 0  # fills of the whole storage; all but the last are dead
+        self.resident: Any = None  # on a backend: its DeviceBuffer, which owns the content
+        self.trace: Any = None  # the step trace that has adopted it
+        self.made: tuple[Value, Tensor] | None = None  # a Value and its computed content: see `first_use.py`
+        self.mirrors: Mirror | None = None  # the storage that it conjugates or negates: see `conjugate_views.py`
         self.mirrored_by: list[weakref.ref[DeferredStorage]] = []
 
     @property
     def is_made(self) -> bool:
-        """Whether what it holds now has been computed, for good."""
+        """Whether the content of the current Value has been computed."""
         return self.made is not None and self.made[0] is self.value and self.resident is None
 
     @property
     def root(self) -> DeferredStorage:
-        """What it mirrors, perhaps by way of other mirrors; itself, if it mirrors nothing."""
+        """The storage that it mirrors, directly or through other mirrors; itself if it mirrors none."""
         storage = self
         while storage.mirrors is not None:
             storage = storage.mirrors.of
@@ -96,28 +95,28 @@ class DeferredStorage:
         return [tensor for tensor, _ in found.values()]
 
     def add(self, tensor: Tensor) -> None:
-        """Note that `tensor` looks at this storage."""
+        """Register `tensor` as a view of this storage."""
         ref = _TensorRef(tensor)
         ref.among = self.tensors
         self.tensors.append(ref)
 
 
 class _TensorRef(weakref.ref):
-    """Refers to a tensor that looks at a storage, or has done so."""
+    """A reference to a tensor that is, or was, a view of a storage."""
 
     __slots__ = ("among",)
     among: list[_TensorRef]
 
 
 def forget(tensor: Tensor) -> None:
-    """Have no storage refer to a tensor that is not deferred any more: `swap_tensors` refuses weak references."""
+    """Remove the storages' weak references to a tensor, which `swap_tensors` does not accept."""
     for ref in weakref.getweakrefs(tensor):
         if type(ref) is _TensorRef:
             ref.among[:] = [other for other in ref.among if other is not ref]
 
 
 class Mirror(NamedTuple):
-    """What a conjugated or negated view looks at: `computed_by` of all of a storage, as numbers of `dtype`."""
+    """The content of a mirror: `computed_by` applied to the whole storage `of`, viewed as `dtype`."""
 
     computed_by: OpOverload
     of: DeferredStorage
@@ -134,15 +133,15 @@ _requires_grad: Any = Tensor.requires_grad
 def is_leaf(tensor: Tensor) -> bool:
     try:
         return tensor.is_leaf
-    except RuntimeError:  # a view of a weight made without gradients, edited since: PyTorch asks nobody to use it
+    except RuntimeError:  # a view made in no_grad mode whose base was edited since
         return False
 
 
 def materialize_views(weight: DeferredTensor) -> None:
-    """Make a weight, which is to be frozen or to look elsewhere, and its views, if autograd knows of some.
+    """Materialize a weight and its views, if it has views with a history, before it is frozen or rebound.
 
-    Where a view has been edited PyTorch recomputes, when somebody asks, what it was computed from: of tensors
-    without memory by computing it again, which gives nothing where the weight wants no gradients by then.
+    PyTorch regenerates the grad_fn of an edited view lazily, which fails for tensors without memory once the weight no
+    longer requires gradients.
     """
     if session.trace is not None or on_backend(weight) or len(weight._storage.tensors) < 2 or not weight.requires_grad:
         return
@@ -152,27 +151,26 @@ def materialize_views(weight: DeferredTensor) -> None:
 
 
 class DeferredTensor(Tensor):
-    """A tensor with shape, dtype, device and history, and no memory."""
+    """A tensor with shape, dtype, device and autograd history, but no memory."""
 
     _storage: DeferredStorage
 
     def __new__(cls, data: Any = None, requires_grad: bool = True, **attributes: Any) -> Any:
-        """A parameter of `data`: what `type(parameter)(data, requires_grad=...)` means to whoever rebuilds one.
+        """Create a parameter of `data`, for code that calls `type(parameter)(data, requires_grad=...)`.
 
-        With `**parameter.__dict__`, as accelerate does, come our own attributes too, which belong to the other tensor.
+        accelerate passes `**parameter.__dict__`, too; our own attributes in it are ignored.
         """
         unknown = attributes.keys() - {"_storage", PARAMETER_FLAG}
         if unknown:
             raise TypeError(f"{here()}: a parameter takes no argument {sorted(unknown)[0]!r}")
         return torch.nn.Parameter(data, requires_grad)
 
-    # What torch would do before it dispatches is right for us too.
     __torch_function__ = disabled_torch_function
 
     @staticmethod
     def wrap(storage: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
-        """A new tensor that looks at `storage`."""
-        if not patches.in_place():
+        """Create a view of `storage`."""
+        if not patches.deferred_patches_installed():
             patches.enter(patches.DEFERRED, None)
         self = make_wrapper_subclass(
             DeferredTensor,
@@ -184,12 +182,12 @@ class DeferredTensor(Tensor):
         )
         self._storage = storage
         storage.add(self)
-        throw_on_mutable_data_ptr(self)  # C++ that goes past our methods to its memory gets an error, not null
+        throw_on_mutable_data_ptr(self)  # C++ code gets an error instead of a null pointer
         return self
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
-        if has_strangers(types):
+        if has_foreign_subclass(types):
             return NotImplemented
         return Hooks.dispatch(func, args, kwargs or {})
 
@@ -202,11 +200,11 @@ class DeferredTensor(Tensor):
         return super().detach()
 
     def item(self):
-        """As `torch.Tensor.item`. What PyTorch reads by itself, where it wants a number, does not come this way."""
+        """As `torch.Tensor.item`. PyTorch's own conversions to numbers do not call it."""
         return Hooks.value_of(self).item() if session.trace is not None else super().item()
 
     def __setitem__(self, index, value):
-        """As `torch.Tensor.__setitem__`; through a mask, so that the gradient of what is written has a known size."""
+        """As `torch.Tensor.__setitem__`; with a mask, the gradient of `value` has a static size."""
         if session.trace is None or not isinstance(value, Tensor) or not value.requires_grad or not _is_mask(index):
             return super().__setitem__(index, value)
         return _write_by_mask(self, index, value)
@@ -226,12 +224,12 @@ class DeferredTensor(Tensor):
         out: Any
         if id(self) in memo:
             return memo[id(self)]
-        if not self.is_leaf and not is_parameter(self):  # as torch.Tensor says it; torch's own modules rely on it
+        if not self.is_leaf and not is_parameter(self):  # torch's message, which torch's modules rely on
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
                 "moment."
             )
-        if is_parameter(self):  # a parameter's copy shares memory with nothing, and drops its attributes
+        if is_parameter(self):  # its copy shares no memory and has no attributes
             with torch.no_grad():
                 out = torch.nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
             memo[id(self)] = out
@@ -245,7 +243,7 @@ class DeferredTensor(Tensor):
         geometry = tuple(self.shape), self.stride(), self.storage_offset()
         if type(memo[key]) is DeferredTensor:
             out = DeferredTensor.wrap(memo[key]._storage, *geometry, self.dtype)
-        else:  # of a tensor on a backend, which is copied to the host
+        else:  # a tensor on a backend is copied to the host
             out = torch.empty(0, dtype=self.dtype).set_(memo[key].untyped_storage(), geometry[2], *geometry[:2])
         memo[id(self)] = out
         extra = {k: v for k, v in self.__dict__.items() if k != "_storage"}
@@ -272,18 +270,18 @@ class DeferredTensor(Tensor):
         """As `torch.Tensor.resolve_neg`."""
         return self.clone() if self.is_neg() else self
 
-    # Whoever takes hold of the memory itself gets a real tensor: this one, materialized in place, or, on a backend, one
-    # that looks at the memory in which the content lives from then on (`lasting`: as long as the storage does, since
-    # what is known is an address; else, as long as somebody holds that tensor or what was made of it).
+    # Access to the memory itself materializes the tensor in place, or, on a backend, returns a real tensor that shares
+    # the memory of the content (`lasting`: for the lifetime of the storage, because the address is exported; else for
+    # the lifetime of that tensor and its views).
     def numpy(self, *, force=False):
-        """As `torch.Tensor.numpy`, of the tensor's own memory."""
+        """As `torch.Tensor.numpy`; shares memory."""
         return _numpy(self.detach() if force else self)
 
     def __array__(self, dtype=None, copy=None):
         return _array(self, dtype, copy)
 
     def as_subclass(self, cls):
-        """As `torch.Tensor.as_subclass`, on the materialized tensor: one tensor cannot be of two Python classes."""
+        """As `torch.Tensor.as_subclass`, on the materialized tensor."""
         return to_host(self).as_subclass(cls)
 
     def requires_grad_(self, requires_grad=True):
@@ -292,29 +290,29 @@ class DeferredTensor(Tensor):
             materialize_views(self)
         return Tensor.requires_grad_(self, requires_grad)
 
-    def _freeze_or_not(self, requires_grad):
+    def _set_requires_grad(self, requires_grad):
         if not requires_grad:
             materialize_views(self)
         _requires_grad.__set__(self, requires_grad)
 
-    requires_grad = property(_requires_grad.__get__, _freeze_or_not)
+    requires_grad = property(_requires_grad.__get__, _set_requires_grad)
 
     def register_hook(self, hook):
-        """As `torch.Tensor.register_hook`; for gradients of what a traced step has made there is no graph."""
+        """As `torch.Tensor.register_hook`; refused on results of a traced step, which have no graph."""
         if not self.requires_grad and on_backend(self) and self._storage.trace is None:
             raise TraceError(
-                f"{here()}: this tensor wants no gradient. If a traced step has made it, its graph has ended with "
-                "that: register the hook in the step, or on the weights that it is made of."
+                f"{here()}: this tensor does not require grad. If it is the result of a traced step, it has no graph: "
+                "register the hook in the step, or on the weights that it is computed from."
             )
         return super().register_hook(hook)
 
     def data_ptr(self) -> int:
-        """As `torch.Tensor.data_ptr`, of memory that is there as long as the tensor.
+        """As `torch.Tensor.data_ptr`, of memory that lives as long as the tensor.
 
-        Who takes the address for a name gets a number that is nobody else's: all of a model would be made for it.
+        Callers that use the address as an id get a unique number, so that the model need not be materialized for it.
         """
         if is_pending(self) and session.trace is None and distributed.wants_address_as_id():
-            return _number_of(self._storage) + int(self.storage_offset()) * self.itemsize
+            return _placeholder_address(self._storage) + int(self.storage_offset()) * self.itemsize
         return to_real(self, lasting=True).data_ptr()
 
     def __dlpack__(self, *args, **kwargs):
@@ -323,18 +321,18 @@ class DeferredTensor(Tensor):
             return real.__dlpack__(*args, **kwargs)
 
     def untyped_storage(self):
-        """As `torch.Tensor.untyped_storage`, of the tensor's own memory."""
+        """As `torch.Tensor.untyped_storage`."""
         return to_real(self, lasting=True).untyped_storage()
 
     def share_memory_(self):
-        """As `torch.Tensor.share_memory_`: from here on the content lives in memory of all processes."""
+        """As `torch.Tensor.share_memory_`: moves the content to shared memory."""
         to_real(self, lasting=True, writable=True).share_memory_()
         if on_backend(self):
-            record_exported_memory(self._storage)  # it is elsewhere now
+            record_exported_memory(self._storage)  # at its new address
         return self
 
     def tolist(self):
-        """As `torch.Tensor.tolist`: computes just what this tensor needs."""
+        """As `torch.Tensor.tolist`; computes only this tensor."""
         return Hooks.value_of(self).tolist()
 
     def __reduce_ex__(self, protocol):
@@ -348,33 +346,33 @@ class DeferredTensor(Tensor):
     def __repr__(self, *, tensor_contents=None):
         if session.trace is not None and session.trace.is_only_displayed(self):
             return f"<traced tensor: {list(self.shape)} {self.dtype}>"
-        real = Hooks.value_of(self)  # an error if it has none yet
+        real = Hooks.value_of(self)  # raises if it has no value yet
         return repr(torch.nn.Parameter(real, self.requires_grad) if is_parameter(self) else real)
 
     def __format__(self, spec):
         return format(Hooks.value_of(self), spec)
 
 
-_numbers: weakref.WeakKeyDictionary[DeferredStorage, int] = weakref.WeakKeyDictionary()
-_lowest = 0
+_placeholder_addresses: weakref.WeakKeyDictionary[DeferredStorage, int] = weakref.WeakKeyDictionary()
+_lowest_address = 0
 
 
-def _number_of(storage: DeferredStorage) -> int:
-    """Where the memory of `storage` would begin, if it were in a memory below address 0, where no real tensor is."""
-    global _lowest
-    if storage not in _numbers:
-        _lowest -= storage.value.nbytes + 1
-        _numbers[storage] = _lowest
-    return _numbers[storage]
+def _placeholder_address(storage: DeferredStorage) -> int:
+    """A unique negative address for `storage`, at which no real tensor can be."""
+    global _lowest_address
+    if storage not in _placeholder_addresses:
+        _lowest_address -= storage.value.nbytes + 1
+        _placeholder_addresses[storage] = _lowest_address
+    return _placeholder_addresses[storage]
 
 
 def on_backend(tensor: Any) -> TypeGuard[DeferredTensor]:
-    """Whether a tensor lives on a backend: a device buffer has its content."""
+    """Whether a tensor is on a backend: a DeviceBuffer has its content."""
     return type(tensor) is DeferredTensor and tensor._storage.resident is not None
 
 
 def is_pending(tensor: Any) -> TypeGuard[DeferredTensor]:
-    """Whether a tensor is deferred and on no backend: to be real, it has to be materialized."""
+    """Whether a tensor is deferred and not on a backend."""
     return type(tensor) is DeferredTensor and tensor._storage.resident is None
 
 
@@ -383,7 +381,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _write_by_mask(x: Tensor, mask: Tensor, value: Tensor) -> None:
-    """`x[mask] = value`: one value for all places, or the n-th for the n-th place."""
+    """`x[mask] = value`: one value for all selected elements, or the n-th for the n-th element."""
     rest = x.shape[mask.dim() :]
     mask = mask.reshape(*mask.shape, *(1,) * len(rest)).expand(x.shape)
     value = value.to(x.dtype)
@@ -394,52 +392,52 @@ def _write_by_mask(x: Tensor, mask: Tensor, value: Tensor) -> None:
         x.masked_scatter_(mask, value.expand(value.shape[0], *rest))
 
 
-def has_strangers(types: Iterable[type]) -> bool:
-    """Whether there are tensor classes among them that see to operations themselves, and are not ours."""
+def has_foreign_subclass(types: Iterable[type]) -> bool:
+    """Whether there are other tensor subclasses among the types, whose __torch_dispatch__ comes first."""
     return session.trace is None and any(not issubclass(kind, DeferredTensor) for kind in types)
 
 
 def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, alone: bool = False) -> Tensor:
-    """`tensor` made real, in place; on a backend, a real tensor that shares the memory of its content.
+    """Materialize `tensor` in place; on a backend, return a real tensor that shares the memory of its content.
 
     Args:
-        lasting: whoever asks goes on to use the address.
-        writable: whoever asks could write to it, and not be told that it is a copy.
-        alone: somebody reads this one. Else, outside of a capture, all of the module that it belongs to is made.
+        lasting: the caller keeps the address.
+        writable: the caller may write to the memory, so it must not be a copy.
+        alone: materialize only this tensor. Else, outside of a capture, the whole module that it belongs to.
     """
-    if session.trace is not None:  # an error there
+    if session.trace is not None:  # raises
         return Hooks.value_of(tensor)
     if is_pending(tensor):
         return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
     if writable and not tensor._storage.resident.in_host_memory:
         raise ElsewhereError(
-            f"{here()}: the memory of this tensor is on another device, or in parts on a mesh, so nobody can be given "
-            "it to write to. Take a copy: tensor.detach().clone(); and bring edits back with tensor.copy_(...)."
+            f"{here()}: the memory of this tensor is on another device, or sharded over a mesh, so it cannot be "
+            "exported for writing. Use a copy, tensor.detach().clone(), and write it back with tensor.copy_(...)."
         )
     real = Hooks.memory_of(tensor, lasting)
     return real.requires_grad_() if tensor.requires_grad else real
 
 
-def _elsewhere(tensor: DeferredTensor) -> bool:
-    """Whether it lives on a backend, in memory that is not this host's."""
+def _is_off_host(tensor: DeferredTensor) -> bool:
+    """Whether the tensor is on a backend whose memory is not this host's."""
     return session.trace is None and on_backend(tensor) and not tensor._storage.resident.in_host_memory
 
 
 def to_host(tensor: DeferredTensor, alone: bool = False) -> Tensor:
-    """As `to_real`; where the memory is elsewhere, a copy in memory of the caller's own."""
-    if not _elsewhere(tensor):
+    """Like `to_real`; returns a copy if the memory is not on this host."""
+    if not _is_off_host(tensor):
         return to_real(tensor, alone=alone)
     real = Hooks.value_of(tensor)
     return real.requires_grad_() if tensor.requires_grad else real
 
 
 def _numpy(tensor: DeferredTensor) -> Any:
-    """Its memory as an array; where it is elsewhere, a copy that cannot be written."""
-    elsewhere = _elsewhere(tensor)
+    """The tensor's memory as an array; a read-only copy if it is not on this host."""
+    off_host = _is_off_host(tensor)
     real = to_host(tensor, alone=True)
-    with DisableTorchDispatch():  # else what it detaches, in a step, were a tensor without memory
+    with DisableTorchDispatch():  # else, in a step, its detach() would be recorded
         array = real.numpy()
-    if elsewhere:
+    if off_host:
         array.flags.writeable = False
     return array
 

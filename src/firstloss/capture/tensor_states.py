@@ -15,31 +15,31 @@ Tensor = torch.Tensor
 
 
 class Recorded:
-    """A Program says how it is computed."""
+    """Recorded in a Program, but not computed."""
 
     pending = True
 
     @staticmethod
     def content(tensor: DeferredTensor) -> Tensor:
-        """The values of `tensor`, not to be written: where it can, without a copy."""
+        """The values of `tensor`, if possible without a copy; must not be modified."""
         ref = tensor._ref()
         with DisableTorchDispatch():
             return ref.view(ref.value.real) if ref.value.real is not None else replay.compute([ref])[0]
 
     @staticmethod
     def value(tensor: DeferredTensor) -> Tensor:
-        """The values of `tensor`, in memory of their own."""
+        """A copy of the values of `tensor`."""
         ref = tensor._ref()
         with DisableTorchDispatch():
             if ref.value.known and ref.dtype == ref.value.dtype and is_contiguous(ref.size, ref.stride):
-                out = torch.empty(ref.size, dtype=ref.dtype, device=ref.value.device)  # no more is read of a file
+                out = torch.empty(ref.size, dtype=ref.dtype, device=ref.value.device)  # reads only this part of a file
                 ref.value.read_into(ref.offset, out.view(-1))
                 return out
             return replay.compute([ref])[0]
 
 
 class Traced:
-    """A traced step has made it, and neither returned it nor kept it as state: nobody has it."""
+    """Created in a traced step, which neither returned it nor kept it as state: it has no value."""
 
     pending = True
 
@@ -52,19 +52,19 @@ class Traced:
         """
         if tensor._storage.trace.is_open:
             raise TraceError(
-                f"{here()}: another thread than the one that is tracing a step computes with the step's tensors. Only "
-                "the thread that calls the step can: compute there."
+                f"{here()}: the tensors of a step that is being traced are used in another thread. Use them in the "
+                "thread that calls the step."
             )
         raise TraceError(
-            f"{here()}: this tensor was made inside a traced step, which did not return it, so its value was not kept. "
-            "Return it from the step, or keep it in a module's buffer or an optimizer's state."
+            f"{here()}: this tensor was created inside a traced step, which did not return it, so its value was not "
+            "kept. Return it from the step, or store it in a module's buffer or an optimizer's state."
         )
 
     value = content
 
 
 class Made:
-    """It was computed for good, and the tensor is still a deferred one; see `first_use.py`."""
+    """Computed, though the tensor is still a deferred one: see `first_use.py`."""
 
     pending = False
 
@@ -83,7 +83,7 @@ class Made:
 
 
 class OnBackend:
-    """It lives on a backend: this is a view of one copy on the host."""
+    """On a backend; read through a copy on the host."""
 
     pending = False
 
@@ -102,7 +102,7 @@ State = type[Recorded] | type[Traced] | type[Made] | type[OnBackend]
 
 
 def state_of(storage: DeferredStorage) -> State:
-    """Where the content of a storage is now; outside of a trace."""
+    """The state of a storage, outside of a trace."""
     if storage.resident is not None:
         return OnBackend
     if storage.trace is not None and not storage.value.known:

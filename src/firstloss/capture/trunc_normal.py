@@ -1,8 +1,8 @@
-"""`torch.nn.init.trunc_normal_`, a loop that depends on the values drawn, recorded as one operation.
+"""`torch.nn.init.trunc_normal_`, a data-dependent loop, recorded as one operation.
 
-Since torch 2.12 it draws by rejection. Where the bounds are so wide that no normal can fall outside (most vision
-transformers: a standard deviation of 0.02 between -2 and 2), it is a `normal_`. Where they are not, it becomes one
-node, and what is drawn after it counts from a place that is found later (`engine/rejection.py`).
+Since torch 2.12 it draws by rejection. If no normal can be out of bounds (in most vision transformers: a standard
+deviation of 0.02 between -2 and 2), it is recorded as a `normal_`. Else it becomes one node, and the stream position
+after it is resolved later (`engine/rejection.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .tensor import DeferredTensor, Hooks, is_pending
 
 _NAME = "torch.nn.init._no_grad_trunc_normal_"
 
-# The largest normal that PyTorch's kernels can make, in standard deviations: Box-Muller's radius sqrt(-2 log u) at the
-# smallest uniform u, 2^-24 for blocks of float32 (5.77) and 2^-53 elsewhere (8.57), and room for rounding.
-_LARGEST_BLOCK, _LARGEST = 6.0, 9.0
-# An interval of so few of float32's uniforms is too coarse for the inverse of the distribution.
-_NARROW = 2.0**-8
+# Upper bounds of the normals that PyTorch's kernels can draw, in standard deviations: Box-Muller's radius
+# sqrt(-2 log u) at the smallest uniform u, 2^-24 for blocks of float32 (5.77) and 2^-53 otherwise (8.57), rounded up.
+_MAX_BLOCK, _MAX = 6.0, 9.0
+# A narrower interval has too few float32 uniforms for inverse transform sampling.
+_MIN_WIDTH = 2.0**-8
 _HALF_AND_SINGLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -48,7 +48,7 @@ def trunc_normal_(
     """As `torch.nn.init._no_grad_trunc_normal_`."""
     if shard_is_deferred(tensor):
         return fill_as_one_process(tensor, lambda whole: trunc_normal_(original, whole, mean, std, a, b, generator))
-    if not _by_rejection(original):  # before torch 2.12: operations like any others
+    if not _by_rejection(original):  # before torch 2.12: ordinary operations
         return original(tensor, mean, std, a, b, generator=generator)
     if session.trace is not None or not is_pending(tensor):
         return original(tensor, mean, std, a, b, generator=generator)
@@ -61,15 +61,15 @@ def trunc_normal_(
     with torch.no_grad():
         source = torch.default_generator if generator is None else generator
         if tensor.device.type == "cuda" and session.generators.policy != "counter":
-            return original(tensor, mean, std, a, b, generator=generator)  # drawn now: its loop reads values
-        if isinstance(session.generators.where(source)[0], CounterStream):
+            return original(tensor, mean, std, a, b, generator=generator)  # run now: the loop reads values
+        if isinstance(session.generators.locate(source)[0], CounterStream):
             return _counted(tensor, mean, std, a, b, generator)
         blocks = is_contiguous(tensor.shape, tensor.stride()) and can_be_split(tensor.numel(), tensor.dtype)
         if not _mostly_in_bounds(mean, std, a, b):
             return _now(tensor, mean, std, a, b, generator)
-        reach = std * (_LARGEST_BLOCK if blocks and tensor.dtype in _HALF_AND_SINGLE else _LARGEST)
-        lo, hi = rounded(a, tensor.dtype), rounded(b, tensor.dtype)
-        if mean - reach >= lo and mean + reach <= hi:
+        largest = std * (_MAX_BLOCK if blocks and tensor.dtype in _HALF_AND_SINGLE else _MAX)
+        low, high = rounded(a, tensor.dtype), rounded(b, tensor.dtype)
+        if mean - largest >= low and mean + largest <= high:
             return tensor.normal_(mean, std, generator=generator)
         if not blocks:
             return _now(tensor, mean, std, a, b, generator)
@@ -78,29 +78,28 @@ def trunc_normal_(
 
 
 def rounded(bound: float, dtype: torch.dtype) -> float:
-    """The bound that values of `dtype` are compared with."""
+    """A bound rounded to `dtype`."""
     with DisableTorchDispatch():
         return torch.tensor(bound, dtype=dtype).item()
 
 
 def _mostly_in_bounds(mean: float, std: float, a: float, b: float) -> bool:
-    """Whether PyTorch draws normals, and not uniforms accepted by the normal's density."""
-    return _below((b - mean) / std) - _below((a - mean) / std) > 0.3
+    """Whether PyTorch draws normals, instead of uniforms that are accepted by the normal's density."""
+    return _normal_cdf((b - mean) / std) - _normal_cdf((a - mean) / std) > 0.3
 
 
-def _below(x: float) -> float:
-    """The share of standard normals below x."""
+def _normal_cdf(x: float) -> float:
     return (1.0 + math.erf(x / math.sqrt(2.0))) / 2.0
 
 
 def _counted(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
-    """Under the counter policy: one uniform an element, through the inverse of the normal's distribution.
+    """Under the counter policy: inverse transform sampling, with one uniform per element.
 
-    Rejection would ask for more words where a value lies outside, and whether it does may hang on its last bit, in
+    With rejection, the number of words would depend on whether a value is out of bounds, and so on its last bit, in
     which engines differ.
     """
-    low, high = (2 * _below((bound - mean) / std) - 1 for bound in (a, b))
-    if high - low < _NARROW:
+    low, high = (2 * _normal_cdf((bound - mean) / std) - 1 for bound in (a, b))
+    if high - low < _MIN_WIDTH:
         return _now(tensor, mean, std, a, b, generator)
     if max(-low, high) == 1.0 and min(-low, high) == 1.0:
         return tensor.normal_(mean, std, generator=generator)
@@ -111,7 +110,7 @@ def _counted(tensor: DeferredTensor, mean: float, std: float, a: float, b: float
 
 
 def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
-    """Draw now: the few tensors that are small, laid out otherwise, or cut from the normal's tail."""
+    """Draw now: for tensors that are small or not contiguous, or a normal's tail."""
     session.generators.load(torch.default_generator if generator is None else generator)
     with DisableTorchDispatch(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""`torch.UntypedStorage` while a constructor is captured: storages are real, and operations on them run at once.
+"""Patches of `torch.UntypedStorage`, whose operations run immediately during capture.
 
-PyTorch copies and fills a storage through tensors that it makes for it, which an open capture would record instead:
-the memory would stay as it was found. DLPack takes a tensor's address, and a deferred one has none to give.
+PyTorch copies and fills a storage through temporary tensors, whose operations an open capture would record without
+changing the memory. DLPack needs a tensor's address, so it materializes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .tensor import DeferredTensor, to_real
     *(f"torch.UntypedStorage.{name}" for name in ("_share_fd_cpu_", "_share_filename_cpu_")),
 )
 def at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A method of storages that writes memory, or moves it, by tensors."""
+    """As `original`, a method that writes or moves a storage."""
     if not session.depth and session.trace is None:
         return original(self, *args, **kwargs)
     if session.trace is not None:
         session.trace.new_layouts.edit(self)
-    session.constants.clear()  # no tensor's count of edits tells of this one
+    session.constants.clear()  # no tensor's version counts this edit
     with DisableTorchDispatch():
         return original(self, *args, **kwargs)
 
 
 @replaces("torch.UntypedStorage.resize_")
 def resize(original: Any, self: Any, *args: Any) -> Any:
-    """As `torch.UntypedStorage.resize_`, which tells no tensor."""
+    """As `torch.UntypedStorage.resize_`."""
     if session.trace is not None:
         session.trace.new_layouts.edit(self)
     return original(self, *args)
@@ -41,7 +41,7 @@ def resize(original: Any, self: Any, *args: Any) -> Any:
 
 @replaces("torch.UntypedStorage.__getitem__")
 def read(original: Any, self: Any, *args: Any) -> Any:
-    """A byte, or a part: PyTorch makes a tensor to read it. So safetensors reads its files."""
+    """As `torch.UntypedStorage.__getitem__`, which creates a tensor; safetensors uses it to read files."""
     with DisableTorchDispatch():
         return original(self, *args)
 
@@ -54,7 +54,7 @@ def to_dlpack(original: Any, tensor: Any) -> Any:
 
 @replaces("torch.Tensor.__deepcopy__")
 def deepcopy(original: Any, self: Any, memo: Any) -> Any:
-    """As `torch.Tensor.__deepcopy__`, which copies the storage, and shows it to an empty tensor like this one."""
+    """As `torch.Tensor.__deepcopy__`, which copies the storage."""
     if not session.depth or type(self) is not torch.Tensor or self.__dict__:
         return original(self, memo)
     with DisableTorchDispatch():

@@ -1,4 +1,4 @@
-"""The command `firstloss`. Neither torch nor jax is imported before a command needs it."""
+"""The command line, `firstloss`. torch and jax are imported only by commands that need them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import demo, fit, init, inspect, output, plan, schema, stablehlo, validat
 
 COMMANDS = (demo, inspect, init, verify, stablehlo, plan, fit, validate, schema)
 
-# Where a missing library comes from, for those who installed the bare package.
+# The extra that installs a missing library.
 _EXTRA_OF = {
     **dict.fromkeys(("rich", "matplotlib", "jsonargparse", "yaml"), "cli"),
     **dict.fromkeys(("jax", "jaxlib"), "xla"),
@@ -24,37 +24,37 @@ _EXTRA_OF = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status. A failure is one line on stderr and a status that is not 0.
+    """Run a command and return its exit status; errors are one line on stderr and a nonzero status.
 
-    With FIRSTLOSS_DEBUG=1 in the environment, errors come with their traceback.
+    With FIRSTLOSS_DEBUG=1 in the environment, errors are raised with their traceback.
     """
     parser = _parser()
     args, overrides = parser.parse_known_args(argv)
-    if overrides and not args.passes_on:
+    if overrides and not args.accepts_overrides:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     args.overrides = overrides
     try:
-        with output.only_json(to_the_end=argv is None) if args.json else contextlib.nullcontext():
+        with output.only_json(keep=argv is None) if args.json else contextlib.nullcontext():
             return args.run(args)
     except KeyboardInterrupt:
         return _fail(args.command, "interrupted", status=130)
-    except BrokenPipeError:  # the reader of our output has left, as in `firstloss verify ... | head`
+    except BrokenPipeError:  # as in `firstloss verify ... | head`
         sys.stdout = open(os.devnull, "w")
         return 1
     except Exception as error:
         if os.environ.get("FIRSTLOSS_DEBUG"):
             raise
-        return _fail(args.command, _in_words(error))
+        return _fail(args.command, _describe(error))
 
 
-def _in_words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRA_OF:
         return f"{error.name} is not installed: {install(_EXTRA_OF[error.name])}"
     if isinstance(error, FirstlossError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return f"{type(error).__name__}: {error} (FIRSTLOSS_DEBUG=1 shows where)"
+    return f"{type(error).__name__}: {error} (set FIRSTLOSS_DEBUG=1 for the traceback)"
 
 
 def _fail(command: str, message: str, status: int = 1) -> int:
@@ -63,7 +63,7 @@ def _fail(command: str, message: str, status: int = 1) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but a wrong argument is one line that names where help is, not the whole usage."""
+    """An ArgumentParser whose errors are one line that points to --help, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -86,5 +86,5 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(sub)
         sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-        sub.set_defaults(run=command.run, passes_on=getattr(command, "PASSES_ON", False))
+        sub.set_defaults(run=command.run, accepts_overrides=getattr(command, "ACCEPTS_OVERRIDES", False))
     return parser

@@ -1,4 +1,4 @@
-"""Errors in a run's file, in one line: where, what, and the nearest existing name."""
+"""One-line errors in a run file: where, what, and the nearest existing name."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ KEYS = ("trainer", "train_dataloader", "val_dataloader", "ckpt_path")
 
 
 def named(path: str, key: str = "") -> Any:
-    """What a `class_path` names.
+    """Import the object that a `class_path` names.
 
     Raises:
-        ConfigError: if there is no such module, or no such name in it, with the nearest one.
+        ConfigError: if the module or the name does not exist; suggests the nearest name.
     """
-    at = f"{key}: " if key else ""
+    where = f"{key}: " if key else ""
     module, _, name = path.rpartition(".")
     if not module:
-        raise ConfigError(f"{at}{path!r} is a name without its module. Write it as in package.module.{path}.")
+        raise ConfigError(f"{where}{path!r} is a name without a module. Write package.module.{path}.")
     try:
-        holder = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise ConfigError(f"{at}there is no module {error.name!r} (named in {path!r}).") from error
-        raise ConfigError(f"{at}{module} cannot be imported: {error}.") from error
+            raise ConfigError(f"{where}there is no module {error.name!r} (in {path!r}).") from error
+        raise ConfigError(f"{where}{module} cannot be imported: {error}.") from error
     except Exception as error:
-        raise ConfigError(f"{at}{module} cannot be imported: {type(error).__name__}: {error}.") from error
-    if not hasattr(holder, name):
-        raise ConfigError(f"{at}{module} has no {name!r}{_nearest(name, _public(holder))}")
-    return getattr(holder, name)
+        raise ConfigError(f"{where}{module} cannot be imported: {type(error).__name__}: {error}.") from error
+    if not hasattr(imported, name):
+        raise ConfigError(f"{where}{module} has no {name!r}{_nearest(name, _public(imported))}")
+    return getattr(imported, name)
 
 
-def in_words(message: str, parser: Any, trainer: type) -> str:
-    """jsonargparse's report, shortened to what a reader can act on."""
-    for rule in (_stray, _unknown, _no_class, _not_made, _wrong_type):
+def shortened(message: str, parser: Any, trainer: type) -> str:
+    """Shorten jsonargparse's report to one line that says what to change."""
+    for rule in (_unknown_option, _unknown, _wrong_class, _refused, _wrong_type):
         found = rule(message, parser, trainer)
         if found:
             return found
     alone = re.search(r"Expected a dot import path string: (\w+)", message)
     if alone:
-        return f"{_key(message)}: {alone[1]!r} is a name without its module. Write package.module.{alone[1]}."
+        return f"{_key(message)}: {alone[1]!r} is a name without a module. Write package.module.{alone[1]}."
     required = re.search(r'Key "([\w.]+)" is required|arguments are required: ([\w.]+)', message)
     if required:
         return f"{required[1] or required[2]} is missing."
     return " ".join(message.split())
 
 
-def _stray(message: str, parser: Any, trainer: type) -> str:
-    stray = re.search(r"unrecognized arguments: (--[\w.]+)", message)
-    if not stray:
+def _unknown_option(message: str, parser: Any, trainer: type) -> str:
+    option = re.search(r"unrecognized arguments: (--[\w.]+)", message)
+    if not option:
         return ""
     options = [name for action in options_of(parser) for name in action.option_strings]
-    near = difflib.get_close_matches(stray[1], options, n=1)
-    return f"there is no {stray[1]}: " + (f"did you mean {near[0]}?" if near else "see --print_config.")
+    near = difflib.get_close_matches(option[1], options, n=1)
+    return f"there is no {option[1]}: " + (f"did you mean {near[0]}?" if near else "see --print_config.")
 
 
 def _unknown(message: str, parser: Any, trainer: type) -> str:
@@ -78,12 +78,12 @@ def _unknown(message: str, parser: Any, trainer: type) -> str:
     if group is not None:
         return _unknown_key(group[1], name, trainer)
     if name.split(".")[0] in inspect.signature(trainer).parameters:
-        return f"the run has no {name!r}: it belongs under trainer, as trainer.{name}."
+        return f"the run has no {name!r}: write it under trainer, as trainer.{name}."
     return f"the run has no {name!r}{_nearest(name, KEYS)}"
 
 
 def _unknown_key(owner: str, name: str, trainer: type) -> str:
-    """Which part of "loop.validation.max_batch" is no key of the one before it."""
+    """Find the part of a key such as "loop.validation.max_batch" that does not exist."""
     kind: Any = trainer
     for part in [*owner.split(".")[1:], *name.split(".")]:
         names = [key for key in inspect.signature(kind).parameters if key != "self"]
@@ -91,11 +91,11 @@ def _unknown_key(owner: str, name: str, trainer: type) -> str:
             return f"{owner} has no {part!r}{_nearest(part, sorted(names))}"
         kind = typing.get_type_hints(kind if is_dataclass(kind) else kind.__init__)[part]
         owner = owner if owner.endswith(f".{part}") else f"{owner}.{part}"
-    return f"{owner} is no key."
+    return f"{owner} is not a key."
 
 
-def _no_class(message: str, parser: Any, trainer: type) -> str:
-    """A class_path that cannot be imported, or is of another kind than what is wanted."""
+def _wrong_class(message: str, parser: Any, trainer: type) -> str:
+    """A class_path that cannot be imported, or is not of the expected class."""
     key = _key(message)
     path = re.search(r"'?class_path'?(?:: |=| )'([\w.]+)'", message)
     kind = re.search(r"Expected '([\w.]+)' to be a subclass of (?:<class '([\w.]+)'>|([\w.]+))", message)
@@ -107,13 +107,14 @@ def _no_class(message: str, parser: Any, trainer: type) -> str:
             return str(error)
     if kind is not None:
         given = kind[1] or re.findall(r"Given value: (.*)", message)[0]
-        return f"{key}: {given} is no {next(name for name in kind.groups()[1:] if name).rpartition('.')[2]}."
+        base = next(name for name in kind.groups()[1:] if name).rpartition(".")[2]
+        return f"{key}: {given} is not a subclass of {base}."
     reason = re.search(r"expects a function or a callable class: (.*?)\. Got value", message)
     return f"{key}: {reason[1]}." if key and reason else ""
 
 
-def _not_made(message: str, parser: Any, trainer: type) -> str:
-    """What a class of ours refuses."""
+def _refused(message: str, parser: Any, trainer: type) -> str:
+    """The error with which one of our classes refused its arguments."""
     refused = re.search(r"- ((?:\w+: \w+=|TrainingLoop ).*)", message)
     return refused[1] if refused else ""
 
@@ -130,7 +131,7 @@ def _wrong_type(message: str, parser: Any, trainer: type) -> str:
     if nested:
         key, value = f"{key}.{nested[1]}", nested[2]
     space = ' (in YAML a space follows each ":")' if re.search(r"^\{.*\w:\S", value) else ""
-    return f"{key} is {value!r}, where {kinds or 'nothing'} was expected{space}."
+    return f"{key} is {value!r}, but {kinds or 'nothing'} was expected{space}."
 
 
 def _key(message: str) -> str:

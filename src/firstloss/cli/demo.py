@@ -1,4 +1,4 @@
-"""`firstloss demo`: the main job on real data, Firstloss beside plain PyTorch, with the picture of both."""
+"""`firstloss demo`: train on real data with Firstloss and with plain PyTorch, and compare the times to first loss."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NAME = "demo"
-HELP = "train a Llama of 500M parameters on Python's own source, and draw the time to first loss"
+HELP = "train a Llama of 500M parameters on the source of Python's standard library, and draw the time to first loss"
 EXAMPLE = "firstloss demo --out demo"
 
 TITLES = {"firstloss": "Firstloss", "pytorch": "plain PyTorch"}
 TOLERANCE = 1e-4
-"""How far a loss may differ from plain PyTorch's, relatively; XLA sums in another order than PyTorch."""
+"""The allowed relative difference from plain PyTorch's losses: XLA sums in a different order than PyTorch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", default="demo", metavar="DIR", help="where timeline.png and timeline.json go")
+    parser.add_argument("--out", default="demo", metavar="DIR", help="folder for timeline.png and timeline.json")
     parser.add_argument("--steps", type=_positive, default=8, metavar="N", help="how many steps to train (default 8)")
     parser.add_argument("--size", choices=("500m", "100m", "tiny"), default="500m", help="the model (default 500m)")
 
@@ -65,35 +65,35 @@ def _run_all(args: argparse.Namespace, console: Console, scratch: str) -> tuple[
     losses: dict[str, list[float]] = {}
     timelines: dict[str, Timeline] = {}
     with output.progress(console) as progress:
-        task = progress.add_task("reading the libraries from disk, so that both ways start alike", total=None)
+        task = progress.add_task("reading the libraries from disk, so that neither run has to", total=None)
         list(_job("warm", args, scratch))
         progress.remove_task(task)
-        for way, title in TITLES.items():
+        for job, title in TITLES.items():
             task = progress.add_task(title, total=args.steps)
             console.print(f"[bold]{title}[/bold]")
-            losses[way] = []
-            for message in _job(way, args, scratch):
+            losses[job] = []
+            for message in _job(job, args, scratch):
                 if "loss" in message:
-                    losses[way].append(message["loss"])
+                    losses[job].append(message["loss"])
                     progress.advance(task)
-                    if way == "firstloss":  # the other is to give the same numbers
-                        console.print(f"  step {len(losses[way]):>3}/{args.steps}  loss {message['loss']:.4f}")
+                    if job == "firstloss":  # plain PyTorch should have the same losses
+                        console.print(f"  step {len(losses[job]):>3}/{args.steps}  loss {message['loss']:.4f}")
                 else:
-                    timelines[way] = Timeline.from_dict(message["timeline"])
+                    timelines[job] = Timeline.from_dict(message["timeline"])
             progress.remove_task(task)
-            if way != "firstloss":
-                console.print(f"  {args.steps} steps, loss {losses[way][0]:.4f} to {losses[way][-1]:.4f}")
+            if job != "firstloss":
+                console.print(f"  {args.steps} steps, loss {losses[job][0]:.4f} to {losses[job][-1]:.4f}")
     return losses, timelines
 
 
-def _job(way: str, args: argparse.Namespace, scratch: str) -> Iterator[dict[str, Any]]:
-    """Run one way of the job in a fresh process; yields what it says. It does not outlive the caller.
+def _job(job: str, args: argparse.Namespace, scratch: str) -> Iterator[dict[str, Any]]:
+    """Run a job in a fresh process and yield its messages; the process ends with the generator.
 
-    Both ways take their memory in huge pages, where the system has them.
+    Memory is taken in huge pages where the system has them.
     """
-    command = [sys.executable, "-m", "firstloss.cli.demo_job", way, "--size", args.size, "--steps", str(args.steps)]
-    command += ["--artifacts", os.path.join(scratch, way)]  # of its own: no compilation finds another's cache
-    with open(os.path.join(scratch, f"{way}.log"), "w+", encoding="utf-8") as log:
+    command = [sys.executable, "-m", "firstloss.cli.demo_job", job, "--size", args.size, "--steps", str(args.steps)]
+    command += ["--artifacts", os.path.join(scratch, job)]  # its own: no compilation cache is shared
+    with open(os.path.join(scratch, f"{job}.log"), "w+", encoding="utf-8") as log:
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8", env=malloc_settings.environment()
         )
@@ -103,15 +103,15 @@ def _job(way: str, args: argparse.Namespace, scratch: str) -> Iterator[dict[str,
                 yield json.loads(line)
             if child.wait() != 0:
                 log.seek(0)
-                last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "it said nothing")
-                raise FirstlossError(f"the job {way!r} ended with status {child.returncode}: {last}")
+                last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "no output")
+                raise FirstlossError(f"the job {job!r} ended with status {child.returncode}: {last}")
         finally:
             child.kill()
             child.wait()
 
 
 def _difference(a: list[float], b: list[float]) -> float:
-    """The largest relative difference of two runs' losses; infinite where either is not a number."""
+    """The largest relative difference of two runs' losses; infinite if one is NaN."""
     differences = [abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)]
     return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
@@ -124,12 +124,12 @@ def _without_import(timeline: Timeline) -> float:
 def _result(losses: dict, timelines: dict, difference: float, files: list[str]) -> dict[str, Any]:
     ours, plain = timelines["firstloss"], timelines["pytorch"]
     return {
-        "time_to_first_loss": {way: timelines[way].first_loss for way in TITLES},
-        "without_import": {way: _without_import(timelines[way]) for way in TITLES},
+        "time_to_first_loss": {job: timelines[job].first_loss for job in TITLES},
+        "without_import": {job: _without_import(timelines[job]) for job in TITLES},
         "ratio": plain.first_loss / ours.first_loss,
         "ratio_without_import": _without_import(plain) / _without_import(ours),
         "first_loss_is_the_same": losses["firstloss"][0] == losses["pytorch"][0],
-        "phases": {way: {row.name: row.seconds for row in timelines[way].table()} for way in TITLES},
+        "phases": {job: {row.name: row.seconds for row in timelines[job].table()} for job in TITLES},
         "losses": losses,
         "max_relative_difference": difference,
         "files": files,
@@ -140,7 +140,7 @@ def _print_tables(console: Console, losses: dict, timelines: dict, difference: f
     from rich.table import Table
 
     ours, plain = timelines["firstloss"], timelines["pytorch"]
-    rows = {way: {row.name: row for row in timelines[way].table()} for way in TITLES}
+    rows = {job: {row.name: row for row in timelines[job].table()} for job in TITLES}
     both = Timeline()
     for timeline in (ours, plain):
         for span in timeline.spans:
@@ -148,13 +148,13 @@ def _print_tables(console: Console, losses: dict, timelines: dict, difference: f
 
     table = Table(title="Where the time went (seconds)", title_justify="left")
     table.add_column("phase")
-    for way in TITLES:
-        table.add_column(f"{TITLES[way]}\nfrom", justify="right", style="dim")
+    for job in TITLES:
+        table.add_column(f"{TITLES[job]}\nfrom", justify="right", style="dim")
         table.add_column("\ntook", justify="right")
     for phase in (row.name for row in both.table()):
         cells = []
-        for way in TITLES:
-            row = rows[way].get(phase)
+        for job in TITLES:
+            row = rows[job].get(phase)
             cells += [f"{row.begin:.2f}", f"{row.seconds:.2f}"] if row else ["", ""]
         table.add_row(phase, *cells)
     table.add_section()
@@ -163,19 +163,19 @@ def _print_tables(console: Console, losses: dict, timelines: dict, difference: f
     console.print(table)
 
     ratio, bare = plain.first_loss / ours.first_loss, _without_import(plain) / _without_import(ours)
-    same = "the same, bit for bit" if losses["firstloss"][0] == losses["pytorch"][0] else "not the same"
+    same = "bit-identical" if losses["firstloss"][0] == losses["pytorch"][0] else "not the same"
     console.print(
-        f"The first loss is {same}; all losses differ by at most {difference:.1e}, relatively.", soft_wrap=True
+        f"The first loss is {same}; all losses differ by at most {difference:.1e} relatively.", soft_wrap=True
     )
     console.print(
-        f"Plain PyTorch takes {ratio:.2f} times as long to its first loss; without import {bare:.2f} times.",
+        f"Plain PyTorch takes {ratio:.2f} times as long to its first loss, without import {bare:.2f} times.",
         soft_wrap=True,
     )
     console.print(f"Wrote {' and '.join(files)} (open the latter at ui.perfetto.dev)", soft_wrap=True)
 
 
 class _Folder:
-    """A folder for results, made if it is not there, and taken away again if nothing comes to be in it."""
+    """A folder for results, created if it does not exist, and removed again if it stays empty."""
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
@@ -196,11 +196,11 @@ class _Folder:
         for folder in self.made:
             try:
                 os.rmdir(folder)
-            except OSError:  # someone else has put something there
+            except OSError:  # not empty
                 return
 
 
 def _positive(text: str) -> int:
     if not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)

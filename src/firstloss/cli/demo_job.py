@@ -1,10 +1,10 @@
-"""The training job of `firstloss demo`: a Llama-style model on the source of Python's standard library, as bytes.
+"""The training job of `firstloss demo`: a Llama on the source of Python's standard library, as bytes.
 
-`train` is the example to copy; the rest feeds it and tells the parent process what happened. The same job runs
+`train` is the example to copy; the rest feeds it and reports to the parent process. The jobs are
 - `firstloss`: the constructor captured, the first loss computed as soon as the weights are available, and the step
-  compiled behind it;
+  compiled in the background;
 - `pytorch`: plain PyTorch, without Firstloss.
-Each in a process of its own, so that neither finds imports or caches that the other has warmed.
+Each runs in its own process, so that neither profits from imports or caches of the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import firstloss as fl
 from firstloss import timeline
 
-WAYS = ("firstloss", "pytorch")
+JOBS = ("firstloss", "pytorch")
 SIZES = {
     "500m": {
         "hidden_size": 2048,
@@ -51,7 +51,7 @@ SIZES = {
 
 
 def train(config: LlamaConfig, batches: list[torch.Tensor], artifacts: str) -> Iterator[float]:
-    """Train a Llama from its constructor on, with Firstloss; yields each step's loss."""
+    """Train a Llama with Firstloss, from its constructor on; yields each step's loss."""
     backend = fl.backend("XLA", artifact_dir=artifacts)
 
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def train(config: LlamaConfig, batches: list[torch.Tensor], artifacts: str) -> I
 
 
 def train_plainly(config: LlamaConfig, batches: list[torch.Tensor]) -> Iterator[float]:
-    """The same in plain PyTorch; yields each step's loss."""
+    """Train the same with plain PyTorch; yields each step's loss."""
     torch.manual_seed(0)
     with timeline.span("construct"):
         model = LlamaForCausalLM(config)
@@ -89,7 +89,7 @@ def train_plainly(config: LlamaConfig, batches: list[torch.Tensor]) -> Iterator[
 
 
 def standard_library(limit: int = 4 << 20) -> bytes:
-    """The first `limit` bytes of the standard library's Python source, its files in sorted order."""
+    """The first `limit` bytes of the standard library's Python source, with files in sorted order."""
     root = sysconfig.get_paths()["stdlib"]
     text = bytearray()
     for folder, folders, files in os.walk(root):
@@ -101,21 +101,21 @@ def standard_library(limit: int = 4 << 20) -> bytes:
                 if len(text) >= limit:
                     return bytes(text[:limit])
     if not text:
-        raise FileNotFoundError(f"no Python source under {root}: this Python came without it")
+        raise FileNotFoundError(f"no Python source under {root}; this Python installation has none")
     return bytes(text)
 
 
 def make_batches(text: bytes, steps: int, size: int, length: int) -> list[torch.Tensor]:
-    """`steps` batches of `size` pieces of the text, `length` bytes each, the same on every run."""
+    """`steps` batches of `size` pieces of the text, each `length` bytes long; the same in every run."""
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    draws = torch.Generator().manual_seed(1)  # its own: the model's stream stays as the user would find it
+    draws = torch.Generator().manual_seed(1)  # leave the default generator to the model
     offsets = torch.randint(len(data) - length, (steps, size), generator=draws).tolist()
     return [torch.stack([data[at : at + length] for at in row]).long() for row in offsets]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=(*WAYS, "warm"))
+    parser.add_argument("job", choices=(*JOBS, "warm"))
     parser.add_argument("--size", choices=SIZES, default="500m")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
@@ -124,33 +124,33 @@ def main() -> None:
     args = parser.parse_args()
     timeline.current().add("import", start=0.0)
 
-    say = _speaker()
-    if args.way == "warm":  # brings the libraries' files into memory, and is done
+    send = _message_sender()
+    if args.job == "warm":  # only bring the libraries' files into the page cache
         import jax  # noqa: F401
 
         return
     config = LlamaConfig(vocab_size=256, max_position_embeddings=2048, **SIZES[args.size])
     batches = make_batches(standard_library(), args.steps, args.batch, args.length)
-    if args.way == "pytorch":
+    if args.job == "pytorch":
         losses = train_plainly(config, batches)
     else:
         losses = train(config, batches, args.artifacts)
     for number, loss in enumerate(losses):
-        if number == 0 and timeline.current().first_loss is None:  # the backend marks its own
+        if number == 0 and timeline.current().first_loss is None:  # the XLA backend marks it itself
             timeline.mark(timeline.FIRST_LOSS)
-        say(loss=loss)
-    say(timeline=timeline.current().to_dict())
+        send(loss=loss)
+    send(timeline=timeline.current().to_dict())
 
 
-def _speaker():
-    """A function that sends one JSON object per line to the parent; all else that is printed goes to stderr."""
+def _message_sender():
+    """A function that sends JSON lines to the parent process; all other output to stdout goes to stderr."""
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    def say(**what: Any) -> None:
-        print(json.dumps(what), file=pipe, flush=True)
+    def send(**message: Any) -> None:
+        print(json.dumps(message), file=pipe, flush=True)
 
-    return say
+    return send
 
 
 if __name__ == "__main__":

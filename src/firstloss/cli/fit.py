@@ -1,4 +1,4 @@
-"""`firstloss fit CONFIG.yaml`: train what a file describes."""
+"""`firstloss fit CONFIG.yaml`: train as a YAML file describes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 from . import output, target
 
 NAME = "fit"
-HELP = "train what a YAML file describes; --trainer.loop.max_steps=50 and the like override it"
+HELP = "train as a YAML file describes; options such as --trainer.loop.max_steps=50 override it"
 EXAMPLE = "firstloss fit config.yaml --trainer.loop.max_steps=50   (--print_config shows all keys)"
-PASSES_ON = True
+ACCEPTS_OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="the run: trainer, train_dataloader, ...")
+    parser.add_argument(
+        "config", metavar="CONFIG.yaml", nargs="?", help="the run file (trainer, train_dataloader, ...)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if described is not None:
         return model_zoo(args, described, ("fit",))
     parser, read = config.read("fit", args.config, args.overrides)
-    with target.ending_only_itself("what the file describes"):
+    with target.exits_as_errors("the code named in the file"):
         given = config.instantiate("fit", parser, read)
     if given.train_dataloader is None:
         raise ConfigError("train_dataloader is missing.")
@@ -37,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         del read["config"]
         with atomic_write(os.path.join(trainer.model_dir, "config.yaml"), "w") as file:
             file.write(parser.dump(read, skip_unset=False))
-    with target.ending_only_itself("the run"):
+    with target.exits_as_errors("the run"):
         trainer.fit(given.train_dataloader, given.val_dataloader, ckpt_path=given.ckpt_path)
     if args.json:
         output.print_json({"model_dir": trainer.model_dir, "checkpoint": trainer.folder.last(), **vars(trainer.state)})
@@ -47,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def model_zoo(args: argparse.Namespace, described: Any, wanted: tuple[str, ...]) -> int:
-    """What a file of Model Zoo's layout asks for under the keys `wanted`, in turn."""
+    """Run the calls `wanted` ("fit", "validate", ...) that a file in Model Zoo's layout has, in turn."""
     from ..errors import ConfigError
 
     trainer, found = described.trainer, {}
     if not any(call in described.calls for call in wanted):
-        raise ConfigError(f"{args.config}: trainer has no {' and no '.join(wanted)}: there is nothing to do.")
-    with target.ending_only_itself("the run"):
+        raise ConfigError(f"{args.config}: trainer has no {' and no '.join(wanted)}, so there is nothing to do.")
+    with target.exits_as_errors("the run"):
         for call in wanted:
             if call in described.calls:
                 found[call] = getattr(trainer, call)(**described.calls[call])

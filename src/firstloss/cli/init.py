@@ -1,4 +1,4 @@
-"""`firstloss init TARGET -o DIR`: the weights of a target of any size, straight to safetensors."""
+"""`firstloss init TARGET -o DIR`: write a target's initial weights, of any size, directly to safetensors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ..errors import TargetError
 from . import output, target
 
 NAME = "init"
-HELP = "write the initial weights of a target of any size to safetensors, never holding one of them whole"
+HELP = "write a target's initial weights, of any size, to safetensors without holding a whole weight in memory"
 EXAMPLE = "firstloss init path/to/config.json -o weights --seed 0"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
-    parser.add_argument("-o", "--out", metavar="DIR", required=True, help="the folder to write; made if need be")
+    parser.add_argument("-o", "--out", metavar="DIR", required=True, help="the output folder, created if necessary")
     target.add_random_arguments(parser)
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="5GB", help="of a file at most, as 200MB or 2GiB (default 5GB)"
+        "--max-shard-size", metavar="SIZE", default="5GB", help="maximal size of a file, as 200MB or 2GiB (default 5GB)"
     )
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         module = wanted()
     if not isinstance(module, torch.nn.Module):
         raise TargetError(
-            f"TARGET {wanted.text!r} makes a {type(module).__name__}: only a Module has a state dict to save"
+            f"TARGET {wanted.text!r} makes a {type(module).__name__}, but only a Module has a state dict to save"
         )
     captured = time.perf_counter()
     console = output.console(args.json)
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         fl.save_initialized(module, args.out, max_shard_size=args.max_shard_size, progress=progress)
     seconds = {"capture": captured - began, "write": time.perf_counter() - captured}
     if args.json:
-        said = {"target": wanted.text, "out": args.out, "seed": args.seed, "rng": args.rng}
-        output.print_json({**said, "bytes": size, "seconds": seconds})
+        described = {"target": wanted.text, "out": args.out, "seed": args.seed, "rng": args.rng}
+        output.print_json({**described, "bytes": size, "seconds": seconds})
     else:
         console.print(
             f"{args.out}: {output.size(size)} in {seconds['write']:.2f} s, captured in {seconds['capture']:.2f} s",

@@ -1,4 +1,4 @@
-"""`firstloss inspect TARGET`: what a constructor would create, without creating it."""
+"""`firstloss inspect TARGET`: show what a constructor would make, without making it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import TargetError
 from . import mesh, output, target
 
 NAME = "inspect"
-HELP = "show what a target would make: each weight, its recipe, its place in the random stream; makes nothing"
+HELP = "show what a target would make: each weight, its recipe and its stream position; makes nothing"
 EXAMPLE = "firstloss inspect path/to/config.json --mesh fsdp=64,tp=8"
 
 
@@ -20,15 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
-        help="also what one rank of such a mesh would hold: axes tp, tensor and model cut as the model's own plan "
-        "says, dp_replicate, replicate, replica and ddp hold copies, and any other cuts as FSDP does",
+        help="also show the shard of each weight on one rank of this mesh: axes tp, tensor and model shard by the "
+        "model's own plan, dp_replicate, replicate, replica and ddp replicate, and all others shard like FSDP",
     )
     parser.add_argument(
         "--cut",
         metavar="PATTERN=CUTS",
         action="append",
         default=[],
-        help="how weights of such names are cut instead: for each dimension axes or -, as '*.q_proj.weight=tp+fsdp,-'",
+        help="shard the weights of these names otherwise: for each dimension axes or -, as '*.q_proj.weight=tp+fsdp,-'",
     )
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = target.load(args.target, args.arg)
     axes = mesh.parse(args.mesh) if args.mesh else None
     if args.cut and axes is None:
-        raise TargetError("--cut says how weights are sharded: give the mesh as well, as --mesh fsdp=64,tp=8")
+        raise TargetError("--cut shards weights over a mesh: pass the mesh as well, such as --mesh fsdp=64,tp=8")
 
     import torch
 
@@ -46,35 +46,37 @@ def run(args: argparse.Namespace) -> int:
     with fl.deferred(rng=args.rng):
         module = wanted()
     if not isinstance(module, torch.nn.Module):
-        raise TargetError(f"TARGET {wanted.text!r} makes a {type(module).__name__}: only a Module's weights have names")
+        raise TargetError(
+            f"TARGET {wanted.text!r} makes a {type(module).__name__}, but only a Module's weights have names"
+        )
     report = fl.init_program(module).report()
-    parts = None if axes is None else _parts(report, module, axes, args.cut)
+    shards = None if axes is None else _shards(report, module, axes, args.cut)
     if args.json:
         found = {"target": wanted.text, "seed": args.seed, "rng": args.rng, **report.to_dict()}
-        if parts is not None and axes is not None:
-            found |= {"mesh": axes, "bytes_per_rank": sum(part.bytes for part in parts.values())}
+        if shards is not None and axes is not None:
+            found |= {"mesh": axes, "bytes_per_rank": sum(shard.bytes for shard in shards.values())}
             for row in found["weights"]:
-                part = parts[row["weight"]]
-                row |= {"cut": part.spec, "shape_per_rank": part.shape, "bytes_per_rank": part.bytes}
+                shard = shards[row["weight"]]
+                row |= {"cut": shard.spec, "shape_per_rank": shard.shape, "bytes_per_rank": shard.bytes}
         output.print_json(found)
         return 0
-    if parts is None or axes is None:
+    if shards is None or axes is None:
         print(report)
         return 0
-    print(report.table({name: (_shape(part.shape), str(part)) for name, part in parts.items()}, ("a rank's", "cut")))
-    for line in _summary(report, parts, axes):
+    print(report.table({name: (_shape(s.shape), str(s)) for name, s in shards.items()}, ("a rank's", "cut")))
+    for line in _summary(report, shards, axes):
         print(line)
     return 0
 
 
-def _parts(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[str, mesh.RankShard]:
+def _shards(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[str, mesh.RankShard]:
     specs = mesh.parse_cuts(cuts, axes)
     for pattern in specs:
         if not any(mesh.fnmatchcase(row.weight, pattern) for row in report.rows):
-            raise TargetError(f"--cut {pattern!r} matches no weight; they have names like {report.rows[0].weight}")
+            raise TargetError(f"--cut {pattern!r} matches no weight; names look like {report.rows[0].weight}")
     plan = mesh.plan_of(module)
     return {
-        row.weight: mesh.part_of(
+        row.weight: mesh.shard_of(
             row.weight,
             row.shape,
             row.bytes // max(math.prod(row.shape), 1),
@@ -87,18 +89,18 @@ def _parts(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[s
     }
 
 
-def _summary(report: Any, parts: dict[str, mesh.RankShard], axes: mesh.Axes) -> list[str]:
+def _summary(report: Any, shards: dict[str, mesh.RankShard], axes: mesh.Axes) -> list[str]:
     ranks = math.prod(axes.values())
-    held = sum(part.bytes for part in parts.values())
-    whole = sum(part.bytes for part in parts.values() if not any(part.spec))
+    held = sum(shard.bytes for shard in shards.values())
+    replicated = sum(shard.bytes for shard in shards.values() if not any(shard.spec))
     words = " x ".join(f"{name}={size}" for name, size in axes.items())
     lines = [
         f"mesh {words}, {ranks:,} ranks: each holds at most {held:,} bytes ({output.size(held)}), "
-        f"a {report.bytes / max(held, 1):.1f}th of all; {whole:,} of them are the same on every rank"
+        f"a {report.bytes / max(held, 1):.1f}th of all; {replicated:,} of them are replicated on every rank"
     ]
     for axis in axes:
-        if axis not in mesh.REPLICAS and not any(axis in entry for part in parts.values() for entry in part.spec):
-            lines.append(f"axis {axis!r} cuts nothing: the model has no plan for it. Say how it cuts, with --cut")
+        if axis not in mesh.REPLICAS and not any(axis in entry for shard in shards.values() for entry in shard.spec):
+            lines.append(f"axis {axis!r} shards nothing: the model has no plan for it. Use --cut to shard weights")
     return lines
 
 

@@ -1,8 +1,8 @@
-"""A mesh of ranks for `inspect`: the shard of each weight on a rank, by PyTorch's conventions.
+"""A mesh of ranks for `inspect` and `plan`: the shard of each weight on a rank, by PyTorch's conventions.
 
-FSDP2 cuts the first dimension of every parameter in parts of equal size, the last ones smaller or empty, and leaves
-buffers whole. Tensor parallelism cuts before it: as the model's own plan says, where it has one (`model.tp_plan`, as
-transformers' models do).
+FSDP2 shards the first dimension of every parameter in chunks of equal size, of which the last ones may be smaller or
+empty, and replicates buffers. Tensor parallelism shards before it, by the model's own plan if it has one
+(`model.tp_plan`, as transformers' models do).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from ..errors import TargetError
 
 Axes = dict[str, int]
-Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it, the outer ones first
+Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that shard it, outermost first
 
-# Axes along which weights are replicated, and those along which the model's own plan cuts. All others are FSDP's.
+# Axes along which weights are replicated, and those that the model's own plan shards along. All others are FSDP's.
 REPLICAS = frozenset({"dp_replicate", "replicate", "replica", "ddp"})
 TENSOR = frozenset({"tp", "tensor", "model"})
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """What one rank holds of a weight, at most."""
+    """The largest shard of a weight on any rank."""
 
     spec: Spec
     shape: tuple[int, ...]
@@ -37,31 +37,31 @@ class RankShard:
 
 
 def parse(text: str) -> Axes:
-    """`fsdp=64,tp=8` as {"fsdp": 64, "tp": 8}.
+    """Parse `fsdp=64,tp=8` to {"fsdp": 64, "tp": 8}.
 
     Raises:
-        TargetError: if it is not that.
+        TargetError: for any other syntax.
     """
     axes: Axes = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
         if not (equals and name.isidentifier() and size.isdecimal() and int(size) > 0) or name in axes:
-            raise TargetError(f"--mesh {text!r}: {part!r} is not AXIS=SIZE; write for instance --mesh fsdp=64,tp=8")
+            raise TargetError(f"--mesh {text!r}: {part!r} is not AXIS=SIZE; write for example --mesh fsdp=64,tp=8")
         axes[name] = int(size)
     return axes
 
 
 def parse_cuts(texts: Iterable[str], axes: Axes) -> dict[str, Spec]:
-    """`*.q_proj.weight=tp+fsdp,-` as {"*.q_proj.weight": (("tp", "fsdp"), ())}.
+    """Parse `*.q_proj.weight=tp+fsdp,-` to {"*.q_proj.weight": (("tp", "fsdp"), ())}.
 
     Raises:
-        TargetError: if it is not that, or names an axis that the mesh does not have.
+        TargetError: for any other syntax, or an axis that the mesh does not have.
     """
     found = {}
     for text in texts:
         pattern, equals, cuts = text.rpartition("=")
         if not (equals and pattern):
-            raise TargetError(f"--cut {text!r} is not PATTERN=CUTS; write for instance --cut '*.q_proj.weight=tp,-'")
+            raise TargetError(f"--cut {text!r} is not PATTERN=CUTS; write for example --cut '*.q_proj.weight=tp,-'")
         spec = tuple(() if entry.strip() in ("", "-") else tuple(entry.strip().split("+")) for entry in cuts.split(","))
         for axis in (axis for entry in spec for axis in entry):
             if axis not in axes:
@@ -70,7 +70,7 @@ def parse_cuts(texts: Iterable[str], axes: Axes) -> dict[str, Spec]:
     return found
 
 
-def part_of(
+def shard_of(
     name: str,
     shape: tuple[int, ...],
     itemsize: int,
@@ -79,11 +79,11 @@ def part_of(
     plan: Mapping[str, str],
     cuts: Mapping[str, Spec],
 ) -> RankShard:
-    """What a rank holds of the weight `name`.
+    """The shard of the weight `name` on a rank.
 
     Args:
-        plan: styles of tensor parallelism by patterns of module or parameter names, as transformers has them.
-        cuts: specs by patterns of weight names, which come first; FSDP cuts none of these.
+        plan: tensor parallel styles by patterns of module or parameter names, as in transformers.
+        cuts: specs by patterns of weight names; they take precedence, and FSDP does not shard these weights.
 
     Raises:
         TargetError: if a cut has more dimensions than the weight.
@@ -92,7 +92,7 @@ def part_of(
     for pattern, wanted in cuts.items():
         if fnmatchcase(name, pattern):
             if len(wanted) > len(shape):
-                raise TargetError(f"--cut {pattern!r} has {len(wanted)} dimensions, and {name} has {len(shape)}")
+                raise TargetError(f"--cut {pattern!r} has {len(wanted)} dimensions, but {name} has {len(shape)}")
             spec = [list(entry) for entry in (*wanted, *[()] * (len(shape) - len(wanted)))]
             break
     else:
@@ -106,13 +106,13 @@ def part_of(
 
 
 def plan_of(model: Any) -> dict[str, str]:
-    """The model's own plan of tensor parallelism; empty if it has none."""
+    """The model's own tensor parallel plan; empty if it has none."""
     plan = getattr(model, "tp_plan", None)
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
 def dimension(name: str, dims: int, plan: Mapping[str, str]) -> int | None:
-    """The dimension that the plan cuts a weight along."""
+    """The dimension along which the plan shards a weight."""
     module, _, last = name.rpartition(".")
     style = next((s for pattern, s in plan.items() if fnmatchcase(module, pattern) or fnmatchcase(name, pattern)), "")
     if style.startswith("embedding_"):
@@ -125,7 +125,7 @@ def dimension(name: str, dims: int, plan: Mapping[str, str]) -> int | None:
 
 
 def _largest(size: int, parts: Sequence[int]) -> int:
-    """The largest of the parts, cut as `torch.chunk` cuts."""
+    """The largest chunk, split as `torch.chunk` does."""
     for count in parts:
         size = -(-size // count)
     return size

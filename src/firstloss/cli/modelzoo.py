@@ -1,7 +1,7 @@
-"""A run's YAML file as Model Zoo's Trainer has it: `trainer: {init: ..., fit: ..., validate: ..., validate_all: ...}`.
+"""Run files in the layout of Model Zoo's Trainer: `trainer: {init: ..., fit: ..., validate: ..., validate_all: ...}`.
 
-Names stand for what `firstloss.trainer`, `firstloss.cstorch.optim` and its schedules have under them. A model's `name`
-and a loader's `data_processor` are what Python can import, as "package.module.Class": there is no registry of models.
+Names refer to those in `firstloss.trainer`, `firstloss.cstorch.optim` and its schedulers. A model's `name` and a
+loader's `data_processor` are importable, as "package.module.Class": there is no registry of models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..cstorch import optim
 from ..errors import ConfigError
 from .config_errors import named
 
-_NOT_HERE = {
+_UNSUPPORTED = {
     "sparsity": "trains sparse weights on Cerebras' hardware",
     "autorestart": "restarts Cerebras' cluster jobs; start the command again, and the run resumes from its checkpoint",
     "GlobalFlags": "sets flags of Cerebras' compiler",
@@ -43,38 +43,38 @@ KEYS = (
 
 
 class ModelZooRun(NamedTuple):
-    """What a file describes: the Trainer, and for each of "fit", "validate" and "validate_all" its arguments."""
+    """What a file describes: the Trainer, and the arguments of each of "fit", "validate" and "validate_all"."""
 
     trainer: Trainer
     calls: dict[str, dict[str, Any]]
 
 
 def is_one(content: Any) -> bool:
-    """Whether a file has this layout."""
+    """Whether a file has Model Zoo's layout."""
     trainer = content.get("trainer") if isinstance(content, Mapping) else None
     return isinstance(trainer, Mapping) and "init" in trainer
 
 
 def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
-    """The run that a file describes.
+    """Construct the run that a file describes.
 
     Args:
-        overrides: `--trainer.init.loop.max_steps=50` and the like.
+        overrides: options such as `--trainer.init.loop.max_steps=50`.
 
     Raises:
-        ConfigError: in one line, naming the key.
+        ConfigError: a one-line error that names the key.
     """
     from jsonargparse import get_loader
 
     for override in overrides:
         key, equals, value = override.removeprefix("--").partition("=")
         if not equals or not key.startswith("trainer."):
-            raise ConfigError(f"{override!r}: write --trainer.init.loop.max_steps=50, or the like.")
-        where: Any = content
+            raise ConfigError(f"{override!r}: write overrides like --trainer.init.loop.max_steps=50.")
+        node: Any = content
         *path, last = key.split(".")
         for part in path:
-            where = where.setdefault(part, {})
-        where[last] = get_loader("yaml")(value)
+            node = node.setdefault(part, {})
+        node[last] = get_loader("yaml")(value)
     trainer = content["trainer"]
     _check("trainer", trainer, ("init", "fit", "validate", "validate_all"))
     init = trainer["init"]
@@ -95,7 +95,7 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
     if made.get("seed") is not None:
         from firstloss.trainer.randomness import seed_everything
 
-        seed_everything(made["seed"])  # what a loader's function draws is the same each time, too
+        seed_everything(made["seed"])  # for loaders that draw random data
     calls = {}
     for call in ("fit", "validate", "validate_all"):
         if trainer.get(call) is not None:
@@ -110,7 +110,8 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
 
 
 def schedulers(optimizer: Any, specs: Any) -> list[Any]:
-    """Schedules of an optimizer, each as {name: arguments}; a SequentialLR's milestones are where its parts end."""
+    """Create an optimizer's schedules, each given as {name: arguments}. SequentialLR's milestones default to where its
+    parts end."""
     return [_schedule(optimizer, spec) for spec in (specs if isinstance(specs, list) else [specs])]
 
 
@@ -140,7 +141,7 @@ def _backend(init: Mapping[str, Any]) -> Any:
     if spec is None:
         spec = {"backend_type": init.get("device", "CSX")}
     elif init.get("device") is not None:
-        raise ConfigError("trainer.init: backend and device say the same thing twice. Leave one of them out.")
+        raise ConfigError("trainer.init: backend and device are two names of one setting. Leave one of them out.")
     spec = {"backend_type": spec} if isinstance(spec, str) else dict(spec)
     name = spec.pop("backend_type", "CSX")
     if spec.get("cluster_config") is not None:
@@ -153,7 +154,9 @@ def _backend(init: Mapping[str, Any]) -> Any:
 def _model(spec: Any) -> Callable[[], Any]:
     spec = {"name": spec} if isinstance(spec, str) else spec
     if not isinstance(spec, Mapping) or "name" not in spec:
-        raise ConfigError("trainer.init.model: write {name: package.module.Class, ...}; the rest are its arguments.")
+        raise ConfigError(
+            "trainer.init.model: write {name: package.module.Class, ...}; the other keys are its arguments."
+        )
     kind = named(str(spec["name"]), "trainer.init.model.name")
     arguments = {key: value for key, value in spec.items() if key != "name"}
     return lambda: _called("trainer.init.model", kind, arguments)
@@ -166,7 +169,7 @@ def _optimizer(spec: Any) -> Callable[[Any], Any]:
         raise ConfigError(f"trainer.init.optimizer: there is no {name!r}.{_near(name, optim.__all__)}")
     arguments = {"lr" if key == "learning_rate" else key: value for key, value in arguments.items()}
     if "lr" not in arguments and inspect.signature(kind).parameters["lr"].default is inspect.Parameter.empty:
-        arguments["lr"] = 0.0  # which the schedule sets
+        arguments["lr"] = 0.0  # set by the schedule
     return lambda model: _called(f"trainer.init.optimizer.{name}", kind, arguments, model.parameters())
 
 
@@ -174,7 +177,7 @@ def _one(at: str, spec: Any, module: Any) -> Any:
     name, arguments = _named_one(at, spec)
     kind = named(name, at) if "." in name else getattr(module, name, None)
     if kind is None or name not in module.__all__ and "." not in name:
-        why = f" It {_NOT_HERE[name]}." if name in _NOT_HERE else _near(name, module.__all__)
+        why = f" It {_UNSUPPORTED[name]}." if name in _UNSUPPORTED else _near(name, module.__all__)
         raise ConfigError(f"{at}: there is no {name!r}.{why}")
     return _called(f"{at}.{name}", kind, arguments)
 
@@ -185,7 +188,9 @@ def _loaders(at: str, spec: Any) -> Any:
 
 def _loader(at: str, spec: Any) -> Any:
     if not isinstance(spec, Mapping) or "data_processor" not in spec:
-        raise ConfigError(f"{at}: write {{data_processor: package.module.function, ...}}; the rest are its arguments.")
+        raise ConfigError(
+            f"{at}: write {{data_processor: package.module.function, ...}}; the other keys are its arguments."
+        )
     make = named(str(spec["data_processor"]), at)
     arguments = {key: value for key, value in spec.items() if key != "data_processor"}
 
@@ -197,7 +202,7 @@ def _loader(at: str, spec: Any) -> Any:
 
 
 def _named_one(at: str, spec: Any) -> tuple[str, dict[str, Any]]:
-    """{name: arguments}, or a name alone."""
+    """Split {name: arguments}, or a name alone."""
     if isinstance(spec, str):
         return spec, {}
     if not isinstance(spec, Mapping) or len(spec) != 1:
@@ -207,9 +212,9 @@ def _named_one(at: str, spec: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _called(at: str, function: Any, arguments: Any, *first: Any) -> Any:
-    """Call with arguments from the file: an unknown one is an error of the file's."""
+    """Call a function with arguments from the file; wrong arguments are a ConfigError."""
     if not isinstance(arguments, Mapping):
-        raise ConfigError(f"{at}: {arguments!r} is not keys with values.")
+        raise ConfigError(f"{at}: {arguments!r} is not a mapping.")
     signature = inspect.signature(function)
     known = list(signature.parameters)[len(first) :]
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
@@ -228,10 +233,10 @@ def _called(at: str, function: Any, arguments: Any, *first: Any) -> Any:
 
 def _check(at: str, given: Any, known: Any) -> None:
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{at}: {given!r} is not keys with values.")
+        raise ConfigError(f"{at}: {given!r} is not a mapping.")
     for key in given:
         if key not in known:
-            why = f" It {_NOT_HERE[key]}." if key in _NOT_HERE else _near(str(key), list(known))
+            why = f" It {_UNSUPPORTED[key]}." if key in _UNSUPPORTED else _near(str(key), list(known))
             raise ConfigError(f"{at}: there is no key {key!r} here.{why}")
 
 

@@ -1,4 +1,4 @@
-"""Output of commands: rich tables and progress for people, one JSON object for programs."""
+"""Output of commands: rich tables and progress bars, or one JSON object."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ if TYPE_CHECKING:
 
 
 def console(as_json: bool = False) -> Console:
-    """Where tables and progress go: stdout, or stderr when stdout is to hold the JSON object alone."""
+    """The console for tables and progress: stdout, or stderr if stdout is reserved for the JSON object."""
     from rich.console import Console
 
     return Console(stderr=as_json, highlight=False)
 
 
 def progress(on: Console) -> Progress:
-    """A progress bar, silent when nobody looks at a terminal."""
+    """A progress bar, shown only on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=on, disable=not on.is_terminal, transient=True)
 
 
-_stdout: TextIO | None = None  # the real one, while everybody else's output goes to stderr
+_stdout: TextIO | None = None  # the original stdout, while sys.stdout is redirected to stderr
 
 
 @contextlib.contextmanager
-def only_json(to_the_end: bool = False) -> Iterator[None]:
-    """In the block stdout is for `print_json` alone: what the user's code prints, and what it starts, goes to stderr.
+def only_json(keep: bool = False) -> Iterator[None]:
+    """Context that reserves stdout for `print_json`: all other output, also of subprocesses, goes to stderr.
 
     Args:
-        to_the_end: afterwards too, for what is printed while the process ends.
+        keep: stay redirected after the block, for output while the process ends.
     """
     global _stdout
     before, _stdout = sys.stdout, sys.stdout
     saved = None
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:  # else somebody who captures it is no file descriptor
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:  # otherwise it is captured, and not a file descriptor
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             saved = os.dup(1)
@@ -56,17 +56,17 @@ def only_json(to_the_end: bool = False) -> Iterator[None]:
         if saved is not None:
             with contextlib.suppress(BrokenPipeError):
                 _stdout.close()
-            if not to_the_end:
+            if not keep:
                 before.flush()
                 os.dup2(saved, 1)
             os.close(saved)
         _stdout = None
-        if not to_the_end:
+        if not keep:
             sys.stdout = before
 
 
 def print_json(data: Any) -> None:
-    """One JSON object on stdout; what is no number or infinite, which JSON has not, is null."""
+    """Print a JSON object to stdout; NaN and infinity, which JSON lacks, become null."""
     print(json.dumps(_finite(data), indent=2, allow_nan=False), file=_stdout, flush=True)
 
 
@@ -79,7 +79,7 @@ def _finite(data: Any) -> Any:
 
 
 def size(count: float) -> str:
-    """A number of bytes for people: `3.9 MiB`."""
+    """Format a number of bytes: `3.9 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,5 +1,4 @@
-"""`firstloss plan TARGET`: memory, operations and communication of a training step on a mesh of any size, without
-running it."""
+"""`firstloss plan TARGET`: estimate memory, operations and communication of a training step on a mesh of any size."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from ..runtime.step.plan import StepPlan
 
 NAME = "plan"
-HELP = "show what a training step takes on each device of a mesh: memory, what is sent, time; runs nothing"
+HELP = "show what a training step takes on each device of a mesh: memory, communication, time; runs nothing"
 EXAMPLE = (
     "firstloss plan path/to/config.json --mesh fsdp=64,tp=8 --batch 128x8192 --memory 80GiB --flops 989T "
     "--link fsdp=50GB/s,tp=450GB/s"
@@ -39,48 +38,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         metavar="AXIS=SIZE,...",
         required=True,
-        help="the devices, which need not be there: axes tp, tensor and model cut as the model's own plan says, others "
-        "the batch and, as FSDP, the weights (docs: What a plan counts)",
+        help="the devices, which need not exist: axes tp, tensor and model shard by the model's own plan, others shard "
+        "the batch and, like FSDP, the weights (docs: What a plan counts)",
     )
     parser.add_argument(
         "--batch",
         metavar="[NAME=]SHAPE[:DTYPE]",
         action="append",
         required=True,
-        help="the whole batch, for all devices: 512x8192 are a language model's tokens; any other model's arguments in "
-        "turn or by name, as pixel_values=512x3x224x224:bfloat16 (default float32)",
+        help="the global batch: 512x8192 are a language model's tokens; other models' arguments in order or by name, "
+        "as pixel_values=512x3x224x224:bfloat16 (default float32)",
     )
     parser.add_argument(
         "--cut",
         metavar="PATTERN=CUTS",
         action="append",
         default=[],
-        help="how weights of such names are cut instead: for each dimension axes or -, as '*.q_proj.weight=tp,fsdp'",
+        help="shard the weights of these names otherwise: for each dimension axes or -, as '*.q_proj.weight=tp,fsdp'",
     )
     parser.add_argument(
-        "--optimizer", metavar="NAME", default="AdamW", help="one of torch.optim, by its name (default AdamW)"
+        "--optimizer", metavar="NAME", default="AdamW", help="the name of an optimizer in torch.optim (default AdamW)"
     )
     parser.add_argument(
         "--recompute",
         action="store_true",
-        help="keep little of the forward pass and compute it again in the backward pass: the model's own "
+        help="activation checkpointing: recompute the forward pass in the backward pass, with the model's own "
         "gradient_checkpointing_enable()",
     )
-    parser.add_argument("--memory", metavar="BYTES", help="say whether it fits in so much, as 80GiB")
-    parser.add_argument("--flops", metavar="RATE", help="a device's floating-point operations in a second, as 989T")
-    parser.add_argument(
-        "--hbm", metavar="RATE", help="what a device reads and writes in its memory in a second, as 3.35TB/s"
-    )
+    parser.add_argument("--memory", metavar="BYTES", help="a device's memory, to check whether the step fits, as 80GiB")
+    parser.add_argument("--flops", metavar="RATE", help="a device's floating-point operations per second, as 989T")
+    parser.add_argument("--hbm", metavar="RATE", help="a device's memory bandwidth, as 3.35TB/s")
     parser.add_argument(
         "--link",
         metavar="[AXIS=]RATE",
-        help="what a device sends in a second, as 50GB/s; by axis, as fsdp=50GB/s,tp=450GB/s",
+        help="the bandwidth between devices, as 50GB/s; by axis, as fsdp=50GB/s,tp=450GB/s",
     )
-    parser.add_argument("--picture", metavar="FILE", help="also draw it, as SVG")
+    parser.add_argument("--picture", metavar="FILE", help="also draw the plan, as SVG")
 
 
 def run(args: argparse.Namespace) -> int:
-    with paused():  # nearly all that is imported and traced lives to the end
+    with paused():  # nearly everything imported and traced lives until the end
         return _run(args)
 
 
@@ -92,10 +89,10 @@ def _run(args: argparse.Namespace) -> int:
     rate = None if args.flops is None else quantity("--flops", args.flops)
     hbm = None if args.hbm is None else quantity("--hbm", args.hbm)
     if hbm is not None and (rate is None or args.link is None):
-        raise PlanError("--hbm says how long a step takes with --flops and --link; write these, too")
+        raise PlanError("--hbm needs --flops and --link, too, to estimate a step's time")
     links = None if args.link is None else link_rates(args.link, axes)
     if args.picture is not None and not args.picture.endswith(".svg"):
-        raise PlanError(f"--picture {args.picture}: the picture is SVG. Give it such a name, as plan.svg")
+        raise PlanError(f"--picture {args.picture}: the picture is an SVG file, so its name must end in .svg")
     batch = [parse_tensor(text) for text in args.batch]
 
     with _backend(axes):
@@ -116,13 +113,13 @@ def _run(args: argparse.Namespace) -> int:
         from . import plan_table
 
         plan_table.show(plan, seconds, memory)
-        output.console().print(f"planned in {took:.1f} s; nothing was made, compiled or sent", soft_wrap=True)
+        output.console().print(f"planned in {took:.1f} s; nothing was allocated, compiled or run", soft_wrap=True)
     return 0
 
 
 @contextmanager
 def _backend(axes: mesh.Axes) -> Iterator[None]:
-    """A backend on a mesh that is not there, in which steps are only traced."""
+    """Set a backend on an abstract mesh, whose steps are only traced."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -142,19 +139,21 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], ar
 
     optimizer_class: Any = getattr(torch.optim, args.optimizer, None)
     if not (isinstance(optimizer_class, type) and torch.optim.Optimizer in optimizer_class.__mro__):
-        raise PlanError(f"--optimizer {args.optimizer}: torch.optim has none of this name. Write for instance AdamW")
+        raise PlanError(
+            f"--optimizer {args.optimizer}: torch.optim has no optimizer of this name. Write for example AdamW"
+        )
     backend = fl.current_backend()
     with backend.device:
         model = wanted()
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"TARGET {wanted.text!r} makes a {type(model).__name__}: only a Module can be trained")
     if args.recompute:
-        enable: Any = getattr(model, "activation_checkpointing_enable", None)  # transformers' name since 5.0
+        enable: Any = getattr(model, "activation_checkpointing_enable", None)  # its name in transformers 5.0 and later
         enable = enable or getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:
             raise PlanError(
-                f"--recompute: {type(model).__name__} has no gradient_checkpointing_enable(), as transformers' models "
-                "have. Plan a step of your own that checkpoints: step.plan(batch)"
+                f"--recompute: {type(model).__name__} has no gradient_checkpointing_enable(), which transformers' "
+                "models have. Plan a step of your own that uses checkpointing: step.plan(batch)"
             )
         enable()
     inputs, named = tensors_of(model, batch, axes)
@@ -164,7 +163,7 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], ar
     compiled = fl.compile(model, backend)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise PlanError(f"TARGET {wanted.text!r} has no parameter that is trained, so there is no step to plan")
+        raise PlanError(f"TARGET {wanted.text!r} has no trainable parameters, so there is no step to plan")
     optimizer = optimizer_class(trained, lr=1e-3)
 
     @fl.trace
@@ -176,7 +175,7 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], ar
         return loss
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what is whole, the plan says
+        warnings.simplefilter("ignore", UserWarning)  # the plan itself shows which weights are replicated
         try:
             return step.plan(inputs, named)
         except FirstlossError:
@@ -184,30 +183,30 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], ar
         except Exception as error:
             raise PlanError(
                 f"TARGET {wanted.text!r}: with --batch {' '.join(args.batch)} the step raises {type(error).__name__}: "
-                f"{error}. Its forward takes {inspect.signature(model.forward)}: give each of them, as --batch x=512x64"
+                f"{error}. forward takes {inspect.signature(model.forward)}: pass each argument, as --batch x=512x64"
             ) from error
 
 
-def _loss(made: Any) -> Any:
-    """What a model returns as its loss, if it has one; else something that all of its output goes into."""
+def _loss(outputs: Any) -> Any:
+    """The model's loss, if it returns one; otherwise a scalar that depends on its first output tensor."""
     import torch
 
-    loss = getattr(made, "loss", None)
+    loss = getattr(outputs, "loss", None)
     if loss is None:
-        loss = made if isinstance(made, torch.Tensor) else next(_tensors(made), None)
+        loss = outputs if isinstance(outputs, torch.Tensor) else next(_tensors(outputs), None)
     if loss is None:
-        raise PlanError(f"the model returns {type(made).__name__}, in which there is no tensor for a loss")
+        raise PlanError(f"the model returns {type(outputs).__name__}, which holds no tensor for a loss")
     return loss if loss.dim() == 0 else loss.float().square().mean()
 
 
-def _tensors(made: Any) -> Iterator[torch.Tensor]:
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
     import torch
 
-    if isinstance(made, torch.Tensor):
-        yield made
-    elif isinstance(made, Mapping):
-        for one in made.values():
-            yield from _tensors(one)
-    elif isinstance(made, (list, tuple)):
-        for one in made:
-            yield from _tensors(one)
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for item in outputs.values():
+            yield from _tensors(item)
+    elif isinstance(outputs, (list, tuple)):
+        for item in outputs:
+            yield from _tensors(item)

@@ -1,4 +1,4 @@
-"""A plan as a picture: a device's memory and time."""
+"""A plan drawn as a picture: a device's memory and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .plan_table import MEMORY, label, part_sent, took
 if TYPE_CHECKING:
     from ..runtime.step.plan import Seconds, StepPlan
 
-# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers distinguish too.
+# The palette of Okabe and Ito (https://jfly.uni-koeln.de/color/), which is safe for colour-blind readers.
 _COLOURS = {
     "weights": "#0072B2",
     "state": "#56B4E9",
@@ -28,11 +28,11 @@ _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collectiv
 def draw(
     path: str | os.PathLike[str], plan: StepPlan, seconds: Seconds | None, memory: float | None, title: str
 ) -> None:
-    """Write the picture as SVG. Nothing of matplotlib's global state stays touched.
+    """Write the picture as SVG, without changing matplotlib's global state.
 
     Args:
-        seconds: of the whole step; without it, bytes and operations are drawn.
-        memory: of a device, drawn as a line.
+        seconds: estimated times of the step; without them, bytes and operations are drawn.
+        memory: a device's memory, drawn as a line.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -46,7 +46,7 @@ def draw(
     _draw_work(below, plan, seconds)
     mesh = " x ".join(f"{axis}={count}" for axis, count in plan.axes.items())
     figure.suptitle(f"{title}, each of {plan.devices:,} devices ({mesh})", fontsize=13, fontweight="bold", color=_INK)
-    # Text as text: a tenth of the size, and it can be searched.
+    # Keep text as text: the file is a tenth of the size, and searchable.
     with rc_context({"svg.fonttype": "none"}), atomic_write(path) as file:
         canvas.figure.savefig(file, format="svg", facecolor="white", metadata={"Date": None})
 
@@ -58,7 +58,7 @@ def _draw_memory(axis, plan: StepPlan, memory: float | None) -> None:
         axis.barh(0, width, left=left, height=0.6, color=_COLOURS[role], edgecolor="white", linewidth=0.5,
                   label=f"{name} {size(plan.peak[role])}")  # fmt: skip
         left += width
-    axis.set_title(f"memory at its fullest: {size(plan.peak_bytes)}", loc="left", fontsize=11, fontweight="bold")
+    axis.set_title(f"peak memory: {size(plan.peak_bytes)}", loc="left", fontsize=11, fontweight="bold")
     if memory is not None:
         axis.axvline(memory / gib, color=_INK, linewidth=1.2, linestyle=(0, (4, 2)))
         axis.text(memory / gib, 0.45, f" {size(memory)}", ha="left", va="center", fontsize=9, color=_INK)
@@ -79,23 +79,23 @@ def _draw_work(axis, plan: StepPlan, seconds: Seconds | None) -> None:
         compute = [part.turns * took for part, took in zip(plan.parts, seconds.computing, strict=True)]
         sending = [part.turns * took for part, took in zip(plan.parts, seconds.sending, strict=True)]
     for i in range(len(plan.parts)):
-        for values, shift, colour, form in (
+        for values, shift, colour, kind in (
             (compute, 0.19, _COMPUTE, "computation"),
             (sending, -0.19, _SENDING, "communication"),
         ):
             scale = 1.0 if rates else max(max(values), 1e-30)
             y = len(plan.parts) - 1 - i + shift
-            axis.barh(y, values[i] / scale, height=0.36, color=colour, label=form if i == 0 else None)
-            said = took(values[i]) if rates else f"{values[i]:.2g} FLOP" if form == "computation" else size(values[i])
-            axis.text(values[i] / scale, y, f" {said}", va="center", ha="left", fontsize=8.5, color=_INK)
+            axis.barh(y, values[i] / scale, height=0.36, color=colour, label=kind if i == 0 else None)
+            text = took(values[i]) if rates else f"{values[i]:.2g} FLOP" if kind == "computation" else size(values[i])
+            axis.text(values[i] / scale, y, f" {text}", va="center", ha="left", fontsize=8.5, color=_INK)
     names = [f"{label(part)} x{part.turns}" for part in reversed(plan.parts)]
     axis.set_yticks(range(len(plan.parts)), names, fontsize=9)
-    axis.set_xlabel("seconds at a step" if rates else "share of the largest", color=_INK)
+    axis.set_xlabel("seconds per step" if rates else "share of the largest", color=_INK)
     axis.margins(x=0.14)
     if rates:
         assert seconds is not None
         axis.set_title(
-            f"at least {took(seconds.overlapped)} a step with both at once, {took(seconds.apart)} one after the other",
+            f"at least {took(seconds.overlapped)} per step if communication overlaps, {took(seconds.apart)} if not",
             loc="left", fontsize=11, fontweight="bold",
         )  # fmt: skip
     axis.legend(loc="lower right", fontsize=9, frameon=False)

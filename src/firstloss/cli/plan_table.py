@@ -1,4 +1,4 @@
-"""A plan as tables."""
+"""A plan printed as tables."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 MEMORY = {
     "weights": "weights",
     "state": "optimizer state",
-    "gradients": "gradients held then",
+    "gradients": "gradients held at the peak",
     "activations": "activations, between segments",
     "scratch": "scratch, within a segment",
     "batch": "batch",
 }
-_MOST_WHOLE = 6
+_MAX_REPLICATED = 6
 
 
 def show(plan: StepPlan, seconds: Seconds | None, memory: float | None) -> None:
-    """Print it."""
+    """Print the plan."""
     console = output.console()
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.axes.items())
-    console.print(f"mesh {mesh}, {plan.devices:,} devices; on each of them, at a step:", soft_wrap=True)
-    for table in (_memory(plan, memory), _sent(plan), _parts(plan), _whole(plan)):
+    console.print(f"mesh {mesh}, {plan.devices:,} devices; on each of them, per step:", soft_wrap=True)
+    for table in (_memory(plan, memory), _communication(plan), _parts(plan), _replicated(plan)):
         if table is not None:
             console.print(table)
     if memory is not None:
         left = memory - plan.peak_bytes
-        does = "fits" if left >= 0 else "does NOT fit"
+        verdict = "fits" if left >= 0 else "does NOT fit"
         words = f"{output.size(left)} left" if left >= 0 else f"{output.size(-left)} too much"
-        console.print(f"it {does} in {output.size(memory)}: {words}", soft_wrap=True)
+        console.print(f"it {verdict} in {output.size(memory)}: {words}", soft_wrap=True)
     products = _amount(plan.matmul_flops)
     console.print(f"{_amount(plan.flops)}FLOP, of which {products}FLOP in matrix products", soft_wrap=True)
     if seconds is not None:
@@ -45,9 +45,11 @@ def show(plan: StepPlan, seconds: Seconds | None, memory: float | None) -> None:
         in_memory = ""
         if seconds.memory:
             size = output.size(plan.memory_bytes)
-            in_memory = f" ({took(seconds.compute)} by its operations, {took(seconds.memory)} for {size} in memory)"
+            in_memory = (
+                f" ({took(seconds.compute)} for operations, {took(seconds.memory)} for {size} of memory traffic)"
+            )
         console.print(
-            f"at least {took(seconds.overlapped)} a step, if communication goes beside computation, "
+            f"at least {took(seconds.overlapped)} per step if communication overlaps with computation, "
             f"{took(seconds.apart)} if not: {took(computing)} of computation{in_memory}, {links}",
             soft_wrap=True,
         )
@@ -64,7 +66,7 @@ def _table(*columns: str) -> Table:
 
 
 def _memory(plan: StepPlan, memory: float | None) -> Table:
-    table = _table("memory, at its fullest", "bytes", "")
+    table = _table("peak memory", "bytes", "")
     for role, name in MEMORY.items():
         table.add_row(name, f"{plan.peak[role]:,}", output.size(plan.peak[role]))
     table.add_section()
@@ -73,11 +75,11 @@ def _memory(plan: StepPlan, memory: float | None) -> Table:
     return table
 
 
-def _sent(plan: StepPlan) -> Table | None:
+def _communication(plan: StepPlan) -> Table | None:
     rows = plan.collectives()
     if not rows:
         return None
-    table = _table("sent, at a step", "along", "operations", "of arrays of", "each device sends")
+    table = _table("communication per step", "along", "operations", "array bytes", "each device sends")
     for row in rows:
         table.add_row(
             row["kind"],
@@ -90,7 +92,7 @@ def _sent(plan: StepPlan) -> Table | None:
 
 
 def _parts(plan: StepPlan) -> Table:
-    table = _table("segment", "turns", "layers", "FLOP a layer", "gathered", "reduced", "other")
+    table = _table("segment", "runs", "layers", "FLOP a layer", "gathered", "reduced", "other")
     for part in plan.parts:
         table.add_row(
             label(part),
@@ -99,7 +101,7 @@ def _parts(plan: StepPlan) -> Table:
             _amount(part.work.flops / part.layers),
             *(output.size(part_sent(plan, part, kinds) / part.layers) for kinds in (_GATHERS, _REDUCTIONS, _OTHERS)),
         )
-    table.caption = "gathered, reduced, other: what each device sends for one layer"
+    table.caption = "gathered, reduced, other: bytes that each device sends for one layer"
     return table
 
 
@@ -109,37 +111,35 @@ _OTHERS = ("all-to-all", "collective-permute")
 
 
 def part_sent(plan: StepPlan, part: PlannedPart, kinds: tuple[str, ...]) -> float:
-    """Bytes that each device sends for one turn."""
+    """The bytes that each device sends when the part runs once."""
     return sum(row["sent"] for row in plan.collectives(part) if row["kind"] in kinds)
 
 
 def label(part: PlannedPart) -> str:
-    """A part's name, and which pass it belongs to."""
+    """A part's name and the pass that it belongs to."""
     return f"{part.name} ({'backward, update' if part.updates else 'forward'})"
 
 
-def _whole(plan: StepPlan) -> Table | None:
+def _replicated(plan: StepPlan) -> Table | None:
     groups: dict[tuple, list[Any]] = {}
-    for one in plan.replicated():
-        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", one.name), one.why
-        groups.setdefault(key, []).append(one)
+    for array in plan.replicated():
+        key = re.sub(r"(?<=\.)\d+(?=\.)", "*", array.name), array.why
+        groups.setdefault(key, []).append(array)
     if not groups:
         return None
-    order = sorted(groups.items(), key=lambda item: -sum(one.bytes for one in item[1]))
-    table = _table("in copies", "arrays", "bytes on each", "along", "why")
+    order = sorted(groups.items(), key=lambda item: -sum(array.bytes for array in item[1]))
+    table = _table("replicated", "arrays", "bytes on each", "along", "why")
     table.columns[-1].justify = "left"
-    for (name, why), members in order[:_MOST_WHOLE]:
-        table.add_row(
-            name, str(len(members)), f"{sum(one.bytes for one in members):,}", ", ".join(members[0].whole), why
-        )
-    rest = [one for _, members in order[_MOST_WHOLE:] for one in members]
+    for (name, why), members in order[:_MAX_REPLICATED]:
+        table.add_row(name, str(len(members)), f"{sum(m.bytes for m in members):,}", ", ".join(members[0].whole), why)
+    rest = [array for _, members in order[_MAX_REPLICATED:] for array in members]
     if rest:
-        table.add_row("others (--json has all)", str(len(rest)), f"{sum(one.bytes for one in rest):,}", "", "")
+        table.add_row("others (--json has all)", str(len(rest)), f"{sum(array.bytes for array in rest):,}", "", "")
     return table
 
 
 def _amount(count: float) -> str:
-    """`1.2 P`: a number of operations for people."""
+    """Format a number of operations: `1.2 P`."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -148,7 +148,7 @@ def _amount(count: float) -> str:
 
 
 def took(seconds: float) -> str:
-    """Seconds for people."""
+    """Format a duration."""
     if not math.isfinite(seconds):
         return "?"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

@@ -1,4 +1,4 @@
-"""Parse quantities: bytes, rates, rates of links."""
+"""Parsing of quantities: bytes, rates and bandwidths of links."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:[eE]\d+)?)\s*(?P<unit>[kMGTP
 
 
 def quantity(option: str, text: str) -> float:
-    """The number that `text` says, as 80GiB or 50GB/s; `option` is named in the error."""
+    """Parse a quantity such as 80GiB or 50GB/s; `option` is named in the error."""
     found = _QUANTITY.fullmatch(text.strip())
     if found is None or found["unit"] not in _UNITS or float(found["number"]) == 0:
         example = {"--memory": "80GiB", "--flops": "989T", "--hbm": "3.35TB/s"}.get(option, "50GB/s")
-        raise PlanError(f"{option} {text!r} is no quantity. Write for instance {option} {example}")
+        raise PlanError(f"{option} {text!r} is not a quantity. Write for example {option} {example}")
     return float(found["number"]) * _UNITS[found["unit"]]
 
 
 def link_rates(text: str, axes: mesh.Axes) -> dict[str, float]:
-    """Bytes in a second by axis, as `--link` says them; those of "" are for all other axes."""
+    """Parse `--link` to bytes per second by axis; the key "" stands for all other axes."""
     found: dict[str, float] = {}
     for part in text.split(","):
         axis, equals, rate = part.strip().rpartition("=")
@@ -33,6 +33,6 @@ def link_rates(text: str, axes: mesh.Axes) -> dict[str, float]:
         found[axis] = quantity("--link", rate)
     if "" not in found and (left := [axis for axis in axes if axis not in found and axes[axis] > 1]):
         raise PlanError(
-            f"--link {text!r} does not say {left[0]!r}. Write for instance {left[0]}=50GB/s, or one for all"
+            f"--link {text!r} has no rate for {left[0]!r}. Write for example {left[0]}=50GB/s, or one rate for all"
         )
     return found

@@ -1,4 +1,4 @@
-"""`firstloss schema`: a JSON Schema of a run's YAML file, for editors."""
+"""`firstloss schema`: print a JSON Schema of the run file, for editors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from . import output
 
 NAME = "schema"
-HELP = "print a JSON Schema of a run's YAML file, by which editors complete and check it"
+HELP = "print a JSON Schema of the run file, with which editors complete and check it"
 EXAMPLE = "firstloss schema > run.schema.json   (and in the file: # yaml-language-server: $schema=run.schema.json)"
-PASSES_ON = False
+ACCEPTS_OVERRIDES = False
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", list: "array"}
 
@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def schema() -> dict[str, Any]:
-    """For both layouts: this project's, and Model Zoo's with `trainer.init`."""
+    """The schema of both layouts: Firstloss's, and Model Zoo's with `trainer.init`."""
     from .config import ConfiguredTrainer
 
     ours = _of(ConfiguredTrainer)
-    run = {"train_dataloader": _THING, "val_dataloader": _THING, "ckpt_path": {"type": ["string", "null"]}}
+    run = {"train_dataloader": _CALLABLE, "val_dataloader": _CALLABLE, "ckpt_path": {"type": ["string", "null"]}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A run of firstloss fit and validate",
@@ -46,7 +46,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-_THING = {
+_CALLABLE = {
     "anyOf": [
         {"type": "string", "description": "package.module.name"},
         {"type": "object", "properties": {"class_path": {"type": "string"}, "init_args": {"type": "object"}}},
@@ -103,7 +103,7 @@ def _classes(module: Any) -> dict[str, Any]:
 
 
 def _one_of(kinds: dict[str, Any], skip: int = 0) -> dict[str, Any]:
-    """A name alone, or one name with its arguments; what is not listed, by its path, with a dot in it."""
+    """A class's name, alone or as {name: arguments}; unlisted classes by a path with a dot."""
     listed = {name: {"anyOf": [_of(kind, skip), {"type": "null"}]} for name, kind in kinds.items()}
     table = {"type": "object", "minProperties": 1, "maxProperties": 1, "properties": listed}
     others = {"patternProperties": {r"\.": {"type": ["object", "null"]}}, "additionalProperties": False}
@@ -111,11 +111,11 @@ def _one_of(kinds: dict[str, Any], skip: int = 0) -> dict[str, Any]:
 
 
 def _of(function: Any, skip: int = 0) -> dict[str, Any]:
-    """The arguments of a class or a function, by its signature."""
+    """The arguments of a class or function as an object schema."""
     signature = inspect.signature(function)
     try:
         hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    except Exception:  # a name that is there for the type checker alone
+    except Exception:  # a name imported under TYPE_CHECKING
         hints = {}
     properties, required, open_ended = {}, [], False
     for name, parameter in list(signature.parameters.items())[skip:]:
@@ -126,7 +126,7 @@ def _of(function: Any, skip: int = 0) -> dict[str, Any]:
         if isinstance(parameter.default, (int, float, str, bool)):
             found = {**found, "default": parameter.default}
         properties[name] = found
-        # Model Zoo's files leave these two to the schedule, and to the schedule's parts.
+        # Model Zoo's files leave these two to the schedule and to the schedule's parts.
         if parameter.default is inspect.Parameter.empty and name not in ("lr", "milestones"):
             required.append(name)
     made = _object(properties, required)

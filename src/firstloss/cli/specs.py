@@ -1,4 +1,4 @@
-"""Partition specs of a model's weights: from `--cut`, else from the model's own tensor-parallel plan."""
+"""Partition specs of a model's weights: from `--cut`, or else from the model's own tensor parallel plan."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[str, tuple]:
-    """Specs for `fl.shard`: as --cut says, else as the model's own plan of tensor parallelism does, with the data axes
-    on another dimension. Weights that neither names are cut by the default policy."""
+    """Specs for `fl.shard`: from --cut, or else from the model's own tensor parallel plan, with the data axes on
+    another dimension. Weights with neither are sharded by the default policy."""
     from ..init.shardings import DATA_AXES
 
     shapes = {name: tuple(p.shape) for name, p in (*model.named_parameters(), *model.named_buffers())}
     specs: dict[str, tuple] = {}
-    for pattern, said in mesh.parse_cuts(cuts, axes).items():
+    for pattern, spec_given in mesh.parse_cuts(cuts, axes).items():
         matching = [name for name in shapes if fnmatchcase(name, pattern)]
         if not matching:
-            raise PlanError(f"--cut {pattern!r} matches no weight; they have names like {next(iter(shapes), 'none')}")
+            raise PlanError(f"--cut {pattern!r} matches no weight; names look like {next(iter(shapes), 'none')}")
         for name in matching:
-            _check_cut(name, shapes[name], said, axes, f"--cut {pattern!r}")
-        specs[pattern] = said
+            _check_cut(name, shapes[name], spec_given, axes, f"--cut {pattern!r}")
+        specs[pattern] = spec_given
     tensor = tuple(axis for axis in axes if axis in mesh.TENSOR and axes[axis] > 1)
     data = tuple(axis for axis in axes if axis in DATA_AXES)
     plan = mesh.plan_of(model)
@@ -35,13 +35,13 @@ def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[s
     unknown = [axis for axis in others if axis not in used and axes[axis] > 1]
     if unknown and data:
         raise PlanError(
-            f"--mesh: nothing is cut over {unknown[0]!r}. Axes for data are {', '.join(sorted(DATA_AXES))}, for "
-            f"tensor parallelism {', '.join(sorted(mesh.TENSOR))}; weights are cut over any axis with --cut"
+            f"--mesh: nothing is sharded over {unknown[0]!r}. Data axes are {', '.join(sorted(DATA_AXES))}, tensor "
+            f"parallel axes {', '.join(sorted(mesh.TENSOR))}; use --cut to shard weights over another axis"
         )
     if tensor and not plan and not set(tensor) & used:
         raise PlanError(
-            f"--mesh: {type(model).__name__} has no plan of its own for tensor parallelism (tp_plan), so that nothing "
-            f"is cut over {tensor[0]!r}. Say what is: --cut '*.up.weight={tensor[0]},-'"
+            f"--mesh: {type(model).__name__} has no tensor parallel plan of its own (tp_plan), so nothing is sharded "
+            f"over {tensor[0]!r}. Use --cut, for example --cut '*.up.weight={tensor[0]},-'"
         )
     if not tensor:
         return specs
@@ -53,25 +53,25 @@ def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[s
         spec: list[tuple[str, ...]] = [()] * len(shape)
         spec[dim] = tensor
         _check_cut(name, shape, tuple(spec), axes, "the model's own plan")
-        ways = math.prod(axes[axis] for axis in data)
-        room = [d for d in range(len(shape)) if d != dim and shape[d] % ways == 0]
-        if data and room:
-            spec[max(room, key=lambda d: shape[d])] = data
-        elif data and shape[dim] % (ways * math.prod(axes[axis] for axis in tensor)) == 0:
+        shards = math.prod(axes[axis] for axis in data)
+        divisible = [d for d in range(len(shape)) if d != dim and shape[d] % shards == 0]
+        if data and divisible:
+            spec[max(divisible, key=lambda d: shape[d])] = data
+        elif data and shape[dim] % (shards * math.prod(axes[axis] for axis in tensor)) == 0:
             spec[dim] = (*tensor, *data)
         specs[name] = tuple(spec)
     return specs
 
 
-def _check_cut(name: str, shape: tuple[int, ...], spec: mesh.Spec, axes: mesh.Axes, whose: str) -> None:
+def _check_cut(name: str, shape: tuple[int, ...], spec: mesh.Spec, axes: mesh.Axes, source: str) -> None:
     if len(spec) > len(shape):
-        raise PlanError(f"{whose} has {len(spec)} dimensions, and {name} has {len(shape)}")
+        raise PlanError(f"{source} has {len(spec)} dimensions, but {name} has {len(shape)}")
     for dim, entry in enumerate(spec):
-        ways = math.prod(axes[axis] for axis in entry)
-        if shape[dim] % ways:
-            fits = max(size for size in range(1, ways + 1) if shape[dim] % size == 0)
+        shards = math.prod(axes[axis] for axis in entry)
+        if shape[dim] % shards:
+            fits = max(size for size in range(1, shards + 1) if shape[dim] % size == 0)
             raise PlanError(
-                f"{whose} cuts dimension {dim} of {name}, of shape {'x'.join(map(str, shape))}, over "
-                f"{' x '.join(f'{axis}={axes[axis]}' for axis in entry)}: {ways} does not divide {shape[dim]}. "
-                f"Write a mesh on which that is {fits}, or cut it otherwise with --cut '{name}=...'"
+                f"{source} shards dimension {dim} of {name}, of shape {'x'.join(map(str, shape))}, over "
+                f"{' x '.join(f'{axis}={axes[axis]}' for axis in entry)}: {shards} does not divide {shape[dim]}. "
+                f"Use a mesh on which that is {fits}, or shard it otherwise with --cut '{name}=...'"
             )

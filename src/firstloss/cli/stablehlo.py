@@ -1,4 +1,4 @@
-"""`firstloss stablehlo TARGET -o FILE`: the constructor as one StableHLO module."""
+"""`firstloss stablehlo TARGET -o FILE`: write a constructor as one StableHLO module."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ EXAMPLE = "firstloss stablehlo path/to/config.json -o weights.mlir --mesh fsdp=8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
-    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the module to write, as text")
+    parser.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write the module to, as text")
     parser.add_argument("--seed", type=int, default=0, help="the seed that the constructor starts from (default 0)")
-    parser.add_argument("--rng", choices=("eager", "counter"), default="eager", help="the random policy")
+    parser.add_argument("--rng", choices=("eager", "counter"), default="eager", help="the policy of random numbers")
     parser.add_argument(
-        "--mesh", metavar="AXIS=SIZE[,...]", help="the devices' mesh, of any size, as data=16,tp=4; default one device"
+        "--mesh", metavar="AXIS=SIZE[,...]", help="the device mesh, of any size, as data=16,tp=4; default one device"
     )
     parser.add_argument(
         "--shard",
         metavar="PATTERN=SPEC",
         action="append",
         default=[],
-        help="how weights of these names are cut: for each dimension an axis, axes joined by +, or -; without any, "
-        "the largest dimension of each weight is cut over all data axes",
+        help="shard the weights of these names: for each dimension an axis, axes joined by +, or -; by default the "
+        "largest dimension of each weight is sharded over all data axes",
     )
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="also compile it for as many devices of this machine's CPU, and say what memory each needs",
+        help="also compile it for as many CPU devices on this machine, and print the memory that each needs",
     )
 
 
@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     with fl.deferred(rng=args.rng):
         module = wanted()
     if not isinstance(module, torch.nn.Module):
-        raise TargetError(f"TARGET {wanted.text!r} makes a {type(module).__name__}: only a Module has named weights")
+        raise TargetError(
+            f"TARGET {wanted.text!r} makes a {type(module).__name__}, but only a Module has named weights"
+        )
     captured = time.perf_counter()
     program = fl.init_program(module)
     text = program.to_stablehlo(mesh, shardings)
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     with atomic_write(args.out) as file:
         file.write(text.encode())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they have been said
+        warnings.simplefilter("ignore")  # to_stablehlo has raised the same warnings
         plan = program.plan(mesh, shardings)
         memory = program.peak_bytes(mesh, shardings) if args.memory else None
     if args.json:
@@ -91,31 +93,31 @@ def run(args: argparse.Namespace) -> int:
         print(plan)
         if memory is not None:
             print(
-                f"compiled, a device makes {memory['weights']:,} bytes of weights, and has at most "
-                f"{memory['temporary']:,} bytes of temporary memory beside them"
+                f"compiled: each device makes {memory['weights']:,} bytes of weights and needs at most "
+                f"{memory['temporary']:,} bytes of temporary memory"
             )
     return 0
 
 
 def _once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, what in pairs:
+    for name, value in pairs:
         if name in found:
-            raise ShardingError(f"{option}: {name!r} is said twice. Say it once")
-        found[name] = what
+            raise ShardingError(f"{option}: {name!r} is given twice")
+        found[name] = value
     return found
 
 
 def _axis(text: str) -> tuple[str, int]:
     name, _, size = text.partition("=")
     if not (name.isidentifier() and size.isdigit() and int(size) > 0):
-        raise ShardingError(f"--mesh: {text!r} is not AXIS=SIZE: write for instance --mesh data=16,tp=4")
+        raise ShardingError(f"--mesh: {text!r} is not AXIS=SIZE: write for example --mesh data=16,tp=4")
     return name, int(size)
 
 
 def _sharding(text: str) -> tuple[str, tuple[Any, ...]]:
     pattern, equals, spec = text.rpartition("=")
     if not equals:
-        raise ShardingError(f"--shard: {text!r} is not PATTERN=SPEC: write for instance --shard '*.weight=fsdp,-'")
+        raise ShardingError(f"--shard: {text!r} is not PATTERN=SPEC: write for example --shard '*.weight=fsdp,-'")
     entries = [part.strip() for part in spec.split(",")]
     return pattern, tuple(None if part in ("-", "") else tuple(part.split("+")) for part in entries)

@@ -9,11 +9,11 @@ from . import output, target
 NAME = "validate"
 HELP = "validate the last checkpoint of the run that a YAML file describes, or the one given by --ckpt_path"
 EXAMPLE = "firstloss validate config.yaml --ckpt_path=run/checkpoints/step_100"
-PASSES_ON = True
+ACCEPTS_OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="the run: trainer, val_dataloader, ...")
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="the run file (trainer, val_dataloader, ...)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,11 +25,11 @@ def run(args: argparse.Namespace) -> int:
     if described is not None:
         return model_zoo(args, described, ("validate", "validate_all"))
     parser, read = config.read("validate", args.config, args.overrides)
-    with target.ending_only_itself("what the file describes"):
+    with target.exits_as_errors("the code named in the file"):
         given = config.instantiate("validate", parser, read)
     if given.val_dataloader is None:
         raise ConfigError("val_dataloader is missing.")
-    with target.ending_only_itself("the run"):
+    with target.exits_as_errors("the run"):
         found = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path)
     if args.json:
         output.print_json(found)

@@ -1,4 +1,4 @@
-"""`firstloss verify TARGET`: the deferred model against the eager one, bit for bit."""
+"""`firstloss verify TARGET`: compare the deferred model with the eager one, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = "firstloss verify torch.nn:Linear --arg in_features=512 --arg out_feat
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, help="the seed that both start from (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of both (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     names = dict(named_tensors(eager))
     differences = compare(names, dict(named_tensors(deferred)))
     if not torch.equal(eager_generator, deferred_generator):
-        differences["(random generator)"] = "does not end where eager construction left it"
+        differences["(random generator)"] = "ends in another state than after eager construction"
     bytes_compared = sum(tensor.numel() * tensor.element_size() for tensor in names.values())
     result = {
         "target": wanted.text,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def named_tensors(made: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in what a constructor returned, plain attributes too, under each of its names: ties come twice."""
+    """Every tensor in what a constructor returned, attributes included, by name; tied tensors once for each name."""
     import torch
 
     if isinstance(made, torch.Tensor):
@@ -101,7 +101,7 @@ def named_tensors(made: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tens
 
 
 def materialize(made: Any) -> None:
-    """Make the values of all deferred tensors in what a constructor returned."""
+    """Materialize all deferred tensors in what a constructor returned."""
     import torch
 
     import firstloss as fl
@@ -116,7 +116,7 @@ def materialize(made: Any) -> None:
 
 
 def compare(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Which tensors differ, and how; empty when all are the same bit for bit and tied alike."""
+    """How tensors differ, by name; empty if all are bit-identical and tied alike."""
     ties, got_ties = _first_names(expected), _first_names(got)
     differences = {}
     for name in sorted(expected.keys() | got.keys()):
@@ -127,12 +127,12 @@ def compare(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> 
         elif why := _difference(expected[name], got[name]):
             differences[name] = why
         elif ties[name] != got_ties[name]:
-            differences[name] = f"is the same tensor as {got_ties[name]}, where eager has that of {ties[name]}"
+            differences[name] = f"is tied to {got_ties[name]}, but to {ties[name]} in the eager model"
     return differences
 
 
 def _first_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """For each name the first name of the same tensor: what is tied to what."""
+    """For each name, the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
@@ -140,10 +140,10 @@ def _first_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def _difference(expected: torch.Tensor, got: torch.Tensor) -> str | None:
     import torch
 
-    for what in ("shape", "dtype", "device", "requires_grad"):
-        a, b = getattr(expected, what), getattr(got, what)
+    for attribute in ("shape", "dtype", "device", "requires_grad"):
+        a, b = getattr(expected, attribute), getattr(got, attribute)
         if a != b:
-            return f"{what} is {b}, eager has {a}"
+            return f"{attribute} is {b}, but {a} in the eager model"
     a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (expected, got))
     if torch.equal(a, b):
         return None

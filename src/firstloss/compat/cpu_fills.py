@@ -1,7 +1,7 @@
-"""How this PyTorch's CPU kernels fill tensors with random numbers, where versions differ: found by running them.
+"""Version-dependent behaviour of PyTorch's random CPU kernels, detected by running them.
 
-Since 2.12 a uniform that is rounded up to the end of its interval becomes the beginning, and the narrow dtypes are
-drawn as float32 is, and then rounded.
+Since PyTorch 2.12 a uniform that rounds up to the end of its interval becomes the beginning instead, and dtypes
+narrower than float32 are drawn as float32 and rounded.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _COUNT = 4096
 
 @cache
 def uniform_leaves_out_end() -> bool:
-    """Whether `uniform_(low, high)` never gives `high`."""
-    with torch.no_grad(), DisableTorchDispatch():  # four floats, and an eighth of all uniforms is rounded up to the end
+    """Whether `uniform_(low, high)` never returns `high`."""
+    with torch.no_grad(), DisableTorchDispatch():  # only four floats: an eighth of the uniforms round up to the end
         drawn = _filled(torch.float32, "uniform", 2.0**23, 2.0**23 + 4)
     return bool(drawn.max() < 2.0**23 + 4)
 
 
 @cache
 def rounds_single(name: str, dtype: torch.dtype) -> bool:
-    """Whether `uniform_` or `normal_`, by its name, fills a tensor of `dtype` with what float32 gets, rounded."""
+    """Whether `uniform_` or `normal_` (`name`) of `dtype` draws the values of float32, rounded."""
     if dtype == torch.float32:
         return True
     pair = (0.0, 1.0) if name == "uniform" else (0.5, 0.02)

@@ -1,4 +1,4 @@
-"""The private names of JAX that Firstloss uses, each with the reason. The deferred-init half needs none of them."""
+"""JAX's private names that Firstloss uses, each with the reason. Deferred init needs none of them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from typing import Any
 
 from .names import Name, resolve
 
-# The versions of JAX that the suite has been run on.
+# The versions of JAX on which the tests have been run.
 TESTED = ("0.10.2",)
 
 NAMES = {
     "ExecuteReplicated": Name(
         "jax._src.interpreters.pxla.ExecuteReplicated",
-        "A compiled function's first call is made in a thread of its own, where no Ctrl-C interrupts it",
-        "nothing; Ctrl-C within the first call of a step may then lose its state",
+        "Runs a compiled function's first call in its own thread, where Ctrl-C does not interrupt it",
+        "nothing; Ctrl-C within the first call of a step may lose its state",
         otherwise=object,
     ),
     "ir": Name("jax._src.lib.mlir.ir", "Names a module's outputs", "writing and running StableHLO files"),
     "compiler": Name("jax._src.compiler", "Compiles a module's text", "running StableHLO files"),
     "mlir": Name("jax._src.interpreters.mlir", "Parses a module's text", "running StableHLO files"),
-    "sdy": Name("jax._src.lib.mlir.dialects.sdy", "Reads how a module's outputs are cut", "running StableHLO files"),
+    "sdy": Name(
+        "jax._src.lib.mlir.dialects.sdy", "Reads the shardings of a module's outputs", "running StableHLO files"
+    ),
     "global_state": Name(
         "jax._src.distributed.global_state",
-        "Processes that join tell each other their versions",
-        "nothing; processes of other versions are not distinguished when they join",
+        "Joining processes exchange their versions",
+        "nothing; processes of different versions are not detected when they join",
         otherwise=object,
     ),
     "xla_client": Name("jax._src.lib.xla_client", "Lists devices for the compiler", "running StableHLO files"),
@@ -31,13 +33,12 @@ NAMES = {
 
 
 def executable_of(compiled: Any) -> Any:
-    """The loaded executable of a `jax.stages.Compiled`; None of a JAX that has no such thing."""
+    """The loaded executable of a `jax.stages.Compiled`; None if this JAX has none."""
     return getattr(compiled, "_executable", None)
 
 
 def make_cpp_call(compiled: Any, executable: Any) -> Any:
-    """What calls a compiled function from C++, with no Python of JAX's in between; None of a JAX that has no such
-    thing."""
+    """JAX's C++ fast path for calling a compiled function; None if this JAX has none."""
     if not hasattr(compiled, "_call") or not hasattr(compiled, "_params"):
         return None
     if compiled._call is None:
@@ -46,7 +47,7 @@ def make_cpp_call(compiled: Any, executable: Any) -> Any:
 
 
 def distributed_client() -> Any:
-    """What this process talks to the others by; None of a JAX that has no such thing."""
+    """The client of JAX's distributed service; None if there is none."""
     return getattr(__getattr__("global_state"), "client", None)
 
 

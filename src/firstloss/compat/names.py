@@ -1,4 +1,4 @@
-"""A row of the tables of private names, and how it is looked up."""
+"""Rows of the tables of private names, and their lookup."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Name(NamedTuple):
     """A private name.
 
     Attributes:
-        target: where it is, from its module on: "torch._C._DisableTorchDispatch". With `of`, the name of an attribute.
-        why: what Firstloss needs it for.
+        target: the name's path, from its module on: "torch._C._DisableTorchDispatch". With `of`, an attribute's name.
+        why: what Firstloss uses it for.
         breaks: what does not work without it.
-        of: of an attribute, whose it is: "torch.Tensor". What is imported is then a function that reads it.
-        sample: of an attribute, makes an object that has it, if that takes no slow import.
-        otherwise: stands in for the name where there is none; else its use is an error.
+        of: the owner of an attribute: "torch.Tensor". The name then resolves to a function that reads the attribute.
+        sample: makes an object with the attribute, to check that it exists, if that takes no slow import.
+        otherwise: a substitute if the name does not exist; without one, its use is an error.
     """
 
     target: str
@@ -32,12 +32,12 @@ class Name(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The whole name, as the table shows it."""
+        """The full name, as in the table."""
         return f"{self.of}.{self.target}" if self.of else self.target
 
 
 class Missing:
-    """Stands for a name that the installed version does not have: whatever uses it is an error that says so."""
+    """Placeholder of a name that the installed version lacks; any use raises a CompatibilityError."""
 
     def __init__(self, name: Name) -> None:
         self._name = name
@@ -55,7 +55,7 @@ class Missing:
 
 
 def resolve(name: Name) -> Any:
-    """The object that `name` stands for; of an attribute, a function that reads it."""
+    """The object behind a row; for an attribute, a function that reads it."""
     try:
         if name.of:
             if name.sample is not None:
@@ -67,18 +67,18 @@ def resolve(name: Name) -> Any:
 
 
 def lookup(path: str) -> Any:
-    """What is at a dotted path that begins with a module.
+    """Look up a dotted path that begins with a module.
 
     Raises:
-        ImportError, AttributeError: if there is nothing.
+        ImportError, AttributeError: if it does not exist.
     """
     parts = path.split(".")
     prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     imported = next((module for module in prefixes if module in sys.modules), None)
-    if imported is not None:  # asking the importer for each of a dozen names would take a good part of a trace
+    if imported is not None:  # avoids the import machinery, which is slow enough to matter in a trace
         try:
             return _walk(sys.modules[imported], path[len(imported) + 1 :])
-        except AttributeError:  # or a module that nobody has imported yet
+        except AttributeError:  # may be a module that is not imported yet
             pass
     for module in prefixes:
         try:
@@ -91,14 +91,14 @@ def lookup(path: str) -> Any:
     raise AssertionError(path)
 
 
-def _walk(found: Any, attributes: str) -> Any:
-    return operator.attrgetter(attributes)(found) if attributes else found
+def _walk(root: Any, attributes: str) -> Any:
+    return operator.attrgetter(attributes)(root) if attributes else root
 
 
 def _message(name: Name) -> str:
     library = name.path.split(".")[0]
     version = getattr(sys.modules.get(library), "__version__", "")
     return (
-        f"{library} {version} has no {name.path}, on which Firstloss depends: {name.breaks} does not work without it. "
+        f"{library} {version} has no {name.path}, which Firstloss needs: {name.breaks} does not work without it. "
         f"Use a version of {library} that Firstloss is tested with (docs/compatibility.md)."
     )

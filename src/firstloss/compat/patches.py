@@ -1,8 +1,8 @@
-"""The functions of PyTorch that Firstloss replaces, and when: importing Firstloss replaces none.
+"""The functions of PyTorch that Firstloss replaces, and when; importing Firstloss replaces none.
 
-A row says what is replaced and why. The replacement is a function in the module that needs it, marked
-`@replaces(name)`; it is given the original, and calls it where no deferred tensor and no open capture is concerned.
-What somebody else has put in an original's place meanwhile is left alone.
+A row says what is replaced and why. The replacement is a function in the module that needs it, decorated with
+`@replaces(name)`; it receives the original as its first argument, and calls it unless deferred tensors or an open
+capture are involved. If someone else has replaced a function in the meantime, theirs is left alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..errors import CompatibilityError
 from ..undo import Undo
 from .names import lookup
 
-# From the first deferred tensor on: it may be met anywhere.
+# From the first deferred tensor on, as it may turn up anywhere.
 DEFERRED = "from the first deferred tensor on"
-# While a `deferred` context is open or a step is traced, in whatever thread.
+# While a `deferred` context is open or a step is traced, in any thread.
 CAPTURE = "during a capture"
 # While a step is traced.
 TRACE = "while a step is traced"
-# From when both are there: a deferred tensor, and the module, which is imported by others only.
+# Once there is a deferred tensor and others have imported the module.
 IMPORTED = "from the first deferred tensor on, once others have imported it"
 
 
@@ -30,11 +30,11 @@ class Patch(NamedTuple):
     """A function that is replaced.
 
     Attributes:
-        when: from when to when.
-        why: what eager PyTorch does there that a deferred tensor cannot stand.
-        also: other places where the same function is.
-        optional: whether a PyTorch without it needs no replacement.
-        static: whether it is a class's, and not given an object of it.
+        when: the period in which it is replaced.
+        why: what eager PyTorch does there that deferred tensors do not support.
+        also: other names of the same function.
+        optional: whether nothing needs replacing if PyTorch lacks the function.
+        static: whether it belongs to a class but receives no instance.
     """
 
     when: str
@@ -44,24 +44,24 @@ class Patch(NamedTuple):
     static: bool = False
 
 
-_VECTORS = "It computes by another algorithm where no vectors are wanted: run at once, since its bits differ"
-_MEMORY = "It reads, writes or moves memory by tensors, which a capture would record"
+_VECTORS = "It uses another algorithm without vectors, whose bits differ: run at once"
+_MEMORY = "It accesses memory through tensors, which a capture would record"
 _COUNT = "It reads a count as a Python number"
-_READS = "It reads a tensor's memory without telling the dispatcher"
-_COPY = "Every rank has the recipe: there is nothing to send"
+_READS = "It reads a tensor's memory, bypassing the dispatcher"
+_COPY = "Every rank has the recipe, so nothing needs to be sent"
 
-# Methods of tensors that look at their memory.
+# Methods of tensors that read their memory.
 READ_IN_MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__repr__", "__format__")
 
 PATCHES = {
     # -- tensors --
-    "torch.Tensor.data": Patch(DEFERRED, "Assigned without telling the dispatcher"),
-    "torch.Tensor.__new__": Patch(DEFERRED, "One C++ tensor cannot be two Python classes", static=True),
+    "torch.Tensor.data": Patch(DEFERRED, "Assignment bypasses the dispatcher"),
+    "torch.Tensor.__new__": Patch(DEFERRED, "A C++ tensor cannot have two Python classes", static=True),
     "torch.Tensor._make_subclass": Patch(DEFERRED, "As above", static=True),
     "torch.Tensor.__deepcopy__": Patch(CAPTURE, "It copies the storage of a real tensor, which a capture would record"),
-    "torch.utils.swap_tensors": Patch(DEFERRED, "It refuses tensors with weak references, which storages keep"),
+    "torch.utils.swap_tensors": Patch(DEFERRED, "It rejects tensors with weak references, which storages keep"),
     "torch.utils.dlpack.to_dlpack": Patch(DEFERRED, "It takes the memory's address", ("torch.to_dlpack",)),
-    "torch.autograd.backward": Patch(DEFERRED, "Of a step's result: an error that says why it has no graph"),
+    "torch.autograd.backward": Patch(DEFERRED, "For a step's result: an error that says why it has no graph"),
     "torch.autograd.grad": Patch(DEFERRED, "As above"),
     "torch.UntypedStorage.copy_": Patch(CAPTURE, _MEMORY),
     "torch.UntypedStorage.fill_": Patch(CAPTURE, _MEMORY),
@@ -74,27 +74,27 @@ PATCHES = {
         for name in ("eigvalsh", "svdvals", "cond", "matrix_norm", "norm")
     },
     **{
-        f"torch.{name}": Patch(DEFERRED, "They ask a bit of the tensor's, and not its class")
+        f"torch.{name}": Patch(DEFERRED, "They read a bit of the tensor, bypassing its class")
         for name in ("is_conj", "is_neg", "resolve_conj", "resolve_neg")
     },
     # -- random numbers --
-    "torch.random.get_rng_state": Patch(CAPTURE, "The real state, not a ticket for a place", ("torch.get_rng_state",)),
+    "torch.random.get_rng_state": Patch(CAPTURE, "The real state, not a ticket", ("torch.get_rng_state",)),
     "torch.random.set_rng_state": Patch(DEFERRED, "A ticket is no state after the capture", ("torch.set_rng_state",)),
     "torch.random.manual_seed": Patch(
-        DEFERRED, "Counted: a generator does not tell that it was given the seed that it had", ("torch.manual_seed",)
+        DEFERRED, "Counted: a generator does not reveal that it was reseeded with its seed", ("torch.manual_seed",)
     ),
-    "torch.nn.init._no_grad_trunc_normal_": Patch(DEFERRED, "It reads its values to know when to stop", optional=True),
+    "torch.nn.init._no_grad_trunc_normal_": Patch(DEFERRED, "It reads values to know when to stop", optional=True),
     # -- modules --
-    "torch.nn.Module.to_empty": Patch(DEFERRED, "It would drop recipes, and leave memory unwritten"),
+    "torch.nn.Module.to_empty": Patch(DEFERRED, "It would drop recipes and leave memory uninitialized"),
     "torch.nn.parameter.UninitializedTensorMixin.materialize": Patch(CAPTURE, "It sets the class of a tensor"),
-    "torch.compile": Patch(DEFERRED, "Dynamo is taught when it is imported; in a step, control flow is not compiled"),
+    "torch.compile": Patch(DEFERRED, "Dynamo is patched once imported; in a step, control flow is not compiled"),
     "torch._dynamo.variables.builder.VariableBuilder.__call__": Patch(IMPORTED, "Dynamo needs values", optional=True),
     "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.resolve_tensor": Patch(
-        IMPORTED, "A deferred weight gets memory for what a file holds"
+        IMPORTED, "A deferred weight gets memory for the file's values"
     ),
     # -- other libraries --
     "accelerate.utils.modeling.retie_parameters": Patch(
-        IMPORTED, "It knows by the meta device which of tied weights was not loaded",
+        IMPORTED, "It tells by the meta device which tied weight was not loaded",
         ("accelerate.big_modeling.retie_parameters",), optional=True,
     ),
     # -- DTensor --
@@ -102,55 +102,56 @@ PATCHES = {
     "torch.distributed.tensor.placement_types._StridedShard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
     "torch.distributed.tensor.placement_types.mesh_broadcast": Patch(IMPORTED, _COPY),
     **{
-        f"torch.nn.init.{name}": Patch(IMPORTED, "DTensor lacks its operations; here as one process computes them")
+        f"torch.nn.init.{name}": Patch(IMPORTED, "DTensor lacks its operations; computed as on one process")
         for name in ("orthogonal_", "sparse_", "dirac_")
     },
     "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy"),
     "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above"),
     # -- steps --
-    "torch.UntypedStorage.resize_": Patch(TRACE, "No tensor tells of it"),
-    "torch.compiler._is_compiling_flag": Patch(TRACE, "Libraries take the paths that have no branches on values"),
+    "torch.UntypedStorage.resize_": Patch(TRACE, "It bypasses the dispatcher"),
+    "torch.compiler._is_compiling_flag": Patch(TRACE, "Libraries take paths without branches on values"),
     "torch._higher_order_ops.cond.CondOp.__call__": Patch(TRACE, "Captured as a region, not compiled by Dynamo"),
     "torch._higher_order_ops.while_loop.WhileLoopOp.__call__": Patch(TRACE, "As above"),
     "torch._higher_order_ops.scan.ScanOp.__call__": Patch(TRACE, "As above"),
-    "torch._higher_order_ops.utils._hop_compile_and_call": Patch(TRACE, "So", optional=True),  # else torch.compile
-    "torch.utils.checkpoint._CheckpointFrame.__init__": Patch(TRACE, "A recomputation starts behind a barrier"),
+    "torch._higher_order_ops.utils._hop_compile_and_call": Patch(TRACE, "As above", optional=True),
+    "torch.utils.checkpoint._CheckpointFrame.__init__": Patch(TRACE, "It starts behind an optimization barrier"),
     "torch.utils.checkpoint.detach_variable": Patch(TRACE, "As above"),
     "torch.nn.modules.batchnorm._BatchNorm.forward": Patch(TRACE, _COUNT),
     "torch.nn.SyncBatchNorm.forward": Patch(TRACE, _COUNT),
     "torch.optim.swa_utils.AveragedModel.update_parameters": Patch(TRACE, _COUNT),
     "torch.optim._adafactor._single_tensor_adafactor": Patch(TRACE, "It reads values"),
     "torch.optim._adafactor._multi_tensor_adafactor": Patch(TRACE, "It reads values"),
-    "torch.amp.GradScaler.scale": Patch(TRACE, "It decides on the host: an error that says what to use"),
+    "torch.amp.GradScaler.scale": Patch(TRACE, "It decides on the host: an error that says what to use instead"),
     "torch.tensor": Patch(CAPTURE, _READS),
     "torch.as_tensor": Patch(CAPTURE, _READS),
     "torch.asarray": Patch(CAPTURE, _READS),
     "torch.Tensor.new_tensor": Patch(CAPTURE, _READS),
     "torch.tensor_split": Patch(TRACE, _READS),
     **{
-        f"torch._sobol_engine_{name}": Patch(CAPTURE, "It computes straight in memory")
+        f"torch._sobol_engine_{name}": Patch(CAPTURE, "It accesses memory directly")
         for name in ("initialize_state_", "scramble_", "ff_", "draw")
     },
-    "torch.linalg.matrix_rank": Patch(TRACE, "It leaves an `out` as it was"),
+    "torch.linalg.matrix_rank": Patch(TRACE, "It does not write to `out`"),
     **{
         f"torch.Tensor.{name}": Patch(TRACE, _READS)
         for name in ("tensor_split", *READ_IN_MEMORY)
     },
-    **{f"gc.{name}": Patch(TRACE, "There is no collection meanwhile") for name in ("enable", "disable", "isenabled")},
-    "torch.optim.lr_scheduler.LRScheduler.step": Patch(TRACE, "Of every scheduler: it runs after the step, in Python"),
+    **{f"gc.{name}": Patch(TRACE, "Collection is paused meanwhile") for name in ("enable", "disable", "isenabled")},
+    "torch.optim.lr_scheduler.LRScheduler.step": Patch(TRACE, "Schedulers step in Python, after the traced step"),
 }  # fmt: skip
 
 _ABSENT = object()
 _lock = threading.RLock()
 _replacements: dict[str, Callable] = {}
-_holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered a set of patches
-_put: dict[str, list[tuple[Any, str, Any, Any]]] = {}  # by name: owner, attribute, what was there and what is, by place
+_holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
+# By name, for each place: (owner, attribute, original, replacement).
+_installed: dict[str, list[tuple[Any, str, Any, Any]]] = {}
 
 
 def replaces(*names: str) -> Callable[[Callable], Callable]:
-    """Make the decorated function, `f(original, *args, **kwargs)`, the replacement of what is called `names`.
+    """Make the decorated function, `f(original, *args, **kwargs)`, the replacement of the functions `names`.
 
-    Of a property, `f(original)` makes the property that replaces it.
+    For a property, `f(original)` returns the replacing property.
     """
 
     def register(function: Callable) -> Callable:
@@ -164,10 +165,10 @@ def replaces(*names: str) -> Callable[[Callable], Callable]:
 
 
 def enter(when: str, holder: Any) -> None:
-    """Put the replacements of `when` in place, for `holder`, if they are not there yet.
+    """Install the replacements of `when` on behalf of `holder`, unless they are installed.
 
     Raises:
-        CompatibilityError: if this PyTorch lacks a function that has to be replaced; nothing is replaced then.
+        CompatibilityError: if this PyTorch lacks a function that must be replaced; nothing is replaced then.
     """
     with _lock:
         holders = _holders[when]
@@ -182,29 +183,29 @@ def enter(when: str, holder: Any) -> None:
 
 
 def leave(when: str, holder: Any) -> None:
-    """What `holder` has entered ends: the originals are back with the last one. May be called twice."""
+    """Undo `enter`: the last holder to leave restores the originals. May be called twice."""
     with _lock:
         holders = _holders[when]
         holders[:] = [other for other in holders if other is not holder]
         if not holders:
-            for name in [name for name in _put if PATCHES[name].when == when]:
+            for name in [name for name in _installed if PATCHES[name].when == when]:
                 _uninstall(name)
 
 
-def in_place() -> bool:
-    """Whether the replacements that deferred tensors need are in place."""
+def deferred_patches_installed() -> bool:
+    """Whether the replacements for deferred tensors are installed."""
     return bool(_holders[DEFERRED])
 
 
-def put(name: str, replacement: Callable | None = None) -> None:
-    """Put one replacement in place, for good: of what others have imported meanwhile."""
+def install_patch(name: str, replacement: Callable | None = None) -> None:
+    """Install one replacement permanently, for a module that others have imported by now."""
     with _lock:
         _check(name)
         _install(name, replacement or _replacements[name])
 
 
 def swap(undo: Undo, name: str, new: Any) -> None:
-    """Have `new` in place of `name` until `undo` is through."""
+    """Replace `name` by `new`, until `undo` runs."""
     assert PATCHES[name].when == TRACE, name
     owner, attribute = _owner(name)
     undo(_set, owner, attribute, vars(owner).get(attribute, _ABSENT))
@@ -212,14 +213,14 @@ def swap(undo: Undo, name: str, new: Any) -> None:
 
 
 def original(name: str) -> Any:
-    """What is called `name`, or was before it was replaced."""
+    """The function `name`, or its original if it is replaced."""
     found = lookup(name)
-    return getattr(found, "__wrapped__", found) if name in _put else found
+    return getattr(found, "__wrapped__", found) if name in _installed else found
 
 
-def is_in_place(name: str) -> bool:
-    """Whether the replacement of `name` is in its place."""
-    return name in _put
+def is_installed(name: str) -> bool:
+    """Whether the replacement of `name` is installed."""
+    return name in _installed
 
 
 def _owner(name: str) -> tuple[Any, str]:
@@ -229,7 +230,7 @@ def _owner(name: str) -> tuple[Any, str]:
 
 @functools.cache
 def _warm_device_constructors() -> None:
-    """The functions that `torch.device` as a context concerns are looked up when it is first used, and for good."""
+    """Enter a `torch.device` context once: the first entry looks up, and caches, the functions that it affects."""
     import torch
 
     with torch.device("cpu"):
@@ -245,24 +246,24 @@ def _check(name: str) -> None:
         import torch
 
         raise CompatibilityError(
-            f"torch {torch.__version__} has no {name}, which Firstloss has to replace ({PATCHES[name].why}). "
+            f"torch {torch.__version__} has no {name}, which Firstloss must replace ({PATCHES[name].why}). "
             "Use a version of torch that Firstloss is tested with (docs/compatibility.md)."
         ) from error
 
 
 def _install(name: str, replacement: Callable) -> None:
-    if name in _put:
+    if name in _installed:
         return
-    made: dict[int, Any] = {}  # by what it stands for
-    for place in (name, *PATCHES[name].also):
+    made: dict[int, Any] = {}  # by the original's id
+    for path in (name, *PATCHES[name].also):
         try:
-            found = lookup(place)
-        except (ImportError, AttributeError):  # `_check` has said whether that will do
+            found = lookup(path)
+        except (ImportError, AttributeError):  # `_check` has accepted that
             continue
         new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement(found))
         made[id(found)] = new
-        owner, attribute = _owner(place)
-        _put.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))
+        owner, attribute = _owner(path)
+        _installed.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))
         setattr(owner, attribute, staticmethod(new) if PATCHES[name].static else new)
 
 
@@ -275,8 +276,8 @@ def _wrapper(found: Callable, replacement: Callable) -> Callable:
 
 
 def _uninstall(name: str) -> None:
-    for owner, attribute, before, new in _put.pop(name):
-        if getattr(owner, attribute, None) is new:  # else somebody has replaced it in turn: ours calls the original
+    for owner, attribute, before, new in _installed.pop(name):
+        if getattr(owner, attribute, None) is new:  # otherwise someone else wraps ours, which calls the original
             _set(owner, attribute, before)
 
 

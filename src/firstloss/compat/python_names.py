@@ -1,6 +1,6 @@
-"""The private names of Python's own library that Firstloss uses, each with the reason.
+"""Private names of Python's standard library that Firstloss uses, each with the reason.
 
-What the guards know of bytecode and of dicts' versions is in `runtime/guards/bytecode.py` and `_guards.c`.
+What guards know about bytecode and the versions of dicts is in `runtime/guards/bytecode.py` and `_guards.c`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from .names import Name, resolve
 
-# The versions of Python that the suite has been run on.
+# The versions of Python on which the tests have been run.
 TESTED = ("3.11", "3.12", "3.13")
 
 NAMES = {
@@ -24,15 +24,15 @@ NAMES = {
     ),
     "is_initializing": Name(
         "_initializing",
-        "Tells a module that another thread is importing from one that has been imported",
-        "nothing but the order at exit, where JAX is being imported while the first loss is computed",
+        "Detects a module that another thread is still importing",
+        "nothing but the order at exit while JAX is being imported",
         "importlib.machinery.ModuleSpec",
         lambda: argparse.__spec__,
         otherwise=lambda spec: False,
     ),
     "options_of": Name(
         "_actions",
-        "Suggests the option that was meant",
+        "Suggests the intended option",
         "the command line",
         "argparse.ArgumentParser",
         argparse.ArgumentParser,
@@ -40,19 +40,19 @@ NAMES = {
 }
 
 
-# Flags of a class, as in CPython's object.h.
+# Type flags, as in CPython's object.h.
 _ON_HEAP = 1 << 9
 _IMMUTABLE = 1 << 8
 _MANAGED_DICT = 1 << 4
 
 
 def is_python_class(cls: type) -> bool:
-    """Whether a class statement has made it. Of C's, some are on the heap as well (deque, from Python 3.12 on)."""
+    """Whether a class was made by a class statement. C classes may be heap types as well (since 3.12, deque)."""
     return bool(cls.__flags__ & _ON_HEAP) and not cls.__flags__ & _IMMUTABLE
 
 
 def has_managed_dict(cls: type) -> bool:
-    """Whether Python keeps the `__dict__` of its objects: of those that a class statement has made."""
+    """Whether Python manages the `__dict__` of a class's instances, as it does for class statements."""
     return bool(cls.__flags__ & _MANAGED_DICT)
 
 

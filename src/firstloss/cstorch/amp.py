@@ -1,4 +1,4 @@
-"""Mixed precision by the names of `cerebras.pytorch.amp`: choosing a half precision is asking for it."""
+"""Mixed precision under the names of `cerebras.pytorch.amp`, where setting a half dtype also enables it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..amp import set_half_dtype as _set_half_dtype
 
 
 def set_half_dtype(value: str | torch.dtype) -> torch.dtype:
-    """As `firstloss.amp.set_half_dtype`; and `enable_mixed_precision()`.
+    """`firstloss.amp.set_half_dtype` followed by `enable_mixed_precision()`.
 
     Raises:
         PrecisionError: for another dtype.
@@ -32,7 +32,7 @@ def set_half_dtype(value: str | torch.dtype) -> torch.dtype:
 
 
 def get_half_dtype() -> torch.dtype:
-    """The torch dtype of the half precision chosen; its name, `get_half_dtype_str` says."""
+    """The torch dtype of the current half precision; `get_half_dtype_str` returns its name."""
     name = get_half_dtype_str()
     return torch.bfloat16 if name == "bfloat16" else torch.float16
 
@@ -44,7 +44,7 @@ def optimizer_step(
     max_gradient_norm: float | None = None,
     max_gradient_value: float | None = None,
 ) -> None:
-    """`firstloss.amp.optimizer_step`, to which a scaler has to be given."""
+    """`firstloss.amp.optimizer_step` with a required scaler."""
     _optimizer_step(loss, optimizer, grad_scaler, max_gradient_norm, max_gradient_value)
 
 

@@ -1,7 +1,7 @@
-"""Fills under the counter policy, on tensors (`rng.counter` has the arithmetic).
+"""Fill tensors under the counter policy (`rng.counter` has the arithmetic).
 
-Elements are numbered by their indices, whatever the tensor's memory layout. Operations for which `rng.counter` has no
-rule are drawn by PyTorch, with a generator that depends on the seed and the number of the draw.
+Elements are numbered in row-major order, independently of the memory layout. Operations that `rng.counter` has no rule
+for are drawn by PyTorch, with a generator that is seeded by the seed and the number of the draw.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def words_of(numel: int, dtype: torch.dtype) -> int:
 
 
 def generator_at(stream: CounterStream, position: Position) -> torch.Generator:
-    """A generator for one draw."""
+    """The generator for one draw by PyTorch."""
     generator = torch.Generator()
     generator.set_state(torch.from_numpy(stream.state_at(position)))
     return generator
@@ -32,15 +32,15 @@ def generator_at(stream: CounterStream, position: Position) -> torch.Generator:
 def fill(
     name: str, target: torch.Tensor, first: float, second: float, stream: CounterStream, position: Position
 ) -> None:
-    """Fill `target` with "uniform" (low, high) or "normal" (mean, std) numbers; invalid ones raise PyTorch's errors."""
+    """Fill `target` with "uniform" (low, high) or "normal" (mean, std) numbers; raises PyTorch's errors."""
     valid = second >= 0 if name == "normal" else first <= second
     if _REAL.get(target.dtype, target.dtype) not in _FLOATS or not valid:
         getattr(target, f"{name}_")(first, second, generator=generator_at(stream, position))
         return
     if target.dtype in _REAL:
-        # As in PyTorch: the variance is that of both parts together, and the mean is added to each.
-        each = second * 0.5**0.5 if name == "normal" else second
-        fill(name, torch.view_as_real(target), first, each, stream, position)
+        # As in PyTorch, std is that of the complex number, and the mean is added to both parts.
+        part_std = second * 0.5**0.5 if name == "normal" else second
+        fill(name, torch.view_as_real(target), first, part_std, stream, position)
         return
     draw, word = number_and_word(position)
     count = target.numel()
@@ -54,5 +54,5 @@ def fill(
     write(stream.seed, draw, word, count, first, second, out=single.numpy())
     if not direct:
         target.copy_(single.view(target.shape))
-        if name == "uniform" and target.dtype != torch.float32:  # rounded up to the end, as in `counter.between`
+        if name == "uniform" and target.dtype != torch.float32:  # rounded up to the excluded end
             target.masked_fill_(target == second, first)

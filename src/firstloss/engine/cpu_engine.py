@@ -1,10 +1,10 @@
-"""The CPU engine: compute Values, or boxes of them, on all cores.
+"""The CPU engine: materializes Values, or boxes of them, on all cores.
 
-Nearly all the work of a constructor is random fills, which depend only on their stream positions. So the work is split
-into tasks, which are ordered by stream position and divided into segments of about equal cost. A thread runs one
-segment at a time: each task begins where the previous one ended in the stream, and only a gap (a dead fill, another
-device's shard) needs a jump. Operations that cannot be run on a range are replayed afterwards, node by node, with
-independent ones in parallel.
+Almost all the work of a constructor is random fills, which depend only on their stream positions. It is split into
+tasks, which are sorted by stream position and divided into segments of about equal cost. A thread runs one segment at a
+time: a task usually begins where the previous one ended in the stream, and only a gap (a dead fill, another device's
+shard) requires a jump. Operations that cannot be run on a range are replayed afterwards, node by node, with independent
+ones in parallel.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ from ..program.graph import Node, Ref, Value, is_contiguous, slice_for
 from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from .huge_pages import allocate_huge
 from .plan import RangePlanner, RangeStep
-from .reader import Reader, Wholes, flat
+from .reader import Reader, WholeValueCache, flat
 from .replay import Replay
 from .splits import Box, cut_dimension
 
-# Elements of a task, which one thread makes. Fewer if there are few in total, so that all threads have some.
-_SPAN = 1 << 22
-_LEAST_SPAN = 1 << 18
-# A segment of this many elements takes 30 ms with the native kernels and 100 ms without, and a few ms to jump to.
-_SEGMENT = 1 << 25
-_TASKS = 8  # per thread at least, so that all threads end at about the same time
-_LEAST = 1 << 16  # elements of the smallest segment that is worth a thread
+# Elements per task; fewer if there are few in total, so that all threads have work.
+_TASK_SIZE = 1 << 22
+_MIN_TASK_SIZE = 1 << 18
+# Elements per segment: 30 ms with the native kernels and 100 ms without, plus a few ms for the jump.
+_SEGMENT_SIZE = 1 << 25
+_TASKS_PER_THREAD = 8  # at least, so that all threads finish at about the same time
+_MIN_SEGMENT_SIZE = 1 << 16  # smaller segments are not worth a thread
 _JUMP_COST = 1 << 14  # the fixed cost of a task, in elements drawn
-# Bytes of a block of rows from which columns are copied; it fits in a core's cache.
-_ROWS_BYTES = 1 << 21
-_APART_BYTES = 1 << 25  # longer rows are jumped to one by one
-# Copies from a smaller Value than this make all of it, at no noticeable cost.
-_WORTH = 1 << 16
+_ROW_BLOCK_BYTES = 1 << 21  # of rows from which columns are copied; fits in a core's cache
+_LONG_ROW_BYTES = 1 << 25  # jump to each row that is longer
+_SMALL_BYTES = 1 << 16  # a smaller Value is made whole even if only a part of it is copied
 
 
 def default_threads() -> int:
@@ -50,9 +48,9 @@ def default_threads() -> int:
 
 
 def lower_thread_priority(niceness: Sequence[int]) -> Callable[[], None]:
-    """An initializer for a pool's threads: the n-th thread sets the n-th niceness, further ones none.
+    """An initializer for a thread pool that sets the n-th thread's niceness to the n-th of `niceness`, default 0.
 
-    So some threads yield their cores to work that the first loss waits for.
+    Threads with a lower priority yield to work that the first loss waits for.
     """
     mine = iter(niceness)
 
@@ -65,7 +63,7 @@ def lower_thread_priority(niceness: Sequence[int]) -> Callable[[], None]:
 
 
 class Task(NamedTuple):
-    """A unit of work: its place in the order of recording and drawing, its cost in elements, and a function."""
+    """A unit of work: its place in stream order, its cost in elements, and a function."""
 
     order: tuple[int, int]
     cost: int
@@ -79,12 +77,12 @@ def materialize_values(
     done: Callable[[int], None] | None = None,
     niceness: Sequence[int] = (),
 ) -> dict[Value, torch.Tensor]:
-    """Make each of `values`; returns a new buffer for each, with its layout.
+    """Materialize Values; returns a new buffer for each, with its layout.
 
     Args:
-        allocate: returns the memory for a Value; called from several threads.
-        num_threads: default all cores of this process.
-        done: called with the number of bytes of each piece that has been made, from several threads.
+        allocate: allocates the buffer of a Value; called from several threads.
+        num_threads: defaults to all cores of this process.
+        done: called from several threads with the number of bytes of each finished piece.
         niceness: of the first threads, so that they yield to work that the first loss waits for.
     """
     wanted = list(dict.fromkeys(values))
@@ -93,13 +91,13 @@ def materialize_values(
     nodes = slice_for((value for value in wanted if value not in ranged), stop=ranged)
     hoisted = _hoisted(nodes, {value for value in wanted if value not in ranged}, planner)
     outputs = {value: _Output(value, allocate) for value in (*ranged, *hoisted)}
-    span = sum(value.numel for value in outputs) // (_TASKS * (num_threads or default_threads()))
-    span = min(max(span // _LEAST_SPAN, 1) * _LEAST_SPAN, _SPAN)
-    tasks = [task for output in outputs.values() for task in _whole_value_tasks(output, planner, span, done)]
+    size = sum(value.numel for value in outputs) // (_TASKS_PER_THREAD * (num_threads or default_threads()))
+    size = min(max(size // _MIN_TASK_SIZE, 1) * _MIN_TASK_SIZE, _TASK_SIZE)
+    tasks = [task for output in outputs.values() for task in _whole_value_tasks(output, planner, size, done)]
     covered = {node for chain in hoisted.values() for node in chain}
     rest = [node for node in nodes if node not in covered]
     with torch.no_grad(), DisableTorchDispatch():
-        execute(tasks, Wholes(make_whole), planner, num_threads, niceness)
+        execute(tasks, WholeValueCache(make_whole), planner, num_threads, niceness)
         made = {value: output.buffer() for value, output in outputs.items()}
         if len(ranged) < len(wanted):
             edited = set(wanted) & {ref.value for node in rest for ref in node.writes}
@@ -111,23 +109,23 @@ def materialize_values(
 
 
 def make_whole(value: Value) -> torch.Tensor:
-    """All of one Value."""
+    """Materialize one Value."""
     return materialize_values([value])[value]
 
 
 class WantedPart(NamedTuple):
-    """A part of what a Ref shows, and the tensors that it is written to."""
+    """A part of a Ref, and the tensors to write it to."""
 
     box: Box
     into: list[torch.Tensor]
 
 
 def materialize_parts(wanted: Iterable[tuple[Ref, list[WantedPart]]], niceness: Sequence[int] = ()) -> None:
-    """Make parts of what each Ref shows; parts that are adjacent in the stream are drawn together."""
+    """Materialize parts of Refs; parts that are adjacent in the stream are drawn together."""
     planner = RangePlanner()
     with torch.no_grad(), DisableTorchDispatch():
         tasks = [task for ref, parts in wanted for task in _part_tasks(ref, parts, planner)]
-        execute(tasks, Wholes(make_whole), planner, None, niceness)
+        execute(tasks, WholeValueCache(make_whole), planner, None, niceness)
 
 
 def execute(
@@ -137,7 +135,7 @@ def execute(
     num_threads: int | None = None,
     niceness: Sequence[int] = (),
 ) -> None:
-    """Run all tasks on all cores; the first error cancels the rest."""
+    """Run tasks on all cores; the first error cancels the rest."""
     threads = num_threads or default_threads()
     failed = threading.Event()
 
@@ -167,8 +165,8 @@ def _segments(tasks: list[Task], threads: int) -> list[list[Task]]:
     """Divide the tasks, in stream order, into segments of about equal cost."""
     tasks = sorted(tasks, key=lambda task: task.order)
     total = sum(task.cost + _JUMP_COST for task in tasks)
-    rounds = max(-(-total // (threads * _SEGMENT)), 1)  # the same number for each thread, so that all end together
-    goal = max(total / (threads * rounds), _LEAST)
+    rounds = max(-(-total // (threads * _SEGMENT_SIZE)), 1)  # the same for each thread, so that all finish together
+    goal = max(total / (threads * rounds), _MIN_SEGMENT_SIZE)
     segments: list[list[Task]] = []
     spent = 0
     for task in tasks:
@@ -184,7 +182,7 @@ def _segments(tasks: list[Task], threads: int) -> list[list[Task]]:
 
 
 class _Output:
-    """The memory of a Value, allocated by the thread that makes its first piece."""
+    """The buffer of a Value, allocated by the thread that makes its first piece."""
 
     def __init__(self, value: Value, allocate: Callable[[Value], torch.Tensor]) -> None:
         self.value = value
@@ -193,7 +191,7 @@ class _Output:
         self._buffer: torch.Tensor | None = None
 
     def buffer(self) -> torch.Tensor:
-        """The memory, with the layout of the Value."""
+        """The buffer, with the layout of the Value."""
         with self._lock:
             if self._buffer is None:
                 self._buffer = self._allocate(self.value)
@@ -201,7 +199,7 @@ class _Output:
 
 
 def _whole_value_tasks(
-    output: _Output, planner: RangePlanner, span: int, done: Callable[[int], None] | None
+    output: _Output, planner: RangePlanner, size: int, done: Callable[[int], None] | None
 ) -> Iterator[Task]:
     value = output.value
     _resolve(value, planner)
@@ -215,14 +213,14 @@ def _whole_value_tasks(
         if done is not None:
             done((end - begin) * value.dtype.itemsize)
 
-    step = span if value.numel > span and planner.can_run(value, True) else max(value.numel, 1)
+    step = size if value.numel > size and planner.can_run(value, True) else max(value.numel, 1)
     for begin in range(0, value.numel, step):
         end = min(begin + step, value.numel)
         yield Task((order, begin), end - begin, partial(make, begin, end))
 
 
 def _resolve(value: Value, planner: RangePlanner, depth: int = 8) -> None:
-    """Resolve the origins of the streams that a recipe draws from now, while all cores are free for it."""
+    """Resolve the origins of the deferred streams that a recipe draws from, while all cores are free."""
     for step in planner.plan(value, False).steps:
         if step.node.draw is not None:
             step.node.draw.stream.absolute(step.node.draw.position)
@@ -232,10 +230,10 @@ def _resolve(value: Value, planner: RangePlanner, depth: int = 8) -> None:
 
 
 def by_range(wanted: Sequence[Value], planner: RangePlanner) -> set[Value]:
-    """Those of `wanted` that are made by ranges: they share no work with others, or need only a part of it.
+    """The Values to make by ranges: those that share no work with others, or need only a part of another Value.
 
     Shards are no special case: `fully_shard`, `distribute_tensor` or a user's `weight[:4].clone()` copy a view of the
-    whole weight, which is recorded like any operation. Here such a copy makes only what it reads.
+    whole weight, which is recorded like any operation. Only the elements that such a copy reads are made.
     """
     found = set()
     sources: dict[Value, list[Ref | None]] = {}
@@ -267,12 +265,12 @@ def by_range(wanted: Sequence[Value], planner: RangePlanner) -> set[Value]:
 
 
 def _is_part(ref: Ref) -> bool:
-    """Whether a read is so much smaller than the Value that making only that much pays."""
-    return math.prod(ref.size) < ref.value.numel and ref.value.nbytes > _WORTH
+    """Whether making only the elements that `ref` reads pays."""
+    return math.prod(ref.size) < ref.value.numel and ref.value.nbytes > _SMALL_BYTES
 
 
 def _sources(value: Value, planner: RangePlanner, depth: int = 8) -> Iterator[Ref | None]:
-    """The reads of other Values that have to be made for a recipe; None if there are too many."""
+    """The Refs that a recipe reads and that have to be made; yields None if there are too many."""
     if not depth:
         yield None
         return
@@ -298,7 +296,7 @@ def _reads(step: RangeStep) -> list[Ref]:
 
 
 def _hoisted(nodes: list[Node], wanted: set[Value], planner: RangePlanner) -> dict[Value, list[Node]]:
-    """The fills among `nodes`, each with the edits after it that nothing else reads, by the Value that they make."""
+    """The fills among `nodes`, each with the following edits that are its only users, by the resulting Value."""
     users: dict[Value, list[Node]] = {}
     for node in nodes:
         for value in {*node.reads(), *(ref.value for ref in node.writes if not node.overwrites)}:
@@ -374,14 +372,14 @@ def _components(nodes: list[Node]) -> list[list[Node]]:
 
 
 def _part_tasks(ref: Ref, parts: list[WantedPart], planner: RangePlanner) -> Iterator[Task]:
-    """The tasks for some parts of what `ref` shows."""
+    """The tasks for some parts of `ref`."""
     value = ref.value
     number = planner.first_draw(value)
     if not math.prod(ref.size):
         return
-    straight = is_contiguous(ref.size, ref.stride) and ref.dtype == value.dtype
-    if not (straight and planner.can_run(value, True)):
-        yield Task((number, 0), value.numel, partial(_cut_whole, ref, parts))
+    contiguous = is_contiguous(ref.size, ref.stride) and ref.dtype == value.dtype
+    if not (contiguous and planner.can_run(value, True)):
+        yield Task((number, 0), value.numel, partial(_copy_from_whole, ref, parts))
         return
     _resolve(value, planner)
     strides = [math.prod(ref.size[d + 1 :]) for d in range(len(ref.size))]
@@ -392,21 +390,22 @@ def _part_tasks(ref: Ref, parts: list[WantedPart], planner: RangePlanner) -> Ite
             continue
         first = ref.offset + sum(b * s for b, s in zip(part.box.begin, strides, strict=True))
         count = math.prod(part.box.size)
-        for begin in range(0, count, _SPAN):
-            end = min(begin + _SPAN, count)
-            yield Task((number, first + begin), end - begin, partial(_straight, value, first, begin, end, part))
+        for begin in range(0, count, _TASK_SIZE):
+            end = min(begin + _TASK_SIZE, count)
+            make = partial(_make_contiguous, value, first, begin, end, part)
+            yield Task((number, first + begin), end - begin, make)
     row = strides[0] if strides else 1
     for (begin, size), group in rows.items():
-        if row * value.dtype.itemsize > _APART_BYTES and len(group) == 1:  # experts, say: rows far apart
-            yield Task((number, begin * row), size * row, partial(_apart, ref, group[0]))
+        if row * value.dtype.itemsize > _LONG_ROW_BYTES and len(group) == 1:  # of experts, for example
+            yield Task((number, begin * row), size * row, partial(_make_alone, ref, group[0]))
             continue
-        step = max(_SPAN // row, 1)
+        step = max(_TASK_SIZE // row, 1)
         for top in range(begin, begin + size, step):
             bottom = min(top + step, begin + size)
-            yield Task((number, top * row), (bottom - top) * row, partial(_columns, ref, top, bottom, group))
+            yield Task((number, top * row), (bottom - top) * row, partial(_make_columns, ref, top, bottom, group))
 
 
-def _straight(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
+def _make_contiguous(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
     """Elements [begin, end) of a part that is contiguous in the whole, where it begins at element `first`."""
     own = part.into[0].view(-1)[begin:end]
     reader.window(value, first + begin, first + end, own)
@@ -414,8 +413,8 @@ def _straight(value: Value, first: int, begin: int, end: int, part: WantedPart, 
         other.view(-1)[begin:end].copy_(own)
 
 
-def _columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
-    """Rows [top, bottom) of the whole, from which each part of the group takes its columns."""
+def _make_columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
+    """Rows [top, bottom) of the whole, split by columns into the parts of the group."""
     group = sorted(group, key=lambda part: part.box.begin)
     cut = cut_dimension(ref.size, [part.box for part in group])
     own = [[into[top - part.box.begin[0] : bottom - part.box.begin[0]] for into in part.into] for part in group]
@@ -429,9 +428,9 @@ def _columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: R
 def _copy_columns(
     reader: Reader, ref: Ref, top: int, bottom: int, group: list[WantedPart], own: list[list[torch.Tensor]]
 ) -> None:
-    """Make the rows in blocks, and copy the columns from these."""
+    """Make the rows in blocks, and copy the columns from them."""
     row = math.prod(ref.size[1:])
-    step = min(max(_ROWS_BYTES // (row * ref.dtype.itemsize), 1), bottom - top)
+    step = min(max(_ROW_BLOCK_BYTES // (row * ref.dtype.itemsize), 1), bottom - top)
     memory = torch.empty(step * row, dtype=ref.dtype)
     columns = [_narrowed(memory.view(-1, *ref.size[1:]), part.box, 1) for part in group]
     blocks = [into[0].split(step) for into in own]
@@ -441,22 +440,22 @@ def _copy_columns(
         torch._foreach_copy_(rows, [part[:count] for part in columns])
 
 
-def _apart(ref: Ref, part: WantedPart, reader: Reader) -> None:
-    """A part whose rows are so far apart that each needs a jump."""
+def _make_alone(ref: Ref, part: WantedPart, reader: Reader) -> None:
+    """Make one part by itself."""
     reader.materialize(ref, part.box, part.into[0])
     for other in part.into[1:]:
         other.copy_(part.into[0])
 
 
-def _cut_whole(ref: Ref, parts: list[WantedPart], reader: Reader) -> None:
-    """Make a Value whole, because it is small or has no plan, and copy each part from it."""
+def _copy_from_whole(ref: Ref, parts: list[WantedPart], reader: Reader) -> None:
+    """Make a whole Value, because it has no plan for a range, and copy the parts from it."""
     if len(parts) == 1 and parts[0].box.size == ref.size:
-        _apart(ref, parts[0], reader)
+        _make_alone(ref, parts[0], reader)
         return
-    shown = ref.view(reader.content(ref.value))
+    whole = ref.view(reader.content(ref.value))
     for part in parts:
         for into in part.into:
-            into.copy_(_narrowed(shown, part.box))
+            into.copy_(_narrowed(whole, part.box))
 
 
 def _narrowed(whole: torch.Tensor, box: Box, first: int = 0) -> torch.Tensor:

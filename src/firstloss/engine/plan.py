@@ -1,9 +1,8 @@
 """Plans: how to compute any range of a Value's elements without computing the rest.
 
 Most recipes are a random fill followed by a few edits. Such a recipe can be run on any range of its elements, drawing
-only the words for those elements, at their stream positions. A plan is the list of its steps. Recipes without a plan
-(because an operation's result at one element depends on others, or on its lane in a vector register) are run whole,
-node by node (`replay.py`).
+only their words, at their stream positions. A plan is the list of its steps. Recipes without a plan (because an element
+of some operation's result depends on other elements, or on its SIMD lane) are run whole, node by node (`replay.py`).
 """
 
 from __future__ import annotations
@@ -11,20 +10,19 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..program.graph import Node, Ref, Value, dense_count, is_contiguous
+from ..program.graph import Node, Ref, Value, dense_count, dtype_name, is_contiguous
 from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from ..rng import words_drawn
 
-# Recipes with more edits and copies than this are made whole.
-_MAX_STEPS = 64
+_MAX_STEPS = 64  # recipes with more are made whole
 _MAX_DEPTH = 8
 
 
 class RangeStep(NamedTuple):
-    """One operation on the way to a Value.
+    """One operation of a plan.
 
     Attributes:
-        edits: later operations on the same elements whose operands are numbers; applied piece by piece.
+        edits: in-place operations with scalars that follow on the same elements, applied piece by piece.
         partial: whether it can be run on a range of the storage.
     """
 
@@ -35,14 +33,14 @@ class RangeStep(NamedTuple):
 
 
 class RangePlan(NamedTuple):
-    """`steps`, in order, applied to `base`: a Value that is known or made whole; None if they overwrite all of it."""
+    """`steps`, applied in order to `base`: a Value that is known or made whole, or None if they overwrite all of it."""
 
     base: Value | None
     steps: tuple[RangeStep, ...]
 
 
 class RangePlanner:
-    """Makes plans, and caches them. Thread-safe."""
+    """Makes and caches plans. Thread-safe."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Value, bool], RangePlan] = {}
@@ -61,7 +59,7 @@ class RangePlanner:
         return plan
 
     def can_run(self, value: Value, partial: bool) -> bool:
-        """Whether a part of `value`, or all of it, has a plan; otherwise it is made node by node."""
+        """Whether there is a plan for a part of `value`, or for all of it; otherwise it is made node by node."""
         found = self._runnable.get((value, partial))
         if found is None:
             found = is_dense(value) and _can_run(self.plan(value, partial), value)
@@ -69,7 +67,7 @@ class RangePlanner:
         return found
 
     def first_draw(self, value: Value) -> int:
-        """The index of the first node of its recipe that draws; mostly in the order of the stream."""
+        """The index of the first node of the recipe that draws: a proxy for its order in the stream."""
         for _ in range(_MAX_DEPTH):
             if value.known or not self.can_run(value, False):
                 break
@@ -90,19 +88,18 @@ def is_dense(value: Value) -> bool:
 
 
 def is_empty(value: Value) -> bool:
-    """Whether `value` is memory that nobody has written."""
+    """Whether `value` is uninitialized memory."""
     return not value.known and is_unwritten(value.node)
 
 
 def _can_run(plan: RangePlan, value: Value) -> bool:
-    """Whether the plan does not begin with `value` made whole."""
+    """Whether the plan does not itself need `value` made whole."""
     return plan.base is not value or value.known or is_empty(value)
 
 
 def _find(value: Value, partial: bool, depth: int) -> RangePlan:
     steps: list[RangeStep] = []
-    # Ranges that a later step overwrites, such as the second fill of a padded shard.
-    replaced: list[tuple[int, int]] = []
+    overwritten: list[tuple[int, int]] = []  # ranges, such as those of the second fill of a padded shard
     at = value
     base: Value | None = None
     while True:
@@ -110,7 +107,7 @@ def _find(value: Value, partial: bool, depth: int) -> RangePlan:
         if at.known or node is None or is_unwritten(node):
             base = at
             break
-        if _is_within(node, replaced):
+        if _is_within(node, overwritten):
             at = node.writes[0].value
             continue
         step = _step(at, node, depth)
@@ -121,13 +118,13 @@ def _find(value: Value, partial: bool, depth: int) -> RangePlan:
         if not step.node.writes or step.node.overwrites:
             break
         if not isinstance(step.does, Pointwise) and (span := _span(step.does.target)) is not None:
-            replaced.append(span)
+            overwritten.append(span)
         at = step.does.target.value
     return RangePlan(base, _fused(steps[::-1]))
 
 
 def _fused(steps: list[RangeStep]) -> tuple[RangeStep, ...]:
-    """Merge edits with numbers into the fill before them, if they cover the same elements."""
+    """Merge in-place operations with scalars into the fill before them, if they cover the same elements."""
     out: list[RangeStep] = []
     for step in steps:
         if out and _is_edit(step.does, out[-1]):
@@ -141,7 +138,7 @@ def _is_edit(edit: Fill | Copy | Pointwise, filled: RangeStep) -> bool:
     if not isinstance(edit, Pointwise) or not isinstance(filled.does, Fill) or not edit.in_place:
         return False
     draw, target = filled.node.draw, filled.does.target
-    if draw is not None and draw.rejection is not None:  # drawn by rejection: its first round is not the result
+    if draw is not None and draw.rejection is not None:  # the first round is not the result
         return False
     same = edit.target[1:] == target[1:] and is_contiguous(target.size, target.stride)
     return same and all(isinstance(a, (int, float, type(None))) for a in (*edit.args[1:], *edit.kwargs.values()))
@@ -158,7 +155,7 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
     partial = is_contiguous(target.size, target.stride)
     if isinstance(does, Fill):
         if does.name in ("uniform", "normal"):
-            if node.draw is None or words_drawn.granule(does.name, dtype_name(value)) is None:
+            if node.draw is None or words_drawn.granule(does.name, dtype_name(value.dtype)) is None:
                 return None
             partial = partial and math.prod(target.size) >= words_drawn.MIN_PIECE
         elif does.name != "constant":
@@ -180,7 +177,7 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
             continue
         if ref.size != target.size:
             return None
-        # It reads the storage that it writes, or a source that is expensive to start in: only as a whole.
+        # Not partial if it reads the storage that it writes, or a source that is expensive to start in.
         partial = partial and _is_flat(ref) and _is_shallow(ref.value, depth - 1)
     return RangeStep(does, node, (), partial)
 
@@ -191,24 +188,19 @@ def _is_flat(ref: Ref) -> bool:
 
 
 def _is_shallow(value: Value, depth: int) -> bool:
-    """Whether parts of `value` can be made through at most `depth` further sources."""
+    """Whether parts of `value` can be made with a chain of at most `depth` further sources."""
     return depth >= 0 and _can_run(_find(value, True, depth), value)
 
 
 def _span(target: Ref) -> tuple[int, int] | None:
-    """The elements of its storage that a target without gaps shows."""
+    """The range of elements of a contiguous target; None for any other."""
     if target.dtype != target.value.dtype or not is_contiguous(target.size, target.stride):
         return None
     return target.offset, target.offset + math.prod(target.size)
 
 
-def _is_within(node: Node, replaced: list[tuple[int, int]]) -> bool:
-    """Whether all that `node` writes is overwritten later, without having been read."""
+def _is_within(node: Node, overwritten: list[tuple[int, int]]) -> bool:
+    """Whether all that `node` writes is overwritten later, before it is read."""
     if len(node.outputs) != 1 or len(node.writes) != 1 or (span := _span(node.writes[0])) is None:
         return False
-    return any(begin <= span[0] and span[1] <= end for begin, end in replaced)
-
-
-def dtype_name(of: Value | Ref) -> str:
-    """A dtype as the table of words drawn (`rng.draws`) calls it."""
-    return str(of.dtype).removeprefix("torch.")
+    return any(begin <= span[0] and span[1] <= end for begin, end in overwritten)

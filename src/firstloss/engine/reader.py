@@ -1,4 +1,4 @@
-"""Readers: write a Ref, or any box of it, into existing memory."""
+"""Readers: materialize a Ref, or any box of it, in existing memory."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch
-from ..program.graph import Draw, Ref, Value, is_contiguous
+from ..program.graph import Draw, Ref, Value, dtype_name, is_contiguous
 from ..program.node_kinds import Copy, Fill, Pointwise
 from ..rng import words_drawn
 from ..rng.stream import Position
 from .epilogue import Epilogue, apply, split_epilogue
-from .plan import RangePlanner, RangeStep, dtype_name, is_empty
+from .plan import RangePlanner, RangeStep, is_empty
 from .replay import make_whole
 from .sampler import StreamSampler, has_erfinv, is_native
 from .splits import Box, cover, row_blocks
 
 aten = torch.ops.aten
 
-# Bytes of a source that are made at a time if only some of them are used, as by a block of columns.
+# Bytes of a source that are made at a time if only some of them are used, such as columns.
 _BLOCK_BYTES = 8 << 20
-# Elements drawn at a time: they fit in a core's L2 cache, and PyTorch's kernel for normals makes two passes (measured:
+# Elements drawn at a time: they fit in a core's L2 cache; PyTorch's kernel for normals makes two passes (measured:
 # 300 M values/s in pieces of 256 KiB, 200 M/s for the whole).
 _PIECE = 1 << 16
-# The native kernels need no small pieces for the cache; these take some milliseconds, for reports of progress.
+# The native kernels make one pass; a piece takes some milliseconds, for reports of progress.
 _NATIVE_PIECE = 1 << 22
-# With edits after it a piece has to stay in the cache, but threads then contend for the interpreter's lock at each
-# edit: pieces of 1 MiB take 30% less time than 256 KiB (measured).
+# A piece with edits should stay in the cache, but threads contend for the GIL at each edit: pieces of 1 MiB take 30%
+# less time than 256 KiB (measured).
 _EDITED_PIECE = 1 << 18
-# Shorter fills are drawn whole: splitting them saves nothing.
-_SHORT = 1 << 10
+_SHORT = 1 << 10  # shorter fills are drawn whole
 
 
-class Wholes:
-    """A cache of the last `keep` Values that had to be made whole. Thread-safe."""
+class WholeValueCache:
+    """An LRU cache of `keep` Values that had to be made whole. Thread-safe."""
 
     def __init__(self, make: Callable[[Value], torch.Tensor] = make_whole, keep: int = 2) -> None:
         self._make = make
@@ -46,8 +45,8 @@ class Wholes:
         self._made: OrderedDict[Value, torch.Tensor] = OrderedDict()
 
     def __call__(self, value: Value) -> torch.Tensor:
-        """The content of `value`; not to be written."""
-        with self._lock:  # one at a time, to save memory
+        """The content of `value`; must not be modified."""
+        with self._lock:  # make one at a time, to save memory
             buffer = self._made.pop(value, None)
             if buffer is None:
                 while len(self._made) >= self._keep:
@@ -58,21 +57,21 @@ class Wholes:
 
 
 class Reader:
-    """Makes Values and parts of them. Keeps its stream position between calls, so use one per thread."""
+    """Materializes Values and parts of them. Keeps its stream position between calls; not thread-safe."""
 
     def __init__(
         self, whole: Callable[[Value], torch.Tensor] | None = None, planner: RangePlanner | None = None
     ) -> None:
-        """`whole` returns the buffer of a Value that has to be made whole; it is only read."""
+        """
+        Args:
+            whole: returns the content of a Value that has to be made whole; the result is not modified.
+        """
         self.planner = planner or RangePlanner()
-        self._whole = whole or Wholes()
+        self._whole = whole or WholeValueCache()
         self._sampler = StreamSampler()
 
     def materialize(self, ref: Ref, box: Box | None, out: torch.Tensor) -> None:
-        """Write what `ref` shows, or the part of it in `box`, into `out`, a tensor of that size.
-
-        Elements are converted if the dtypes differ.
-        """
+        """Write `ref`, or the part of it in `box`, into `out`, a tensor of that size; converts to its dtype."""
         if box is not None:
             offset = ref.offset + sum(b * s for b, s in zip(box.begin, ref.stride, strict=True))
             ref = ref._replace(size=box.size, offset=offset)
@@ -101,7 +100,7 @@ class Reader:
             part.copy_(memory.as_strided(block.size, ref.stride, 0))
 
     def make(self, value: Value, out: torch.Tensor) -> None:
-        """Make all of `value` in `out`, a tensor of its layout; of its sources, only what it reads is made."""
+        """Make all of `value` in `out`, a tensor with its layout; makes only the parts of its sources that it reads."""
         if not value.numel:
             return
         if self.planner.can_run(value, False):
@@ -110,7 +109,7 @@ class Reader:
             out.copy_(self.content(value))
 
     def window(self, value: Value, begin: int, end: int, out: torch.Tensor) -> None:
-        """Make elements [begin, end) of `value`, in memory order, in `out`: one-dimensional, of its dtype."""
+        """Make elements [begin, end) of `value`, in memory order, in `out`: one-dimensional, with its dtype."""
         plan = self.planner.plan(value, not (begin == 0 and end == value.numel))
         if plan.base is not None and not is_empty(plan.base):
             if plan.base.known:
@@ -121,7 +120,7 @@ class Reader:
             self._run(step, begin, end, out)
 
     def content(self, value: Value) -> torch.Tensor:
-        """All of `value`, known or made whole; not to be written."""
+        """All of `value`, known or made whole; must not be modified."""
         return value.content() if value.known else self._whole(value)
 
     def fill_columns(self, ref: Ref, dim: int, rows: tuple[int, int], parts: Sequence[torch.Tensor]) -> bool:
@@ -141,13 +140,13 @@ class Reader:
         first, last = (ref.offset + number * row - fill.target.offset for number in rows)
         if not is_contiguous(fill.target.size, fill.target.stride) or not 0 <= first < last <= count:
             return False
-        # A kernel makes this many normals together, and the last ones of a ragged fill again.
+        # A kernel computes this many normals together, and redraws the last ones of a ragged fill.
         group = words_drawn.MIN_PIECE
         if first % group or last % group or (count % group and last > count - group):
             return False
         self._seek(draw, _position(draw, fill, first))
-        stretches = (rows[1] - rows[0]) * math.prod(ref.size[1:dim])
-        if not self._sampler.fill_columns(fill.name, stretches, parts, *fill.pair):
+        split_rows = (rows[1] - rows[0]) * math.prod(ref.size[1:dim])
+        if not self._sampler.fill_columns(fill.name, split_rows, parts, *fill.pair):
             return False
         self._sampler.at = draw.stream.absolute(_position(draw, fill, last))
         return True
@@ -180,7 +179,7 @@ class Reader:
         if copy.dim is not None:
             into, at = into.view(copy.target.size), 0
             for source in copy.sources:
-                if source.size != (0,):  # `cat` accepts empty tensors beside any others
+                if source.size != (0,):  # `cat` ignores empty 1-D tensors
                     self.materialize(source, None, into.narrow(copy.dim, at, source.size[copy.dim]))
                     at += source.size[copy.dim]
             return
@@ -209,7 +208,7 @@ class Reader:
         if math.prod(ref.size) == 1 != count or last - first == count:
             made = torch.empty(ref.size, dtype=ref.dtype)
             self.materialize(ref, None, made)
-            # Type promotion depends on whether it has dimensions, not on how many.
+            # Type promotion depends on whether it has zero dimensions.
             return made.reshape(-1) if made.numel() == 1 != count and made.dim() else made
         part = torch.empty(last - first, dtype=ref.dtype)
         self.window(ref.value, ref.offset + first, ref.offset + last, part)
@@ -239,32 +238,32 @@ class Reader:
     ) -> None:
         """Draw piece by piece, and apply the edits to each."""
         native = is_native(fill.name, into, *fill.pair)
-        finishes = native and step.edits and into.dtype == torch.float32  # that kernel knows no other dtype
-        edits, finish = split_epilogue(step.edits) if finishes else (list(step.edits), None)
+        has_epilogue = native and step.edits and into.dtype == torch.float32  # the epilogue kernel's only dtype
+        edits, epilogue = split_epilogue(step.edits) if has_epilogue else (list(step.edits), None)
         by_erfinv = [edit.op for edit in edits] == [aten.erfinv_.default]
         by_erfinv = by_erfinv and has_erfinv(draw.stream, fill.name, into, *fill.pair)
-        unit = words_drawn.granule(fill.name, dtype_name(fill.target))
+        unit = words_drawn.granule(fill.name, dtype_name(fill.target.dtype))
         assert unit is not None
         piece = _PIECE if not native else _EDITED_PIECE if step.edits and not by_erfinv else _NATIVE_PIECE
         pieces = cover(first, last, count, unit, piece) if count >= _SHORT else [(0, count)]
-        rough: torch.Tensor | None = None  # stays in the cache
+        scratch: torch.Tensor | None = None  # stays in the cache
         for begin, end in pieces:
             inside = first <= begin and end <= last
             part = into[begin - first : end - first] if inside else torch.empty(end - begin, dtype=into.dtype)
             self._seek(draw, _position(draw, fill, begin))
             if by_erfinv:
-                self._sampler.fill_erfinv(part, *fill.pair, finish or Epilogue())
-            elif finish is None:
+                self._sampler.fill_erfinv(part, *fill.pair, epilogue or Epilogue())
+            elif epilogue is None:
                 self._sampler.fill(fill.name, part, *fill.pair)
                 if edits:
                     apply(edits, part)
             else:
-                if rough is None or rough.numel() < end - begin:
-                    rough = torch.empty(end - begin, dtype=into.dtype)
-                drawn = rough[: end - begin]
+                if scratch is None or scratch.numel() < end - begin:
+                    scratch = torch.empty(end - begin, dtype=into.dtype)
+                drawn = scratch[: end - begin]
                 self._sampler.fill(fill.name, drawn, *fill.pair)
                 apply(edits, drawn)
-                finish.write(part, drawn)
+                epilogue.write(part, drawn)
             after = draw.after if end == count else _position(draw, fill, end)
             self._sampler.at = draw.stream.absolute(after)
             if not inside:
@@ -276,17 +275,17 @@ class Reader:
 
 
 def materialize(ref: Ref, box: Box | None, out: torch.Tensor) -> None:
-    """Write `ref`, or the part of it in `box`, into `out`; `cpu_engine.py` does that for many, on all cores."""
+    """Write `ref`, or the part of it in `box`, into `out`, in this thread; `cpu_engine.py` uses all cores."""
     with torch.no_grad(), DisableTorchDispatch():
         Reader().materialize(ref, box, out)
 
 
 def flat(buffer: torch.Tensor, value: Value) -> torch.Tensor:
-    """A buffer with the layout of `value` as one dimension, in memory order."""
+    """A one-dimensional view, in memory order, of a buffer with the layout of `value`."""
     return buffer.as_strided((value.numel,), (1,), buffer.storage_offset())
 
 
 def _position(draw: Draw, fill: Fill, element: int) -> Position:
-    """The stream position of an element that begins a piece of a fill."""
-    words = words_drawn.words_before(fill.name, dtype_name(fill.target), element)
+    """The stream position of the first element of a piece of a fill."""
+    words = words_drawn.words_before(fill.name, dtype_name(fill.target.dtype), element)
     return Position(draw.position.words + words, draw.position.spare)

@@ -1,14 +1,13 @@
-"""Truncated normals by rejection: how many rounds they take, and what the later rounds change.
+"""Truncated normals by rejection sampling: how many rounds they take, and which values later rounds replace.
 
-PyTorch draws the whole tensor, and draws it again as long as a value is out of bounds, each time replacing those
-values. The stream position afterwards depends only on the number of rounds, which is found without the tensor: on all
-cores, each piece in a core's cache and for as many rounds as it needs.
+PyTorch draws the whole tensor, and redraws it as long as a value is out of bounds, replacing only those values. The
+stream position afterwards depends on the number of rounds, which is computed without the tensor: on all cores, piece by
+piece in a core's cache, each piece for as many rounds as it needs.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,30 +18,31 @@ import torch
 from numpy.typing import NDArray
 
 from ..compat.torch_names import DisableTorchDispatch
+from ..program.graph import dtype_name
 from ..rng import words_drawn
 from ..rng.stream import Position, Stream
+from .cpu_engine import default_threads
 from .sampler import StreamSampler
 
 _PIECE = 1 << 18
-# Skipping more pieces than this is cheaper by a jump than by drawing them.
-_JUMP_PIECES = 2
-# What later rounds change is cached up to this size, for all tensors together: a tenth of a tensor's bytes for bounds
-# at two standard deviations, and finding it again takes four times as long as the tensor's first round.
-_REMEMBERED_BYTES = 1 << 30
-_remembered = 0
+_JUMP_PIECES = 2  # to skip more pieces, jumping is cheaper than drawing them
+# Corrections are cached up to this size, for all tensors together: they take a tenth of a tensor's bytes for bounds at
+# two standard deviations, and computing them again takes four times as long as the first round.
+_MAX_CACHED_BYTES = 1 << 30
+_cached_bytes = 0
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Corrections(NamedTuple):
-    """What later rounds change: indices of elements, in ascending order, and their values."""
+    """The replacements by later rounds: ascending indices of elements, and their final values."""
 
     rounds: int
-    places: NDArray[np.int64]
+    indices: NDArray[np.int64]
     values: NDArray[Any]
 
 
 class Rejection:
-    """A tensor drawn by rejection: `numel` contiguous elements of `dtype`, at `position` of `stream`."""
+    """A tensor drawn by rejection: `numel` contiguous elements of `dtype`, from `position` of `stream` on."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class Rejection:
         low: float,
         high: float,
     ) -> None:
-        self._where = (stream, position)
+        self._start = (stream, position)
         self._numel = numel
         self._dtype = dtype
         self._mean, self._std = mean, std
         self.low, self.high = low, high
         self._rounds: int | None = None
         self._found: Corrections | None = None
-        self.lowck = threading.Lock()
+        self._lock = threading.Lock()
 
     @property
     def words_a_round(self) -> int:
@@ -71,33 +71,33 @@ class Rejection:
 
     def words(self) -> int:
         """32-bit words drawn in all rounds."""
-        with self.lowck:
+        with self._lock:
             if self._rounds is None:
                 self._find()
             assert self._rounds is not None
             return self._rounds * self.words_a_round
 
     def correct(self, first_round: torch.Tensor, begin: int = 0) -> None:
-        """Replace the values of the first round by the final ones, in elements from `begin` on.
+        """Replace the values of the first round, in elements from `begin` on, by the final ones.
 
         Args:
-            first_round: contiguous, or all of the elements.
+            first_round: a contiguous part of the elements, or all of them.
         """
         part = first_round.view(-1)
         end = begin + part.numel()
         found = self._found
-        if found is None:  # pieces are independent: each takes as many rounds as it needs
+        if found is None:
             found = self._search([piece for piece in _pieces(self._numel) if piece[0] < end and begin < piece[1]])
-        low, high = np.searchsorted(found.places, (begin, end))
-        # By NumPy, as elsewhere here: PyTorch would start its own threads, which keep spinning.
+        low, high = np.searchsorted(found.indices, (begin, end))
+        # With NumPy, as elsewhere here: PyTorch would start its own threads, which spin for some time.
         bits = _BITS[part.dtype.itemsize]
         values = torch.from_numpy(found.values[low:high]).to(part.dtype).view(bits).numpy()
-        part.view(bits).numpy()[found.places[low:high] - begin] = values
+        part.view(bits).numpy()[found.indices[low:high] - begin] = values
 
     def _find(self) -> Corrections:
-        global _remembered
+        global _cached_bytes
         pieces = list(_pieces(self._numel))
-        threads = min(_cores(), len(pieces))
+        threads = min(default_threads(), len(pieces))
         share = math.ceil(len(pieces) / threads)
         parts = [pieces[i : i + share] for i in range(0, len(pieces), share)]
         if len(parts) == 1:
@@ -105,49 +105,48 @@ class Rejection:
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
                 found = list(pool.map(self._search, parts))
-        # By NumPy: PyTorch would start its own threads, which keep spinning while ours search.
-        places, values = (np.concatenate([getattr(part, name) for part in found]) for name in ("places", "values"))
-        result = Corrections(max(part.rounds for part in found), places, values)
+        indices, values = (np.concatenate([getattr(part, name) for part in found]) for name in ("indices", "values"))
+        result = Corrections(max(part.rounds for part in found), indices, values)
         self._rounds = result.rounds
-        size = result.places.nbytes + result.values.nbytes
-        if _remembered + size <= _REMEMBERED_BYTES:
-            _remembered += size
+        size = result.indices.nbytes + result.values.nbytes
+        if _cached_bytes + size <= _MAX_CACHED_BYTES:
+            _cached_bytes += size
             self._found = result
         return result
 
     def __del__(self) -> None:
-        global _remembered
+        global _cached_bytes
         if self._found is not None:
-            _remembered -= self._found.places.nbytes + self._found.values.nbytes
+            _cached_bytes -= self._found.indices.nbytes + self._found.values.nbytes
 
     def _search(self, pieces: list[tuple[int, int]]) -> Corrections:
-        """What later rounds change in some of the pieces."""
+        """The corrections in some of the pieces."""
         with torch.no_grad(), DisableTorchDispatch():
-            walks: list[_Walk] = [_Walk(self, 0, pieces)]
-            places, values, most = [], [], 1
+            rounds: list[_Round] = [_Round(self, 0, pieces)]
+            indices, values, most = [], [], 1
             for number, (begin, _) in enumerate(pieces):
-                changed = outside = walks[0].outside(number)
-                open_ = np.arange(len(outside))  # indices in `changed` of the elements that are still out of bounds
-                kept = np.empty(len(outside), walks[0].precision)
+                rejected = outside = rounds[0].outside(number)
+                pending = np.arange(len(outside))  # indices in `rejected` of the elements that are still out of bounds
+                final = np.empty(len(outside), rounds[0].precision)
                 round_ = 1
                 while len(outside):
-                    if len(walks) == round_:
-                        walks.append(_Walk(self, round_, pieces))
-                    candidates = kept[open_] = walks[round_].at(number, outside)
+                    if len(rounds) == round_:
+                        rounds.append(_Round(self, round_, pieces))
+                    candidates = final[pending] = rounds[round_].at(number, outside)
                     still = self._outside(candidates)
-                    outside, open_ = outside[still], open_[still]
+                    outside, pending = outside[still], pending[still]
                     round_ += 1
                 most = max(most, round_)
-                places.append(changed.astype(np.int64) + begin)
-                values.append(kept)
-            return Corrections(most, np.concatenate(places), np.concatenate(values))
+                indices.append(rejected.astype(np.int64) + begin)
+                values.append(final)
+            return Corrections(most, np.concatenate(indices), np.concatenate(values))
 
     def _outside(self, values: np.ndarray) -> np.ndarray:
         return np.flatnonzero((values < self.low) | (values > self.high))
 
 
-class _Walk:
-    """The candidates of one round, piece after piece; unneeded pieces are drawn and dropped, or jumped over.
+class _Round:
+    """The candidates of one round, piece after piece; skips pieces by drawing them or by a jump.
 
     Attributes:
         precision: the dtype of the candidates.
@@ -165,25 +164,25 @@ class _Walk:
         self._half = half
 
     def outside(self, number: int) -> np.ndarray:
-        """The indices, within piece `number`, of candidates that are out of bounds."""
+        """The indices within piece `number` of the candidates that are out of bounds."""
         own, count = self._rejection, self._go_to(number)
         if self._sampler.has_selection(count, own._dtype):
             return self._sampler.normals_outside(count, own._mean, own._std, own.low, own.high)
         return own._outside(self._drawn(count))
 
-    def at(self, number: int, places: np.ndarray) -> np.ndarray:
-        """The candidates at these indices within piece `number`."""
+    def at(self, number: int, indices: np.ndarray) -> np.ndarray:
+        """The candidates at `indices` within piece `number`."""
         own, count = self._rejection, self._go_to(number)
         if self._sampler.has_selection(count, own._dtype):
-            return self._sampler.normals_at(count, own._mean, own._std, places)
-        return self._drawn(count)[places]
+            return self._sampler.normals_at(count, own._mean, own._std, indices)
+        return self._drawn(count)[indices]
 
     def _go_to(self, number: int) -> int:
         """Move the sampler to the beginning of piece `number`; returns the number of its elements."""
         own = self._rejection
         if self._next is None or number - self._next > _JUMP_PIECES:
-            stream, position = own._where[0].absolute(own._where[1])
-            before = words_drawn.words_before("normal", _name(own._dtype), self._pieces[number][0])
+            stream, position = own._start[0].absolute(own._start[1])
+            before = words_drawn.words_before("normal", dtype_name(own._dtype), self._pieces[number][0])
             words = position.words + self._before + before
             self._sampler.seek(stream, Position(words, position.spare))
         else:
@@ -211,26 +210,18 @@ class _Walk:
 
 
 def round_words(numel: int, dtype: torch.dtype) -> int:
-    """32-bit words in `numel` >= 16 contiguous normals."""
-    drawn = words_drawn.draw("normal", _name(dtype), numel)
+    """The 32-bit words drawn for `numel` >= 16 contiguous normals."""
+    drawn = words_drawn.draw("normal", dtype_name(dtype), numel)
     assert drawn is not None
     return drawn.words
 
 
 def can_be_split(numel: int, dtype: torch.dtype) -> bool:
-    """Whether such a tensor can be drawn in pieces."""
-    return numel >= words_drawn.MIN_PIECE and words_drawn.granule("normal", _name(dtype)) is not None
+    """Whether normals of this number and dtype can be drawn in pieces."""
+    return numel >= words_drawn.MIN_PIECE and words_drawn.granule("normal", dtype_name(dtype)) is not None
 
 
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:
-    # The kernel makes the end of a tensor differently, for which the last piece must not be short.
+    # The last piece must not be short, since the kernel computes the end of a tensor differently.
     cuts = [*range(0, max(numel - _PIECE, 0) + 1, _PIECE), numel]
     yield from zip(cuts, cuts[1:], strict=False)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

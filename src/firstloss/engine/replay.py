@@ -1,7 +1,7 @@
 """Execute nodes one by one, in the order in which they were recorded.
 
-Every storage is one buffer, views are views of it, and in-place operations happen in place, so aliasing works as in
-eager PyTorch. Only what is asked for is run.
+Every storage is one buffer, views are views of it, and in-place operations are in place, so aliasing works as in eager
+PyTorch. Only the slice of the requested Values is run.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 
 from ..errors import MaterializeError
 from ..program.graph import Draw, Node, Ref, Value, slice_for
-from ..program.node_kinds import ASKS_GRAD_MODE, Fill, has_counter_rule, kind_of
+from ..program.node_kinds import DEPENDS_ON_GRAD_MODE, Fill, has_counter_rule, kind_of
 from ..rng.counter_stream import CounterStream
-from ..rng.philox_stream import PhiloxStream
+from ..rng.stream import PhiloxStream
 from . import counter_fill
 from .sampler import call_with
 
-# Values up to this size are kept when they have been computed, so that code that reads a captured tensor element by
-# element does not run its recipe each time.
-_KEEP_BYTES = 1 << 16
+# Computed Values up to this size are cached, so that code that reads a captured tensor element by element does not
+# run its recipe each time.
+_MAX_CACHED_BYTES = 1 << 16
 
 
-class _Unforeseen:
-    """Stands for a result that differs from what its meta kernel promised; using it is an error."""
+class _UnexpectedResult:
+    """Stands for a result whose shape or dtype differs from what its meta kernel predicted; using it is an error."""
 
     def __init__(self, message: str) -> None:
         self._message = message
@@ -34,17 +34,20 @@ class _Unforeseen:
         raise MaterializeError(self._message)
 
 
-def _laid_out(
+def _with_predicted_layout(
     tensor: torch.Tensor | None, value: Value, node: Node, allocate: Callable[[Value], torch.Tensor]
-) -> torch.Tensor | _Unforeseen:
+) -> torch.Tensor | _UnexpectedResult:
     """A result of `node`, with the strides that capture predicted."""
     if tensor is None:
-        return _Unforeseen(f"{node.source}: {node.op} returned None where capture foresaw a tensor {list(value.shape)}")
+        return _UnexpectedResult(
+            f"{node.source}: {node.op} returned None instead of a tensor of shape {list(value.shape)}, which capture "
+            "predicted"
+        )
     if tensor.dtype != value.dtype or tensor.shape != value.shape:
-        return _Unforeseen(
-            f"{node.source}: {node.op} returned {tensor.dtype} {list(tensor.shape)} where capture foresaw "
-            f"{value.dtype} {list(value.shape)}. Please report this constructor; "
-            "firstloss.materialize_tensor right after that line, inside the constructor, goes round it."
+        return _UnexpectedResult(
+            f"{node.source}: {node.op} returned {tensor.dtype} {list(tensor.shape)} instead of {value.dtype} "
+            f"{list(value.shape)}, which capture predicted. Please report this constructor. As a workaround, call "
+            "firstloss.materialize_tensor right after that line, inside the constructor."
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -54,25 +57,25 @@ def _laid_out(
 
 
 class Replay:
-    """Executes nodes, and keeps the buffer of each Value."""
+    """Executes nodes; holds the buffer of each Value."""
 
     def __init__(self, allocate: Callable[[Value], torch.Tensor] = Value.empty) -> None:
         self.buffers: dict[Value, torch.Tensor] = {}
         self.allocate = allocate
-        self._scratch: Callable[[Value], torch.Tensor] = (
+        self._allocate_result: Callable[[Value], torch.Tensor] = (
             Value.empty
-        )  # what gives memory for a result that is laid out otherwise
+        )  # for a result whose strides differ from the prediction
         self._generator = torch.Generator()
 
     def buffer(self, value: Value) -> torch.Tensor:
-        """The buffer of `value`: computed, known, or uninitialised memory."""
+        """The buffer of `value`: computed, known, or uninitialized memory."""
         buffer = self.buffers.get(value)
         if buffer is None:
             buffer = self.allocate(value)
             if value.known:
-                buffer.copy_(value.content())  # a recipe may go on to edit it in place
+                buffer.copy_(value.content())  # a copy, since later nodes may write to it
             self.buffers[value] = buffer
-        if type(buffer) is _Unforeseen:
+        if type(buffer) is _UnexpectedResult:
             buffer.refuse()
         return buffer
 
@@ -90,9 +93,9 @@ class Replay:
         args = [self._real(a) for a in node.args]
         kwargs = {k: self._real(v) for k, v in node.kwargs.items()}
         if node.writes:
-            args = _apart(args)
-        if node.op is ASKS_GRAD_MODE:
-            with torch.set_grad_enabled(args[-1]):  # nothing here wants a gradient
+            args = _distinct(args)
+        if node.op is DEPENDS_ON_GRAD_MODE:
+            with torch.set_grad_enabled(args[-1]):
                 result = node.op(*args, **kwargs)
         else:
             result = node.op(*args, **kwargs) if node.draw is None else self._draw(node, node.draw, args, kwargs)
@@ -100,16 +103,13 @@ class Replay:
             self.buffers[value] = self.buffers[ref.value]
         made = node.outputs[len(node.writes) :]
         if made:
-            several = (result,) if isinstance(result, torch.Tensor) else result
-            tensors: list[torch.Tensor | None] = [r for r in several if isinstance(r, torch.Tensor)]
-            if len(tensors) < len(made):  # a kernel gives None where the meta kernel gives a tensor
-                tensors = [r for r in several if r is None or isinstance(r, torch.Tensor)]
-            self._keep(node, made, tensors[max(len(tensors) - len(made), 0) :])
+            self._store_results(node, made, new_tensors(result, len(made)))
 
-    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Keep the new tensors that `node` has returned."""
+    def _store_results(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
+        """Store the new tensors that `node` has returned."""
         for value, tensor in zip(made, tensors, strict=True):
-            self.buffers[value] = _laid_out(tensor, value, node, self._scratch)  # type: ignore[assignment] # `buffer` refuses it
+            buffer = _with_predicted_layout(tensor, value, node, self._allocate_result)
+            self.buffers[value] = buffer  # type: ignore[assignment] # `buffer` raises the error
 
     def _draw(self, node: Node, draw: Draw, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Execute a random operation at its stream position."""
@@ -139,8 +139,17 @@ class Replay:
         return arg
 
 
-def _apart(args: list[Any]) -> list[Any]:
-    """`args`, none of them the same tensor twice: PyTorch takes that for an overlap even where there is no element."""
+def new_tensors(result: Any, count: int) -> list[torch.Tensor | None]:
+    """The last `count` results of an operation, which follow those that it has written to; kernels may return None."""
+    results = (result,) if isinstance(result, torch.Tensor) else result
+    tensors: list[torch.Tensor | None] = [r for r in results if isinstance(r, torch.Tensor)]
+    if len(tensors) < count:
+        tensors = [r for r in results if r is None or isinstance(r, torch.Tensor)]
+    return tensors[max(len(tensors) - count, 0) :]
+
+
+def _distinct(args: list[Any]) -> list[Any]:
+    """`args` without repeated tensors: PyTorch refuses these as overlapping even if they are empty."""
     ids = {id(arg) for arg in args}
     if len(ids) == len(args):
         return args
@@ -148,18 +157,18 @@ def _apart(args: list[Any]) -> list[Any]:
 
 
 def make_whole(value: Value) -> torch.Tensor:
-    """All of one Value, in fresh memory."""
+    """Compute one Value, in new memory."""
     replay = Replay()
     replay.run(slice_for([value]))
     return replay.buffer(value)
 
 
 def compute(refs: list[Ref]) -> list[torch.Tensor]:
-    """The tensors that `refs` describe, in fresh memory."""
+    """Compute `refs`, in new memory; caches small Values."""
     values = {ref.value for ref in refs}
     replay = Replay()
     replay.run(slice_for(values))
     for value in values:
-        if not value.known and value.nbytes <= _KEEP_BYTES:
+        if not value.known and value.nbytes <= _MAX_CACHED_BYTES:
             value.real = replay.buffer(value).clone()
     return [ref.view(replay.buffer(ref.value)) for ref in refs]

@@ -1,6 +1,6 @@
-"""Stream samplers: fill tensors with uniforms and normals from a position of a random stream.
+"""Stream samplers: fill tensors with uniforms and normals from a position of a random stream on.
 
-A fill is made by PyTorch's kernel, or by a native one if that is known to give the same bits.
+They use PyTorch's kernel, or a native one that is known to give the same bits.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import MaterializeError
-from ..program.random_overload import with_generator
+from ..program.schemas import with_generator
 from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
 from . import counter_fill
-from .native_check import Doubtful, bfloat16_trusted, erfinv_trusted, trusted
+from .native_check import HardCaseBuffers, bfloat16_trusted, erfinv_trusted, trusted
 
-_ALONE = 1 << 15  # for up to this many elements PyTorch starts no threads; with ours there would be too many
+_UNTHREADED = 1 << 15  # up to this many elements PyTorch starts no threads, which would oversubscribe the cores
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _BFLOAT16_MAX = torch.finfo(torch.bfloat16).max
 
 
 class StreamSampler:
-    """Fills tensors from a stream one after another, without a jump between adjacent ones. Not thread-safe.
+    """Fills tensors from a stream, without a jump between adjacent fills. Not thread-safe.
 
     A fill is "uniform" (low, high) or "normal" (mean, std).
 
     Attributes:
-        at: the position in the stream; None if it is not known.
+        at: the position in the stream; None if unknown.
     """
 
     def __init__(self) -> None:
         self.at: tuple[Stream, Position] | None = None
         self._generator = torch.Generator()
-        self._cursor: native.Cursor | None = None  # if set, it has the position, and the generator does not
+        self._cursor: native.Cursor | None = None  # if set, it has the position instead of the generator
         self._counter: tuple[CounterStream, Position] | None = None  # likewise
-        self._doubtful: Doubtful | None = None  # buffers that are reused
+        self._hard_case_buffers: HardCaseBuffers | None = None  # reused
 
     def seek(self, stream: Stream, position: Position) -> None:
-        """Move to a position, unless the sampler is there already."""
+        """Move to a position; free if the sampler is already there."""
         if isinstance(stream, CounterStream):
             self._counter = self.at = stream, position
         elif self.at != (stream, position):
@@ -52,7 +52,7 @@ class StreamSampler:
             self.at = (stream, position)
 
     def fill(self, name: str, target: torch.Tensor, first: float, second: float) -> None:
-        """Fill `target`. The caller knows where that leaves the stream, and sets `at`."""
+        """Fill `target`. The caller has to set `at` to the position after it."""
         self.at = None
         if self._counter is not None:
             counter_fill.fill(name, target, first, second, *self._counter)
@@ -72,24 +72,24 @@ class StreamSampler:
             fill_with(name, target, first, second, self._generator)
 
     def fill_erfinv(
-        self, target: torch.Tensor, low: float, high: float, finish: tuple[float, float, float, float]
+        self, target: torch.Tensor, low: float, high: float, epilogue: tuple[float, float, float, float]
     ) -> None:
-        """`fill` with uniforms, `erfinv_()` and `native.finish` in one pass; requires `has_erfinv`."""
+        """`fill` with uniforms, `erfinv_()` and `native.mul_add_clamp` in one pass; requires `has_erfinv`."""
         self.at = None
         count = target.numel()
-        room = self._doubtful
-        if room is None or room.left.numel() < count + native.SPARE:
-            room = self._doubtful = Doubtful(count)
-        doubt = room.within()
-        doubtful = self._native().uniform_erfinv(target.data_ptr(), count, low, high, finish, doubt)
-        left = room.left[:doubtful]
-        for part in left.split(_ALONE):
+        buffers = self._hard_case_buffers
+        if buffers is None or buffers.arguments.numel() < count + native.PADDING:
+            buffers = self._hard_case_buffers = HardCaseBuffers(count)
+        hard_cases = buffers.hard_cases()
+        count_left = self._native().uniform_erfinv(target.data_ptr(), count, low, high, epilogue, hard_cases)
+        arguments = buffers.arguments[:count_left]
+        for part in arguments.split(_UNTHREADED):
             part.erfinv_()
-        native.finish(left.data_ptr(), left.data_ptr(), doubtful, *finish)
-        native.put(target.data_ptr(), doubt, doubtful)
+        native.mul_add_clamp(arguments.data_ptr(), arguments.data_ptr(), count_left, *epilogue)
+        native.scatter(target.data_ptr(), hard_cases, count_left)
 
     def fill_columns(self, name: str, rows: int, parts: Sequence[torch.Tensor], first: float, second: float) -> bool:
-        """As `fill`, of `rows` rows that are split into `parts` side by side, each contiguous.
+        """Like `fill`, of `rows` rows that are split by columns into `parts`, each contiguous.
 
         Returns:
             Whether there is a kernel for it; otherwise nothing has been drawn.
@@ -105,19 +105,19 @@ class StreamSampler:
         return True
 
     def has_selection(self, count: int, dtype: torch.dtype) -> bool:
-        """Whether `normals_outside` and `normals_at` can be used for this many normals, not the end of their fill."""
+        """Whether `normals_outside` and `normals_at` support this many normals, not at the ragged end of a fill."""
         whole = dtype == torch.float32 and count % native.MIN_NORMAL == 0 and count < 1 << 31
         return whole and self._counter is None and trusted()
 
     def normals_outside(self, count: int, mean: float, std: float, low: float, high: float) -> NDArray[np.int32]:
-        """Draw normals, and return only the indices of those outside [low, high], in ascending order."""
+        """Draw normals, and return the ascending indices of those outside [low, high]."""
         self.at = None
         return self._native().normals_outside(count, mean, std, low, high)
 
-    def normals_at(self, count: int, mean: float, std: float, where: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Draw normals, and return only those at the ascending indices `where`."""
+    def normals_at(self, count: int, mean: float, std: float, indices: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Draw normals, and return those at `indices`, which must be ascending."""
         self.at = None
-        return self._native().normals_at(count, mean, std, where)
+        return self._native().normals_at(count, mean, std, indices)
 
     def _native(self) -> native.Cursor:
         if self._cursor is None:
@@ -126,19 +126,19 @@ class StreamSampler:
 
 
 def has_erfinv(stream: Stream, name: str, target: torch.Tensor, first: float, second: float) -> bool:
-    """Whether `fill_erfinv` can be used for this fill of `target` or parts of it."""
+    """Whether `fill_erfinv` supports this fill of `target`, and its parts."""
     return (
         name == "uniform"
         and target.dtype == torch.float32
         and not isinstance(stream, CounterStream)
-        and target.numel() < (1 << 31) - native.SPARE
+        and target.numel() < (1 << 31) - native.PADDING
         and is_native(name, target, first, second)
         and erfinv_trusted()
     )
 
 
 def is_native(name: str, target: torch.Tensor, first: float, second: float) -> bool:
-    """Whether this fill is made by a native kernel, which gains nothing from pieces that fit in a cache."""
+    """Whether a native kernel makes this fill."""
     if (
         target.dtype not in (torch.float32, torch.bfloat16)
         or target.device.type != "cpu"
@@ -149,21 +149,21 @@ def is_native(name: str, target: torch.Tensor, first: float, second: float) -> b
     ):
         return False
     if target.dtype == torch.bfloat16:
-        # Nothing that is rounded is NaN; what `uniform_` refuses, or normals that overflow, are left to PyTorch.
+        # The kernel cannot round NaN. Arguments that `uniform_` rejects, or overflowing normals, are left to PyTorch.
         within = all(-_BFLOAT16_MAX <= number <= _BFLOAT16_MAX for number in (first, second))
         return (
             bfloat16_trusted()
             and within
             and (second >= 0 if name == "normal" else 0 <= second - first <= _BFLOAT16_MAX)
         )
-    # Invalid arguments are left to PyTorch, which raises the error.
+    # Invalid arguments are left to PyTorch, for its error.
     if name == "normal":
         return first == first and second >= 0
     return -_FLOAT32_MAX <= first <= second <= _FLOAT32_MAX and second - first <= _FLOAT32_MAX
 
 
 def fill_with(name: str, target: torch.Tensor, first: float, second: float, generator: torch.Generator) -> None:
-    """Fill `target` by PyTorch's kernel."""
+    """Fill `target` with PyTorch's kernel."""
     if name == "normal":
         target.normal_(first, second, generator=generator)
     else:
@@ -174,9 +174,9 @@ def call_with(op: Any, args: Sequence[Any], kwargs: dict[str, Any], generator: t
     """Call a random operation with `generator` instead of its own or the global one.
 
     Raises:
-        MaterializeError: if it can draw from the global generator only, which other threads draw from as well.
+        MaterializeError: if it has no overload that takes a generator.
     """
     overload = with_generator(op)
     if overload is None:
-        raise MaterializeError(f"{op} can draw from PyTorch's global generator only, and not from a place in a stream")
+        raise MaterializeError(f"{op} takes no generator, so it cannot draw from a recorded stream position")
     return overload(*args, **{**kwargs, "generator": generator})

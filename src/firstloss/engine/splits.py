@@ -1,4 +1,4 @@
-"""Where a fill can be split, and how a strided read is split into blocks: pure functions of ints."""
+"""Split fills into pieces, and strided reads into blocks: pure functions of ints."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..program.graph import span
+from ..rng.words_drawn import MIN_PIECE
 
-MIN_PIECE = 16  # elements in the smallest piece that a random fill can be split into (`rng.draws.MIN_PIECE`)
-# From this many words between two rows on, jumping is cheaper than drawing them.
+# For more words than this between two rows, a jump is cheaper than drawing them.
 _JUMP_WORTH = 1 << 20
 
 
 def cover(first: int, last: int, count: int, unit: int, piece: int) -> list[tuple[int, int]]:
-    """Pieces of a fill of `count` elements that together draw its elements [first, last), and few others.
+    """Split a fill of `count` >= 16 elements into pieces that cover its elements [first, last), and few others.
 
-    Every piece begins at a multiple of `unit` (1, or a divisor of 16) and has at least 16 elements. The kernel makes
-    the last 16 elements of a ragged fill differently, so a piece that needs one of them extends to the end. Pieces have
-    about `piece` elements (a multiple of 16); those with elements outside [first, last), which have to be drawn
-    elsewhere and copied, are short. `count` >= 16.
+    Every piece begins at a multiple of `unit` (1, or a divisor of 16) and has at least 16 elements. The kernel computes
+    the last 16 elements of a ragged fill differently, so a piece with one of them extends to the end. Pieces have about
+    `piece` elements (a multiple of 16); those with elements outside [first, last) are short, because they have to be
+    drawn into scratch memory.
     """
     if first >= last:
         return []
@@ -46,7 +46,7 @@ class Box(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of a strided read: indices [begin, begin + size) of each dimension, `span` elements apart at most."""
+    """A block of a strided read: indices [begin, begin + size) of each dimension, which span `span` elements."""
 
     begin: tuple[int, ...]
     size: tuple[int, ...]
@@ -56,16 +56,16 @@ class Block(NamedTuple):
 def row_blocks(size: Sequence[int], stride: Sequence[int], limit: int) -> Iterator[Block]:
     """Split a read of `size` and `stride` into blocks that span at most `limit` elements of memory, in memory order.
 
-    The outermost dimension (the one with the largest stride) is split first. Rows that are far apart are separate
-    blocks, so that nothing in between is made. A single element spans 1.
+    The dimension with the largest stride is split first. Rows that are far apart become separate blocks, so that the
+    elements between them are not made.
     """
     yield from _cut_blocks([0] * len(size), list(size), stride, limit)
 
 
 def cut_dimension(size: Sequence[int], boxes: Sequence[Box]) -> int | None:
-    """The one dimension after the first along which boxes, in this order, make up the rows of a tensor of `size`.
+    """The dimension along which the rows of a tensor of `size` are split into boxes, in this order.
 
-    None if there is none: they are split along several, or do not cover the rows. The first dimension is ignored.
+    None if they are split along several, or do not cover the rows. The first dimension is ignored.
     """
     cut = {d for box in boxes for d in range(1, len(size)) if box.size[d] != size[d]}
     if len(cut) != 1:

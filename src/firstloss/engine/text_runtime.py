@@ -1,4 +1,4 @@
-"""Functions that the text of a Program calls beside PyTorch's operations: see `program/python_text.py`."""
+"""The functions that a Program's text calls besides PyTorch's operations: see `program/python_text.py`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import torch
 
 from ..program.node_kinds import fill_pair, replaces_target
 from ..rng.counter_stream import CounterStream
-from ..rng.philox_stream import PhiloxStream
-from ..rng.stream import Position, Stream
+from ..rng.stream import PhiloxStream, Position, Stream
 from . import counter_fill
+from .replay import new_tensors as made
 from .sampler import call_with
+
+__all__ = ["barrier", "draw", "made", "view"]
 
 
 def draw(stream: Any, position: int | tuple[int, int], op: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a random operation returns that begins to draw at a position of a stream.
+    """Call a random operation at a position of a stream.
 
-    A step has no such stream: the keys of its compiled function are new at each call. What it draws is drawn here from
-    a generator seeded with the position.
+    A step has no such stream, since its compiled function gets new keys at each call; its operations draw from a
+    generator that is seeded with the position.
 
     Args:
-        position: in words; or words, and the position of a pair of normals whose second one is cached.
+        position: in words; or (words, spare), as in `Position`.
     """
     at = Position(*position) if isinstance(position, tuple) else Position(position)
     if isinstance(stream, CounterStream) and (pair := fill_pair(op, args, kwargs)) is not None:
@@ -38,23 +40,13 @@ def draw(stream: Any, position: int | tuple[int, int], op: Any, *args: Any, **kw
     return call_with(op, args, kwargs, generator)
 
 
-def made(results: Any, count: int) -> list[torch.Tensor | None]:
-    """The last `count` results of an operation, which come after the tensors that it has written to; a kernel may give
-    None for one of them."""
-    several = (results,) if isinstance(results, torch.Tensor) else results
-    tensors: list[torch.Tensor | None] = [r for r in several if isinstance(r, torch.Tensor)]
-    if len(tensors) < count:
-        tensors = [r for r in several if r is None or isinstance(r, torch.Tensor)]
-    return tensors[len(tensors) - count :]
-
-
 def view(
     tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The memory of `tensor`, looked at as another dtype; `stride` and `offset` count elements of that."""
+    """A view of `tensor` as another dtype; `stride` and `offset` are in elements of that dtype."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
 
 
 def barrier(tensors: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of tensors: nothing is to be computed before `after` is there."""
+    """The optimization barrier of a step: copies of `tensors`; eagerly there is nothing to order."""
     return [tensor.clone() for tensor in tensors]

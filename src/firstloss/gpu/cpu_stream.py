@@ -1,8 +1,8 @@
-"""Fills with the CPU's bits, made on a GPU: the tables for `mt19937.h`.
+"""Fills with the CPU's bits, made on a GPU: builds the tables for `mt19937.h`.
 
-The stream is cut into chunks of equal length, and each chunk in which something is wanted is drawn by a warp. Chunk k
-begins at a window that is one jump of 2^j chunks after that of chunk k - 2^j, the lowest bit of k; so a rank that wants
-an eighth of all weights makes an eighth of the windows.
+The stream is split into chunks of equal length, and each chunk that is needed is drawn by a warp. The window of chunk k
+is a jump of 2^j chunks away from that of chunk k - 2^j, where 2^j is the lowest set bit of k; so a rank that needs an
+eighth of all weights computes about an eighth of the windows.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..rng.stream import Position, Stream
 from .fill_slices import Slice
 from .kernels import CHUNK, DTYPES, KINDS, SEGMENT, Launcher
 
-_CHUNKS = 1 << 13  # as many as the largest GPU has warps for
-_LEAST, _MOST = 14, 21  # bits of a chunk's length
-_GROUP = 16  # normals made together
+_CHUNKS = 1 << 13  # as many as the largest GPU has warps
+_MIN_BITS, _MAX_BITS = 14, 21  # log2 of a chunk's length
+_GROUP = 16  # normals computed together
 
 
 class CpuPiece(NamedTuple):
-    """A part of one fill, and the memory that it goes to.
+    """A part of one fill, and the address to write it to.
 
     Attributes:
-        bits: of a word, that a uniform is made of. A PyTorch that makes those of half precision of 24 bits makes them
-            in single precision, and rounds them.
+        bits: the bits of a word that a uniform uses. PyTorch versions that use 24 bits for half precision compute in
+            single precision and round.
     """
 
     stream: Stream
@@ -46,7 +46,7 @@ class CpuPiece(NamedTuple):
 
 
 def can_make(name: str, numel: int, dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for such a fill: normals of few elements, and doubles, go through a math library."""
+    """Whether there is a kernel for a fill; PyTorch computes few normals, and doubles, with a math library."""
     if name == "normal":
         return dtype in DTYPES and dtype != torch.float64 and numel >= words_drawn.MIN_PIECE
     return name == "uniform" and dtype in DTYPES
@@ -56,14 +56,14 @@ def fill(pieces: Iterable[CpuPiece], launcher: Launcher, bits: int | None = None
     """Make all pieces.
 
     Args:
-        bits: of a chunk's length; by default what keeps a GPU busy.
+        bits: log2 of a chunk's length; by default what keeps a GPU busy.
     """
     table = LaunchTables(list(pieces), bits)
     table.run(launcher)
 
 
 class LaunchTables:
-    """Of all pieces: the windows to be made, the chunks to be drawn, and the segments that are written."""
+    """The tables for a list of pieces: windows to compute, chunks to draw, segments to write."""
 
     def __init__(self, pieces: Sequence[CpuPiece], bits: int | None = None) -> None:
         streams: dict[Stream, list[np.void]] = {}
@@ -72,12 +72,12 @@ class LaunchTables:
                 streams.setdefault(piece.stream, []).append(segment)
         if bits is None:
             words = sum(int(segment["words"]) for some in streams.values() for segment in some)
-            bits = min(max((words // _CHUNKS).bit_length(), _LEAST), _MOST)
+            bits = min(max((words // _CHUNKS).bit_length(), _MIN_BITS), _MAX_BITS)
         self.bits = bits
         self.roots: list[Words] = []
         self._root_numbers: list[int] = []
-        self.levels: dict[int, list[tuple[int, int]]] = {}  # by the exponent of a jump, from which window to which
-        self.layers: list[tuple[NDArray[np.void], NDArray[np.void]]] = []  # chunks and segments of a launch
+        self.levels: dict[int, list[tuple[int, int]]] = {}  # (from, to) windows, by the exponent of the jump
+        self.layers: list[tuple[NDArray[np.void], NDArray[np.void]]] = []  # chunks and segments of each launch
         self.windows = 0
         for stream, some in streams.items():
             self._add(stream, np.array(some, SEGMENT))
@@ -107,7 +107,7 @@ class LaunchTables:
             self.layers.append((chunks, layer))
 
     def run(self, launcher: Launcher) -> None:
-        """Make it all. The highest jumps come first: what is jumped from is there."""
+        """Launch the kernels; the longest jumps first, since shorter ones start from their results."""
         if not self.windows:
             return
         windows = launcher.empty_windows(self.windows)
@@ -116,13 +116,13 @@ class LaunchTables:
             windows[number].copy_(roots[row])
         exponents = sorted(self.levels, reverse=True)
         digits = launcher.put(np.array([power_of_two(e) for e in exponents])) if exponents else None
-        every = [pair for e in exponents for pair in self.levels[e]]
-        pairs = launcher.put(np.array(every, np.uint32)) if every else None
+        all_pairs = [pair for e in exponents for pair in self.levels[e]]
+        pairs = launcher.put(np.array(all_pairs, np.uint32)) if all_pairs else None
         done = 0
         for row, exponent in enumerate(exponents):
             assert digits is not None and pairs is not None
             count = len(self.levels[exponent])
-            launcher.spread(windows, pairs[8 * done :], count, digits[row * _DIGIT_BYTES :])
+            launcher.jump_windows(windows, pairs[8 * done :], count, digits[row * _DIGIT_BYTES :])
             done += count
         for chunks, segments in self.layers:
             launcher.fill(windows, launcher.put(chunks), len(chunks), launcher.put(segments))
@@ -144,13 +144,13 @@ def power_of_two(exponent: int) -> Words:
 
 @lru_cache(maxsize=128)
 def _residue(exponent: int) -> int:
-    if exponent <= _LEAST:
+    if exponent <= _MIN_BITS:
         return jump.power(1 << exponent)
     return jump.squared(_residue(exponent - 1))
 
 
 def window_at(stream: Stream, words: int) -> Words:
-    """624 words of the stream, not tempered, the first of which is number `words`."""
+    """The 624 untempered words of the stream from position `words` on."""
     record = parse_state(stream.state_at(Position(words)))
     block = consistent(record["words"].astype(np.uint32))
     drawn = N + 1 - int(record["left"])
@@ -158,7 +158,7 @@ def window_at(stream: Stream, words: int) -> Words:
 
 
 def _segments(piece: CpuPiece) -> list[np.void]:
-    """Where in the stream the wanted numbers are: side by side, but for a ragged end of normals."""
+    """The segments of the stream with the wanted numbers: one, or two if normals have a ragged end."""
     low, high, row, column, width = piece.wanted
     made = np.zeros((), SEGMENT)
     made["slice"]["out"] = piece.out
@@ -171,34 +171,34 @@ def _segments(piece: CpuPiece) -> list[np.void]:
     found = []
 
     def add(begin: int, first: int, until: int, to: int) -> None:
-        """Groups from element `first` to `until`, drawn from `begin` on, of which elements below `to` are written."""
+        """Add groups from element `first` to `until`, drawn from `begin` on; only elements below `to` are written."""
         group = _GROUP if piece.name == "normal" else 1
-        each = 2 if piece.dtype == torch.float64 else 1
+        words_each = 2 if piece.dtype == torch.float64 else 1
         start = max((low - first) // group * group, 0)
         end = min(high, to, until)
         if end <= max(low, first + start):
             return
-        one = made.copy()
-        one["begin"], one["first"] = begin + start * each, first + start
-        one["words"] = -(-(end - first - start) // group) * group * each
-        one["slice"]["low"], one["slice"]["high"] = low, end
-        found.append(one[()])
+        segment = made.copy()
+        segment["begin"], segment["first"] = begin + start * words_each, first + start
+        segment["words"] = -(-(end - first - start) // group) * group * words_each
+        segment["slice"]["low"], segment["slice"]["high"] = low, end
+        found.append(segment[()])
 
     n, ragged = piece.numel, piece.numel % _GROUP
     if piece.name != "normal" or not ragged:
         add(piece.begin, 0, n, n)
     else:
-        # The last 16 are drawn again, from words behind the ragged end's own, or of those that its block goes on with.
+        # The last 16 are redrawn: in float32 from the words after the ragged end, in half precision from its beginning.
         add(piece.begin, 0, n - ragged, n - _GROUP)
-        last = made_by = piece.begin + n
+        redrawn_from = piece.begin + n
         if piece.dtype != torch.float32:
-            made_by = last - ragged
-        add(made_by, n - _GROUP, n, n)
+            redrawn_from -= ragged
+        add(redrawn_from, n - _GROUP, n, n)
     return found
 
 
 def numbers_of(name: str, dtype: torch.dtype, pair: tuple[float, float]) -> tuple[float, float, float]:
-    """The two numbers as the kernel takes them, and of uniforms the range: all in this precision."""
+    """The two parameters as the kernel takes them, and for uniforms the range: all in the precision of `dtype`."""
     first, second = pair
     if name == "normal":
         return first, second, 0.0
@@ -207,7 +207,7 @@ def numbers_of(name: str, dtype: torch.dtype, pair: tuple[float, float]) -> tupl
 
 
 def _layers(segments: NDArray[np.void]) -> list[NDArray[np.void]]:
-    """The segments, sorted, in groups of which none has two that overlap in the stream: a warp only goes forward."""
+    """Group sorted segments so that no two in a group overlap in the stream: a warp only moves forward."""
     layers: list[list[int]] = []
     ends: list[int] = []
     for i, (begin, words) in enumerate(zip(segments["begin"].tolist(), segments["words"].tolist(), strict=True)):
@@ -223,7 +223,7 @@ def _layers(segments: NDArray[np.void]) -> list[NDArray[np.void]]:
 
 
 def _chunks(segments: NDArray[np.void], length: int) -> NDArray[np.void]:
-    """The chunks in which there is something of these segments."""
+    """The chunks that overlap these segments."""
     begins = segments["begin"].astype(np.int64)
     ends = begins + segments["words"].astype(np.int64)
     found = np.unique(

@@ -1,7 +1,6 @@
-/* How numbers become elements of a tensor, on GPUs and, in the tests, on the CPU: rounded to its dtype, and put where
- * they belong.
+/* Round numbers to a tensor's dtype and store them, on GPUs and, in the tests, on the CPU.
  *
- * It follows `rng/_arithmetic.h`, which has the numbers themselves, and what NVRTC and a C compiler call each rounding.
+ * Included after `rng/_arithmetic.h`, which computes the numbers.
  */
 
 #ifdef __CUDACC__
@@ -9,12 +8,12 @@
 #define FMA64(x, y, z) __fma_rn(x, y, z)
 #define MUL64(x, y) __dmul_rn(x, y)
 
-/* A warp's lanes side by side: what they do between two SYNCs they do in any order. */
+/* For each lane of a warp; their order between two SYNCs is undefined. */
 #define LANES(lane) for (uint32_t lane = threadIdx.x & 31u, once_ = 1u; once_; once_ = 0u)
 #define PER_LANE(type, name) type name
 #define OF(name, lane) name
 #define SYNC __syncwarp()
-/* A block's threads side by side. */
+/* For each i below count, distributed over the threads of a block. */
 #define EACH(i, count) for (uint32_t i = threadIdx.x; i < (count); i += blockDim.x)
 #define SYNC_BLOCK __syncthreads()
 
@@ -37,7 +36,7 @@
 enum { UNIFORM = 0, NORMAL = 1 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3 };
 
-/* Rounded to the nearest, to even between two: the upper half of a float. */
+/* Rounds to nearest, ties to even. */
 FN uint16_t to_bfloat16(float x) {
     uint32_t bits = AS_BITS(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u)
@@ -54,11 +53,11 @@ FN uint16_t to_float16(float x) {
     bits &= 0x7fffffffu;
     if (bits > 0x7f800000u)
         return (uint16_t)(sign | 0x7e00u);
-    if (bits >= 0x477ff000u) /* at least half of a place above the largest */
+    if (bits >= 0x477ff000u) /* overflow: at least half an ulp above the largest */
         return (uint16_t)(sign | 0x7c00u);
-    if (bits < 0x33000001u) /* at most half of the smallest: to even, which is zero */
+    if (bits < 0x33000001u) /* underflow: at most half of the smallest */
         return (uint16_t)sign;
-    if (bits < 0x38800000u) { /* what is made has no leading 1 */
+    if (bits < 0x38800000u) { /* subnormal */
         uint32_t shift = 126u - (bits >> 23), whole = (bits & 0x7fffffu) | 0x800000u;
         kept = whole >> shift;
         left = whole & ((1u << shift) - 1u);
@@ -81,14 +80,14 @@ FN float from_float16(uint16_t x) {
     return AS_FLOAT(sign | AS_BITS(MUL((float)rest, 5.9604644775390625e-8f)));
 }
 
-/* As a tensor of this dtype keeps it. */
+/* Rounded to a dtype, as a float. */
 FN float rounded(float x, uint32_t dtype) {
     return dtype == BFLOAT16 ? from_bfloat16(to_bfloat16(x)) : dtype == FLOAT16 ? from_float16(to_float16(x)) : x;
 }
 
-/* -- the CPU's numbers ------------------------------------------------------------------------------------------ */
+/* -- the CPU's uniforms ----------------------------------------------------------------------------------------- */
 
-/* A uniform of [low, high). What is rounded up to the end that is left out becomes the other one. */
+/* A uniform of [low, high); one that is rounded up to `high` becomes `low`. */
 FN float uniform(uint32_t word, uint32_t bits, float low, float high, float range, uint32_t dtype) {
     float x = rounded(FMA(unit(word, bits), range, low), dtype);
     return x == rounded(high, dtype) ? rounded(low, dtype) : x;
@@ -100,15 +99,16 @@ FN double uniform_double(uint32_t first, uint32_t second, double low, double hig
     return x == high ? low : x;
 }
 
-/* -- where the numbers go --------------------------------------------------------------------------------------- */
+/* -- stores ----------------------------------------------------------------------------------------------------- */
 
-/* Which elements of a fill are wanted, and where. Written are those of [low, high): straight, where `row` is 0, as
- * out[e - low]; else only those columns of rows of that length, row after row, as a block of rows `width` long. */
+/* The elements of a fill to write, and where. Elements of [low, high) are written: if `row` is 0, to out[e - low]; else
+ * only the columns [column, column + width) of rows of that length, as a contiguous block of rows of length `width`. */
 struct slice {
     uint64_t out, low, high, row, column, width;
 };
 
-FN int64_t place(const struct slice *slice, uint64_t element) {
+/* The index in `out` of an element; -1 if it is not written. */
+FN int64_t output_index(const struct slice *slice, uint64_t element) {
     if (element < slice->low || element >= slice->high)
         return -1;
     if (!slice->row)
@@ -120,7 +120,7 @@ FN int64_t place(const struct slice *slice, uint64_t element) {
 }
 
 FN void store(const struct slice *slice, uint64_t element, float x, uint32_t dtype) {
-    int64_t at = place(slice, element);
+    int64_t at = output_index(slice, element);
     if (at < 0)
         return;
     if (dtype == FLOAT32)
@@ -130,7 +130,7 @@ FN void store(const struct slice *slice, uint64_t element, float x, uint32_t dty
 }
 
 FN void store_double(const struct slice *slice, uint64_t element, double x) {
-    int64_t at = place(slice, element);
+    int64_t at = output_index(slice, element);
     if (at >= 0)
         ((double *)slice->out)[at] = x;
 }

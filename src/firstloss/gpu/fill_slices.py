@@ -1,4 +1,4 @@
-"""Recipes that are a fill, or a slice of one."""
+"""Recognize recipes that are a fill, or a slice of one, with elementwise edits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ..program.node_kinds import Copy, Fill, Pointwise, kind_of
 
 aten = torch.ops.aten
 
-# In place, by numbers, rounded once, and on a GPU as on a CPU. (A GPU divides by multiplying with the inverse.)
-_ALIKE = {aten.mul_, aten.add_, aten.sub_, aten.neg_, aten.abs_, aten.clamp_, aten.clamp_min_, aten.clamp_max_}
-_DEPTH = 16
+# In-place operations with scalars that give the same bits on a GPU and a CPU. (A GPU divides by multiplying with the
+# reciprocal.)
+_SAME_BITS = {aten.mul_, aten.add_, aten.sub_, aten.neg_, aten.abs_, aten.clamp_, aten.clamp_min_, aten.clamp_max_}
+_MAX_DEPTH = 16
 
 
 class Slice(NamedTuple):
-    """Elements [low, high) of a fill; where `row` is not 0, only columns [column, column + width) of rows that long."""
+    """Elements [low, high) of a fill; if `row` is not 0, only columns [column, column + width) of rows that long."""
 
     low: int
     high: int
@@ -35,10 +36,10 @@ class FillRecipe(NamedTuple):
     """A weight, or a shard of one, that is a part of one fill.
 
     Attributes:
-        fill: "uniform" or "normal", or "constant".
-        numel: of the whole fill; `wanted` is which of it.
-        edits: what is done to it in place, as operations and their numbers.
-        device: that of the fill, for which it was drawn; a copy of it may be for another.
+        fill: "uniform", "normal" or "constant".
+        numel: of the whole fill, of which the weight is the slice `wanted`.
+        edits: in-place operations on it, with their arguments.
+        device: the fill's; a copy may be on another device.
     """
 
     fill: Fill
@@ -51,8 +52,8 @@ class FillRecipe(NamedTuple):
 
 
 def recipe_of(value: Value) -> FillRecipe | None:
-    """The recipe of `value`, where it is so simple; None for any other."""
-    return _of_ref(Ref.of(value), _DEPTH)
+    """`value` as a slice of a fill; None if its recipe is anything else."""
+    return _of_ref(Ref.of(value), _MAX_DEPTH)
 
 
 def _of_ref(ref: Ref, depth: int) -> FillRecipe | None:
@@ -62,7 +63,7 @@ def _of_ref(ref: Ref, depth: int) -> FillRecipe | None:
     does = kind_of(node)
     if isinstance(does, Pointwise) and does.in_place:
         numbers = all(isinstance(a, (int, float, type(None))) for a in (*does.args[1:], *does.kwargs.values()))
-        if does.op.overloadpacket not in _ALIKE or not numbers or does.kwargs.get("alpha", 1) != 1:
+        if does.op.overloadpacket not in _SAME_BITS or not numbers or does.kwargs.get("alpha", 1) != 1:
             return None
         if not _is_all(does.target):
             return None
@@ -82,14 +83,14 @@ def _of_ref(ref: Ref, depth: int) -> FillRecipe | None:
 
 
 def _is_all(target: Ref) -> bool:
-    """Whether a target is all of its storage, element after element."""
+    """Whether a target is its whole storage, contiguous."""
     value = target.value
-    straight = is_contiguous(target.size, target.stride) and target.offset == 0 and target.dtype == value.dtype
-    return straight and math.prod(target.size) == value.numel
+    plain = is_contiguous(target.size, target.stride) and target.offset == 0 and target.dtype == value.dtype
+    return plain and math.prod(target.size) == value.numel
 
 
 def _within(source: Ref, ref: Ref) -> Ref | None:
-    """What `ref`, of a copy of what `source` shows, shows of where that is from."""
+    """`ref` of a copy of `source`, as a Ref of the Value that `source` is a view of."""
     if not is_contiguous(ref.value.shape, ref.value.stride):
         return None
     if _is_all(ref):
@@ -102,7 +103,7 @@ def _within(source: Ref, ref: Ref) -> Ref | None:
 def _slice(ref: Ref) -> Slice | None:
     if is_contiguous(ref.size, ref.stride):
         return Slice(ref.offset, ref.offset + math.prod(ref.size))
-    # Rows that lie apart, of elements that lie side by side.
+    # Strided rows of contiguous elements.
     split = next((d for d in range(1, len(ref.size)) if is_contiguous(ref.size[d:], ref.stride[d:])), None)
     if split is None:
         return None

@@ -1,8 +1,8 @@
-"""Foreach operations on lists of weights, executed a chunk of the lists at a time.
+"""Schedule foreach operations in chunks of their lists, to save memory.
 
-An optimizer is traced as operations on lists of all its weights, and what it computes on the way is as large as all of
-them. PyTorch's fused optimizers have no such memory, and a model that just fits with one would not fit here. So where
-such operations follow each other, all of them are run on some of the weights, then on the next.
+An optimizer is traced as operations on lists of all its weights, whose intermediate results are as large as all weights
+together. PyTorch's fused optimizers have none, and a model that just fits with one of them would not fit here. So a
+sequence of such operations is run on some of the weights, then on the next ones.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ..program.graph import Node, Ref, Value
 
 
 class ScheduledNode(NamedTuple):
-    """A node, or a part of one, and the Values that no later node reads."""
+    """A node, or a part of one, and the Values to free after it."""
 
     node: Node
     frees: tuple[Value, ...]
 
 
 def schedule(nodes: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> list[ScheduledNode]:
-    """The nodes in order, those on lists in parts of at most `nbytes` of a list each, or of one of its elements."""
+    """The nodes in order; those on lists are split into parts of at most `nbytes` per list, or of one element."""
     found: list[ScheduledNode] = []
     begin = 0
     while begin < len(nodes):
         run = _run(nodes, begin)
-        if len(run) > 1 and _apart(run):
-            found += _in_parts(run, frees, nbytes)
+        if len(run) > 1 and _is_elementwise(run):
+            found += _split(run, frees, nbytes)
         else:
             run = run[:1] or [nodes[begin]]
             found += [ScheduledNode(node, tuple(frees.get(node.index, ()))) for node in run]
@@ -38,7 +38,7 @@ def schedule(nodes: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes
 
 
 def _run(nodes: Sequence[Node], begin: int) -> list[Node]:
-    """The operations on lists of one length that follow each other from there on."""
+    """The consecutive operations on lists of the same length, from index `begin` on."""
     count = _length(nodes[begin])
     run: list[Node] = []
     while count and begin + len(run) < len(nodes) and _length(nodes[begin + len(run)]) == count:
@@ -47,7 +47,7 @@ def _run(nodes: Sequence[Node], begin: int) -> list[Node]:
 
 
 def _length(node: Node) -> int:
-    """Of the lists of an operation that makes, or writes, one tensor for each place in them; else 0."""
+    """The length of a foreach operation's lists, if it makes or writes one tensor per list element; else 0."""
     if not schema_of(node.op).name.startswith("aten::_foreach_") or node.draw is not None or node.kwargs:
         return 0
     lengths = {len(arg) for arg in node.args if type(arg) in (list, tuple)}
@@ -56,27 +56,27 @@ def _length(node: Node) -> int:
     return count if made and count > 1 else 0
 
 
-def _apart(run: Sequence[Node]) -> bool:
-    """Whether what is at one place of the lists has nothing to do with what is at the others."""
-    place: dict[Value, int] = {}
+def _is_elementwise(run: Sequence[Node]) -> bool:
+    """Whether the elements at one index of the lists do not depend on those at other indices."""
+    index_of: dict[Value, int] = {}
     for node in run:
         for i, value in enumerate(node.outputs):
-            place[value] = i
+            index_of[value] = i
         for i, ref in enumerate(node.writes):
-            if place.setdefault(ref.value, i) != i:
+            if index_of.setdefault(ref.value, i) != i:
                 return False
     for node in run:
         for arg in node.args:
-            if type(arg) is Ref and arg.value in place:
+            if type(arg) is Ref and arg.value in index_of:
                 return False
             if type(arg) in (list, tuple):
                 refs = ((i, part) for i, part in enumerate(arg) if type(part) is Ref)
-                if any(place.get(ref.value, i) != i for i, ref in refs):
+                if any(index_of.get(ref.value, i) != i for i, ref in refs):
                     return False
     return True
 
 
-def _in_parts(run: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> Iterator[ScheduledNode]:
+def _split(run: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> Iterator[ScheduledNode]:
     parts = list(_parts(run, nbytes))
     shared = {node.index: _shared(node) for node in run}
     for begin, end in parts:
@@ -89,7 +89,7 @@ def _in_parts(run: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes:
 
 
 def _shared(node: Node) -> set[Value]:
-    """What is read for several places of the lists."""
+    """The Values that are read for several list elements."""
     found = {arg.value for arg in node.args if type(arg) is Ref}
     for arg in node.args:
         if type(arg) in (list, tuple):

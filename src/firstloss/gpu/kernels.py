@@ -1,7 +1,6 @@
-"""The kernels: their source, their tables, and what launches them.
+"""The GPU kernels: their source, their argument tables, and their launcher.
 
-What a launcher is asked to do is the same on a GPU and, in the tests, on a CPU, where the same source is compiled by a
-C compiler: see `Launcher`.
+`Launcher` is a protocol because the tests run the same source on a CPU, compiled by a C compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ KINDS = {"uniform": 0, "normal": 1}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 _SLICE = [(name, "<u8") for name in ("out", "low", "high", "row", "column", "width")]
-# `struct segment`, `struct chunk` and `struct launch`, as the compilers lay them out.
+# `struct segment`, `struct chunk` and `struct launch`, with the compilers' layout.
 SEGMENT = np.dtype(
     [
         *((name, "<u8") for name in ("begin", "words", "first")),
@@ -48,20 +47,20 @@ LAUNCH = np.dtype(
 
 
 class Launcher(Protocol):
-    """Memory on a device, and our kernels on it. Tables are numpy's on the host, and uint8 tensors on the device."""
+    """Allocates tables on a device and launches kernels. Tables are NumPy arrays on the host, uint8 on the device."""
 
     device: torch.device
 
     def put(self, table: NDArray[Any]) -> torch.Tensor:
-        """The table on the device."""
+        """Copy a table to the device."""
         ...
 
     def empty_windows(self, count: int) -> torch.Tensor:
-        """Room for windows: int32, shape (count, 624)."""
+        """Allocate windows: int32, shape (count, 624)."""
         ...
 
-    def spread(self, windows: torch.Tensor, pairs: torch.Tensor, count: int, digits: torch.Tensor) -> None:
-        """Make windows, each from another by one jump: `pairs` says which from which."""
+    def jump_windows(self, windows: torch.Tensor, pairs: torch.Tensor, count: int, digits: torch.Tensor) -> None:
+        """Compute windows, each by a jump from another one; `pairs` are (from, to)."""
         ...
 
     def fill(self, windows: torch.Tensor, chunks: torch.Tensor, count: int, segments: torch.Tensor) -> None:
@@ -74,7 +73,7 @@ class Launcher(Protocol):
 
 
 def source(*names: str) -> str:
-    """The text of these parts."""
+    """The source of the given headers, with those that they depend on."""
     shared = _HERE.parent / "rng" / "_arithmetic.h"
     return "\n".join(path.read_text() for path in (shared, *(_HERE / f"{name}.h" for name in ("elements", *names))))
 
@@ -83,13 +82,13 @@ def source(*names: str) -> str:
 
 
 class _Driver:
-    """What is needed of CUDA's driver, of which PyTorch has made the context current."""
+    """Bindings of the CUDA driver; PyTorch has made the context current."""
 
     def __init__(self) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise BackendError(f"there is no CUDA driver on this machine: {error}.") from None
+            raise BackendError(f"the CUDA driver cannot be loaded on this machine: {error}.") from None
 
     def check(self, status: int, what: str) -> None:
         if status:
@@ -98,7 +97,7 @@ class _Driver:
             raise BackendError(f"CUDA: {what}: {(text.value or b'unknown error').decode()} ({status}).")
 
     def function(self, cubin: bytes, name: str) -> ctypes.c_void_p:
-        """A kernel of a module, which is loaded for the current device."""
+        """Load a module for the current device, and look up a kernel in it."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self.check(self._library.cuModuleLoadData(ctypes.byref(module), cubin), f"loading the module of {name}")
         status = self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
@@ -106,7 +105,7 @@ class _Driver:
         return function
 
     def launch(self, function: ctypes.c_void_p, grid: int, block: int, arguments: list[Any], name: str) -> None:
-        """On PyTorch's current stream."""
+        """Launch a kernel on PyTorch's current stream."""
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         status = self._library.cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, pointers, None)
@@ -119,14 +118,14 @@ def _driver() -> _Driver:
 
 
 def architecture(device: torch.device) -> str:
-    """As the compiler calls it: "sm_90"."""
+    """The compiler's name of a device's architecture, such as "sm_90"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 @cache
-def _cubin(parts: tuple[str, ...], options: tuple[str, ...], of: str) -> bytes:
-    return nvrtc.compile(source(*parts), parts[-1], of, options)
+def _cubin(parts: tuple[str, ...], options: tuple[str, ...], target: str) -> bytes:
+    return nvrtc.compile(source(*parts), parts[-1], target, options)
 
 
 @cache
@@ -134,12 +133,12 @@ def _function(device: int, name: str) -> ctypes.c_void_p:
     part = ("philox",) if name == "philox_fill" else ("mt19937",)
     options = nvrtc.AS_PYTORCH if name == "philox_fill" else nvrtc.UNFUSED
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # PyTorch's context is there, and current
+        torch.cuda.current_stream().synchronize()  # makes PyTorch's context current
         return _driver().function(_cubin(part, options, architecture(torch.device("cuda", device))), name)
 
 
 class CudaLauncher:
-    """The kernels on one GPU, on PyTorch's current stream; their tables live until that has run them."""
+    """Launches the kernels on one GPU, on PyTorch's current stream."""
 
     def __init__(self, device: torch.device | int | None = None) -> None:
         index = device if isinstance(device, int) else None if device is None else device.index
@@ -157,8 +156,8 @@ class CudaLauncher:
         with torch.cuda.device(self.device):
             _driver().launch(_function(self.device.index, name), grid, block, [*arguments], name)
 
-    def spread(self, windows: torch.Tensor, pairs: torch.Tensor, count: int, digits: torch.Tensor) -> None:
-        self._launch("spread", count, 320, *map(_pointer, (windows, pairs, digits)))
+    def jump_windows(self, windows: torch.Tensor, pairs: torch.Tensor, count: int, digits: torch.Tensor) -> None:
+        self._launch("jump_windows", count, 320, *map(_pointer, (windows, pairs, digits)))
 
     def fill(self, windows: torch.Tensor, chunks: torch.Tensor, count: int, segments: torch.Tensor) -> None:
         arguments = (*map(_pointer, (windows, chunks, segments)), ctypes.c_uint32(count))

@@ -1,17 +1,16 @@
 /* Fills from the CPU's random stream, on a GPU: a warp for each chunk of the stream.
  *
- * A window is 624 words of the stream one after another, not tempered, the first of which is the next to be drawn. The
- * host sends one window; `spread` makes the others of it, each by a jump from one that is there (`rng/jump.py` says
- * how), and `fill` lets a warp draw each chunk from its window on, in the order of the stream. Where in the table
- * of fills a chunk begins is looked up, not searched for.
+ * A window is 624 consecutive words of the stream, not tempered, beginning with the next one to be drawn. The host sends
+ * one window; `jump_windows` computes the others, each by a jump from another one (see `rng/jump.py`); `fill` has a warp
+ * draw each chunk, beginning at its window.
  */
 
 enum { N = 624, M = 397, DIGITS = 33, DIGIT_WORDS = 20, BACK = 32, REACH = 1246, ALL = BACK + REACH };
 
-/* A fill's numbers that lie one after another in the stream.
- *   begin, words: where in the stream they are; words counts whole groups.
- *   first: the number of the element that the first group begins with.
- *   bits: of a word, that a uniform is made of. */
+/* Consecutive numbers of a fill in the stream.
+ *   begin, words: their position in the stream; `words` is a multiple of the group size.
+ *   first: the index of the first element.
+ *   bits: the bits of a word that a uniform uses. */
 struct segment {
     uint64_t begin, words, first;
     struct slice slice;
@@ -20,7 +19,7 @@ struct segment {
     uint32_t kind, dtype, bits;
 };
 
-/* What one warp draws: the groups that begin at [begin, end), of segments [from, to). */
+/* The work of one warp: the groups that begin in [begin, end), of segments [from, to). */
 struct chunk {
     uint64_t begin, end;
     uint32_t window, from, to, unused;
@@ -30,7 +29,7 @@ FN uint32_t wrapped(uint32_t i) {
     return i >= (uint32_t)N ? i - (uint32_t)N : i;
 }
 
-/* The next 32 words, in place of the oldest, which are at `at`. */
+/* Generate the next 32 words in place of the oldest ones, at index `at`. */
 FN uint32_t more(uint32_t *ring, uint32_t at) {
     PER_LANE(uint32_t, fresh);
     LANES(lane) {
@@ -54,7 +53,7 @@ FN void fill_chunk(
             ring[i] = window[i];
     }
     SYNC;
-    uint64_t made = chunk->begin + N; /* the ring holds what is before it */
+    uint64_t made = chunk->begin + N; /* the ring holds the 624 words before it */
     uint32_t at = 0u;
     for (uint32_t n = chunk->from; n < chunk->to; n++) {
         const struct segment *segment = segments + n;
@@ -106,7 +105,7 @@ FN void fill_chunk(
     }
 }
 
-/* The window that `digits` jumps to from `window`. `words` is room for 2 * ALL words, `total` for N. */
+/* Jump from `window` by the polynomial `digits`. `words` is scratch for 2 * ALL words, `total` for N. */
 FN void jump(uint32_t *words, uint32_t *total, const uint32_t *window, const uint32_t *digits, uint32_t *out) {
     uint32_t *other = words + ALL;
     EACH(i, (uint32_t)N) {
@@ -114,14 +113,14 @@ FN void jump(uint32_t *words, uint32_t *total, const uint32_t *window, const uin
         total[i] = 0u;
     }
     SYNC_BLOCK;
-    /* Of the words before, each has its top bit from what followed it 624 words later, and the rest from what came
-     * before that. */
+    /* The words before the window, by inverting the recurrence: it gives the top bit of one word and the low bits of the
+     * next. */
     EACH(i, (uint32_t)BACK) {
         uint32_t mixed[2];
         for (uint32_t j = 0u; j < 2u; j++) {
             uint32_t twisted = window[N - BACK - 1 + i + j] ^ window[M - BACK - 1 + i + j];
-            uint32_t fell_out = twisted >> 31;
-            mixed[j] = ((twisted ^ ((0u - fell_out) & 0x9908b0dfu)) << 1) | fell_out;
+            uint32_t shifted_out = twisted >> 31;
+            mixed[j] = ((twisted ^ ((0u - shifted_out) & 0x9908b0dfu)) << 1) | shifted_out;
         }
         words[i] = (mixed[1] & 0x80000000u) | (mixed[0] & 0x7fffffffu);
     }
@@ -173,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) fill(
         fill_chunk(rings[warp], windows, chunks + n, segments);
 }
 
-extern "C" __global__ void __launch_bounds__(320) spread(uint32_t *windows, const uint32_t *pairs, const uint32_t *digits) {
+extern "C" __global__ void __launch_bounds__(320) jump_windows(uint32_t *windows, const uint32_t *pairs, const uint32_t *digits) {
     __shared__ uint32_t words[2 * ALL], total[N], shared_digits[DIGITS * DIGIT_WORDS];
     EACH(i, (uint32_t)(DIGITS * DIGIT_WORDS)) {
         shared_digits[i] = digits[i];

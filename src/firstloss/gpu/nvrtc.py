@@ -12,17 +12,17 @@ from typing import Any
 
 from ..errors import BackendError
 
-# What compiles PyTorch's own kernels; and the same without fusing what does not say so.
+# PyTorch's compiler options; and the same without contracting multiplications and additions to FMAs.
 AS_PYTORCH = ("--std=c++17", "--restrict")
 UNFUSED = (*AS_PYTORCH, "--fmad=false")
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """NVRTC.
+    """Load NVRTC.
 
     Raises:
-        BackendError: if it is nowhere.
+        BackendError: if it cannot be found.
     """
     tried = []
     for path in _candidates():
@@ -33,7 +33,7 @@ def library() -> ctypes.CDLL:
         except OSError as error:
             tried.append(f"{path}: {error}")
     raise BackendError(
-        "kernels for the GPU are compiled by NVRTC, and there is none. It comes with PyTorch's builds for CUDA, in the "
+        "NVRTC, which compiles the kernels for the GPU, was not found. It comes with PyTorch's builds for CUDA, in the "
         f"package nvidia-cuda-nvrtc. Tried: {'; '.join(tried)}."
     )
 
@@ -43,14 +43,14 @@ def _candidates() -> list[str]:
     here = [path for root in packages for path in (root / "cu13" / "lib", root / "cuda_nvrtc" / "lib")]
     toolkit = [Path(os.environ.get(name, "")) / "lib64" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders = [*here, *toolkit, Path("/usr/local/cuda/lib64")]
-    # "alt" are builds for other hosts; the newest of what is left.
+    # The newest, without the "alt" builds for other hosts.
     found = [p for f in folders for p in sorted(glob.glob(str(f / "libnvrtc.so.*")), reverse=True) if ".alt." not in p]
     return [*found, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
 
 
 @cache
 def version() -> tuple[int, int]:
-    """Of NVRTC."""
+    """The version of NVRTC."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return major.value, minor.value
@@ -59,21 +59,21 @@ def version() -> tuple[int, int]:
 def _check(status: int, log: str = "") -> None:
     if status:
         message = library().nvrtcGetErrorString(status).decode()
-        raise BackendError(f"NVRTC does not compile a kernel of ours: {message}. {log}")
+        raise BackendError(f"NVRTC failed to compile a Firstloss kernel: {message}. {log}")
 
 
 def compile(source: str, name: str, architecture: str, options: tuple[str, ...] = (), ptx: bool = False) -> bytes:
-    """The machine code of `source`, a cubin, for an architecture as "sm_90"; or its PTX.
+    """Compile `source` to a cubin for an architecture such as "sm_90", or to PTX.
 
     Raises:
-        BackendError: with the compiler's log, if it does not compile.
+        BackendError: if it does not compile; with the compiler's log.
     """
     nvrtc, program = library(), ctypes.c_void_p()
     create = nvrtc.nvrtcCreateProgram
     _check(create(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None))
     try:
-        every = [f"--gpu-architecture={architecture}", *options]
-        status = nvrtc.nvrtcCompileProgram(program, len(every), (ctypes.c_char_p * len(every))(*map(str.encode, every)))
+        flags = [f"--gpu-architecture={architecture}", *options]
+        status = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
         log = (
             _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
             .rstrip(b"\0")

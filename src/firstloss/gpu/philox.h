@@ -1,16 +1,16 @@
-/* Fills from PyTorch's CUDA random stream, any slice of them. Which thread of PyTorch's kernel makes an element, and of
- * which of its numbers, is told in `rng/cuda_layout.py`; here an element's number is made wherever it is wanted.
+/* Slices of fills from PyTorch's CUDA random stream. `rng/cuda_layout.py` says which thread of PyTorch's kernel computes
+ * an element, from which of its numbers.
  *
- * The arithmetic is cuRAND's and ATen's, of which the compiler fuses what it fuses there: this file is compiled with
- * the options that PyTorch is, and what comes out is compared with PyTorch's own on the device (`probe.py`).
+ * The arithmetic is cuRAND's and ATen's, and the compiler contracts the same operations to FMAs: this file is compiled
+ * with PyTorch's options, and the results are compared with PyTorch's on the device (`probe.py`).
  */
 
-/* One launch of a fill, as PyTorch would have made it, and what of it is wanted.
- *   begin: the number of the launch's first element in its fill; numel: the launch's elements.
- *   threads: of PyTorch's launch, all blocks together. lanes: numbers of a Philox block. */
+/* One launch of a fill by PyTorch, and the slice of it to write.
+ *   begin: the index of the launch's first element in its fill; numel: the launch's elements.
+ *   threads: of PyTorch's launch, in all blocks. lanes: numbers per Philox block. */
 struct launch {
     uint64_t seed, offset, begin, numel, threads;
-    uint64_t first_unit, first_block; /* of this launch's: number among all units; the first turn that is wanted */
+    uint64_t first_unit, first_block; /* the index of its first unit among all; the first Philox block to compute */
     struct slice slice;
     double a, b;
     float range;
@@ -39,7 +39,7 @@ FN struct four philox(uint64_t key, uint64_t low, uint64_t high) {
     return c;
 }
 
-/* cuRAND's uniform of (0, 1]. */
+/* cuRAND's uniform in (0, 1]. */
 FN float curand_unit(uint32_t x) {
     return (float)x * 2.3283064e-10f + 2.3283064e-10f / 2.0f;
 }
@@ -63,11 +63,11 @@ FN void curand_box_muller(uint32_t x, uint32_t y, float *first, float *second) {
     *second *= s;
 }
 
-/* Of doubles a whole block makes two. */
+/* A whole Philox block yields two doubles. */
 FN void curand_box_muller_double(struct four words, double *first, double *second) {
     uint64_t x = (uint64_t)words.x ^ ((uint64_t)words.y << 21), y = (uint64_t)words.z ^ ((uint64_t)words.w << 21);
     double u = (double)x * 1.1102230246251565e-16 + 1.1102230246251565e-16 / 2.0;
-    double v = (double)y * (1.1102230246251565e-16 * 2.0) + 1.1102230246251565e-16; /* of half a circle */
+    double v = (double)y * (1.1102230246251565e-16 * 2.0) + 1.1102230246251565e-16; /* in units of pi */
     double s = sqrt(-2.0 * log(u));
 #ifdef __CUDACC__
     sincospi(v, first, second);
@@ -79,7 +79,7 @@ FN void curand_box_muller_double(struct four words, double *first, double *secon
     *second *= s;
 }
 
-/* What PyTorch makes of cuRAND's numbers: uniforms of [low, high), normals of this mean and deviation. */
+/* PyTorch's transformation of cuRAND's numbers: uniforms to [low, high), normals to mean and std. */
 FN void emit(const struct launch *launch, uint64_t element, float x) {
     float a = (float)launch->a, b = (float)launch->b;
     if (launch->kind == NORMAL)
@@ -101,8 +101,8 @@ FN void emit_double(const struct launch *launch, uint64_t element, double x) {
     store_double(&launch->slice, element, x);
 }
 
-/* One turn of one thread of PyTorch's launch: the elements that it makes of one Philox block. */
-FN void turn(const struct launch *launch, uint64_t block, uint64_t thread) {
+/* One iteration of one thread of PyTorch's launch: the elements of one Philox block. */
+FN void iteration(const struct launch *launch, uint64_t block, uint64_t thread) {
     if (thread >= launch->threads)
         return;
     const uint64_t stride = launch->threads, begin = launch->begin;
@@ -139,7 +139,7 @@ FN void turn(const struct launch *launch, uint64_t block, uint64_t thread) {
     }
 }
 
-/* The launch that unit `unit` of the table belongs to: the last that begins at it or before. */
+/* The launch that a unit belongs to, by binary search. */
 FN uint32_t launch_of(const struct launch *launches, uint32_t count, uint64_t unit) {
     uint32_t low = 0u, high = count;
     while (high - low > 1u) {
@@ -152,13 +152,13 @@ FN uint32_t launch_of(const struct launch *launches, uint32_t count, uint64_t un
     return low;
 }
 
-/* A unit is a turn of 1,024 threads of PyTorch's. */
+/* A unit is an iteration of 1,024 threads of PyTorch's launch. */
 FN void fill_unit(const struct launch *launches, uint32_t count, uint64_t unit) {
     const struct launch *launch = launches + launch_of(launches, count, unit);
     uint64_t number = unit - launch->first_unit;
     uint64_t block = launch->first_block + number / launch->tiles, tile = number % launch->tiles;
     EACH(i, 1024u) {
-        turn(launch, block, tile * 1024u + i);
+        iteration(launch, block, tile * 1024u + i);
     }
 }
 

@@ -1,11 +1,11 @@
 """Replay a step's Program with PyTorch's kernels, in the memory of its weights, captured as a CUDA graph.
 
-Node after node the kernels of eager PyTorch are called that the step's Python called, with the same arguments, in the
-same order: so the bits are eager PyTorch's. In-place operations write to the weights themselves, so nothing is copied.
-Once recorded, one call launches all of them, and no Python runs between kernels.
+The nodes call the same kernels of eager PyTorch as the step's Python did, with the same arguments in the same order, so
+the bits are the same. In-place operations write to the weights themselves, without copies. Once captured, a single call
+launches all kernels.
 
-What a graph cannot have is found beforehand, in the Program (`Plan.obstacles`): numbers that are read from the device,
-tensors on another device, random numbers that are drawn twice, memory that is read after it has been overwritten.
+What cannot be captured is found in the Program beforehand (`Plan.obstacles`): numbers read from the device, tensors on
+another device, random numbers drawn twice, memory read after it has been overwritten.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from ..program.graph import Node, Ref, Value
 from ..program.node_kinds import is_unwritten
 from ..program.operations import barrier
 from ..program.program import Program
+from ..program.schemas import is_number_type
 from .foreach_chunks import schedule
 
-_LIST_BYTES = 1 << 29  # of a list of weights, what is worked on at a time
-_REHEARSED_BYTES = 1 << 26  # of weights and state, at most, that a rehearsal writes to copies of
+_LIST_BYTES = 1 << 29  # of a list of weights that are updated at a time
+_REHEARSED_BYTES = 1 << 26  # of weights and state that a rehearsal copies at most
 
 
 class Plan:
-    """What of a Program is run, and whether it can be recorded.
+    """The schedule of a Program, and whether it can be replayed in place.
 
     Attributes:
         nodes: in order.
-        schedule: the same, with what is read for the last time by each.
+        schedule: the nodes, with the Values to free after each.
         constants: known Values that no node writes to.
         written: known Values that some node writes to.
-        obstacles: why it cannot be replayed in place, in words; empty if it can.
+        obstacles: the reasons why it cannot be replayed in place; empty if it can.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class Plan:
     ) -> None:
         """
         Args:
-            inputs: the Values that a call gives; `numbers`, those of them that are Python's numbers.
-            device: where all else is.
+            inputs: the Values that each call provides.
+            numbers: those of `inputs` that are Python numbers.
+            device: of all other tensors.
         """
         self.nodes = program.nodes
         self.outputs = dict(program.outputs)
@@ -57,39 +59,39 @@ class Plan:
         frees = _last_reads(self.nodes, self.outputs.values(), given | known)
         self.schedule = schedule(self.nodes, frees, _LIST_BYTES)
         self.obstacles = [
-            *self._elsewhere(given - plain, device),
+            *self._on_other_devices(given - plain, device),
             *self._numbers_read(),
             *self._overwritten(),
             *self._draws(device),
         ]
 
-    def _elsewhere(self, given: set[Value], device: torch.device) -> list[str]:
+    def _on_other_devices(self, given: set[Value], device: torch.device) -> list[str]:
         moved = [value for value in given if value.device.type != device.type]
         kinds = sorted({f"{list(value.shape)} on {value.device.type}" for value in moved})
         if not kinds:
             return []
-        some = ", ".join(kinds[:3])
-        return [f"the step uses tensors that are not on {device.type}: {some} (of an optimizer: write fused=True)"]
+        examples = ", ".join(kinds[:3])
+        return [f"the step uses tensors that are not on {device.type}: {examples} (for an optimizer's, set fused=True)"]
 
     def _numbers_read(self) -> list[str]:
         found = []
         for node in self.nodes:
             schema = schema_of(node.op).arguments
-            names = {argument.name for argument in schema if _is_number(argument.type)}
+            names = {argument.name for argument in schema if is_number_type(argument.type)}
             given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
             if any(_has_ref(given[name]) for name in names & given.keys()):
                 found.append(f"{node.op} at {node.source} takes a number that is in a tensor")
         return found[:3]
 
     def _overwritten(self) -> list[str]:
-        """Reads of what a Value was before it was written in place."""
-        gone: set[Value] = set()
+        """Reads of a Value after it has been overwritten in place."""
+        overwritten: set[Value] = set()
         for node in self.nodes:
-            if any(value in gone for value in node.reads()):
-                return [f"{node.op} at {node.source} reads what has been overwritten by then"]
-            gone.update(ref.value for ref in node.writes)
-        if any(ref.value in gone for ref in self.outputs.values()):
-            return ["the step returns what it has overwritten by then"]
+            if any(value in overwritten for value in node.reads()):
+                return [f"{node.op} at {node.source} reads a tensor that has been overwritten by then"]
+            overwritten.update(ref.value for ref in node.writes)
+        if any(ref.value in overwritten for ref in self.outputs.values()):
+            return ["the step returns a tensor that it has overwritten"]
         return []
 
     def _draws(self, device: torch.device) -> list[str]:
@@ -120,41 +122,36 @@ def _last_reads(nodes: Sequence[Node], kept: Iterable[Ref], given: set[Value]) -
     return found
 
 
-def _is_number(kind: Any) -> bool:
-    text = str(kind)
-    return any(name in text for name in ("number", "Scalar", "float", "int")) and "Tensor" not in text
-
-
 def _has_ref(argument: Any) -> bool:
     return type(argument) is Ref or type(argument) in (list, tuple) and any(map(_has_ref, argument))
 
 
 class _Kernels(Replay):
-    """As recipes are replayed; a step draws from PyTorch's own generator, whose numbers continue from step to step."""
+    """Replays a step, whose random operations draw from PyTorch's generator."""
 
     def free(self, values: Iterable[Value]) -> None:
-        """Nobody reads these any more."""
+        """Free the buffers of Values that are not read again."""
         for value in values:
             self.buffers.pop(value, None)
 
     def buffer(self, value: Value) -> torch.Tensor:
-        """As of a recipe; but what has been computed is there, or there is a mistake."""
+        """As `Replay.buffer`; a Value that should have been computed must have a buffer."""
         if value not in self.buffers and not value.known and not is_unwritten(value.node):
-            raise MaterializeError(f"{value.node} has not been run, or its memory has been given back")
+            raise MaterializeError(f"{value.node} has not been run, or its memory has been freed")
         return super().buffer(value)
 
     def _run_one(self, node: Node) -> None:
-        if node.op is barrier:  # its results are its operands
+        if node.op is barrier:
             for value, ref in zip(node.outputs, node.args[0], strict=True):
                 self.buffers[value] = ref.view(self.buffer(ref.value)).clone()
             return
         if schema_of(node.op).name.startswith("aten::_fused_") and type(node.kwargs.get("lr")) is Ref:
-            self._with_rate(node, node.kwargs["lr"])
+            self._run_fused_optimizer(node, node.kwargs["lr"])
             return
         super()._run_one(node)
 
-    def _with_rate(self, node: Node, rate: Ref) -> None:
-        """A fused optimizer: on a GPU it reads its rate from a float32 there."""
+    def _run_fused_optimizer(self, node: Node, rate: Ref) -> None:
+        """On a GPU a fused optimizer reads the learning rate from a float32 tensor."""
         lr = rate.view(self.buffer(rate.value))
         kwargs = {**{k: self._real(v) for k, v in node.kwargs.items()}, "lr": lr.float() if lr.is_cuda else lr}
         for value in node.reads():
@@ -166,31 +163,30 @@ class _Kernels(Replay):
     def _draw(self, node: Node, draw: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return node.op(*args, **kwargs)
 
-    def _keep(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Of attention, the seeds and masks for its own backward pass may be other ones than its meta kernel says, and
-        fewer; what they are is between the two kernels."""
+    def _store_results(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
+        """The seeds and masks that attention saves for its backward kernel may differ from its meta kernel's."""
         if not schema_of(node.op).name.startswith("aten::_scaled_dot_product"):
-            return super()._keep(node, made, tensors)
+            return super()._store_results(node, made, tensors)
         for value, tensor in zip(made, tensors, strict=False):
             if value.dtype.is_floating_point and value.numel:
-                super()._keep(node, [value], [tensor])
+                super()._store_results(node, [value], [tensor])
             else:
                 self.buffers[value] = tensor  # type: ignore[assignment]
 
 
-class Replayed:
-    """A step's Program on the memory of one set of weights.
+class ReplayedStep:
+    """Runs a step's Program on the memory of one set of weights.
 
     Attributes:
         how: "replay" or "graph": how the last call was run.
-        failed: why it was not recorded, if that was tried.
+        failed: why capturing the graph failed, if it did.
     """
 
     def __init__(self, plan: Plan, inputs: Sequence[Value], state: Mapping[Value, Ref], device: torch.device) -> None:
         """
         Args:
-            inputs: in the order in which an executable that computes the same has its own.
-            state: of each input that the step changes, its new content.
+            inputs: in the order of an equivalent executable's inputs.
+            state: the new content of each input that the step changes.
         """
         assert not plan.obstacles, plan.obstacles
         self.inputs = tuple(inputs)
@@ -199,7 +195,7 @@ class Replayed:
         self._device = device
         self.how = "replay"
         self.failed: str | None = None
-        self.tried = False  # whether it has been rehearsed
+        self.tried = False  # whether `rehearse` has been called
         self._calls = 0
         self._static_inputs: dict[Value, torch.Tensor] = {}
         self._constants: dict[Value, torch.Tensor] = {}
@@ -213,12 +209,12 @@ class Replayed:
         batch: Mapping[Value, torch.Tensor],
         numbers: Mapping[Value, Callable[[], float]],
     ) -> dict[str, torch.Tensor]:
-        """Run the step; returns its outputs, in memory that is the caller's.
+        """Run the step; returns its outputs, in memory that the caller owns.
 
         Args:
-            in_place: weights and state, which the step changes where they are, and tensors from outside.
-            batch: what each call brings.
-            numbers: what each call reads.
+            in_place: weights and state, which the step updates in place, and tensors from outside.
+            batch: the arguments of this call.
+            numbers: functions that return the Python numbers of this call.
         """
         with torch.no_grad(), DisableTorchDispatch():
             given = self._inputs(in_place, batch, numbers)
@@ -243,8 +239,10 @@ class Replayed:
         batch: Mapping[Value, torch.Tensor],
         numbers: Mapping[Value, Callable[[], float]],
     ) -> dict[str, torch.Tensor]:
-        """Run what comes before the weights are written, forward and backward pass that is, and change nothing: the
-        outputs that are there by then. Whatever the kernels do not take is an error here."""
+        """Run the step up to the update of the weights, without side effects; returns the outputs computed so far.
+
+        Raises PyTorch's error if a kernel does not support its arguments.
+        """
         self.tried = True
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.no_grad(), DisableTorchDispatch(), torch.random.fork_rng(devices=devices):
@@ -289,7 +287,7 @@ class Replayed:
         return kernels
 
     def _static_input(self, value: Value) -> torch.Tensor:
-        """Memory that the recorded kernels read an argument from."""
+        """The memory from which the captured kernels read an argument."""
         memory = self._static_inputs.get(value)
         if memory is None:
             memory = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device)
@@ -301,24 +299,24 @@ class Replayed:
         for node, frees in self._plan.schedule:
             kernels.run((node,))
             kernels.free(frees)
-        ours = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
-        moved = []
+        input_memory = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
+        copies = []
         for value, new in self._state.items():
             target, made = given[value], kernels.buffer(new.value)
             if made.data_ptr() != target.data_ptr() or made.stride() != target.stride():
-                shown = new.view(made)
-                moved.append((target, shown.clone() if made.untyped_storage().data_ptr() in ours else shown))
-        for target, made in moved:
+                view = new.view(made)
+                copies.append((target, view.clone() if made.untyped_storage().data_ptr() in input_memory else view))
+        for target, made in copies:
             target.copy_(made)
         outputs = {}
         for name, ref in self._plan.outputs.items():
             made = ref.view(kernels.buffer(ref.value))
-            inside = made.untyped_storage().data_ptr() in ours or ref.value in self._constants
-            outputs[name] = made.clone() if inside else made
+            shared = made.untyped_storage().data_ptr() in input_memory or ref.value in self._constants
+            outputs[name] = made.clone() if shared else made
         return outputs
 
     def _record(self, given: Mapping[Value, torch.Tensor], address: tuple) -> None:
-        """Record the kernels, which runs none of them. What cannot be recorded is replayed."""
+        """Capture the kernels as a graph, without running them; if that fails, they are replayed."""
         self._graph, self._static_outputs, self._recorded = None, {}, ()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
@@ -326,7 +324,7 @@ class Replayed:
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._static_outputs = self._execute(given)
-        except Exception as error:  # an operation that waits for the device, or is not for graphs
+        except Exception as error:  # an operation synchronizes, or does not support graphs
             self.failed = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self._static_outputs = {}
             torch.cuda.synchronize(self._device)

@@ -11,7 +11,7 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Value
 from ..rng.counter_stream import CounterStream
-from ..rng.philox_stream import PhiloxStream
+from ..rng.stream import PhiloxStream
 from . import cpu_stream, cuda_stream, probe
 from .fill_slices import FillRecipe, recipe_of
 from .kernels import CudaLauncher, Launcher
@@ -30,13 +30,15 @@ def make(
     geometry: Callable[[int], Any] = probe.geometry,
     allocate: Callable[[Value], torch.Tensor] | None = None,
 ) -> dict[Value, torch.Tensor]:
-    """Those of `values` that kernels of ours make on `device`, each on memory of its own, laid out as it is.
+    """Initialize on `device` those of `values` for which there is a kernel that gives PyTorch's bits.
 
-    Left out is what they cannot make, and what they have not been seen to make as PyTorch does. (The other arguments
-    are for tests, which have no GPU.)
+    The arguments from `launcher` to `geometry` are for tests, which have no GPU.
 
     Args:
-        allocate: gives the memory of a value that is made; by default PyTorch's.
+        allocate: allocates a Value's memory; by default with PyTorch's allocator.
+
+    Returns:
+        A new tensor for each of these Values, with its layout.
     """
     index = device.index or 0
     allocate = allocate or partial(_empty, device)

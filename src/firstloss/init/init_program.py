@@ -1,4 +1,4 @@
-"""`firstloss.init_program`: the Program captured of a module, and its weights on devices."""
+"""`firstloss.init_program`: the captured Program of a module, and its weights on devices."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 
 class InitProgram(Recipes):
-    """What was captured of a module: a recipe for each of its weights.
+    """The captured Program of a module: a recipe for each of its weights.
 
     Attributes:
-        recipes: by qualified name. A weight that has several names has its recipe under each.
-        without: weights that can have none, such as sparse ones, each with its kind in words.
+        recipes: by qualified name. A tied weight has its recipe under each of its names.
+        without: weights that cannot have a recipe, such as sparse ones, with a description of each.
     """
 
     def plan(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> ShardingPlan:
-        """The sharding of each weight, and what each device does; arguments as for `run`."""
+        """The sharding of each weight, and the work of each device; arguments as for `run`."""
         require_jax("InitProgram.plan")
         from .stablehlo.plan import plan
 
         return plan(self, mesh, shardings)
 
     def to_stablehlo(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:
-        """The text of one StableHLO module whose outputs are the weights, each device making its own part of them.
+        """The text of one StableHLO module whose outputs are the weights; each device computes its own shards.
 
-        Outputs are named (`jax.result_info`) as the weights are, in the order of their names, a tied weight once, and
-        have Shardy annotations. The module needs no input and no communication. Arguments as for `run`; the mesh may
-        have more devices than there are.
+        Outputs have the names of the weights (`jax.result_info`), in sorted order, tied weights once, and Shardy
+        annotations. The module has no inputs and needs no communication. Arguments as for `run`; the mesh may have more
+        devices than are available.
 
         Raises:
             ShardingError: as `run`.
-            LoweringError: if a weight cannot be made on a device; it is named.
+            LoweringError: if a weight cannot be computed on a device; names the weight.
         """
         require_jax("InitProgram.to_stablehlo")
         from .stablehlo.module import to_stablehlo
@@ -52,12 +52,12 @@ class InitProgram(Recipes):
         return to_stablehlo(self, mesh, shardings)
 
     def peak_bytes(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
-        """Bytes that each device needs to make its shards by compiled recipes, by the executables' own analysis.
+        """The bytes that each device needs to compute its shards, by the executables' memory analysis.
 
-        Compiles them for devices that are there, and makes nothing. Arguments and errors as for `run`.
+        Compiles for the available devices, and runs nothing. Arguments and errors as for `run`.
 
         Returns:
-            "weights", which stay, and "temporary", the most that any one executable has beside what it makes.
+            "weights", for the results, and "temporary", the maximum of any executable's temporary memory.
         """
         require_jax("InitProgram.peak_bytes")
         from .stablehlo.devices import peak_bytes
@@ -67,20 +67,20 @@ class InitProgram(Recipes):
     def run(
         self, mesh: Any = None, shardings: Mapping[str, Any] | None = None, *, engine: str | None = None
     ) -> dict[str, Any]:
-        """The weights as `{name: jax.Array}`, each device making its own shards; tied weights are one array.
+        """The weights as `{name: jax.Array}`; each device computes its own shards, and tied weights are one array.
 
         Args:
-            mesh: a `jax.sharding.Mesh`, or the sizes of its axes by name, as `{"fsdp": 8}`. None: the mesh of the
-                marks that `fl.shard` left, or one device.
-            shardings: specs by name pattern; a weight that no pattern matches is replicated. None: what
-                `fl.shard` and `fl.mark_sharding` said, or, if they said nothing, each weight's largest dimension that
-                divides is cut over all data axes.
-            engine: "torch" makes the shards with PyTorch's kernels in memory that CPU devices own, bit for bit as
-                eager; "xla" runs compiled recipes on the devices. Default: "torch" on a CPU, "xla" elsewhere.
+            mesh: a `jax.sharding.Mesh`, or the sizes of its axes by name, such as `{"fsdp": 8}`. None: the mesh of the
+                annotations of `fl.shard`, or one device.
+            shardings: specs by name pattern; a weight that no pattern matches is replicated. None: the annotations of
+                `fl.shard` and `fl.mark_sharding`, or, without any, each weight's largest divisible dimension is sharded
+                over all data axes.
+            engine: "torch" computes the shards with PyTorch's kernels in the memory of CPU devices, bit-identical to
+                eager; "xla" runs compiled recipes on the devices. Default: "torch" on a CPU, else "xla".
 
         Raises:
-            ShardingError: if a spec names an axis that there is not, or does not fit its weight, if a pattern matches
-                nothing, or if the mesh has more devices than there are. Nothing has been made then.
+            ShardingError: if a spec names an unknown axis, or does not fit its weight, if a pattern matches nothing, or
+                if the mesh has more devices than are available. Nothing is computed then.
         """
         require_jax("InitProgram.run")
         from .stablehlo.devices import run
@@ -89,10 +89,10 @@ class InitProgram(Recipes):
 
 
 def init_program(module: torch.nn.Module) -> InitProgram:
-    """What was captured of `module`: a recipe for each of its weights; computes nothing.
+    """The captured Program of `module`: a recipe for each of its weights. Computes nothing.
 
-    Parameters and buffers that are real already, as those made of numpy arrays are, are constants of it, as they are
-    now; weights that live on a backend are left out.
+    Parameters and buffers that are already real, such as those created from NumPy arrays, are constants with their
+    current values; weights on a backend are omitted.
 
     Examples:
         >>> program = fl.init_program(fl.deferred_init(nn.Linear, 8, 4))
@@ -111,7 +111,7 @@ def init_program(module: torch.nn.Module) -> InitProgram:
         NothingDeferredError: if no parameter, buffer or tensor attribute of `module` is deferred.
     """
     if not isinstance(module, torch.nn.Module):
-        raise NothingDeferredError(f"init_program: {module!r:.80} is no Module. Only a Module has named weights.")
+        raise NothingDeferredError(f"init_program takes a Module, whose weights have names, not {module!r:.80}.")
     recipes: dict[str, Recipe] = {}
     first: dict[int, Recipe] = {}
     counted: set[int] = set()
@@ -132,7 +132,7 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             dead = 0 if id(storage) in counted else storage.fills - _ends_in_a_fill(storage.value)
             counted.add(id(storage))
             recipe = first[id(tensor)] = Recipe(name, tensor._ref(), kind, dead, mark=mark_of(tensor))
-        elif kind == "attribute":  # a list kept beside the weights, as an LSTM's: not a name of its own
+        elif kind == "attribute":  # a list of weights, as in nn.LSTM, is not another name
             continue
         else:
             recipe.aliases.append(name)
@@ -140,9 +140,9 @@ def init_program(module: torch.nn.Module) -> InitProgram:
     if not recipes:
         raise NothingDeferredError(
             f"init_program: this {type(module).__name__} has no deferred weight. Construct it with "
-            "firstloss.deferred_init, and look before it is materialized."
+            "firstloss.deferred_init, and call init_program before it is materialized."
         )
-    for name, tensor, kind in present:  # weights that are in memory already are written down as they are
+    for name, tensor, kind in present:  # weights in memory are constants
         recipe = first.get(id(tensor))
         if recipe is None:
             recipe = first[id(tensor)] = Recipe(name, ref_of(tensor), kind, 0, mark=mark_of(tensor))
@@ -153,19 +153,19 @@ def init_program(module: torch.nn.Module) -> InitProgram:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """In words, what kind of tensor has no recipe."""
+    """A description of a tensor that cannot have a recipe."""
     name = "" if type(tensor) in (torch.Tensor, torch.nn.Parameter) else f"{type(tensor).__name__}, "
     return f"{name}{str(tensor.layout).removeprefix('torch.')}, {tensor.dtype}, on {tensor.device}"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a real tensor has values that can be written down: not one of a subclass with a layout of its own."""
+    """Whether a real tensor can be a constant: strided, and not a subclass."""
     known = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     return known and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _ends_in_a_fill(value: Value) -> bool:
-    """Whether the content goes back to a fill of the whole storage: the one that is not dead."""
+    """Whether the content depends on a fill of the whole storage, which is then not dead."""
     node = value.node
     while node is not None and node.writes and not value.known:
         if node.overwrites:

@@ -23,11 +23,11 @@ def _check_arguments(module: Any, buffers_only: Any, check_fn: Any, num_threads:
     if not isinstance(module, torch.nn.Module):
         raise MaterializeError(f"materialize_module takes a module, not an object of type {type(module).__name__}.")
     if not isinstance(buffers_only, bool):
-        raise MaterializeError(f"buffers_only={buffers_only!r}: write True or False.")
+        raise MaterializeError(f"buffers_only={buffers_only!r} must be True or False.")
     if check_fn is not None and not callable(check_fn):
         raise MaterializeError(f"check_fn={check_fn!r} is not a function of a module.")
     if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
-        raise MaterializeError(f"num_threads={num_threads!r}: give a whole number from 1 on, or None for all cores.")
+        raise MaterializeError(f"num_threads={num_threads!r} must be a positive integer, or None for all cores.")
 
 
 def materialize_module(
@@ -42,10 +42,9 @@ def materialize_module(
 ) -> Module:
     """Make the deferred parameters and buffers of `module` real, in place, and return it.
 
-    Every parameter stays the Python object that it was, so optimizers built on the deferred module and ties between
-    weights stay valid. The values are bit for bit those that the constructor would have made in eager PyTorch on
-    this machine's CPU from the same seed, in whatever order and with however many threads they are made, and if
-    only some of them are.
+    Every parameter remains the same Python object, so optimizers built on the deferred module and ties between weights
+    remain valid. The values are bit-identical to those of the constructor in eager PyTorch on this machine's CPU from
+    the same seed, regardless of the order and the number of threads, and even if only some of them are made.
 
     Examples:
         >>> model = fl.deferred_init(nn.Linear, 8, 4)
@@ -59,21 +58,21 @@ def materialize_module(
 
     Args:
         module: a Module, some of whose parameters and buffers are deferred; DTensors get their local shard.
-        buffers_only: make the buffers and leave the parameters deferred.
-        check_fn: make only the tensors that belong directly to submodules for which this returns True.
-        device: where the tensors shall live; default the device they were constructed for. They are made on the CPU,
-            some at a time, and moved.
-        dtype: what floating-point tensors shall be converted to, after they have been made in their own dtype.
-        num_threads: threads to make them with; default all cores of this process.
-        progress: called now and then with (bytes made, bytes in all).
+        buffers_only: make only the buffers, and leave the parameters deferred.
+        check_fn: make only tensors that belong directly to submodules for which this returns True.
+        device: the target device; defaults to the device that the tensors were constructed for. They are made on the
+            CPU in batches and moved.
+        dtype: the dtype that floating-point tensors are converted to, after they have been made in their own dtype.
+        num_threads: defaults to all cores of this process.
+        progress: called from time to time with (bytes made, total bytes).
 
     Returns:
         `module`.
 
     Raises:
-        MaterializeError: if nothing can be made on `device`; all stays deferred. If `module` has tensors on the meta
-            device, of which nobody knows what they shall hold, and none that is deferred; they are named. (Beside
-            deferred ones they are left alone, with a `MetaTensorsWarning`.)
+        MaterializeError: if `device` cannot be used; everything stays deferred. If `module` has tensors on the meta
+            device, which have no recipe, and no deferred ones; names them. (If it has deferred ones, too, this is a
+            `MetaTensorsWarning`.)
         ConstantChangedError: if a tensor from outside that a recipe reads has been edited since.
     """
     _check_arguments(module, buffers_only, check_fn, num_threads)
@@ -96,13 +95,12 @@ def materialize_module(
 
 
 def _report_meta(module: torch.nn.Module, names: list[str], nothing_else: bool) -> None:
-    """Say that some tensors stay without values; an error where all that there is to be made are these."""
+    """Warn about tensors on the meta device; an error if there are no others to make."""
     some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     message = (
         f"{here()}: of this {type(module).__name__}, {some} {'is' if len(names) == 1 else 'are'} on the meta device: "
-        "there is neither a value nor a recipe for one. Construct without the meta device: firstloss.deferred_init "
-        "takes its place, and remembers what the weights shall hold; or give them values before, by "
-        "load_state_dict(..., assign=True)."
+        "they have neither a value nor a recipe. Construct without the meta device, with firstloss.deferred_init, "
+        "which records how the weights are initialized; or load values before, by load_state_dict(..., assign=True)."
     )
     if nothing_else:
         raise MaterializeError(message)
@@ -110,7 +108,7 @@ def _report_meta(module: torch.nn.Module, names: list[str], nothing_else: bool) 
 
 
 def _owner(name: str, modules: dict[str, torch.nn.Module]) -> str:
-    """The submodule that a tensor of this name belongs to, be it in a list or dict that the submodule keeps."""
+    """The submodule that a tensor of this name belongs to, directly or in a list or dict."""
     name = name.rpartition(".")[0]
     while name not in modules:
         name = name.rpartition(".")[0]

@@ -8,20 +8,18 @@ from typing import Any
 from ..compat.torch_names import schema_of
 from ..program.graph import Node, Ref, Value
 
-# Beyond so many operations a recipe is told by its last ones.
-_TOLD = 6
-# Operations that change nothing worth telling.
-_SILENT = {"alias", "detach", "contiguous", "lift_fresh"}
+_MAX_STEPS = 6  # of a longer recipe only the last operations are shown
+_OMITTED = {"alias", "detach", "contiguous", "lift_fresh"}
 
 
 def in_words(ref: Ref) -> str:
-    """What makes the weight that `ref` shows."""
-    steps = _steps(ref.value, _TOLD)
+    """A description of the recipe of `ref`."""
+    steps = _steps(ref.value, _MAX_STEPS)
     whole = ref.whole or ref.covers
     return ", then ".join(steps) + ("" if whole else " (a view of it)")
 
 
-def _steps(value: Value, room: int) -> list[str]:
+def _steps(value: Value, limit: int) -> list[str]:
     steps: list[str] = []
     while True:
         if value.known:
@@ -31,12 +29,12 @@ def _steps(value: Value, room: int) -> list[str]:
         if node is None or _name(node) in ("empty", "empty_strided"):
             steps.append("left unwritten")
             break
-        if len(steps) == room:
+        if len(steps) == limit:
             steps.append("...")
             break
         name = _name(node)
-        if name not in _SILENT:
-            steps.append(_step(node, room - len(steps)))
+        if name not in _OMITTED:
+            steps.append(_step(node, limit - len(steps)))
         source = _continues(node, value)
         if source is None:
             break
@@ -47,7 +45,7 @@ def _steps(value: Value, room: int) -> list[str]:
 
 
 def _continues(node: Node, value: Value) -> Value | None:
-    """The Value that the step edits, if it edits one."""
+    """The Value that the operation modifies, if any."""
     if node.overwrites:
         return None
     for written, out in zip(node.writes, node.outputs, strict=False):
@@ -57,15 +55,15 @@ def _continues(node: Node, value: Value) -> Value | None:
     return refs[0].value if len(refs) >= 1 and _name(node) not in ("copy",) else None
 
 
-def _step(node: Node, room: int) -> str:
+def _step(node: Node, limit: int) -> str:
     name, partly = _name(node), node.writes and not node.overwrites and not node.writes[0].covers
-    told = _WORDS.get(name)
+    describe = _WORDS.get(name)
     if name == "copy":
         other = next((a for a in node.args[1:] if type(a) is Ref), None)
-        of = ", then ".join(_steps(other.value, room - 1)) if other and room > 1 else "..."
+        of = ", then ".join(_steps(other.value, limit - 1)) if other and limit > 1 else "..."
         text = f"copy of ({of})" if "," in of else f"copy of {of}"
-    elif told is not None:
-        text = told(_arguments(node))
+    elif describe is not None:
+        text = describe(_arguments(node))
     else:
         numbers = [_number(a) for a in node.args if isinstance(a, (int, float)) and not isinstance(a, bool)]
         text = name + (f"({', '.join(numbers)})" if numbers else "")
@@ -77,7 +75,7 @@ def _name(node: Node) -> str:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """The node's arguments by name, defaults filled in."""
+    """The node's arguments by name, including defaults."""
     out = {spec.name: spec.default_value for spec in schema_of(node.op).arguments if spec.has_default_value()}
     out.update(
         {spec.name: arg for spec, arg in zip(schema_of(node.op).arguments, node.args, strict=False)}, **node.kwargs

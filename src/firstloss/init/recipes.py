@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..program.graph import Node, Ref, slice_for
+from ..program.graph import Node, Ref, dtype_name, slice_for
 from ..program.program import Program
 from ..rng.counter_stream import CounterStream, number_and_word
 from ..rng.stream import Stream
@@ -23,10 +23,10 @@ class Recipe:
     """The slice of a constructor's Program that makes one weight.
 
     Attributes:
-        name: the weight's qualified name in the module; where it is tied, the first of its names.
-        ref: what the weight shows of which Value.
+        name: the weight's qualified name in the module; if it is tied, the first of its names.
+        ref: the weight's view of its Value.
         kind: "parameter", "buffer" or "attribute".
-        dead_fills: initialisations of the whole weight that were overwritten before anyone read them: never computed.
+        dead_fills: fills of the whole weight that are overwritten before they are read, and never computed.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Recipe:
     kind: str
     dead_fills: int
     aliases: list[str] = field(default_factory=list)  # its other names
-    mark: ShardingMark | None = None  # what `mark_sharding` or `shard` said of it
+    mark: ShardingMark | None = None  # by `mark_sharding` or `shard`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Recipe:
 
     @property
     def numel(self) -> int:
-        """The weight's elements."""
+        """The weight's number of elements."""
         return math.prod(self.ref.size)
 
     @property
@@ -58,12 +58,12 @@ class Recipe:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The operations that make it, in the order of recording."""
+        """The operations of the recipe, in the order of recording."""
         return slice_for([self.ref.value])
 
     @property
     def program(self) -> Program:
-        """These operations alone: `print(recipe.program)` prints Python that makes this weight."""
+        """The recipe as a Program: `print(recipe.program)` prints Python that computes this weight."""
         return Program({}, {self.name: self.ref})
 
     @property
@@ -77,7 +77,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One line of a report: a weight that is not a second name of another."""
+    """One row of a report: a weight; tied ones once."""
 
     weight: str
     kind: str
@@ -85,35 +85,35 @@ class ReportRow:
     dtype: str
     bytes: int
     recipe: str
-    stream: int | None  # streams are numbered in the order in which weights draw from them
-    position: int | None  # the 32-bit word at which the first draw begins; by the counter policy, the draw's number
+    stream: int | None  # numbered in the order of first use
+    position: int | None  # the 32-bit word at which the first draw begins; under the counter policy, the draw's number
     dead_fills: int
     tied: tuple[str, ...]  # other names of the same weight
 
 
 class Report:
-    """What a constructor would make, as plain data; `str()` of it is a table."""
+    """The weights that a constructor would make, as plain data; `str()` formats a table."""
 
     def __init__(self, rows: list[ReportRow]) -> None:
         self.rows = rows
 
     @property
     def bytes(self) -> int:
-        """Of all weights together."""
+        """The total size of all weights."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """The total number of elements of all parameters."""
         return sum(math.prod(row.shape) for row in self.rows if row.kind == "parameter")
 
     @property
     def dead_fills(self) -> int:
-        """Initialisations dropped."""
+        """The total number of dead fills."""
         return sum(row.dead_fills for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a JSON-serializable dict."""
         return {
             "weights": [asdict(row) for row in self.rows],
             "parameters": self.parameters,
@@ -151,8 +151,8 @@ class Recipes:
     """The recipes of a module's weights, as data.
 
     Attributes:
-        recipes: by qualified name. A weight that has several names has its recipe under each.
-        without: weights that can have none, such as sparse ones, each with its kind in words.
+        recipes: by qualified name. A tied weight has its recipe under each of its names.
+        without: weights that cannot have a recipe, such as sparse ones, with a description of each.
     """
 
     def __init__(self, recipes: dict[str, Recipe], without: Mapping[str, str]) -> None:
@@ -161,24 +161,24 @@ class Recipes:
 
     @cached_property
     def program(self) -> Program:
-        """All recipes as one Program, its outputs named as the weights are."""
+        """All recipes as one Program, whose outputs have the names of the weights."""
         return Program({}, {name: recipe.ref for name, recipe in self.recipes.items()})
 
     def report(self) -> Report:
-        """Weight, shape, dtype, recipe in words, stream position, dead fills dropped: a row for each weight."""
+        """A table of weight, shape, dtype, recipe in words, stream position and dead fills."""
         streams: dict[Stream, int] = {}
         rows = []
         for name, recipe in self.recipes.items():
             if name != recipe.name:
                 continue
             draws = recipe.draws
-            at = _place(draws[0]) if draws else None
+            at = _stream_position(draws[0]) if draws else None
             rows.append(
                 ReportRow(
                     weight=name,
                     kind=recipe.kind,
                     shape=recipe.shape,
-                    dtype=str(recipe.dtype).removeprefix("torch."),
+                    dtype=dtype_name(recipe.dtype),
                     bytes=recipe.nbytes,
                     recipe=str(recipe),
                     stream=None if at is None else streams.setdefault(at[0], len(streams)),
@@ -193,12 +193,12 @@ class Recipes:
         return len(self.program)
 
     def __str__(self) -> str:
-        """Python that makes all weights: see `Program`."""
+        """Python that computes all weights: see `Program`."""
         return str(self.program)
 
 
-def _place(node: Node) -> tuple[Stream, int]:
-    """The stream that an operation draws from, and where in it."""
+def _stream_position(node: Node) -> tuple[Stream, int]:
+    """The stream that an operation draws from, and the position in it."""
     assert node.draw is not None
     stream, position = node.draw.stream.absolute(node.draw.position)
     return stream, number_and_word(position)[0] if isinstance(stream, CounterStream) else position.words

@@ -1,7 +1,7 @@
-"""Shardings: which part of each weight is on which device of a mesh, in words and as arithmetic.
+"""Shardings: which shard of each weight is on which device of a mesh.
 
-A spec says for each of a weight's dimensions over which axes of the mesh it is cut: a tuple of None, an axis' name, or
-several names, as JAX's `PartitionSpec` and torch_xla's `mark_sharding` have it. Nothing here imports JAX.
+A spec has an entry for each dimension of a weight with the mesh axes that shard it: None, an axis name, or a tuple of
+names, as in JAX's `PartitionSpec` and torch_xla's `mark_sharding`. Does not import JAX.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..capture.deferred import named_tensors
 from ..errors import ShardingError
 from ..program.source import UNKNOWN, Source, here
 
-Axes = dict[str, int]  # a mesh: sizes of its axes by name, the slowest first
-Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it, the slowest first
+Axes = dict[str, int]  # a mesh: the sizes of its axes by name, in major-to-minor order
+Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that shard it, in major-to-minor order
 M = TypeVar("M", bound=torch.nn.Module)
 
 _ATTRIBUTE = "_firstloss_sharding"
-# Axes over which data is split: those that a weight is cut over by default, where a mesh has some of them.
+# Data-parallel axes, over which weights are sharded by default.
 DATA_AXES = frozenset({"data", "dp", "fsdp", "dp_shard", "dp_replicate", "replica", "batch"})
 
 
 class ShardingMark(NamedTuple):
-    """What `mark_sharding` leaves on a tensor."""
+    """The annotation of a tensor by `mark_sharding`."""
 
     mesh: Any
     spec: tuple
@@ -38,8 +38,8 @@ class ShardingMark(NamedTuple):
 class WeightSharding(NamedTuple):
     """The sharding of one weight.
 
-    spec: for each dimension the axes that cut it. Every one divides: `jax.Array`s have equal shards only.
-    moved: axes that did not divide the dimension that was asked for, and what became of them, in words.
+    spec: for each dimension the axes that shard it. They divide it, since the shards of a `jax.Array` are equal.
+    moved: a description of axes that do not divide the requested dimension, and what was done instead.
     """
 
     spec: Spec
@@ -47,7 +47,7 @@ class WeightSharding(NamedTuple):
 
 
 def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch.Tensor:
-    """Say how one weight, deferred or not, is to be cut; returns it. As `torch_xla.distributed.spmd.mark_sharding`.
+    """Annotate a weight, deferred or not, with a sharding. Like `torch_xla.distributed.spmd.mark_sharding`.
 
     Examples:
         >>> model = fl.deferred_init(nn.Linear, 8, 4)
@@ -57,18 +57,17 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
     Args:
         tensor: the weight.
         mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `torch` DeviceMesh, or `{axis: size}`.
-        spec: for each dimension None, an axis, or a tuple of axes; dimensions left out at the end are not cut.
+        spec: for each dimension None, an axis, or a tuple of axes; omitted trailing dimensions are not sharded.
 
     Returns:
         `tensor`.
 
     Raises:
-        ShardingError: if the spec has more dimensions than the tensor, or names an axis that the mesh does not have or
-            names one twice.
+        ShardingError: if the spec has more dimensions than the tensor, or names an unknown axis or an axis twice.
     """
     source = here()
     if not isinstance(tensor, torch.Tensor):
-        raise ShardingError(f"{_at(source)}{tensor!r:.80} is no tensor. Give the weight itself, as model.head.weight")
+        raise ShardingError(f"{_at(source)}{tensor!r:.80} is not a tensor. Pass a weight, such as model.head.weight")
     name = f"a weight of shape {list(tensor.shape)}"
     checked(name, tuple(tensor.shape), spec, axes_of(mesh), source)
     setattr(tensor, _ATTRIBUTE, ShardingMark(mesh, tuple(spec), source, name))
@@ -81,7 +80,7 @@ def copy_sharding_mark(tensor: torch.Tensor, mark: ShardingMark) -> None:
 
 
 def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
-    """Say by name pattern how the weights of `module` are to be cut; returns it.
+    """Annotate the weights of `module` with shardings, by name pattern.
 
     Examples:
         >>> model = fl.deferred_init(nn.Linear, 8, 4)
@@ -92,41 +91,41 @@ def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
 
     Args:
         module: a Module, deferred or not.
-        specs: shell patterns of qualified names (`"*.q_proj.weight"`), each with its spec; the first that matches a
-            name holds for it. A pattern may match some weights only through their further names, if they are tied.
+        specs: shell patterns of qualified names (`"*.q_proj.weight"`), each with its spec; the first match applies. A
+            tied weight may be matched by any of its names.
         mesh: as for `mark_sharding`.
 
     Returns:
         `module`.
 
     Raises:
-        ShardingError: as `mark_sharding`, or if a pattern matches nothing. No weight is marked then.
+        ShardingError: as `mark_sharding`, or if a pattern matches nothing. No weight is annotated then.
     """
     source, axes = here(), axes_of(mesh)
     if not isinstance(module, torch.nn.Module):
-        raise ShardingError(f"{_at(source)}{module!r:.80} is no Module. For a tensor there is fl.mark_sharding")
+        raise ShardingError(f"{_at(source)}{module!r:.80} is not a Module. For a tensor use fl.mark_sharding")
     tensors = {name: tensor for name, tensor, kind in named_tensors(module) if kind != "attribute"}
     matched = match(tensors, specs, source)
     for name, spec in matched.items():
         checked(name, tuple(tensors[name].shape), spec, axes, source)
-    for name in reversed(matched):  # of tied names the first one's spec holds
+    for name in reversed(matched):  # of tied names the first one's spec applies
         setattr(tensors[name], _ATTRIBUTE, ShardingMark(mesh, tuple(matched[name]), source, name))
     return module
 
 
 def mark_of(tensor: torch.Tensor) -> ShardingMark | None:
-    """What `mark_sharding` or `shard` said of a tensor."""
+    """The annotation of a tensor by `mark_sharding` or `shard`."""
     return getattr(tensor, _ATTRIBUTE, None)
 
 
 def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: Source) -> dict[str, Sequence[Any]]:
-    """For each of `names` that a pattern matches, the spec of the first one that does."""
+    """The spec of the first pattern that matches, for each of `names` that has one."""
     if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
         raise ShardingError(
-            f"{_at(source)}the shardings {specs!r:.120} are no mapping of name patterns. Write a dict, as "
+            f"{_at(source)}the shardings {specs!r:.120} are not a mapping of name patterns. Use a dict, such as "
             "{'*.weight': ('fsdp', None)}"
         )
-    # A plan's patterns are the names of all weights: what has no wildcard is looked up.
+    # Patterns without a wildcard are looked up: there may be one for each weight.
     wild = [pattern for pattern in specs if any(sign in pattern for sign in "*?[")]
     plain = specs.keys() - wild
     for pattern in specs:
@@ -134,9 +133,9 @@ def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: 
             near = ", ".join(list(names)[:3])
             raise ShardingError(
                 f"{_at(source)}the pattern {pattern!r} matches no weight. Weights have names like {near}; "
-                "a pattern has to match all of a name, as '*.weight' does"
+                "a pattern must match the whole name, as '*.weight' does"
             )
-    order = {pattern: place for place, pattern in enumerate(specs)}
+    order = {pattern: index for index, pattern in enumerate(specs)}
     found = {}
     for name in names:
         fitting = [pattern for pattern in wild if fnmatchcase(name, pattern)][:1]
@@ -147,10 +146,10 @@ def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: 
 
 
 def axes_of(mesh: Any) -> Axes:
-    """Names and sizes of a mesh's axes.
+    """The names and sizes of a mesh's axes.
 
     Raises:
-        ShardingError: if `mesh` is none.
+        ShardingError: if `mesh` is not a mesh.
     """
     names = getattr(mesh, "mesh_dim_names", None)
     sizes = mesh if isinstance(mesh, Mapping) else getattr(mesh, "shape", None)
@@ -159,75 +158,75 @@ def axes_of(mesh: Any) -> Axes:
     if isinstance(sizes, Mapping) and all(_is_axis(name, size) for name, size in sizes.items()):
         return {name: int(size) for name, size in sizes.items()}
     raise ShardingError(
-        f"{_at(here())}{mesh!r} is no mesh. Give a jax.sharding.Mesh, a torch DeviceMesh with mesh_dim_names, or the "
-        "sizes of its axes by name, as {'fsdp': 8}"
+        f"{_at(here())}{mesh!r} is not a mesh. Use a jax.sharding.Mesh, a torch DeviceMesh with mesh_dim_names, or the "
+        "sizes of its axes by name, such as {'fsdp': 8}"
     )
 
 
 def checked(name: str, shape: tuple[int, ...], spec: Any, axes: Axes, source: Source = UNKNOWN) -> Spec:
-    """`spec` written out, with an entry for each dimension.
+    """Validate and normalize `spec`, with an entry for each dimension.
 
     Raises:
-        ShardingError: naming the weight, the spec and the line.
+        ShardingError: with the weight, the spec and the source line.
     """
     where = f"{_at(source)}{name}: the spec {_shown(spec)}"
-    if type(spec).__module__.startswith("jax") and hasattr(spec, "__iter__"):  # a PartitionSpec, which is no Sequence
+    if type(spec).__module__.startswith("jax") and hasattr(spec, "__iter__"):  # a PartitionSpec is not a Sequence
         spec = tuple(spec)
     if isinstance(spec, (str, bytes)) or not isinstance(spec, Sequence):
-        raise ShardingError(f"{where} is no tuple. Write one entry for each dimension, as ('fsdp', None)")
+        raise ShardingError(f"{where} is not a tuple. Use one entry for each dimension, as in ('fsdp', None)")
     if len(spec) > len(shape):
         raise ShardingError(
-            f"{where} has {len(spec)} dimensions, and the weight, of shape {list(shape)}, has {len(shape)}. Leave "
-            f"out the last {len(spec) - len(shape)}"
+            f"{where} has {len(spec)} dimensions, but the weight, of shape {list(shape)}, has {len(shape)}. Remove the "
+            f"last {len(spec) - len(shape)}"
         )
     out: list[tuple[str, ...]] = []
     for entry in spec:
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
         if not isinstance(names, Sequence) or not all(isinstance(axis, str) for axis in names):
-            raise ShardingError(f"{where} has {entry!r} in it. Write None, an axis' name, or a tuple of names")
+            raise ShardingError(f"{where} contains {entry!r}. Use None, an axis name, or a tuple of names")
         out.append(tuple(names))
     flat = [axis for entry in out for axis in entry]
     for axis in flat:
         if axis not in axes:
             raise ShardingError(f"{where} names an axis {axis!r}. The mesh has {', '.join(map(repr, axes))}")
         if flat.count(axis) > 1:
-            raise ShardingError(f"{where} names {axis!r} twice. An axis cuts one dimension of a weight")
+            raise ShardingError(f"{where} names {axis!r} twice. An axis shards only one dimension of a weight")
     return (*out, *[()] * (len(shape) - len(out)))
 
 
 def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> WeightSharding:
-    """`spec` made to divide `shape`.
+    """Adapt `spec` so that it divides `shape`.
 
-    Axes that do not divide their dimension go to the largest other one that they divide, so that shards are as small
-    as was asked for; where there is none, the weight is whole along them.
+    An axis that does not divide its dimension is moved to the largest other one that it divides, so that shards are as
+    small as requested; if there is none, the weight is replicated along it.
     """
     out: list[list[str]] = []
-    left: list[tuple[int, str]] = []  # dimensions, and axes that do not divide them
+    indivisible: list[tuple[int, str]] = []  # dimensions, and axes that do not divide them
     for dim, entry in enumerate(spec):
-        kept = 0
-        while kept < len(entry) and shape[dim] % _parts(entry[: kept + 1], axes) == 0:
-            kept += 1
-        out.append(list(entry[:kept]))
-        left += [(dim, axis) for axis in entry[kept:]]
+        count = 0
+        while count < len(entry) and shape[dim] % _parts(entry[: count + 1], axes) == 0:
+            count += 1
+        out.append(list(entry[:count]))
+        indivisible += [(dim, axis) for axis in entry[count:]]
     moved = []
-    for dim, axis in left:
-        room = [
+    for dim, axis in indivisible:
+        candidates = [
             d
             for d in range(len(shape))
             if shape[d] and not spec[d] and shape[d] % (_parts(out[d], axes) * axes[axis]) == 0
         ]
-        to = max(room, key=lambda d: shape[d] // _parts(out[d], axes), default=None)
+        to = max(candidates, key=lambda d: shape[d] // _parts(out[d], axes), default=None)
         if to is not None:
             out[to].append(axis)
-        what = "the weight is whole along it" if to is None else f"it cuts dimension {to} instead"
-        moved.append(f"axis {axis!r} of size {axes[axis]} does not divide dimension {dim} of {shape[dim]}: {what}")
+        action = "the weight is replicated along it" if to is None else f"it shards dimension {to} instead"
+        moved.append(f"axis {axis!r} of size {axes[axis]} does not divide dimension {dim} of {shape[dim]}: {action}")
     return WeightSharding(tuple(tuple(entry) for entry in out), "; ".join(moved))
 
 
 def by_default(shape: tuple[int, ...], axes: Axes) -> Spec:
-    """As FSDP: the largest dimension that the data axes divide is cut over all of them; else over as many as can be.
+    """The default, like FSDP: shard the largest dimension that is divisible by all data axes, or by most of them.
 
-    Data axes are those named in `DATA_AXES`; in a mesh that has none of them, all axes.
+    Data axes are those in `DATA_AXES`; if the mesh has none of them, all axes.
     """
     data = [axis for axis in axes if axis in DATA_AXES] or list(axes)
     best: tuple[int, int, int, tuple[str, ...]] = (1, 0, 0, ())
@@ -247,7 +246,7 @@ def local_shape(shape: tuple[int, ...], spec: Spec, axes: Axes) -> tuple[int, ..
 
 
 def starts(shape: tuple[int, ...], spec: Spec, axes: Axes, where: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Where the shard begins of the device that is number `where[axis]` along each axis: ints, or traced ones."""
+    """The offset of the shard of the device with index `where[axis]` along each axis; ints may be traced."""
     out = []
     for size, entry in zip(shape, spec, strict=True):
         index: Any = 0
@@ -262,9 +261,9 @@ def _parts(names: Sequence[str], axes: Axes) -> int:
 
 
 def _is_axis(name: Any, size: Any) -> bool:
-    """Whether they are an axis' name and size. A quotation mark would end the name in a module's text."""
-    written = isinstance(name, str) and name.isprintable() and not set(name) & set('"\\') and name != ""
-    return written and not isinstance(size, bool) and hasattr(size, "__index__") and int(size) > 0
+    """Whether they are a valid axis name and size; StableHLO's text cannot quote all names."""
+    printable = isinstance(name, str) and name.isprintable() and not set(name) & set('"\\') and name != ""
+    return printable and not isinstance(size, bool) and hasattr(size, "__index__") and int(size) > 0
 
 
 def _at(source: Source) -> str:

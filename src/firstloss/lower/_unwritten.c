@@ -1,4 +1,4 @@
-/* A handler of a custom call in XLA that does nothing: see unwritten.py. */
+/* The handler of an XLA custom call that does nothing: see unwritten.py. */
 
 #include "_ffi.h"
 
@@ -7,7 +7,7 @@ struct call_frame {
     struct extension *extension;
 };
 
-/* Returns no error. */
+/* Returns NULL: no error. */
 EXPORT void *firstloss_unwritten(struct call_frame *frame) {
     is_asked_for_version(frame->extension);
     return NULL;

@@ -1,4 +1,4 @@
-"""Activation functions and their derivatives. The half precisions are computed in float32."""
+"""Activation functions and their derivatives. Half precisions are computed in float32."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def leaky_relu_backward(grad_output, self, negative_slope, self_is_result):
 
 @rule(aten.rrelu_with_noise_functional.default)
 def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=False, rng_key=None):
-    """In training, each element that is not positive has a slope drawn for it, and the noise holds the slopes."""
+    """In training, each non-positive element gets a random slope, and `noise` holds the slopes."""
     if not training:
         return leaky_relu(self, (lower + upper) / 2), noise
     (x,) = operands(self)
@@ -172,7 +172,7 @@ def softplus_backward(grad_output, self, beta, threshold):
 
 @rule(aten.log_sigmoid_forward.default)
 def log_sigmoid_forward(self):
-    """The second result is a buffer for the backward pass; eager PyTorch fills it on the CPU only."""
+    """The second result is a buffer for the backward pass, which eager PyTorch fills on the CPU only."""
     (x,) = operands(self)
     small = lax.exp(-lax.abs(x))
     return lax.min(x, lax.full_like(x, 0)) - lax.log1p(small), small

@@ -2,8 +2,8 @@
 
 XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
 layout of a weight than PyTorch's; PyTorch brings oneDNN. Its attention keeps no matrix of all scores in memory. Of
-products of matrices, MKL does most of float32's faster than XLA on Intel's processors, and oneDNN the gradients of
-weights in bfloat16, where the processor has instructions for it. A custom call (`_aten.c`) gives an operation's arrays
+products of matrices, MKL does float32's faster than XLA on Intel's processors, and oneDNN the gradients of weights in
+bfloat16, where the processor has instructions for it. A custom call (`_aten.c`) gives an operation's arrays
 to PyTorch by the C interface that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which
 neither needs Python nor C++. Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
 
@@ -47,6 +47,7 @@ _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_cpu_convolution",
     "aoti_torch_cpu_convolution_backward",
     "aoti_torch_cpu_mm_out",
+    "aoti_torch_cpu_addmm_out",
     "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu",
     "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward",
     "_ZN2at15get_num_threadsEv",  # at::get_num_threads()
@@ -172,8 +173,7 @@ def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
         return False
     if x.dtype != np.float32:  # XLA packs what lies by columns slowly: a weight's gradient; else it is as fast
         return bool(by_columns[0])
-    # rows by columns, as activations by a weight, are what MKL is not fast at
-    return _mkl() and tuple(by_columns) != (False, True)
+    return _mkl()
 
 
 def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:

@@ -1,7 +1,7 @@
-"""Scaled dot product attention: one forward and one backward, under the names that each of PyTorch's kernels has.
+"""Scaled dot product attention: one forward and one backward rule, under the names of each of PyTorch's kernels.
 
-Scores are kept in float32 for the half precisions, as the kernels do. Shapes: query (batch, heads, length, width); key
-and value may have fewer heads, each then shared by a group of query heads.
+Scores are kept in float32 for half precisions, as in the kernels. Shapes: query (batch, heads, length, width); key and
+value may have fewer heads, each shared by a group of query heads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _shared(x, heads: int):
 
 
 def _unshared(gradient, heads: int):
-    """Add up the gradients of the query heads that shared a head."""
+    """Sum the gradients of the query heads that share a head."""
     b, h, *rest = gradient.shape
     return gradient if h == heads else lax.reduce_sum(lax.reshape(gradient, (b, heads, h // heads, *rest)), (2,))
 
@@ -58,13 +58,13 @@ def _scale(query, scale):
 def _refuse_dropout(dropout_p):
     if dropout_p:
         raise NotImplementedError(
-            "Dropout inside fused attention draws random numbers that this lowering does not have. Set the attention "
-            "dropout to 0, or apply torch.nn.functional.dropout to the weights of an attention written out."
+            "Dropout inside fused attention draws random numbers, which this lowering does not support. Set the "
+            "attention dropout to 0, or apply torch.nn.functional.dropout to the weights of an attention written out."
         )
 
 
 def attention(query, key, value, attn_mask, is_causal, scale):
-    """Output and log-sum-exp of the scores (batch, heads, length); a row with nothing to attend to gives zeros."""
+    """Output and log-sum-exp of the scores (batch, heads, length); a row without any key to attend to is zero."""
     heads = query.shape[1]
     key, value = _shared(key, heads), _shared(value, heads)
     scores = _scores(query, key, attn_mask, is_causal, _scale(query, scale))
@@ -78,9 +78,9 @@ def attention(query, key, value, attn_mask, is_causal, scale):
 
 
 def attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale):
-    """Gradients of query, key, value and scores, with the weights made again from the log-sum-exp.
+    """Gradients of query, key, value and scores, with the weights recomputed from the log-sum-exp.
 
-    The row sum of gradient times weights is taken from the output (Dao et al., FlashAttention, 2022, appendix B.2).
+    The row sum of gradient times weights is computed from the output (Dao et al., FlashAttention, 2022, appendix B.2).
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     dtype, scale = query.dtype, _scale(query, scale)
@@ -121,7 +121,7 @@ def _scaled_dot_product_flash_attention_for_cpu_backward(
 
 
 # --- The kernels that PyTorch chooses on accelerators -----------------------------------------------------------------
-# Their other results (sequence limits, random state) say nothing here, and are zeros.
+# Their other results (sequence limits, random state) are unused here, and zero.
 
 
 def _nothing(dtype=np.int64, shape=()):
@@ -151,7 +151,7 @@ def _scaled_dot_product_flash_attention_backward(
 def _scaled_dot_product_efficient_attention(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):
-    """The kernel keeps its log-sum-exp for a multiple of 32 rows, or for none."""
+    """The kernel stores its log-sum-exp for a multiple of 32 rows, or for none."""
     _refuse_dropout(dropout_p)
     output, lse = attention(query, key, value, attn_bias, is_causal, scale)
     rows = lse.shape[2]
@@ -170,7 +170,7 @@ def _scaled_dot_product_efficient_attention_backward(
     if grad_input_mask[3]:
         shared = tuple(d for d in range(4) if attn_bias.shape[d] == 1 and scores.shape[d] > 1)
         scores = lax.reshape(lax.reduce_sum(scores, shared), attn_bias.shape)
-    return tuple(g if wanted else None for g, wanted in zip((*gradients, scores), grad_input_mask, strict=True))
+    return tuple(g if needed else None for g, needed in zip((*gradients, scores), grad_input_mask, strict=True))
 
 
 @rule(aten._scaled_dot_product_cudnn_attention.default)
@@ -223,7 +223,7 @@ def _transformer_encoder_layer_fwd(
         bias = None
         if mask is not None:
             shape = {0: (1, 1, length, length), 1: (batch, 1, 1, length)}.get(mask_type, mask.shape)
-            bias = lax.reshape(mask == 0, shape)  # the kernel takes any other value as masked
+            bias = lax.reshape(mask == 0, shape)  # the kernel masks every other value
         y = attention(q, k, v, bias, False, None)[0].transpose(0, 2, 1, 3)
         return linear(cast(lax.reshape(y, src.shape), src.dtype), proj_weight, proj_bias)
 

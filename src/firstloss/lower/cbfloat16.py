@@ -1,10 +1,9 @@
 """cbfloat16 in place of float16: 1 sign, 6 exponent and 9 mantissa bits, emulated.
 
-XLA has no such type. A Program is rewritten so that what it holds in float16 is held in float32, and rounded to what
-cbfloat16 can hold after every operation that makes it: the same values as arithmetic that is done in float32 and
-rounded once, as the half precisions are computed everywhere here. The format is Cerebras' CB16
-(docs.cerebras.net, "Data Formats"). Exponents are biased as in IEEE 754, so the largest number is about 4.3e9 and the
-smallest 9.3e-10; what is larger becomes infinite, and what is smaller becomes zero.
+XLA has no such type. A Program is rewritten so that float16 values are held in float32, and rounded to cbfloat16 after
+every operation that produces them: the same as computing in float32 and rounding once, as for all half precisions here.
+The format is Cerebras' CB16 (docs.cerebras.net, "Data Formats"). Exponents are biased as in IEEE 754, so the largest
+number is about 4.3e9 and the smallest 9.3e-10; larger ones become infinite, and smaller ones zero.
 """
 
 from __future__ import annotations
@@ -34,25 +33,23 @@ def round_cbfloat16(self):
 
 
 def refuse_state(value: Value) -> None:
-    """State that is kept from step to step cannot be cbfloat16.
+    """Reject state in cbfloat16, which cannot be kept from step to step.
 
     Raises:
         LoweringError: if `value` is float16.
     """
     if value.dtype == torch.float16:
         raise LoweringError(
-            f"{value.node.source if value.node is not None else 'the step'}: a float16 tensor is changed here and kept "
-            "after a step that computes in cbfloat16, which exists only within a step. Keep weights and state in "
-            "float32."
+            f"{value.node.source if value.node is not None else 'the step'}: a float16 tensor that outlives the step "
+            "is changed in a step with cbfloat16, which exists only within a step. Keep weights and state in float32."
         )
 
 
 def in_place_of_float16(program: Program) -> Program:
-    """`program` with cbfloat16 where it has float16. Its inputs stay as they are; its outputs that were float16 are
-    float32.
+    """Rewrite `program` with cbfloat16 in place of float16. Its inputs are unchanged; float16 outputs become float32.
 
     Raises:
-        LoweringError: if it looks at a float16 tensor's bits.
+        LoweringError: if the bits of a float16 tensor are viewed.
     """
     return _Rewriting(program).program
 
@@ -63,7 +60,7 @@ class _Rewriting:
         self._new: dict[Value, Value] = {}
         for value in program.inputs.values():
             if value.dtype == torch.float16:
-                wide = self._made_of(value, torch.ops.aten._to_copy.default, UNKNOWN, dtype=torch.float32)
+                wide = self._converted(value, torch.ops.aten._to_copy.default, UNKNOWN, dtype=torch.float32)
                 self._new[value] = wide
             else:
                 self._new[value] = value
@@ -72,7 +69,7 @@ class _Rewriting:
         self.program = Program(program.inputs, {name: self._ref(ref) for name, ref in program.outputs.items()})
 
     def _rewrite(self, node: Node) -> None:
-        refs = {id(ref): self._ref(ref) for ref in (*node.refs(), *node.writes)}  # a written argument is the same Ref
+        refs = {id(ref): self._ref(ref) for ref in (*node.refs(), *node.writes)}  # a mutated argument is the same Ref
 
         def rewritten(arg: Any) -> Any:
             if type(arg) is Ref:
@@ -86,10 +83,10 @@ class _Rewriting:
         made = Node(next(self._index), node.op, args, kwargs, writes, node.overwrites, node.draw, node.source)
         made.outputs = tuple(Value(v.shape, v.stride, _wide(v.dtype), v.device, made) for v in node.outputs)
         for old, new in zip(node.outputs, made.outputs, strict=True):
-            self._new[old] = self._made_of(new, _ROUND, node.source) if old.dtype == torch.float16 else new
+            self._new[old] = self._converted(new, _ROUND, node.source) if old.dtype == torch.float16 else new
 
-    def _made_of(self, value: Value, op: Any, source: Source, **kwargs: Any) -> Value:
-        """What `op` makes of all of `value`, in float32."""
+    def _converted(self, value: Value, op: Any, source: Source, **kwargs: Any) -> Value:
+        """The result of `op` on all of `value`, in float32."""
         ref = Ref.of(value)
         node = Node(next(self._index), op, (ref,), kwargs, (), False, None, source)
         made = Value(value.shape, value.stride, torch.float32, value.device, node)
@@ -100,13 +97,13 @@ class _Rewriting:
         if (ref.dtype == torch.float16) != (ref.value.dtype == torch.float16):
             source = ref.value.node.source if ref.value.node is not None else UNKNOWN
             raise LoweringError(
-                f"{source}: the bits of a float16 tensor are looked at as another dtype, or others as float16. Where "
-                "cbfloat16 is emulated there are none; use view(dtype) outside of the step, or another half precision."
+                f"{source}: a float16 tensor is viewed as another dtype, or another dtype as float16, but emulated "
+                "cbfloat16 has no bits. Use view(dtype) outside of the step, or another half precision."
             )
         return ref._replace(value=self._value(ref.value), dtype=_wide(ref.dtype))
 
     def _value(self, value: Value) -> Value:
-        if value not in self._new:  # a constant, or memory that was never written
+        if value not in self._new:  # a constant or uninitialized memory
             found = value
             if value.dtype == torch.float16:
                 found = Value(value.shape, value.stride, torch.float32, value.device)

@@ -1,4 +1,4 @@
-"""Control flow: the regions that `capture/control_flow.py` recorded, as StableHLO's case and while, and JAX's scan."""
+"""Control flow: the regions recorded by `capture/control_flow.py`, lowered to StableHLO's case and while or scan."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..program.operations import FLOWS, Flow, Region
 from .dtypes import cast, to_jax
 from .registry import OF_PROGRAMS, rule
 
-# Computes a region of its operands, with a random key.
+# A function that computes a region on its operands, with a random key.
 Run = Callable[[Region, Sequence[Any], Any], tuple[Any, ...]]
 
 
 @rule(operations.region, operations.region_that_draws)
 def region(operands, number, rng_key=None, *, lower):
-    """The operands are shared, and after them come what each region lifted."""
+    """The operands are the shared ones, followed by those lifted for each region."""
     flow = FLOWS[number]
     lifted: list[Any] = []
     end = len(operands)
-    for one in reversed(flow.regions):
-        lifted.insert(0, operands[end - len(one.lifted) : end])
-        end -= len(one.lifted)
+    for body in reversed(flow.regions):
+        lifted.insert(0, operands[end - len(body.lifted) : end])
+        end -= len(body.lifted)
 
     def run(region: Region, operands: Sequence[Any], key: Any) -> tuple[Any, ...]:
         found = lower(region.program, dict(zip(region.inputs, operands, strict=True)), key)
@@ -42,8 +42,8 @@ def _cond(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence
     pred, *operands = shared
     true, false = flow.regions
 
-    def branch(one: Region, more: Sequence[Any]) -> Any:
-        return lambda operands: run(one, [*operands, *more], key)
+    def branch(body: Region, more: Sequence[Any]) -> Any:
+        return lambda operands: run(body, [*operands, *more], key)
 
     return lax.cond(pred != 0, branch(true, lifted[0]), branch(false, lifted[1]), operands)
 
@@ -76,16 +76,16 @@ def _scan(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence
 
 
 def _round(key: Any, number: Any) -> Any:
-    """The key of one round of a loop: a backward walk draws in each what the forward walk did."""
+    """The key of one iteration of a loop; the backward loop draws the same numbers as the forward loop."""
     return None if key is None else jax.random.fold_in(key, number)
 
 
 @rule(operations.barrier)
 def barrier(xs, after):
-    """What comes behind is not merged with what came before: see `capture/activation_checkpointing.py`.
+    """Keep computations on `xs` separate from those before `after`: see `capture/activation_checkpointing.py`.
 
-    XLA takes barriers out before it merges equal computations on a CPU. There each operand is chosen by a condition
-    that holds whatever `after` is, which XLA cannot see, and LLVM can: it leaves nothing of it in the code.
+    XLA on a CPU removes optimization barriers before it merges equal computations. So each operand is selected by a
+    condition that is always true, which XLA cannot see but LLVM can, so that it costs nothing.
     """
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier((*xs, after))[:-1]
@@ -94,7 +94,7 @@ def barrier(xs, after):
 
 
 def _some_bits(x):
-    """An integer made of the first element."""
+    """An integer computed from the first element."""
     first = lax.squeeze(lax.slice(lax.reshape(x, (x.size,)), [0], [1]), [0])
     first = lax.real(first) if first.dtype.kind == "c" else first
     if first.dtype.kind in "biu":

@@ -13,7 +13,7 @@ from jax import numpy as jnp
 from . import aten as kernels
 from . import precision
 from .dtypes import cast, is_complex, opmath
-from .matmul import contract
+from .matmul import of_matrices
 from .registry import rule
 from .windows import Windows, each
 
@@ -109,7 +109,7 @@ def _matrix(weight):
 
 
 def _product(x, weight, windows):
-    y = contract(_matrix(weight), _columns(x, windows), (((1,), (0,)), ((), ())))
+    y = of_matrices(_matrix(weight), _columns(x, windows))
     return jnp.swapaxes(lax.reshape(y, (weight.shape[0], x.shape[0], *windows.counts)), 0, 1)
 
 
@@ -118,10 +118,10 @@ def _product_backward(g, x, weight, windows):
     batch, out, *counts = g.shape
     g = lax.reshape(g, (out, batch * math.prod(counts)), (1, 0, *range(2, g.ndim)))
     # Windows as rows here: the same product the other way round takes XLA three times as long.
-    rows = contract(g, _matrix(weight), (((0,), (0,)), ((), ())))
+    rows = of_matrices(lax.transpose(g, (1, 0)), _matrix(weight), (True, False))
     parts = lax.reshape(rows, (batch, *counts, x.shape[1], math.prod(windows.kernel)))
     parts = jnp.moveaxis(parts, (-1, -2), (0, 2))
-    of_weight = contract(g, _columns(x, windows), (((1,), (1,)), ((), ())))
+    of_weight = of_matrices(g, lax.transpose(_columns(x, windows), (1, 0)), (False, True))
     return windows.unsliced(parts), lax.reshape(of_weight, weight.shape)
 
 

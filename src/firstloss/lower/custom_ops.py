@@ -1,4 +1,4 @@
-"""Lowerings of a user's own operations."""
+"""Lowerings of users' custom operations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .rules import RULES
 
 
 def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable], Callable]:
-    """Tell Firstloss how to lower an operation of your own, one made with `torch.library`.
+    """Register a lowering for a custom operation made with `torch.library`.
 
-    To be used as a decorator on a function that takes what the operation takes, each tensor as a JAX array, and returns
-    what it returns: an array for a tensor, a tuple for several. Of an operation that writes to its arguments it
-    returns, after those, the new content of each argument written to. Results are cast to the dtypes that the
-    operation's fake kernel gave; another shape than it gave is an error. The function is traced by JAX, so it computes
-    with `jax.numpy` and `jax.lax`. Of an operation that is tagged `torch.Tag.nondeterministic_seeded` it takes
-    `rng_key`, too, a key for `jax.random` that is another at every step.
+    Use it as a decorator of a function with the operation's arguments, tensors as JAX arrays, that returns its results:
+    an array for a tensor, a tuple for several. For an operation that mutates arguments it also returns, after those,
+    the new content of each mutated argument. Results are cast to the dtypes of the operation's fake kernel; shapes must
+    match its shapes. The function is traced by JAX, so it computes with `jax.numpy` and `jax.lax`. If the operation is
+    tagged `torch.Tag.nondeterministic_seeded`, the function also takes `rng_key`, a key for `jax.random` that differs
+    at every step.
 
-    For a backward pass, give the operation an autograd formula (`torch.library.register_autograd`) as eager PyTorch
-    needs one too: it is captured like any other code, and the operations of yours that it calls want a lowering each.
+    For the backward pass, register an autograd formula (`torch.library.register_autograd`), as for eager PyTorch: it is
+    captured like any other code, and custom operations that it calls need a lowering as well.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -43,14 +43,14 @@ def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable],
         [0.0, 0.0]
 
     Args:
-        op: `torch.ops.namespace.name`, one overload of it, or what `torch.library.custom_op` returned.
-        replace: take the place of a lowering that there is already.
+        op: `torch.ops.namespace.name`, one of its overloads, or what `torch.library.custom_op` returned.
+        replace: whether to replace an existing lowering.
 
     Returns:
-        The decorator, which returns the function that it is given.
+        The decorator, which returns the decorated function.
 
     Raises:
-        TypeError: if `op` is no operation.
+        TypeError: if `op` is not an operation.
         ValueError: if it has a lowering already and `replace` is False.
     """
     overloads = _overloads(op)
@@ -58,7 +58,7 @@ def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable],
     def enter(function: Callable) -> Callable:
         for overload in overloads:
             if overload in RULES and not replace:
-                raise ValueError(f"{overload} has a lowering already; replace=True takes its place")
+                raise ValueError(f"{overload} already has a lowering; pass replace=True to replace it")
         RULES.update(dict.fromkeys(overloads, function))
         OF_USERS.update(overloads)
         forget_functions()

@@ -1,9 +1,9 @@
-"""Operations without a rule, through PyTorch's decompositions.
+"""Lowering of operations without a rule, by PyTorch's decompositions.
 
-Three sources: an operation's own composite kernel (`torch.library`'s "CompositeImplicitAutograd"); the table that
-`torch._decomp.register_decomposition` fills; and, of the operations that torch itself makes with `custom_op` (cross
-entropy by chunks), the Python that they are made from, which of a user's may be anything. The decomposition's Python is
-captured as a step is, and lowered in the operation's place; nodes alike share what was lowered, like any others.
+There are three sources: an operation's composite kernel ("CompositeImplicitAutograd"); the table filled by
+`torch._decomp.register_decomposition`; and, for operations that torch itself defines with `custom_op` (chunked cross
+entropy), their Python implementation, which for users' operations could be anything. The decomposition's Python code is
+captured like a step, and lowered in the operation's place; equal nodes share their lowering, as always.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..program.graph import Ref, Value
 from ..program.program import Program
 from .dtypes import to_torch
 
-# Operations that libraries make of their own, and that read values to be fast on one device: their rules.
+# Operations defined by libraries that read values to be fast on one device; these have rules.
 OF_LIBRARIES: dict[str, Callable] = {}
 
 _in_progress: list[OpOverload] = []
 
 
 def decomposition(op: OpOverload) -> Callable | None:
-    """What computes `op` by other operations, or None."""
+    """A function that computes `op` by other operations, or None."""
     if schema_of(op).name in OF_LIBRARIES:
         return OF_LIBRARIES[schema_of(op).name]
     if can_decompose(op)():
@@ -43,7 +43,7 @@ def decomposition(op: OpOverload) -> Callable | None:
 
 
 def rule_of(op: OpOverload, lower: Callable[..., dict[str, Any]]) -> Callable | None:
-    """A rule for `op` made from its decomposition; None if it has none. `lower` lowers a Program."""
+    """A rule for `op` from its decomposition; None if it has none. `lower` lowers a Program."""
     if schema_of(op).name in OF_LIBRARIES:
         return OF_LIBRARIES[schema_of(op).name]
     function = decomposition(op)
@@ -66,7 +66,7 @@ def rule_of(op: OpOverload, lower: Callable[..., dict[str, Any]]) -> Callable | 
 
 
 def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> tuple[Program, dict[Value, Any]]:
-    """The decomposition as a Program, and its inputs' arrays; outputs: new tensors first, then those written to."""
+    """Capture the decomposition as a Program, with its inputs' arrays; outputs: new tensors, then mutated ones."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     arrays: dict[Value, Any] = {}
     outputs: dict[str, Ref] = {}
@@ -85,10 +85,10 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
             result = function(*args, **kwargs)
         except FirstlossError:
             raise
-        except Exception as error:  # of torch's own, which its decompositions say of what only kernels can do
+        except Exception as error:  # decompositions raise various errors for unsupported arguments
             raise LoweringError(
                 f"{op} has no lowering to StableHLO, and PyTorch's decomposition of it fails ({error}). Write the line "
-                f"with other operations, or give it one: firstloss.register_lowering(torch.ops.{op})."
+                f"with other operations, or register one: firstloss.register_lowering(torch.ops.{op})."
             ) from error
         written = _written(op, args, kwargs)
         fresh = [
@@ -98,9 +98,9 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
             x = x if type(x) is DeferredTensor else torch.ops.aten.clone(x)
             outputs[f"out{i}"] = x._ref()
     if tracing.draws and torch.Tag.nondeterministic_seeded not in op.tags:
-        raise LoweringError(f"the decomposition of {op} draws random numbers, for which it has no key")
+        raise LoweringError(f"the decomposition of {op} draws random numbers, but has no key for them")
     for value, base in tracing.inputs.items():
-        if value not in arrays:  # a real tensor that the decomposition holds: a constant
+        if value not in arrays:  # a real tensor in the decomposition is a constant
             assert isinstance(base, torch.Tensor)
             value.real = base.detach().clone()
     return Program({v.label or "in": v for v in arrays}, outputs), arrays

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _differences(x1, x2):
-    """Every row of `x1` less every row of `x2`."""
+    """The differences of all pairs of rows of `x1` and `x2`."""
     return lax.expand_dims(x1, [x1.ndim - 1]) - lax.expand_dims(x2, [x2.ndim - 2])
 
 
@@ -35,7 +35,7 @@ def _cdist_forward(x1, x2, p, compute_mode):
 
 @rule(aten._euclidean_dist.default)
 def _euclidean_dist(x1, x2):
-    """By way of one matrix product, as PyTorch does for many rows: |x|^2 + |y|^2 - 2 x y."""
+    """With a matrix product, as PyTorch does for many rows: |x|^2 + |y|^2 - 2 x y."""
     x1, x2 = _broadcast_batch(x1, x2)
     squares1 = lax.expand_dims(lax.reduce_sum(x1 * x1, (x1.ndim - 1,)), [x1.ndim - 1])
     squares2 = lax.expand_dims(lax.reduce_sum(x2 * x2, (x2.ndim - 1,)), [x2.ndim - 2])
@@ -44,7 +44,7 @@ def _euclidean_dist(x1, x2):
 
 
 def _slope(difference, p, distance):
-    """The derivative of a p-norm with respect to the difference, 0 where the distance is."""
+    """The derivative of a p-norm with respect to the difference; 0 where the distance is 0."""
     if p == 0:
         return lax.full_like(difference, 0)
     if p == 1:

@@ -1,4 +1,4 @@
-"""Element by element, of one operand: elementary functions, rounding, tests."""
+"""Unary pointwise operations: elementary functions, rounding, tests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ aten = torch.ops.aten
 
 
 def _sign(x: Any) -> Any:
-    """PyTorch's sign of NaN is 0, XLA's is NaN."""
+    """The sign of NaN is 0 in PyTorch, and NaN in XLA."""
     if is_complex(x.dtype):
         return lax.sign(x)
     return x if x.dtype.kind == "b" else where(x != x, 0, lax.sign(x))
 
 
 def exp2(x: Any) -> Any:
-    """XLA's is exp(x log 2), whose error grows with x: here of the fraction alone, so that whole powers are exact."""
+    """XLA computes exp(x log 2), whose error grows with x; here only of the fraction, so integer powers are exact."""
     if is_complex(x.dtype):
         return lax.exp2(x)
     whole = lax.clamp(cast(-2200, x.dtype), _nearest_even(x), cast(2200, x.dtype))
@@ -62,7 +62,7 @@ def _angle(x: Any) -> Any:
     return jnp.angle(x) if is_complex(x.dtype) else where(x < 0, math.pi, where(x != x, x, 0))
 
 
-# Results are floating point whatever the operand.
+# Results are floating point for every operand.
 _FLOAT_UNARY = {
     aten.sin.default: lax.sin,
     aten.cos.default: lax.cos,
@@ -94,7 +94,7 @@ _FLOAT_UNARY = {
     aten.rad2deg.default: lambda x: x * cast(180 / math.pi, x.dtype),
 }
 
-# Results have the operand's dtype; those of integers are the operand itself where the entry only rounds.
+# Results have the operand's dtype; entries that round return integers unchanged.
 _UNARY = {
     aten.neg.default: lax.neg,
     aten.abs.default: lambda x: x if x.dtype.kind in "bu" else lax.abs(x),

@@ -22,7 +22,7 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
 
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
-    """Rows add up in float32 for the half precisions; a row read as padding gets none."""
+    """Rows are accumulated in float32 for half precisions; the row of padding gets no gradient."""
     places = lax.reshape(indices, (indices.size,))
     width = grad_output.shape[indices.ndim :]
     g = lax.reshape(cast(grad_output, opmath(grad_output.dtype)), (indices.size, *width))
@@ -30,13 +30,13 @@ def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, sca
         counts = lax.full((num_weights,), 0, g.dtype).at[places].add(1)
         g = g / lax.expand_dims(counts[places], range(1, g.ndim))
     if padding_idx >= 0:
-        places = where(places == padding_idx, num_weights, places)  # past the end: dropped
+        places = where(places == padding_idx, num_weights, places)  # out of bounds, so dropped
     return lax.full((num_weights, *width), 0, g.dtype).at[places].add(g)
 
 
 @rule(aten.embedding_renorm.default)
 def embedding_renorm(self, indices, max_norm, norm_type):
-    """Scale down the rows that are named and longer than `max_norm`."""
+    """Scale down the indexed rows that are longer than `max_norm`."""
     rows = lax.full((self.shape[0],), False).at[lax.reshape(indices, (indices.size,))].set(True)
     norms = linalg_vector_norm(self, norm_type, list(range(1, self.ndim)), True)
     shrunk = lax.expand_dims(rows, range(1, self.ndim)) & (norms > max_norm)
@@ -57,13 +57,13 @@ def _embedding_bag(
     weight, indices, offsets, scale_grad_by_freq=False, mode=_BAG_SUM, sparse=False,
     per_sample_weights=None, include_last_offset=False, padding_idx=-1,
 ):  # fmt: skip
-    """Output, the bag of each index, the size of each bag and, for the maximum, the rows that were chosen.
+    """Output, the bag of each index, the size of each bag and, for the maximum, the chosen rows.
 
-    Eager leaves the bags out (an empty tensor) where its CPU kernel for sums does without them.
+    Eager PyTorch returns an empty tensor for the bags if its CPU kernel for sums does not need them.
     """
     count = offsets.shape[0] - int(include_last_offset)
     bags = _bags(indices, offsets[:count])
-    bag = bags if padding_idx < 0 else where(indices == padding_idx, count, bags)  # past the end: dropped
+    bag = bags if padding_idx < 0 else where(indices == padding_idx, count, bags)  # out of bounds, so dropped
     is_left_out = mode == _BAG_SUM and padding_idx < 0 and weight.dtype.itemsize <= 4
     bags = bags[:0] if is_left_out else bags
     rows = cast(read(weight, indices), opmath(weight.dtype))
@@ -73,7 +73,7 @@ def _embedding_bag(
     sizes = lax.full((count,), 0, offsets.dtype).at[bag].add(1)
     if mode == _BAG_MAX:
         top = lax.full((count, width), -np.inf, rows.dtype).at[bag].max(rows)
-        # The first row that has the maximum: the least place among those that do.
+        # The first row with the maximum: the smallest index among those that have it.
         place = lax.broadcasted_iota(np.int64, rows.shape, 0)
         place = where(rows == top[lax.min(bag, bag.dtype.type(count - 1))], place, indices.shape[0])
         first = lax.full((count, width), indices.shape[0], np.int64).at[bag].min(place)

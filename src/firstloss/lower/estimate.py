@@ -1,10 +1,10 @@
-"""Estimate what one device of a mesh computes, sends and holds while it runs a segment, without compiling it.
+"""Estimates of what a device of a mesh computes, sends and holds while it runs a segment, without compiling it.
 
-The segment's operations are gone through one by one, as XLA's partitioner does. Each runs over an iteration space (of a
-matrix product: rows, columns and what is summed over), each dimension of which is cut as an operand's is. Where two
-operands want one mesh axis for different dimensions, what is of the batch has its way, and the other one is gathered
-along the axis. What is summed over a cut dimension is in parts on the devices: it is reduced, and scattered where it is
-wanted cut along the same axis.
+The segment's operations are visited one by one, as XLA's partitioner does. Each has an iteration space (for a matrix
+product: rows, columns and the contracted dimension), whose dimensions are sharded like the operands'. If two operands
+use one mesh axis for different dimensions, the one that depends on the batch wins, and the other is gathered along the
+axis. Contracting a sharded dimension leaves partial sums on the devices, which are reduced, or reduce-scattered if the
+result is to be sharded along the same axis.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .sharding import ArraySharding, Axes, Spec, within
 from .sharding_rules import ShardingRule, rule_of_equation
 from .work import Sent, Work
 
-# Of these an element costs nothing.
+# Primitives whose elements cost no operations.
 _FREE = RESHAPING | frozenset(
     "broadcast_in_dim iota slice pad concatenate select_n rev gather scatter optimization_barrier stop_gradient".split()
 )
@@ -32,7 +32,7 @@ _SUMS = frozenset({"dot_general", "reduce_sum", "scatter-add", "scatter_add", "c
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
 )
-# They go along a dimension, all of which has to be there: its name among their parameters.
+# They need all of a dimension, which is named in their parameters.
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "axis"),
     "sort": "dimension",
@@ -51,19 +51,19 @@ def work_of(
     scatters: bool = True,
     jaxprs: Jaxprs | None = None,
 ) -> Work:
-    """What one device does for `segment`.
+    """The work of one device for `segment`.
 
     Args:
         known: the shardings of its inputs and outputs.
-        reused: outputs that are made in the memory of inputs.
-        scatters: XLA has reduce-scatters there. On a CPU it has all-reduces, of which each device takes a part.
-        jaxprs: of calls that are alike, from one segment to the next.
+        reused: outputs that are written to the memory of inputs.
+        scatters: whether XLA has reduce-scatters; on a CPU it uses all-reduces, of which each device keeps a shard.
+        jaxprs: a cache for equal calls, shared by segments.
     """
     return _Device(segment, known, axes, scatters, {} if jaxprs is None else jaxprs).work(reused)
 
 
 def local_bytes(shape: Sequence[int], itemsize: int, spec: Spec, axes: Axes) -> int:
-    """Bytes of an array on one device."""
+    """The bytes of an array on one device."""
     return math.prod(size // _ways(cut, axes) for size, cut in zip(shape, spec, strict=True)) * itemsize
 
 
@@ -76,12 +76,12 @@ class _Array(NamedTuple):
 
     Attributes:
         place: its sharding.
-        parts: the axes along which devices have parts of a sum; all of it is their sum.
-        itemsize: of the sum, where it was made.
-        node: its number among what is computed.
-        root: what it has the content of, however it is laid out: to see that it is gathered once.
-        base: of a broadcast, what it repeats; that is gathered instead.
-        along: for each dimension of `base`, its own that has all of it.
+        parts: the axes along which devices hold partial sums, to be added up.
+        itemsize: of the sum, as it was computed.
+        node: its number among the computed values.
+        root: the value whose content it has in any layout, to recognize repeated gathers.
+        base: for a broadcast, the array that it repeats, which is gathered instead.
+        along: for each dimension of `base`, its own dimension of that size.
     """
 
     place: ArraySharding
@@ -94,7 +94,7 @@ class _Array(NamedTuple):
 
 
 class _Device:
-    """One device, and a segment."""
+    """One device and a segment."""
 
     def __init__(
         self, segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes, scatters: bool, jaxprs: Jaxprs
@@ -111,7 +111,7 @@ class _Device:
         self._call: LoweredCall | None = None
 
     def work(self, reused: Container[Value]) -> Work:
-        """Go through the segment."""
+        """Visit the segment's calls, and add up the work."""
         arrays: dict[Any, _Array] = {}
         for value in self._segment.inputs:
             if isinstance(value, Value):
@@ -189,7 +189,7 @@ class _Device:
         if name == "concatenate":
             self._join(eqn, operands, rule, cuts)
         of_results = {number for dims in rule.results for number in dims}
-        gone = tuple(dict.fromkeys(a for number, cut in cuts.items() if number not in of_results for a in cut))
+        contracted = tuple(dict.fromkeys(a for number, cut in cuts.items() if number not in of_results for a in cut))
         of_batch = any(operand.place.of_batch for operand in operands)
         results = []
         for var, dims in zip(eqn.outvars, rule.results, strict=True):
@@ -198,8 +198,8 @@ class _Device:
             root = operands[0].root if name in RESHAPING else None
             reads = tuple(operand.node for operand in operands)
             result = self._array(shape, itemsize, place, name, reads, root)
-            if gone or parts:
-                result = result._replace(parts=(*parts, *gone), itemsize=itemsize)
+            if contracted or parts:
+                result = result._replace(parts=(*parts, *contracted), itemsize=itemsize)
                 if name not in _SUMS and name != "gather":
                     result = self._summed(result, var.aval)
             if name == "broadcast_in_dim":
@@ -221,7 +221,7 @@ class _Device:
         shapes: Sequence[tuple[int, ...]],
         made: Sequence[tuple[int, ...]],
     ) -> dict[int, tuple[str, ...]]:
-        """How the operation's iteration space is cut: axes by the dimensions' numbers."""
+        """The sharding of the operation's iteration space: axes by factor numbers."""
         name = eqn.primitive.name
         sizes: dict[int, list[int]] = {}
         for shape, dims in (*zip(shapes, rule.operands, strict=True), *zip(made, rule.results, strict=True)):
@@ -234,7 +234,7 @@ class _Device:
         if name not in _SUMS and name not in _REDUCTIONS and name != "gather":
             whole |= {number for dims in rule.operands for number in dims if number not in in_results}
         order = sorted(range(len(operands)), key=lambda i: (not operands[i].place.of_batch, -math.prod(shapes[i])))
-        if name == "gather":  # an index may say any row
+        if name == "gather":  # indices may refer to any row
             whole |= {n for n in rule.operands[0] if n not in in_results and n not in rule.operands[1]}
             order = [1, 0]
         cuts: dict[int, tuple[str, ...]] = {}
@@ -243,16 +243,16 @@ class _Device:
             for number, cut in zip(rule.operands[i], operands[i].place.spec, strict=True):
                 if not cut or number in cuts or number in whole:
                     continue
-                kept: tuple[str, ...] = ()
+                chosen: tuple[str, ...] = ()
                 for axis in cut:
-                    ways = _ways((*kept, axis), self._axes)
+                    ways = _ways((*chosen, axis), self._axes)
                     if axis not in used and all(size % ways == 0 for size in sizes[number]):
-                        kept += (axis,)
-                if kept:
-                    cuts[number] = kept
-                    used.update(kept)
+                        chosen += (axis,)
+                if chosen:
+                    cuts[number] = chosen
+                    used.update(chosen)
         if name in ("scatter-add", "scatter_add") and self._call is not None:
-            # Each device adds what is meant for the rows that it is to have.
+            # Each device adds what concerns its own rows.
             for value in self._call.outputs:
                 if tuple(value.shape) == made[0]:
                     for number, cut in zip(rule.results[0], self._placed[value].spec, strict=True):
@@ -268,11 +268,11 @@ class _Device:
     def _lookup(
         self, eqn: Any, operands: list[_Array], shapes: list[tuple[int, ...]], rule: ShardingRule, cuts: dict[int, Any]
     ) -> tuple[list[_Array], tuple[str, ...]]:
-        """Rows of a table that is cut between them: each device looks up those that it has, and they are added up, or
-        the table is gathered, where less is sent by that."""
+        """Rows of a table whose rows are sharded: each device looks up those that it has, and the results are summed,
+        or the table is gathered, if less is sent that way."""
         table = operands[0]
-        kept = {*rule.results[0], *cuts}
-        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and rule.operands[0][d] not in kept]
+        free = {*rule.results[0], *cuts}
+        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and rule.operands[0][d] not in free]
         axes = tuple(axis for _, cut in split for axis in cut)
         used = {axis for cut in cuts.values() for axis in cut}
         if not axes or used & set(axes):
@@ -285,8 +285,8 @@ class _Device:
             return operands, ()
         places = enumerate(zip(table.place.spec, spec, strict=True))
         masked = tuple(cut if (d, cut) in split else new for d, (cut, new) in places)
-        mine = self._moved(table, eqn.invars[0].aval, masked)
-        return [mine._replace(place=ArraySharding(spec, table.place.of_batch)), *operands[1:]], axes
+        local = self._moved(table, eqn.invars[0].aval, masked)
+        return [local._replace(place=ArraySharding(spec, table.place.of_batch)), *operands[1:]], axes
 
     def _count(
         self,
@@ -296,7 +296,7 @@ class _Device:
         rule: ShardingRule,
         cuts: Mapping[int, tuple[str, ...]],
     ) -> float:
-        """Floating-point operations of an operation; added to the segment's."""
+        """The floating-point operations of an operation, added to the segment's."""
         name = eqn.primitive.name
         if name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -320,7 +320,7 @@ class _Device:
     def _share(self, dims: set[int], cuts: Mapping[int, tuple[str, ...]]) -> int:
         return math.prod(_ways(cuts.get(number, ()), self._axes) for number in dims)
 
-    # -- what is sent --
+    # -- communication --
 
     def _send(self, kind: str, axes: tuple[str, ...], nbytes: int, root: Any) -> None:
         axes = tuple(axis for axis in axes if self._axes[axis] > 1)
@@ -337,7 +337,7 @@ class _Device:
             )
 
     def _summed(self, array: _Array, aval: Any) -> _Array:
-        """`array`, of which all devices have the sum."""
+        """`array`, after its partial sums have been reduced."""
         if not array.parts:
             return array
         nbytes = local_bytes(tuple(aval.shape), array.itemsize, array.place.spec, self._axes)
@@ -345,7 +345,7 @@ class _Device:
         return array._replace(parts=())
 
     def _moved(self, array: _Array, aval: Any, spec: Spec) -> _Array:
-        """`array`, cut as `spec` says; nothing is sent where it is cut further."""
+        """`array`, resharded to `spec`; sharding it further sends nothing."""
         before = array.place.spec
         if spec == before:
             return array
@@ -366,7 +366,7 @@ class _Device:
         if not lost:
             return moved
         nbytes = local_bytes(shape, itemsize, spec, self._axes)
-        key = array.root, shape, itemsize, before, spec  # XLA merges gathers that are equal, transposed ones are not
+        key = array.root, shape, itemsize, before, spec  # XLA merges equal gathers, but not transposed ones
         node = self._gathered.get(key)
         if node is None:
             if elsewhere:
@@ -376,7 +376,7 @@ class _Device:
         return moved._replace(node=node)
 
     def _sliced(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> _Array:
-        """What a slice is taken of: where that cannot be cut as it is, no more than the slice is sent."""
+        """The operand of a slice: if it cannot stay sharded as it is, no more than the slice is sent."""
         spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
         lost = tuple(a for cut, new in zip(array.place.spec, spec, strict=True) for a in cut if a not in new)
         if lost and array.base is None:
@@ -388,20 +388,21 @@ class _Device:
         return array
 
     def _exchange(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> None:
-        """A slice along a dimension that stays cut, as a matrix of queries, keys and values that is cut across all
-        three: each device gets from its neighbours what of its part of the slice they have."""
+        """A slice along a dimension that stays sharded, such as a matrix of queries, keys and values that is sharded
+        across
+        all three: each device receives from its neighbours the missing parts of its shard of the slice."""
         shape = list(eqn.invars[0].aval.shape)
         spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
         starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(shape)
         for dim, cut in enumerate(spec):
-            size, kept = shape[dim], eqn.outvars[0].aval.shape[dim]
-            if not cut or size == kept:
+            size, length = shape[dim], eqn.outvars[0].aval.shape[dim]
+            if not cut or size == length:
                 continue
             ways = _ways(cut, self._axes)
             left = right = 0
             for i in range(ways):
-                first = starts[dim] + i * (kept // ways) * strides[dim]
-                last = starts[dim] + ((i + 1) * (kept // ways) - 1) * strides[dim]
+                first = starts[dim] + i * (length // ways) * strides[dim]
+                last = starts[dim] + ((i + 1) * (length // ways) - 1) * strides[dim]
                 left = max(left, i * (size // ways) - first)
                 right = max(right, last + 1 - (i + 1) * (size // ways))
             for halo in (left, right):
@@ -413,7 +414,7 @@ class _Device:
     def _join(
         self, eqn: Any, operands: Sequence[_Array], rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]
     ) -> None:
-        """A concatenation along a dimension that is cut: it is made where another one is cut instead, if one can be."""
+        """A concatenation along a sharded dimension: if possible, another dimension is sharded instead."""
         dim = eqn.params["dimension"]
         spec = tuple(cuts.get(number, ()) for number in rule.results[0])
         result, cut = eqn.outvars[0].aval, spec[dim]
@@ -432,7 +433,7 @@ class _Device:
             self._send("all-to-all", cut, local_bytes(result.shape, _itemsize(result), spec, self._axes), None)
 
     def _settled(self, value: Value, array: _Array) -> _Array:
-        """What a call has made of `value`: summed and, if it leaves the segment, sharded as it is to be."""
+        """The result `value` of a call: reduced and, if it leaves the segment, resharded as required."""
         wanted = self._placed[value]
         shape, itemsize = value.shape, value.dtype.itemsize
         if array.parts:
@@ -448,7 +449,7 @@ class _Device:
                 self._send("all-reduce", array.parts, nbytes, array.root)
             spec = wanted.spec if scattered and cut <= to else array.place.spec
             nbytes = local_bytes(shape, itemsize, spec, self._axes)
-            in_parts = scattered and not self._scatters  # all of it on each device, and then a part of that
+            in_parts = scattered and not self._scatters  # an all-reduce, of which each device keeps a shard
             received = nbytes * _ways(scattered, self._axes) if in_parts else nbytes
             node = self._memory.add("sent", received, (array.node,), (*scattered, *left))
             if in_parts:
@@ -466,7 +467,7 @@ class _Shape(NamedTuple):
 
 
 def jax_shape(shape: Sequence[int], itemsize: int) -> _Shape:
-    """Stands for an aval of this shape."""
+    """A stand-in for an aval of this shape."""
     return _Shape(tuple(shape), np.dtype(f"V{itemsize}"))
 
 

@@ -1,6 +1,6 @@
-"""Tensors made from numbers. Random ones are the driver's, which knows the stream.
+"""Tensors filled with numbers. Random ones are created by the driver, which knows the stream.
 
-Where `dtype` is absent the result is given in the default dtype or the operand's, and the driver casts.
+Without `dtype` the result has the default dtype or the operand's, and the driver casts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _dtype(dtype, value=1.0):
-    """The dtype asked for, or what PyTorch takes for a number of this kind."""
+    """The requested dtype, or PyTorch's default for a number of this kind."""
     if dtype is not None:
         return to_jax(dtype)
     kinds = {bool: np.dtype(bool), int: np.dtype(np.int64), complex: np.dtype(np.complex64)}
@@ -34,7 +34,7 @@ def full(size, fill_value, *, dtype=None, **_):
 
 @rule(aten.zeros.default, aten.empty.memory_format, aten.empty_permuted.default, aten._efficientzerotensor.default)
 def zeros(size, *_, dtype=None, **__):
-    """Memory that nobody has written reads as zeros."""
+    """Also for uninitialized memory, which reads as zeros."""
     return full(size, 0, dtype=dtype or torch.get_default_dtype())
 
 
@@ -94,7 +94,7 @@ def new_ones(self, size, *, dtype=None, **_):
 
 
 def _ramp(start, step, count, dtype):
-    """`start + i * step`, computed in `dtype` (integers stay exact) on the device."""
+    """`start + i * step` in `dtype` (exact for integers), computed on the device."""
     i = lax.iota(dtype if dtype.kind in "iu" else np.int64, count)
     return cast(start, dtype) + cast(i, dtype) * cast(step, dtype)
 
@@ -104,7 +104,7 @@ def arange(*limits, dtype=None, **_):
     start, end, step = (0, *limits, 1) if len(limits) == 1 else (*limits, 1)[:3]
     whole = all(isinstance(x, int) for x in limits)
     target = to_jax(dtype) if dtype else np.dtype(np.int64) if whole else default_float()
-    if target == np.int64:  # PyTorch cuts the limits to whole numbers first, for this dtype only
+    if target == np.int64:  # only for this dtype, PyTorch truncates the limits to integers first
         start, end, step = int(start), int(end), int(step)
         count = -(-(end - start) // step)
     else:
@@ -113,13 +113,13 @@ def arange(*limits, dtype=None, **_):
 
 
 def _wide(dtype):
-    """PyTorch's CPU kernel computes ranges of floating point in double precision."""
+    """PyTorch's CPU kernel computes floating-point ranges in double precision."""
     return np.dtype(np.float64) if dtype.kind not in "biu" else dtype
 
 
 @rule(aten.linspace.default, aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor)
 def linspace(start, end, steps, *, dtype=None, **_):
-    """From both ends towards the middle, as PyTorch does, so that the ends are exact."""
+    """From both ends towards the middle, like PyTorch, so that both ends are exact."""
     target = _dtype(dtype)
     if steps == 1:
         return jnp.full((1,), cast(start, target), target)

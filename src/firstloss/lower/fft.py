@@ -1,4 +1,4 @@
-"""Discrete Fourier transforms. `normalization` is PyTorch's number: 0 none, 1 by the root of the length, 2 by it."""
+"""Discrete Fourier transforms. `normalization` is PyTorch's enum: 0 none, 1 root of the length, 2 length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _normalized(y, length: int, normalization: int):
 
 
 def _one_sided(x, dims):
-    """The transform of a real signal, its last dimension cut to the half that determines the rest."""
+    """The transform of a real signal, with the last dimension reduced to the half that determines the rest."""
     return jnp.fft.fftn(jnp.fft.rfft(x, axis=dims[-1]), axes=dims[:-1]) if dims[:-1] else jnp.fft.rfft(x, axis=dims[-1])
 
 
@@ -44,7 +44,7 @@ def _fft_r2c(self, dim, normalization, onesided):
 
 @rule(aten._fft_c2r.default)
 def _fft_c2r(self, dim, normalization, last_dim_size):
-    """The inverse; the real signal's length cannot be told from its half spectrum, so it is given."""
+    """The inverse for a real signal, whose length is given, as the half spectrum does not determine it."""
     *others, last = [axis(d, self.ndim) for d in dim]
     x = jnp.fft.ifftn(self, axes=others, norm="forward") if others else self
     y = jnp.fft.irfft(x, n=last_dim_size, axis=last, norm="forward")

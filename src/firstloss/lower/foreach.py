@@ -1,6 +1,6 @@
-"""Operations on lists of tensors: the optimizers' form of pointwise arithmetic, and the fused optimizer steps.
+"""Operations on lists of tensors: the optimizers' foreach operations, and the fused optimizer steps.
 
-An operation `_foreach_x` is `x` on every element of its lists, so the rules here are made from those of `x`.
+An operation `_foreach_x` applies `x` to every element of its lists, so these rules are derived from those of `x`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import torch
 from jax import lax
 
-from . import pointwise, rearrange, reductions, special_functions  # noqa: F401 (special: rules that are looked up by name)
+from . import pointwise, rearrange, reductions, special_functions  # noqa: F401 (special_functions: by name)
 from .dtypes import cast, operands, opmath
 from .registry import RULES, rule
 
@@ -22,9 +22,9 @@ aten = torch.ops.aten
 
 
 def _in_rows(element: Callable) -> Callable:
-    """The same function, which works on a convolution's weights in half precision as on matrices.
+    """Apply a function to a convolution's weights in half precision as if they were matrices.
 
-    XLA on a CPU makes a loop of each dimension. It unrolls those of a 3 x 3 kernel, and then does not vectorise the
+    XLA on a CPU generates one loop per dimension. It unrolls those of a 3 x 3 kernel, and then fails to vectorize the
     rounding to half precision, which takes eight times as long.
     """
 
@@ -37,14 +37,14 @@ def _in_rows(element: Callable) -> Callable:
             return element(*arrays)
         rows = (like.shape[0], math.prod(like.shape[1:]))
         y = element(*(lax.reshape(a, rows) if a.ndim else a for a in arrays))
-        # rounded here: after the change of shape it would be done on the old one
+        # rounded here: after the reshape, XLA would round in the original shape
         return lax.reshape(cast(y, like.dtype), like.shape) if y.ndim else y
 
     return in_rows
 
 
 def _traced_once(function: Callable) -> Callable:
-    """The same function, which JAX traces and lowers once for all elements of one shape: a list has hundreds."""
+    """Make JAX trace and lower a function once for all elements of one shape: a list has hundreds."""
 
     @functools.lru_cache(maxsize=4096)
     def jitted(template: tuple, options: tuple) -> Callable:
@@ -67,7 +67,7 @@ def _traced_once(function: Callable) -> Callable:
 
 
 def _each(function: Callable) -> Callable:
-    """Apply to the elements of lists; an argument that is no list is the same for all."""
+    """Apply a function to the elements of lists; an argument that is not a list is used for all."""
     function = _traced_once(function)
 
     def foreach(self, *args, **options):
@@ -119,7 +119,7 @@ def _foreach_norm(self, ord=2, dtype=None):
 
 
 def _add_combined(combine: Callable) -> Callable:
-    """`self + value * combine(a, b)`, the value a number, a list of numbers or a tensor of as many elements."""
+    """`self + value * combine(a, b)`, where `value` is a number, a list of them, or a tensor with an element each."""
 
     @_traced_once
     def combined(x, a, b, v):
@@ -151,7 +151,7 @@ def _unscaled(grads, grad_scale):
 
 
 def _unless(found_inf, new, old):
-    """The old values when the gradient scaler has found an infinity."""
+    """Keep the old values if the gradient scaler has found an infinity."""
     if found_inf is None:
         return new
     skip = lax.reshape(found_inf, ()) == 1

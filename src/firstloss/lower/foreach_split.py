@@ -1,8 +1,8 @@
-"""Split foreach operations: one node for each weight, placed where that weight's update can begin.
+"""Splitting of foreach operations: one node for each weight, placed where that weight's update can begin.
 
-An optimizer's step is captured as a few operations on the lists of all weights, after the whole backward pass. Taken
-apart, what updates a layer's weights can follow that layer's backward pass at once: its gradients need not outlive it,
-and layers whose steps are alike look alike from end to end.
+An optimizer's step is captured as a few operations on the lists of all weights, after the whole backward pass. When
+these are split, the update of a layer's weights can follow that layer's backward pass: its gradients need not live
+longer, and layers with equal steps are equal from end to end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..compat.torch_names import schema_of
 from ..program.graph import Node, Ref, Value
 from .program import LoweredCall, call_of
 
-# So few calls that they cost nothing wherever they are.
+# The number of calls below which their order does not matter.
 _FEW = 12
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
 def split_foreach_calls(nodes: Sequence[Node]) -> list[LoweredCall]:
-    """`nodes` as Calls in an order that is as good: list operations apart, each weight's as early as it can be."""
+    """`nodes` as calls in an equivalent order: list operations are split, each weight's update as early as possible."""
     calls: list[LoweredCall] = []
     apart: list[bool] = []
     for node in nodes:
@@ -31,15 +31,15 @@ def split_foreach_calls(nodes: Sequence[Node]) -> list[LoweredCall]:
 
 
 def _pieces(node: Node) -> list[LoweredCall] | None:
-    """A call for each element of the node's lists; None if it works on none, or on its lists as a whole."""
+    """A call for each element of the node's lists; None if it has no lists, or treats them as a whole."""
     name = schema_of(node.op).name.removeprefix("aten::")
     if not (name.startswith("_foreach_") or name in _FUSED):
         return None
     lists = [arg for arg in (*node.args, *node.kwargs.values()) if type(arg) in (list, tuple)]
     count = max(map(len, lists), default=0)
     within = {id(ref) for arg in lists if len(arg) == count for ref in arg}
-    alike = all(len(arg) in (0, count) for arg in lists) and all(id(ref) in within for ref in node.writes)
-    if count < 2 or not alike or len(node.writes) % count or len(node.outputs) % count:
+    uniform = all(len(arg) in (0, count) for arg in lists) and all(id(ref) in within for ref in node.writes)
+    if count < 2 or not uniform or len(node.writes) % count or len(node.outputs) % count:
         return None
     written = {id(ref): value for ref, value in zip(node.writes, node.outputs, strict=False)}
     made = node.outputs[len(node.writes) :]
@@ -50,7 +50,7 @@ def _pieces(node: Node) -> list[LoweredCall] | None:
 def _piece(
     node: Node, i: int, count: int, written: dict[int, Value], made: tuple, known: dict[tuple, LoweredCall]
 ) -> LoweredCall:
-    """Element `i` of `node`. `known` has a call for each kind of element so far."""
+    """Element `i` of `node`. `known` caches a call for each kind of element."""
 
     def element(arg: Any) -> Any:
         return [arg[i]] if type(arg) in (list, tuple) and len(arg) == count else arg
@@ -83,7 +83,7 @@ def _piece(
 
 
 def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
-    """An order of `calls` in which each group of pieces that belong together comes as soon as all it needs is there."""
+    """An order of `calls` in which each group of connected pieces comes as soon as all its operands are available."""
     maker = {value: i for i, call in enumerate(calls) for value in call.outputs}
     needs = [sorted({maker[v] for v in call.inputs if v in maker}) for call in calls]
     group = _groups(needs, apart)
@@ -92,7 +92,7 @@ def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
         if apart[i]:
             members.setdefault(g, []).append(i)
     waits: dict[int, int] = {}
-    waiting: dict[int, list[int]] = {}  # for a call, the groups that need it from outside
+    waiting: dict[int, list[int]] = {}  # for a call, the groups that depend on it
     for g, indices in members.items():
         outside = {n for i in indices for n in needs[i] if not (apart[n] and group[n] == g)}
         waits[g] = len(outside)
@@ -119,7 +119,7 @@ def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
                 if not waits[g]:
                     todo.extend(reversed(members[g]))
 
-    for i in sorted(waiting):  # the learning rate and what is made of it is there from the start
+    for i in sorted(waiting):  # the learning rate and values derived from it are available from the start
         if _ancestors(i, needs, _FEW) is not None:
             emit(i)
     for i in range(len(calls)):
@@ -131,7 +131,7 @@ def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
 
 
 def _ancestors(call: int, needs: Sequence[Sequence[int]], most: int) -> set[int] | None:
-    """`call` and all that it needs; None if these are more than `most`."""
+    """`call` and everything that it depends on; None if these are more than `most`."""
     found: set[int] = set()
     todo = [call]
     while todo:
@@ -145,7 +145,7 @@ def _ancestors(call: int, needs: Sequence[Sequence[int]], most: int) -> set[int]
 
 
 def _groups(needs: Sequence[Sequence[int]], apart: Sequence[bool]) -> list[int]:
-    """For each piece, the group that it belongs to: pieces of which one needs the other are in one group."""
+    """The group of each piece: pieces that depend on each other are in one group."""
     parent = list(range(len(needs)))
 
     def find(i: int) -> int:

@@ -1,7 +1,7 @@
-"""The functional overload of a recorded one, under which its rule is registered.
+"""The functional overload of a recorded operation, under which its rule is registered.
 
-Capture records what the user's code called, in-place operations included; rules are entered under the functional
-overload only. Which that is follows from the names, as torchgen made them: `add_.Tensor` is `add.Tensor`.
+Capture records the operations that user code calls, including in-place ones; rules are registered only for the
+functional overload. It follows from the names that torchgen generates: `add_.Tensor` is `add.Tensor`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..compat.torch_names import OpOverload, overload_name, schema_of
 
 aten = torch.ops.aten
 
-# Where torchgen's names do not follow the pattern.
+# Exceptions to torchgen's naming pattern.
 _IRREGULAR = {
     aten.normal_.default: aten.normal_functional.default,
     aten.normal.float_float_out: aten.normal.float_float,
@@ -24,7 +24,7 @@ _IRREGULAR = {
     aten._unsafe_view.default: aten.view.default,
     aten.pow_.Scalar: aten.pow.Tensor_Scalar,
     aten.pow_.Tensor: aten.pow.Tensor_Tensor,
-    aten.polygamma_.default: aten.polygamma_.default,  # takes its arguments in another order: a rule of its own
+    aten.polygamma_.default: aten.polygamma_.default,  # has its arguments in another order, and its own rule
     aten.floor_divide_.Tensor: aten.floor_divide.default,
     aten.__ilshift__.Scalar: aten.__lshift__.Scalar,
     aten.__ilshift__.Tensor: aten.__lshift__.Tensor,
@@ -35,7 +35,7 @@ _IRREGULAR = {
 
 @functools.cache
 def functional(op: OpOverload) -> OpOverload:
-    """The overload that returns what `op` returns or writes, and writes nothing; `op` itself if it is one."""
+    """The overload that returns what `op` returns or mutates, and mutates nothing; `op` itself if it is functional."""
     if op in _IRREGULAR:
         return _IRREGULAR[op]
     if not schema_of(op).is_mutable:
@@ -49,7 +49,7 @@ def functional(op: OpOverload) -> OpOverload:
         found = getattr(packet, overload_name(op), None)
         if found is not None and not schema_of(found).is_mutable:
             return found
-    # `add.out(self, other, out)`: the overload with the same arguments but `out`
+    # `add.out(self, other, out)`: the overload with the same arguments except `out`
     wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments if a.alias_info is None]
     packet = getattr(packets, name)
     for overload in packet.overloads():

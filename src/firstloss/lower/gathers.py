@@ -1,8 +1,8 @@
-"""What a segment gathers of its weights, to be gathered together.
+"""The all-gathers of a segment's weights, to be combined.
 
-Where a weight and the batch are cut over the same axes of the mesh (FSDP), their product takes a whole weight. XLA's
-partitioner gathers each by itself, where it is used; on virtual devices of a CPU, which meet for each collective, it is
-these meetings that a step's time goes to. Which weights they are is found here, from the shardings and the operations'
+If a weight and the batch are sharded over the same mesh axes (FSDP), their product needs the whole weight. XLA's
+partitioner gathers each weight separately, where it is used; on virtual CPU devices, which synchronize for each
+collective, this synchronization dominates a step. The weights are found here, from the shardings and the operations'
 sharding rules.
 """
 
@@ -21,8 +21,8 @@ class Gather(NamedTuple):
     """An array that is gathered.
 
     Attributes:
-        spec: how it is cut.
-        dim: the dimension that is whole afterwards.
+        spec: its sharding.
+        dim: the dimension that is no longer sharded afterwards.
     """
 
     value: Value
@@ -31,18 +31,18 @@ class Gather(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Over which it is gathered."""
+        """The axes over which it is gathered."""
         return self.spec[self.dim]
 
 
 class Gathers(NamedTuple):
-    """What a segment gathers.
+    """The gathers of a segment.
 
     Attributes:
-        before: its calls that nothing of the batch and no random number goes into, in their order: they can be run
-            first. What is gathered is an input or made by these.
+        before: the calls that depend neither on the batch nor on random numbers, in order, which can run first.
+            Gathered arrays are inputs or results of these.
         gathers: in the order of use.
-        after: the other calls, each with those of its operands that are to be the gathered ones.
+        after: the other calls, each with those of its operands that must be gathered.
     """
 
     before: tuple[LoweredCall, ...]
@@ -51,7 +51,7 @@ class Gathers(NamedTuple):
 
 
 def gathers_of(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes) -> Gathers:
-    """What a segment gathers, given the shardings of its inputs and outputs."""
+    """The gathers of a segment, given the shardings of its inputs and outputs."""
     placed = within(segment, known, axes)
     before: list[LoweredCall] = []
     after: list[tuple[LoweredCall, frozenset[Value]]] = []
@@ -62,7 +62,7 @@ def gathers_of(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axe
             before.append(call)
             continue
         later.update(call.outputs)
-        # Whoever wants it whole along another dimension, or more of them, is left to XLA.
+        # Arrays that are also gathered along other dimensions are left to XLA.
         own = [gather for gather in _of_call(call, placed) if gather.value not in later]
         own = [gather for gather in own if found.setdefault(gather.value, gather) == gather]
         after.append((call, frozenset(gather.value for gather in own)))
@@ -70,14 +70,15 @@ def gathers_of(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axe
 
 
 def _of_call(call: LoweredCall, placed: Mapping[Value, ArraySharding]) -> list[Gather]:
-    """The operands that are not of the batch, and are cut over axes that cut another dimension of what is of the batch
-    and has this dimension, too: the weights of products, but not a table that is looked up."""
+    """The operands that do not depend on the batch, and whose sharded dimension is shared with a batch operand that
+    uses the
+    same axes for another dimension: the weights of products, but not a table that is looked up."""
     rule = rule_of_call(call)
     operands = [(v, dims, placed[v]) for v, dims in zip(call.inputs, rule.operands, strict=True) if v in placed]
-    batch = [(dims, where) for _, dims, where in operands if where.of_batch]
-    cut_by: dict[str, set[int]] = {}  # by axis, the factors of the batch's dimensions that it cuts
-    for dims, where in batch:
-        for factor, cut in zip(dims, where.spec, strict=True):
+    batch = [(dims, sharding) for _, dims, sharding in operands if sharding.of_batch]
+    cut_by: dict[str, set[int]] = {}  # for each axis, the factors of the batch's dimensions that it shards
+    for dims, sharding in batch:
+        for factor, cut in zip(dims, sharding.spec, strict=True):
             for axis in cut:
                 cut_by.setdefault(axis, set()).add(factor)
     arrays = [set(dims) for dims in (*(dims for dims, _ in batch), *rule.results)]
@@ -87,9 +88,9 @@ def _of_call(call: LoweredCall, placed: Mapping[Value, ArraySharding]) -> list[G
         return any(factor in factors and not others.isdisjoint(factors) for factors in arrays)
 
     return [
-        Gather(value, where.spec, dim)
-        for value, dims, where in operands
-        if not where.of_batch
-        for dim, (factor, cut) in enumerate(zip(dims, where.spec, strict=True))
+        Gather(value, sharding.spec, dim)
+        for value, dims, sharding in operands
+        if not sharding.of_batch
+        for dim, (factor, cut) in enumerate(zip(dims, sharding.spec, strict=True))
         if cut and all(differs(factor, axis) for axis in cut)
     ]

@@ -1,9 +1,9 @@
-"""Reading and writing at indices that are tensors.
+"""Reading and writing at tensor indices.
 
-Eager PyTorch raises on a place out of range. A compiled program cannot: such a read gives NaN (the smallest integer,
-for integers), so that it shows, and such a write writes that in the first place instead. (Booleans have nothing of the
-kind: there such a write is dropped.) Few operations take places from the end, -1 for the last: to the others these are
-out of range.
+Eager PyTorch raises for an index out of range. A compiled program cannot: such a read returns NaN (for integers the
+smallest one), so that it is noticed, and such a write writes that to the first element instead. (Bools have no such
+value: the write is dropped.) Few operations accept negative indices, -1 for the last: for the others these are out of
+range.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .dtypes import (
     broadcast,
     broadcast_to,
     cast,
-    impossible,
+    error_value,
     is_integer,
     is_number,
     opmath,
@@ -36,33 +36,33 @@ aten = torch.ops.aten
 
 
 def read(x, places, *, from_end=False):
-    """`x[places]`, where a place out of range gives NaN or the smallest integer.
+    """`x[places]`, where an index out of range gives NaN or the smallest integer.
 
     Args:
-        from_end: whether a negative place counts from the end.
+        from_end: whether a negative index counts from the end.
     """
     return x.at[places].get(mode="fill", wrap_negative_indices=from_end)
 
 
 def _outside(places, shape, from_end=False):
-    """Where one of several places is out of range, each of its own dimension."""
+    """Where one of several indices, one per dimension, is out of range."""
     beyond = [(p >= n) | (p < (-n if from_end else 0)) for p, n in zip(places, shape, strict=False)]
     return functools.reduce(lax.bitwise_or, beyond)
 
 
 def _in_range(outside, places):
-    """The places, in range everywhere."""
+    """The indices, with those out of range replaced by 0."""
     return tuple(where(outside, 0, p) for p in places)
 
 
 def _marked(outside, values, dtype):
-    """Values to be written, such as stand out where their place was out of range."""
-    mark = impossible(dtype)
+    """The values to be written, replaced by the error value where the index was out of range."""
+    mark = error_value(dtype)
     return values if mark is None else where(outside, cast(mark, dtype), cast(values, dtype))
 
 
 def _add_at(self, places, values):
-    """Add `values` at `places`, equal places adding up in the dtype PyTorch computes in."""
+    """Add `values` at `places`; equal indices accumulate in the dtype that PyTorch computes in."""
     wide = opmath(self.dtype)
     if wide.kind == "b":
         return self.at[places].max(cast(values, wide))
@@ -73,15 +73,15 @@ def _add_at(self, places, values):
 
 
 def _to_front(self, indices):
-    """Move the dimensions that have an index to the front.
+    """Move the indexed dimensions to the front.
 
-    Returns the moved array, the indices broadcast together, and the order that was used.
+    Returns the transposed array, the indices broadcast together, and the permutation.
     """
     places = []
     for index in indices:
         if index is not None and index.dtype in (np.bool_, np.uint8):
             raise NotImplementedError(
-                "A boolean mask as an index makes a tensor whose shape depends on values, which a compiled program "
+                "Indexing with a boolean mask makes a tensor whose shape depends on values, which a compiled program "
                 "cannot have. Write torch.where(mask, x, other), or x.masked_fill(mask, value), or multiply by the "
                 "mask before a reduction."
             )
@@ -96,7 +96,7 @@ def _is_run(indexed: list[int]) -> bool:
 
 
 def _result_start(indices) -> int:
-    """Where the indexed dimensions of the result begin: in place if the indices are neighbours, else in front."""
+    """Where the indexed dimensions of the result begin: in place if the indices are adjacent, else in front."""
     indexed = [d for d, index in enumerate(indices) if index is not None]
     return indexed[0] if _is_run(indexed) else 0
 
@@ -112,11 +112,11 @@ def index(self, indices):
 
 
 def _by_mask(self, indices, values, accumulate):
-    """`x[mask] = values`: the n-th selected place takes the n-th value, so how many there are need not be known."""
+    """`x[mask] = values`: the n-th selected element takes the n-th value, so their number need not be known."""
     if sum(i is not None for i in indices) > 1:
         raise NotImplementedError(
-            "A boolean mask beside another index selects a number of elements that depends on values, which a compiled "
-            "program cannot know. Write torch.where(mask, values, x) with a mask of the shape of x."
+            "A boolean mask combined with another index selects a number of elements that depends on values, which a "
+            "compiled program cannot know. Write torch.where(mask, values, x) with a mask of the shape of x."
         )
     lead = next(n for n, index in enumerate(indices) if index is not None)
     mask = cast(indices[lead], np.dtype(bool))
@@ -158,7 +158,7 @@ def index_put(self, indices, values, accumulate=False):
 
 @rule(aten._unsafe_masked_index.default)
 def _unsafe_masked_index(self, mask, indices, fill):
-    """Places that the mask leaves out may be out of range."""
+    """Indices where the mask is False may be out of range."""
     taken = index(self, _clamped(indices, self.shape))
     return where(mask, taken, fill)
 
@@ -175,7 +175,7 @@ def _clamped(indices, shape):
 
 @rule(aten.value_selecting_reduction_backward.default)
 def value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim):
-    """The gradient goes to the element that was chosen."""
+    """The gradient goes to the selected element."""
     if not keepdim and sizes:
         d = axis(dim, len(sizes))
         grad, indices = lax.expand_dims(grad, [d]), lax.expand_dims(indices, [d])
@@ -187,7 +187,7 @@ def value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim):
 
 
 def _rows(self, dim, index):
-    """The dimension and a one-dimensional index, as an indexing expression on an array that has dimensions."""
+    """The dimension and a one-dimensional index, as an indexing expression for an array with at least one dimension."""
     x = lax.reshape(self, (1,)) if self.ndim == 0 else self
     d = axis(dim, x.ndim)
     return x, (slice(None),) * d + (lax.reshape(index, (index.size,)),)
@@ -201,7 +201,7 @@ def index_select(self, dim, index):
 
 
 def _rows_to_write(self, dim, index, source, from_end=False):
-    """As `_rows`, each place in range, and what is written there: of a number, as many as there are places."""
+    """Like `_rows`, with indices in range, and the values to be written; a number is repeated for each index."""
     x, (*whole, index) = _rows(self, dim, index)
     d = len(whole)
     shape = (*x.shape[:d], index.size, *x.shape[d + 1 :])
@@ -254,12 +254,12 @@ def put(self, index, source, accumulate=False):
 
 
 def _along(index, dim):
-    """Places that differ from an element's own in one dimension only."""
+    """Indices that differ from an element's own only along one dimension."""
     return tuple(index if d == dim else lax.broadcasted_iota(index.dtype, index.shape, d) for d in range(index.ndim))
 
 
 def _scatter_operands(self, dim, index, src=None):
-    """The operands of a scatter, with at least one dimension, `src` cut to the part that is read."""
+    """The operands of a scatter, with at least one dimension, and `src` sliced to the part that is read."""
     if self.ndim == 0:
         self = lax.reshape(self, (1,))
     if index.ndim == 0:
@@ -279,7 +279,7 @@ def gather(self, dim, index, *, sparse_grad=False):
 
 
 def _scattered(self, dim, index, src):
-    """As `_scatter_operands`, each place in range."""
+    """Like `_scatter_operands`, with indices in range."""
     x, places, src = _scatter_operands(self, dim, index, src)
     d = axis(dim, x.ndim)
     outside = _outside([places[d]], [x.shape[d]])
@@ -303,7 +303,7 @@ def scatter_add(self, dim, index, src):
 
 
 def _reduce_at(x, places, src, reduce, include_self):
-    """Combine `src` into `x`; without `include_self`, places that are written begin from the neutral element."""
+    """Combine `src` into `x`; without `include_self`, written elements start from the neutral element."""
     dtype = opmath(x.dtype)
     x, src = cast(x, dtype), cast(src, dtype)
     if reduce == "mean":
@@ -356,12 +356,12 @@ def masked_fill(self, mask, value):
 
 @rule(aten.masked_scatter.default)
 def masked_scatter(self, mask, source):
-    """The n-th selected place takes the n-th element of `source`: the count of places before it is its index."""
+    """The n-th selected element takes the n-th element of `source`: its index is the count of those before it."""
     mask, x = broadcast(cast(mask, np.dtype(bool)), self)
     if 0 in (x.size, source.size):
         return x
     order = lax.cumsum(cast(lax.reshape(mask, (mask.size,)), np.dtype(np.int64))) - 1
-    taken = read(lax.reshape(source, (source.size,)), lax.max(order, lax.full_like(order, 0)))  # there may be too few
+    taken = read(lax.reshape(source, (source.size,)), lax.max(order, lax.full_like(order, 0)))  # may be too few
     return lax.select(mask, lax.reshape(cast(taken, x.dtype), x.shape), x)
 
 
@@ -371,7 +371,7 @@ def masked_scatter_backward(grad_output, mask, sizes):
     mask = lax.reshape(broadcast_to(cast(mask, np.dtype(bool)), grad_output.shape), (grad_output.size,))
     count = math.prod(sizes)
     order = lax.cumsum(cast(mask, np.dtype(np.int64))) - 1
-    places = lax.select(mask, order, lax.full_like(order, count))  # past the end: dropped
+    places = lax.select(mask, order, lax.full_like(order, count))  # out of bounds, so dropped
     packed = lax.full((count,), 0, grad_output.dtype).at[places].set(lax.reshape(grad_output, (grad_output.size,)))
     return lax.reshape(packed, tuple(sizes))
 
@@ -380,7 +380,7 @@ def masked_scatter_backward(grad_output, mask, sizes):
 
 
 def _search(sequence, x, right):
-    """Where `x` would be put in each sorted row of `sequence`, which has the same leading dimensions or none."""
+    """The insertion points of `x` in the sorted rows of `sequence`, which has the same leading dimensions or none."""
     dtype = promoted(sequence, x)
     sequence, x = cast(sequence, dtype), cast(x, dtype)
     find = functools.partial(jnp.searchsorted, side="right" if right else "left", method="scan_unrolled")
@@ -418,11 +418,11 @@ def histc(self, bins=100, min=0, max=0):
     low, high = cast(min, x.dtype), cast(max, x.dtype)
     if min == max and x.size:
         low, high = lax.reduce_min(x, (0,)), lax.reduce_max(x, (0,))
-    same = low == high
-    low, high = where(same, low - 1, low), where(same, high + 1, high)
+    empty = low == high
+    low, high = where(empty, low - 1, low), where(empty, high + 1, high)
     place = cast(lax.floor((x - low) * cast(bins, x.dtype) / (high - low)), np.dtype(np.int64))
     place = lax.min(place, np.int64(bins - 1))
-    place = where((x >= low) & (x <= high), place, bins)  # past the end: dropped
+    place = where((x >= low) & (x <= high), place, bins)  # out of bounds, so dropped
     return lax.full((bins,), 0, x.dtype).at[place].add(1)
 
 
@@ -445,16 +445,16 @@ def bincount(self, weights=None, minlength=0):
 )
 def nonzero(self, *_, **__):
     raise NotImplementedError(
-        "The shape of this result depends on values, which a compiled program cannot have. Write "
+        "The shape of this result depends on values, which is not possible in a compiled program. Write "
         "torch.where(mask, x, other), or multiply by the mask before a reduction, or use torch.nonzero_static."
     )
 
 
 @rule(aten.repeat_interleave.Tensor)
 def repeat_interleave(repeats, *, output_size):
-    """Place n belongs to the first element whose repeats, added up, pass n.
+    """The n-th result is the first element whose cumulative repeats exceed n.
 
-    Eager PyTorch raises where `output_size` is not the sum of `repeats`; here every place is then out of range.
+    Eager PyTorch raises if `output_size` is not the sum of `repeats`; here every index is then out of range.
     """
     ends = lax.cumsum(cast(repeats, np.dtype(np.int64)))
     places = jnp.searchsorted(ends, jnp.arange(output_size), side="right")
@@ -465,7 +465,7 @@ def repeat_interleave(repeats, *, output_size):
 @rule(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)
 def item(self, *_):
     raise NotImplementedError(
-        "This reads a value into Python, which has none while a step is compiled. Keep it a tensor and write "
+        "This reads a value into Python, but there are no values while a step is compiled. Keep it a tensor and write "
         "torch.where(condition, x, y) for a branch, or read it after the step, in a step closure."
     )
 
@@ -474,6 +474,6 @@ def item(self, *_):
 def nonzero_static(self, *, size, fill_value=-1):
     if self.ndim == 0:
         return lax.full((size, 0), 0, np.int64)
-    if self.size == 0:  # which JAX fills with 0, whatever it is told
+    if self.size == 0:  # JAX would ignore fill_value
         return lax.full((size, self.ndim), fill_value, np.int64)
     return jnp.stack(jnp.nonzero(self, size=size, fill_value=fill_value), axis=-1)

@@ -1,7 +1,7 @@
-"""Resizing images and sampling them at given points.
+"""Resizing of images, and sampling at given points.
 
-Every resize here is separable: along each dimension an output element is a weighted sum of a few input elements, whose
-places and weights depend on sizes alone and are worked out before compiling. The backward pass is the transpose.
+All resizing here is separable: along each dimension an output element is a weighted sum of a few input elements, whose
+indices and weights depend only on sizes and are computed at lowering. The backward pass is the transpose.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .registry import rule
 
 aten = torch.ops.aten
 
-Taps = tuple[np.ndarray, np.ndarray]  # places (taps, outputs) and weights (taps, outputs)
+Taps = tuple[np.ndarray, np.ndarray]  # indices (taps, outputs) and weights (taps, outputs)
 
 
 def _scale(length: int, count: int, align_corners: bool, factor: float | None, dtype) -> np.floating:
-    """Input elements an output element; `factor` is the caller's scale factor, which sizes only round."""
+    """Input elements per output element; `factor` is the caller's scale factor, which the sizes only round."""
     kind = np.dtype(dtype).type
     if align_corners:
         return kind(length - 1) / kind(count - 1) if count > 1 else kind(0)
@@ -33,7 +33,7 @@ def _scale(length: int, count: int, align_corners: bool, factor: float | None, d
 
 
 def _centres(length: int, count: int, align_corners: bool, factor: float | None, dtype) -> np.ndarray:
-    """The place in the input of each output element's centre."""
+    """The position in the input of each output element's centre."""
     scale = _scale(length, count, align_corners, factor, dtype)
     i = np.arange(count, dtype=dtype)
     return i * scale if align_corners else (i + np.asarray(0.5, dtype)) * scale - np.asarray(0.5, dtype)
@@ -57,8 +57,8 @@ def _linear(length: int, count: int, align_corners: bool, factor: float | None, 
 
 
 def _cubic_weight(distance: np.ndarray, a: float) -> np.ndarray:
-    """Keys, Cubic convolution interpolation for digital image processing, 1981; PyTorch has a = -0.75, and -0.5 for
-    the anti-aliased one."""
+    """Keys, Cubic convolution interpolation for digital image processing, 1981; PyTorch uses a = -0.75, and -0.5 with
+    antialiasing."""
     d = np.abs(distance)
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
@@ -74,7 +74,7 @@ def _cubic(length: int, count: int, align_corners: bool, factor: float | None, d
 
 
 def _antialiased(weight: Callable, support: float) -> Callable:
-    """A filter stretched to cover the input elements that an output element stands for (as Pillow does it)."""
+    """A filter stretched over the input elements that correspond to an output element, as in Pillow."""
 
     def taps(length: int, count: int, align_corners: bool, factor: float | None, dtype) -> Taps:
         scale = float(_scale(length, count, align_corners, factor, dtype))
@@ -100,7 +100,7 @@ _FILTERS = {
 
 
 def _resize(x, kind: str, output_size, align_corners: bool, factors):
-    """Resize the last dimensions, the last first: the order that PyTorch's separable kernels have."""
+    """Resize the last dimensions, the last one first, as PyTorch's separable kernels do."""
     plain = kind.startswith("nearest")
     x = x if plain else cast(x, opmath(x.dtype))
     dtype = real_of(x.dtype) if x.dtype.itemsize > 4 and x.dtype.kind == "f" else np.dtype(np.float32)
@@ -127,7 +127,7 @@ def _upsample(kind: str, space: int) -> Callable:
 
 
 def _upsample_named(kind: str, space: int) -> Callable:
-    """With keyword names as well: the schemas call the scale factors scales, or scales_d, scales_h and scales_w."""
+    """With keywords as well: the schemas call scale factors scales, or scales_d, scales_h and scales_w."""
     positional = _upsample(kind, space)
     names = ["align_corners"] if kind.startswith(("linear", "cubic")) else []
     names += ["scales"] if space == 1 else ["scales_d", "scales_h", "scales_w"][-space:]
@@ -150,7 +150,7 @@ def _upsample_backward(kind: str, space: int) -> Callable:
 
 
 def _upsample_vec(kind: str, space: int) -> Callable:
-    """The overload that may be given factors for a size."""
+    """The overload that takes scale factors instead of a size."""
     forward = _upsample(kind, space)
 
     def upsample_vec(input, output_size, *args):
@@ -189,12 +189,12 @@ _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 
 
 def _clipped(x, length: int):
-    """Into the range of places; written so that the derivative is 0 on and past the ends, as PyTorch has it."""
+    """Clip to the valid range, with derivative 0 at and beyond the ends, as in PyTorch."""
     return where(x <= 0, 0, where(x >= length - 1, length - 1, x))
 
 
 def _reflected(x, low: float, high: float):
-    """Back and forth between two ends."""
+    """Reflect at both ends."""
     if low == high:
         return lax.full_like(x, 0)
     span = high - low
@@ -205,7 +205,7 @@ def _reflected(x, low: float, high: float):
 
 
 def _pixel(x, length: int, align_corners: bool):
-    """From the grid's range, -1 to 1, to places."""
+    """Convert grid coordinates, from -1 to 1, to pixel positions."""
     return (x + 1) / 2 * (length - 1) if align_corners else ((x + 1) * length - 1) / 2
 
 
@@ -216,13 +216,13 @@ def _clamped_inside(x, length: int, padding_mode: int, align_corners: bool):
 
 
 def _whole(place, length: int):
-    """A place as an index, moved into range; rounding has no derivative."""
+    """A position as an index in range; rounding has no derivative."""
     place = lax.stop_gradient(place)
     return cast(lax.clamp(cast(0.0, place.dtype), place, cast(length - 1.0, place.dtype)), np.dtype(np.int64))
 
 
 def _values_at(image, places):
-    """The image (batch, channels, *space) at whole places (each batch, *points); zero outside."""
+    """The image (batch, channels, *space) at integer positions (each batch, *points); zero outside."""
     inside = True
     for place, length in zip(places, image.shape[2:], strict=True):
         inside = inside & (place >= 0) & (place < length)
@@ -232,7 +232,7 @@ def _values_at(image, places):
 
 
 def _grid_sample(image, grid, interpolation_mode, padding_mode, align_corners):
-    """`grid` is (batch, *points, space), its last dimension naming the image's last dimension first."""
+    """`grid` is (batch, *points, space); its last dimension has the image's last dimension first."""
     image, grid = cast(image, opmath(image.dtype)), cast(grid, opmath(grid.dtype))
     lengths = image.shape[2:]
     x = [_pixel(grid[..., -1 - d], n, align_corners) for d, n in enumerate(lengths)]
@@ -289,4 +289,4 @@ def grid_sampler_backward(
     how = (interpolation_mode, padding_mode, align_corners)
     _, transpose = jax.vjp(lambda image, points: _grid_sample(image, points, *how), image, points)
     image, points = transpose(cast(grad_output, image.dtype))
-    return image if output_mask[0] else None, points  # the second is made unasked, by eager's kernels too
+    return image if output_mask[0] else None, points  # eager's kernels also compute the second in any case

@@ -1,4 +1,4 @@
-"""Jaxprs of a Program's calls, and an interpreter of jaxprs for abstract values of any kind."""
+"""Jaxprs of a Program's calls, and an interpreter of jaxprs with arbitrary abstract values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def jaxpr_of(call: LoweredCall) -> jex.Jaxpr:
-    """What a call computes; its first input is the step's random key."""
+    """The jaxpr of a call, whose first input is the step's random key."""
     arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
     with jax.enable_x64(True):
         return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(_key(), *arrays).jaxpr
@@ -38,7 +38,7 @@ def jaxpr_on(call: LoweredCall, where: Sharding | None) -> jex.Jaxpr:
 
 @functools.cache
 def _key() -> jax.ShapeDtypeStruct:
-    """What a random key looks like."""
+    """The shape and dtype of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 
@@ -48,11 +48,11 @@ def interpret(
     constant: Callable[[Any], T],
     apply: Callable[[Any, list[T]], Sequence[T]],
 ) -> list[T]:
-    """What stands for a jaxpr's outputs, given what stands for its inputs. Jaxprs that it calls are gone through too.
+    """Interpret a jaxpr on abstract inputs and return the abstract outputs. Called jaxprs are interpreted as well.
 
     Args:
-        constant: makes what stands for an array that nothing computes, given its aval.
-        apply: makes what stands for an equation's results, given the equation and what stands for its operands.
+        constant: makes the abstract value of a constant, given its aval.
+        apply: makes the abstract results of an equation, given the equation and its abstract operands.
     """
     env: dict[Any, T] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -75,7 +75,7 @@ def interpret(
 
 
 def _called_by(eqn: Any) -> jex.Jaxpr | None:
-    """The jaxpr that an equation calls once, with its operands."""
+    """The jaxpr that an equation calls once with its own operands, if any."""
     if eqn.primitive.name in ("while", "scan", "cond"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):

@@ -1,7 +1,7 @@
-"""Matrix factorisations and what is made of them.
+"""Matrix factorizations, and operations based on them.
 
-Eager PyTorch raises when a matrix is singular or not positive definite. A compiled program cannot: its results are then
-NaN or infinite, and `info`, where there is one, is not 0.
+Eager PyTorch raises if a matrix is singular or not positive definite. A compiled program cannot: its results are then
+NaN or infinite, and `info`, if there is one, is not 0.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _common_batch(*matrices):
 
 
 def _failed(x):
-    """`info` for a factor: 1 where it has a NaN."""
+    """`info` of a factor: 1 if it contains NaN."""
     broken = lax.reduce_or(x != x, (x.ndim - 2, x.ndim - 1))
     return cast(broken, INT32)
 
 
 @rule(aten._linalg_check_errors.default)
 def _linalg_check_errors(info, api_name, *, is_matrix):
-    """Raises in eager PyTorch; see the head of this file."""
+    """Raises in eager PyTorch; see the module's docstring."""
 
 
 # --- Triangular systems and Cholesky ----------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
 
 
 def _cholesky(x, upper):
-    """Reads the triangle it is told to, like LAPACK."""
+    """Reads only the given triangle, like LAPACK."""
     factor = lax.linalg.cholesky(adjoint(x) if upper else x, symmetrize_input=False)
     return adjoint(factor) if upper else factor
 
@@ -75,7 +75,7 @@ def linalg_cholesky_ex(self, *, upper=False, check_errors=False):
     return factor, _failed(factor)
 
 
-@rule("cholesky.default")  # PyTorch 2.15 has it no more
+@rule("cholesky.default")  # removed in PyTorch 2.15
 def cholesky(self, upper=False):
     return _cholesky(self, upper)
 
@@ -96,7 +96,7 @@ def cholesky_inverse(self, upper=False):
 
 
 def _lu(x):
-    """Both factors in one matrix, LAPACK's row exchanges (counted from 1) and the permutation they make."""
+    """Both factors in one matrix, LAPACK's row exchanges (counted from 1) and their permutation."""
     lu, pivots, permutation = lax.linalg.lu(x)
     return lu, pivots + 1, permutation
 
@@ -109,8 +109,8 @@ def _singular(lu):
 
 
 def _as_factored(A):
-    """For a determinant, PyTorch factors the transpose of a real contiguous matrix, which saves it a copy, and its
-    derivative formulas expect that."""
+    """For a determinant PyTorch factors the transpose of a real contiguous matrix, to save a copy, and its derivative
+    formulas expect that."""
     return A if is_complex(A.dtype) else jnp.swapaxes(A, -1, -2)
 
 
@@ -123,7 +123,7 @@ def linalg_lu_factor_ex(A, *, pivot=True, check_errors=False):
 
 def _need_pivot(pivot):
     if not pivot:
-        raise NotImplementedError("LU without pivoting is not there on the CPU either; leave pivot=True.")
+        raise NotImplementedError("LU without pivoting is not supported on the CPU; leave pivot=True.")
 
 
 def _unpack(lu):
@@ -183,7 +183,7 @@ def linalg_lu_solve(LU, pivots, B, *, left=True, adjoint=False):
     return _adjoint(swapped)
 
 
-_adjoint = adjoint  # the operand above has the name
+_adjoint = adjoint  # the argument above shadows the name
 
 
 @rule(aten._linalg_solve_ex.default)
@@ -202,7 +202,7 @@ def linalg_inv_ex(A, *, check_errors=False):
 
 
 def _exchange_sign(pivots):
-    """-1 for an odd number of row exchanges."""
+    """-1 for an odd number of row exchanges, else 1."""
     moved = pivots != jnp.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype)
     return 1 - 2 * (jnp.sum(moved, -1) % 2)
 
@@ -233,7 +233,7 @@ def linalg_qr(A, mode="reduced"):
 
 @rule(aten.geqrf.default)
 def geqrf(self):
-    """The reflections and their scales, in LAPACK's form (numpy gives them transposed)."""
+    """The reflections and their scales in LAPACK's form (numpy's are transposed)."""
     reflections, scales = jnp.linalg.qr(self, mode="raw")
     return jnp.swapaxes(reflections, -1, -2), scales
 
@@ -274,7 +274,7 @@ def _linalg_eigvals(self):
 
 @rule(aten.linalg_pinv.atol_rtol_tensor)
 def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
-    """By the singular values above max(atol, rtol * largest); of a Hermitian matrix the lower triangle is read."""
+    """By the singular values above max(atol, rtol * largest); of a Hermitian matrix only the lower triangle is read."""
     if hermitian:
         below = jnp.tril(self, -1)
         self = below + adjoint(below) + cast(jnp.real(self) * jnp.eye(self.shape[-1]), self.dtype)
@@ -294,10 +294,11 @@ def linalg_pinv(self, *, atol=None, rtol=None, hermitian=False):
 
 @rule(aten.linalg_matrix_exp.default)
 def linalg_matrix_exp(self):
-    """Taylor's polynomial of A / 2^s, squared s times: as eager does it, and more exact in float32 than a quotient.
+    """The Taylor polynomial of A / 2^s, squared s times, like in eager PyTorch; more accurate in float32 than a
+    quotient.
 
     Degree 20 is exact to rounding for norms up to 3 in single precision, 1 in double (Bader, Blanes and Casas 2019,
-    table 2, for degree 18: 3.01 and 1.09). Each squaring doubles what was rounded before, hence no more of them.
+    table 2, for degree 18: 3.01 and 1.09). Each squaring doubles the rounding error, hence as few of them as possible.
     """
     x = cast(self, opmath(self.dtype))
     if not x.size:

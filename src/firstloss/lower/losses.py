@@ -1,4 +1,4 @@
-"""Losses and their derivatives. `reduction` is PyTorch's number: 0 none, 1 mean, 2 sum."""
+"""Losses and their derivatives. `reduction` is PyTorch's enum: 0 none, 1 mean, 2 sum."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _reduced(loss, reduction):
     return total / loss.size if reduction == MEAN else total
 
 
-def _share(grad_output, like, reduction):
-    """What one element's loss gets of the gradient."""
+def _loss_gradient(grad_output, like, reduction):
+    """The gradient of each element's loss."""
     g = cast(grad_output, like.dtype)
     return g / like.size if reduction == MEAN else g
 
@@ -32,37 +32,37 @@ def _share(grad_output, like, reduction):
 
 
 def _class_weights(self, target, weight, ignore_index):
-    """Each target's weight (0 if it is to be ignored), whether it is kept, and the target, 0 where it is not."""
-    kept = target != ignore_index
-    safe = where(kept, target, 0)
+    """Each target's weight (0 if ignored), whether it is counted, and the target, 0 if ignored."""
+    counted = target != ignore_index
+    safe = where(counted, target, 0)
     dtype = opmath(self.dtype)
     if weight is None:
-        return cast(kept, dtype), kept, safe
-    return where(kept, cast(weight, dtype)[safe], 0), kept, safe
+        return cast(counted, dtype), counted, safe
+    return where(counted, cast(weight, dtype)[safe], 0), counted, safe
 
 
 def _at_target(shape, target, channel):
-    """True where an element's class is the target's."""
+    """True where an element's class is the target."""
     classes = lax.broadcasted_iota(target.dtype, shape, channel)
     return classes == (lax.expand_dims(target, [channel]) if len(shape) > 1 else target)
 
 
 def _channel(self) -> int:
-    """Where the classes are: first for one sample without a batch, else second."""
+    """The dimension of the classes: the first for a sample without a batch, else the second."""
     return 0 if self.ndim == 1 else 1
 
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss_forward(self, target, weight, reduction, ignore_index):
-    """The loss and the sum of the weights, which the mean divides by."""
+    """The loss, and the sum of the weights, by which the mean is divided."""
     x = cast(self, opmath(self.dtype))
     channel = _channel(self)
     target = lax.reshape(target, ()) if self.ndim == 1 else target
-    weights, kept, safe = _class_weights(self, target, weight, ignore_index)
-    # Chosen by comparison and sum, not by a gather: it fuses with the log-softmax that makes `self`.
+    weights, counted, safe = _class_weights(self, target, weight, ignore_index)
+    # Selected by comparison and sum rather than a gather, which fuses with the log-softmax that computes `self`.
     chosen = lax.reduce_sum(where(_at_target(x.shape, safe, channel), x, 0), (channel,))
-    chosen = where((safe >= 0) & (safe < x.shape[channel]), chosen, np.nan)  # where eager PyTorch raises
-    losses = where(kept, -chosen * weights, 0)
+    chosen = where((safe >= 0) & (safe < x.shape[channel]), chosen, np.nan)  # eager PyTorch raises
+    losses = where(counted, -chosen * weights, 0)
     total_weight = lax.reduce_sum(weights, range(weights.ndim))
     if reduction == MEAN:
         return lax.reduce_sum(losses, range(losses.ndim)) / total_weight, total_weight
@@ -75,10 +75,10 @@ def nll_loss_forward(self, target, weight, reduction, ignore_index):
 def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index, total_weight):
     channel = _channel(self)
     target = lax.reshape(target, ()) if self.ndim == 1 else target
-    weights, kept, safe = _class_weights(self, target, weight, ignore_index)
+    weights, counted, safe = _class_weights(self, target, weight, ignore_index)
     g = cast(grad_output, weights.dtype)
     g = -weights * (g / cast(total_weight, g.dtype) if reduction == MEAN else g)
-    g = where(kept, g, 0)
+    g = where(counted, g, 0)
     return where(_at_target(self.shape, safe, channel), lax.expand_dims(g, [channel]), 0)
 
 
@@ -94,7 +94,7 @@ def mse_loss(self, target, reduction=MEAN):
 @rule(aten.mse_loss_backward.default)
 def mse_loss_backward(grad_output, self, target, reduction):
     x, y = operands(self, target)
-    return 2 * (x - y) * _share(grad_output, x, reduction)
+    return 2 * (x - y) * _loss_gradient(grad_output, x, reduction)
 
 
 @rule(aten.smooth_l1_loss.default)
@@ -109,7 +109,7 @@ def smooth_l1_loss_backward(grad_output, self, target, reduction, beta):
     x, y = operands(self, target)
     z = x - y
     slope = where(lax.abs(z) < beta, z / beta, lax.sign(z)) if beta else lax.sign(z)
-    return slope * _share(grad_output, x, reduction)
+    return slope * _loss_gradient(grad_output, x, reduction)
 
 
 @rule(aten.huber_loss.default)
@@ -123,7 +123,7 @@ def huber_loss(self, target, reduction=MEAN, delta=1.0):
 def huber_loss_backward(grad_output, self, target, reduction, delta):
     x, y = operands(self, target)
     z = x - y
-    return where(lax.abs(z) <= delta, z, delta * lax.sign(z)) * _share(grad_output, x, reduction)
+    return where(lax.abs(z) <= delta, z, delta * lax.sign(z)) * _loss_gradient(grad_output, x, reduction)
 
 
 # --- Binary classification --------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def huber_loss_backward(grad_output, self, target, reduction, delta):
 
 @rule(aten.binary_cross_entropy.default)
 def binary_cross_entropy(self, target, weight=None, reduction=MEAN):
-    """Logarithms stop at -100, as PyTorch documents, so that no loss is infinite."""
+    """Logarithms are clamped to -100, as documented by PyTorch, so that losses are finite."""
     x, y = operands(self, target)
     floor = lax.full_like(x, -100)
     loss = (y - 1) * lax.max(lax.log1p(-x), floor) - y * lax.max(lax.log(x), floor)
@@ -145,7 +145,7 @@ def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduct
     x, y = operands(self, target)
     spread = lax.max((1 - x) * x, lax.full_like(x, 1e-12))
     g = (x - y) / spread
-    return (g if weight is None else g * cast(weight, x.dtype)) * _share(grad_output, x, reduction)
+    return (g if weight is None else g * cast(weight, x.dtype)) * _loss_gradient(grad_output, x, reduction)
 
 
 @rule(aten.binary_cross_entropy_with_logits.default)
@@ -166,7 +166,7 @@ def soft_margin_loss(self, target, reduction=MEAN):
 @rule(aten.soft_margin_loss_backward.default)
 def soft_margin_loss_backward(grad_output, self, target, reduction):
     x, y = operands(self, target)
-    return -y * lax.logistic(-x * y) * _share(grad_output, x, reduction)
+    return -y * lax.logistic(-x * y) * _loss_gradient(grad_output, x, reduction)
 
 
 # --- Margins ----------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def multilabel_margin_loss_backward(grad_output, self, target, reduction, is_tar
 
 
 def _padded_targets(targets, lengths, longest: int):
-    """Targets as rows of `longest`; they may come joined end to end."""
+    """The targets as rows of length `longest`; they may be given concatenated."""
     if targets.ndim == 2:
         return targets
     starts = lax.cumsum(lengths) - lengths
@@ -240,10 +240,10 @@ def _padded_targets(targets, lengths, longest: int):
 
 
 def _ctc(log_probs, targets, input_lengths, target_lengths, *, blank):
-    """Negative log likelihood of each sample (Graves et al., 2006, by the forward variables, in logarithms).
+    """The negative log likelihood of each sample (Graves et al., 2006, by forward variables, in logarithms).
 
     log_probs is (time, batch, classes), targets (batch, longest). The states are the target with blanks around each
-    symbol; from one, the next is itself, the following, or the one after unless that skips a blank it must not.
+    symbol; each state is followed by itself, the next, or the one after that unless that skips a required blank.
     """
     time, batch, _ = log_probs.shape
     states = 2 * targets.shape[1] + 1
@@ -270,7 +270,7 @@ def _ctc(log_probs, targets, input_lengths, target_lengths, *, blank):
     first = where(lax.broadcasted_iota(np.int32, never.shape, 1) < 2, emission(log_probs[0]), never)
     first = where(lax.expand_dims(target_lengths == 0, [1]) & (symbols != blank), -np.inf, first)
     alpha, _ = lax.scan(step, first, (log_probs[1:], lax.iota(input_lengths.dtype, time)[1:]))
-    # The last symbol or the blank after it.
+    # The last symbol, or the blank after it.
     ends = jnp.stack([2 * target_lengths, lax.max(2 * target_lengths - 1, lax.full_like(target_lengths, 0))], 1)
     last = jnp.take_along_axis(alpha, ends, axis=1)
     last = where(jnp.stack([target_lengths >= 0, target_lengths > 0], 1), last, -np.inf)
@@ -281,16 +281,16 @@ def _ctc(log_probs, targets, input_lengths, target_lengths, *, blank):
 def _ctc_operands(log_probs, targets, input_lengths, target_lengths):
     x = cast(log_probs, opmath(log_probs.dtype))
     lengths = [jnp.asarray(n, np.int64) for n in (input_lengths, target_lengths)]
-    # Lengths given as numbers say how long the longest target is; given as a tensor, any may be.
+    # Lengths given as numbers determine the longest target; given as a tensor, they may be anything.
     joined = targets.size if hasattr(target_lengths, "shape") else max([*target_lengths, 0])
     return x, _padded_targets(cast(targets, np.dtype(np.int64)), lengths[1], joined), *lengths
 
 
 @rule(aten._ctc_loss.default, aten._ctc_loss.Tensor)
 def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False):
-    """The forward variables, which the backward pass here makes again, are a single zero; it broadcasts.
+    """The forward variables are recomputed in the backward pass, so here they are a single zero, which broadcasts.
 
-    `zero_infinity` is the backward pass's affair: eager zeroes the losses themselves in an operation of their own.
+    `zero_infinity` concerns the backward pass only: eager PyTorch zeroes the losses in a separate operation.
     """
     losses = _ctc(*_ctc_operands(log_probs, targets, input_lengths, target_lengths), blank=blank)
     return losses, np.zeros((), losses.dtype)
@@ -300,7 +300,7 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_i
 def _ctc_loss_backward(
     grad, log_probs, targets, input_lengths, target_lengths, neg_log_likelihood, log_alpha, blank, zero_infinity=False
 ):
-    """The derivative with respect to logits, which is what PyTorch gives: the probabilities less the occupancies."""
+    """The derivative with respect to logits, as in PyTorch: the probabilities minus the occupancies."""
     x, rows, lengths, target_lengths = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
     losses, transpose = jax.vjp(lambda x: _ctc(x, rows, lengths, target_lengths, blank=blank), x)
     g = cast(grad, x.dtype)

@@ -1,8 +1,8 @@
-"""Random fills from words, as PyTorch's CPU kernels make them.
+"""Random fills from words, as computed by PyTorch's CPU kernels.
 
-What is integer or exactly rounded has PyTorch's bits on every platform. Normals follow ATen's own polynomials (see
-`rng/_fill.c`, which says where they are from); a platform that fuses other multiplications with additions than
-PyTorch's compiler did, or takes another square root, differs from it by a few units in the last place.
+Results that are integers or exactly rounded have PyTorch's bits on every platform. Normals follow ATen's polynomials
+(for their origin see `rng/_fill.c`); on a platform that fuses other multiply-adds than PyTorch's compiler, or has
+another square root, they differ by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ f32 = np.float32
 
 
 class FillKernel(NamedTuple):
-    """How a fill is made.
+    """How a fill is computed.
 
-    words_each: words that an element takes.
-    block: elements that are made together; a piece of the fill begins at a multiple of it.
-    emit: from words, uint32 of shape (lanes, 624), to elements, shape (lanes, 624 / words_each).
+    words_each: words per element.
+    block: elements that are made together; a chunk of the fill begins at a multiple of it.
+    emit: converts words, uint32 of shape (lanes, 624), to elements of shape (lanes, 624 / words_each).
     """
 
     words_each: int
@@ -38,18 +38,18 @@ class FillKernel(NamedTuple):
     emit: Callable[[Any], Any]
 
 
-BLOCK = 16  # normals made together, of as many words
+BLOCK = 16  # normals made together, from as many words
 _SINGLE = (torch.float32, torch.float16, torch.bfloat16)
-# Integers that `random_()` without bounds stays below: all that a floating dtype can distinguish, with both ends.
+# Upper bounds of `random_()` without arguments: all integers that a floating dtype represents exactly.
 _WHOLE = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
 
 
 def kernel(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> FillKernel | None:
-    """The kernel of a fill, or None where there is none; the same one each time, so that what is made of it is shared.
+    """The kernel of a fill, or None if there is none; cached, so that functions derived from it are shared.
 
     Args:
         name: "uniform", "normal", "bernoulli" or "random".
-        dtype: of the tensor that is filled.
+        dtype: of the filled tensor.
         arguments: low and high, mean and std, p, or low and high; numbers.
     """
     return _kernel(name, dtype, tuple((key, type(value), value) for key, value in sorted(arguments.items())))
@@ -63,7 +63,7 @@ def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], .
     if name == "normal" and dtype in _SINGLE and rounds_single("normal", dtype):
         return _normal(float(arguments["mean"]), float(arguments["std"]), to_jax(dtype))
     if name == "bernoulli":
-        # The 53 bits of a double are compared with p: as integers, which needs no doubles.
+        # The 53 bits of a double are compared with p as integers, which needs no doubles.
         bound = np.uint64(math.ceil(float(arguments["p"]) * 2.0**53))
 
         def bernoulli(words: Any) -> Any:
@@ -85,8 +85,8 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> FillKernel | None:
     span = f32(end - begin)
     if not (np.isfinite(span) and span >= 0):
         return None
-    # PyTorch rounds u * span + begin once. So does this: products of 24 by 24 bits are exact in double, and sums of
-    # them with numbers that are not much smaller; and where the range is symmetric, u - 1/2 is exact in single.
+    # PyTorch rounds u * span + begin once. So does this: products of 24 by 24 bits are exact in double, as are their
+    # sums with numbers that are not much smaller; and if the range is symmetric, u - 1/2 is exact in single.
     narrow = to_jax(dtype)
     without_end = uniform_leaves_out_end()
     symmetric, exact = begin == -end, begin == 0 or abs(begin) * 32 >= span
@@ -102,7 +102,7 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> FillKernel | None:
         else:
             x = (u.astype(np.float64) * np.float64(span) + np.float64(begin)).astype(np.float32)
         x = cast(x, narrow)
-        # Rounded up to the end that is left out.
+        # Rounded up to the excluded end.
         return jnp.where(x == end.astype(narrow), begin.astype(narrow), x) if without_end else x
 
     return FillKernel(1, 1, uniform)
@@ -142,17 +142,17 @@ def _normal(mean: float, std: float, dtype: np.dtype) -> FillKernel:
 
 
 def _normals(mean: float, std: float, dtype: np.dtype, words: Any) -> Any:
-    """Box-Muller on groups of 16 uniforms: eight for radii, eight for angles; eight cosines come first."""
+    """Box-Muller on groups of 16 uniforms: eight for radii, eight for angles; the eight cosines come first."""
     lanes = words.shape[0]
     shape = (lanes, N // BLOCK, 2, BLOCK // 2)
-    # The barriers keep what is made of a uniform from being made again for each of the two normals. The minimum keeps
-    # the angle's product from being fused with what follows: PyTorch's compiler did not (see `unfused.py`).
+    # The barriers keep XLA from recomputing a uniform for each of the two normals. The minimum keeps it from fusing the
+    # angle's product with what follows, as PyTorch's compiler did not (see `unfused.py`).
     u = lax.optimization_barrier(uniform_bits(words)).reshape(shape)
     radius = lax.optimization_barrier(jnp.sqrt(f32(-2.0) * _log(f32(1.0) - u[:, :, 0])))
     angle = lax.optimization_barrier(lax.min(_CIRCLE * u[:, :, 1], _CIRCLE))
     radius, angle = (jnp.broadcast_to(x[:, :, None], shape) for x in (radius, angle))
-    turn = lax.broadcasted_iota(np.int32, shape, 2)  # 0 where the cosine is wanted, 1 where the sine is
-    x = (radius * _cosine_or_sine(angle, turn)) * f32(std) + f32(mean)
+    is_sine = lax.broadcasted_iota(np.int32, shape, 2)  # 0 for the cosine, 1 for the sine
+    x = (radius * _cosine_or_sine(angle, is_sine)) * f32(std) + f32(mean)
     return cast(x.reshape(lanes, N), dtype)
 
 
@@ -167,7 +167,7 @@ def _horner(x: Any, *coefficients: float) -> Any:
 
 
 def _log(x: Any) -> Any:
-    """The logarithm of 2^-24 <= x <= 1."""
+    """The logarithm for 2^-24 <= x <= 1."""
     bits = lax.bitcast_convert_type(x, np.int32)
     e = ((bits >> np.int32(23)) - np.int32(126)).astype(np.float32)
     x = lax.bitcast_convert_type((bits & np.int32(0x007FFFFF)) | np.int32(0x3F000000), np.float32)
@@ -184,8 +184,8 @@ def _log(x: Any) -> Any:
     return e * f32(0.693359375) + (x + y)
 
 
-def _cosine_or_sine(x: Any, turn: Any) -> Any:
-    """The cosine of 0 <= x <= 2 pi where `turn` is 0, the sine where it is 1."""
+def _cosine_or_sine(x: Any, is_sine: Any) -> Any:
+    """For 0 <= x <= 2 pi, the cosine where `is_sine` is 0, the sine where it is 1."""
     octant = ((x * f32(1.27323954473516)).astype(np.int32) + np.int32(1)) & np.int32(~1)
     y = octant.astype(np.float32)
     x = y * f32(-0.78515625) + x
@@ -196,7 +196,7 @@ def _cosine_or_sine(x: Any, turn: Any) -> Any:
     c = (c * z + z * f32(-0.5)) + f32(1.0)
     s = _horner(z, -1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1) * z
     s = s * x + x
-    octant = octant + np.int32(2) - np.int32(2) * turn
+    octant = octant + np.int32(2) - np.int32(2) * is_sine
     value = jnp.where((octant & np.int32(2)) != 0, c, s)
     sign = (octant & np.int32(4)) << np.int32(29)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(value, np.int32) ^ sign, np.float32)

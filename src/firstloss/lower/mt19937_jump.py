@@ -1,9 +1,9 @@
-"""Windows of PyTorch's CPU stream at any position, found on the device.
+"""Windows of PyTorch's CPU stream at any position, computed on the device.
 
 `rng/jump.py` explains how t^n is applied to a window: the bits of a polynomial in base Y = t^623 + t^396 select which
-words of w, Yw, Y²w... to sum. Here the polynomials are those of n = 2^k, so that a position, an integer of 64 bits, is
-reached by one application for each of its bits that is set. A module that holds this table of 2.6 KB a bit needs
-nothing else to draw any weight.
+words of w, Yw, Y²w... to sum. Here the polynomials are those of n = 2^k, so a 64-bit position is reached by one
+application for each of its set bits. A module that holds this table of 2.6 KB per bit needs nothing else to draw any
+weight.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .mt19937 import following, twist, u32
 
 _DIGIT = N - 1  # bits of a polynomial's digit
 _DIGITS = 33
-_LANES_OF_BITS = 20  # 32-bit words that hold them
-_REACH = _DIGIT + N - 1  # words of Y^k w that a digit touches
+_LANES_OF_BITS = 20  # 32-bit words per digit
+_REACH = _DIGIT + N - 1  # words of Y^k w that a digit uses
 _BACK = 32  # Y^k w needs k words before w
-# Terms summed in one go: as many as keep the loop's own cost small, and the text short.
+# Terms summed per iteration: enough to amortize the loop, few enough to keep the text short.
 _TERMS = 24
 
 
@@ -44,10 +44,10 @@ def table(bits: int) -> Words:
 
 
 def rewind(window: Words, count: int) -> Words:
-    """The window `count` words earlier, on the host. `window` must lie on the sequence (`mt19937.consistent`)."""
+    """The window `count` words earlier, on the host. `window` must be on the sequence (`mt19937.consistent`)."""
     words = np.concatenate([np.zeros(count, np.uint32), window])
     for i in range(count - 1, -1, -1):
-        # word i has its top bit from what followed it 624 words later, and its low bits from what came before that
+        # word i gets its top bit from the word 624 later, and its low bits from the one before that
         upper = _untwist(int(words[i + N]) ^ int(words[i + M]))
         lower = _untwist(int(words[i + N - 1]) ^ int(words[i + M - 1]))
         words[i] = (upper & 0x80000000) | (lower & 0x7FFFFFFF)
@@ -55,13 +55,13 @@ def rewind(window: Words, count: int) -> Words:
 
 
 def _untwist(twisted: int) -> int:
-    """The top bit of the first argument of `twist` and the low 31 of the second."""
+    """The top bit of the first argument of `twist`, and the low 31 bits of the second."""
     fell_out = twisted >> 31
     return (((twisted ^ (MATRIX if fell_out else 0)) << 1) | fell_out) & 0xFFFFFFFF
 
 
 def _earlier(windows: Any, count: int) -> Any:
-    """The `count` < 397 words before each window: `rewind` as one vector operation."""
+    """The `count` < 397 words before each window: `rewind` as a vector operation."""
     twisted = windows[:, N - count - 1 :] ^ windows[:, M - count - 1 : M]
     fell_out = twisted >> u32(31)
     mixed = ((twisted ^ (fell_out * u32(MATRIX))) << u32(1)) | fell_out
@@ -69,7 +69,7 @@ def _earlier(windows: Any, count: int) -> Any:
 
 
 def _jump(windows: Any, polynomial: Any) -> Any:
-    """Each window moved on by what `polynomial`, uint32 of shape (33, 20), stands for."""
+    """Jump each window ahead by `polynomial`, uint32 of shape (33, 20)."""
     lanes = windows.shape[0]
     second = following(windows)
     words = lax.concatenate([_earlier(windows, _BACK), windows, second], 1)[:, : _BACK + _REACH]
@@ -90,7 +90,7 @@ def _jump(windows: Any, polynomial: Any) -> Any:
             return total
 
         total = lax.fori_loop(np.int32(0), np.int32(N // _TERMS), terms, total)
-        # Y^(k+1) w, aligned at the right as Y^k w is; one word at the left is lost.
+        # Y^(k+1) w, aligned at the right like Y^k w; one word at the left is lost.
         moved = lax.pad(twist(words[:, :-1], words[:, 1:]), u32(0), [(0, 0, 0), (1, 0, 0)])
         return moved, total
 
@@ -100,7 +100,7 @@ def _jump(windows: Any, polynomial: Any) -> Any:
 
 @jax.jit
 def windows(origin: Any, position: Any, table: Any) -> Any:
-    """The window whose next word is number `position` after `origin`'s: uint32, shape (624,).
+    """The window whose next word is `position` words after that of `origin`: uint32, shape (624,).
 
     `origin` is uint32 of shape (624,), `position` an int64 below 2^bits of the table.
     """
@@ -117,7 +117,7 @@ def windows(origin: Any, position: Any, table: Any) -> Any:
 
 
 def spread(window: Any, count: int, log2: int, table: Any) -> Any:
-    """`count` windows, each 2^log2 words after the one before it, the first is `window`: shape (count, 624)."""
+    """`count` windows, starting with `window`, each 2^log2 words after the previous one: shape (count, 624)."""
     lanes = window[None]
     step = log2
     while lanes.shape[0] < count:
@@ -127,7 +127,7 @@ def spread(window: Any, count: int, log2: int, table: Any) -> Any:
 
 
 def bits_for(position: int) -> int:
-    """How many bits of a table a position needs."""
+    """The number of table bits that a position needs."""
     return max(int(position).bit_length(), 1)
 
 

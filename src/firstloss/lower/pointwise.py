@@ -1,4 +1,4 @@
-"""Element by element, of two and more operands: arithmetic, comparisons, bits. Those of one are in `elementary.py`."""
+"""Pointwise operations with two or more operands: arithmetic, comparisons, bits. See `elementary.py` for unary ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax import numpy as jnp
 from .dtypes import (
     broadcast,
     cast,
+    error_value,
     floating,
     floats,
-    impossible,
     is_complex,
     is_integer,
     is_number,
@@ -63,8 +63,8 @@ def mul(self, other):
 
 
 def _of_integers(result: Any, divisor: Any) -> Any:
-    """A quotient or a remainder: of integers divided by zero, where eager PyTorch raises, what stands out."""
-    mark = impossible(result.dtype) if result.dtype.kind in "iu" else None
+    """A quotient or remainder, with the error value for integers divided by zero, where eager PyTorch raises."""
+    mark = error_value(result.dtype) if result.dtype.kind in "iu" else None
     return result if mark is None else where(divisor == 0, cast(mark, result.dtype), result)
 
 
@@ -73,9 +73,9 @@ def _rem(x: Any, y: Any) -> Any:
 
 
 def _floor_divide(x: Any, y: Any) -> Any:
-    """Round towards minus infinity as Python does: exactly, not as `floor(x / y)`, which may round up first.
+    """Round towards minus infinity as Python does: exactly, unlike `floor(x / y)`, whose quotient may be rounded up.
 
-    The steps for floating point are those of CPython's `float_floor_div`, which PyTorch follows.
+    For floating point the steps are those of CPython's `float_floor_div`, like in PyTorch.
     """
     if is_integer(x.dtype):
         quotient = lax.div(x, y)
@@ -106,7 +106,7 @@ def div_mode(self, other, *, rounding_mode):
     quotient = lax.div(x, y)
     if is_integer(x.dtype):
         return _of_integers(quotient, y)
-    return trunc(rounded(quotient, promoted(self, other)))  # rounded before it is cut, so 2.999 is 3 in bfloat16
+    return trunc(rounded(quotient, promoted(self, other)))  # rounded before truncation, so 2.999 is 3 in bfloat16
 
 
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -116,10 +116,10 @@ def floor_divide(self, other):
 
 @rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(self, other):
-    """The remainder that has the sign of the divisor."""
+    """The remainder with the sign of the divisor."""
     x, y = operands(self, other)
-    left = lax.rem(x, y)
-    return _of_integers(where((left != 0) & ((y < 0) != (left < 0)), left + y, left), y)
+    result = lax.rem(x, y)
+    return _of_integers(where((result != 0) & ((y < 0) != (result < 0)), result + y, result), y)
 
 
 @rule(aten.pow.Tensor_Tensor, aten.pow.Scalar)
@@ -133,14 +133,14 @@ def _power(x: Any, y: Any) -> Any:
         return jnp.power(x, y)
     if x.dtype.kind != "i":
         return jnp.power(x, y)
-    # In integers, 1 / x is 0 unless x is 1 or -1.
+    # For integers, 1 / x is 0 unless x is 1 or -1.
     inverse = where(x == 1, 1, where(x == -1, where(y % 2 == 0, lax.full_like(x, 1), lax.full_like(x, -1)), 0))
     return where(y < 0, inverse, jnp.power(x, lax.max(y, lax.full_like(y, 0))))
 
 
 @rule(aten.pow.Tensor_Scalar)
 def pow_scalar(self, exponent):
-    """The exponents that PyTorch's CPU kernel singles out are those that models use."""
+    """With the special cases of PyTorch's CPU kernel, which are the exponents that models use."""
     (x,) = operands(self, dtype=opmath(promoted(self, exponent)))
     if exponent == 2:
         return x * x
@@ -174,7 +174,7 @@ def _heaviside(x: Any, y: Any) -> Any:
 def logaddexp(x: Any, y: Any) -> Any:
     if not is_complex(x.dtype):
         return jnp.logaddexp(x, y)
-    order = lax.real(x) < lax.real(y)  # keeps to the branch of the greater one, which adding logarithms need not
+    order = lax.real(x) < lax.real(y)  # for complex numbers, stay on the branch of the larger one
     low, high = lax.select(order, x, y), lax.select(order, y, x)
     return high + lax.log1p(lax.exp(low - high))
 
@@ -185,7 +185,7 @@ def _logaddexp2(x: Any, y: Any) -> Any:
     return where((x == y) & (lax.abs(x) == math.inf), x, summed)
 
 
-# The operands are promoted together; the flag says that integers become floating point.
+# Operands are promoted together; the flag says whether integers become floating point.
 _BINARY = {
     aten.fmod.Tensor: (_rem, False),
     aten.fmod.Scalar: (_rem, False),
@@ -268,13 +268,13 @@ def logical_xor(self, other):
 
 @rule(aten.nextafter.default)
 def nextafter(self, other):
-    """The next number in the operands' own dtype, so bfloat16 is not widened first."""
+    """In the operands' own dtype, so bfloat16 is not widened first."""
     return lax.nextafter(*operands(self, other, dtype=promoted(self, other)))
 
 
 @rule(aten.ldexp.Tensor)
 def ldexp(self, other):
-    """PyTorch's is a product with a power, which is rounded before."""
+    """PyTorch computes a product with a rounded power."""
     x, exponent = floats(self, other)
     return x * rounded(exp2(exponent), floating(other.dtype))
 
@@ -306,7 +306,7 @@ def where_(condition, self, other):
 
 @rule(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(self, end, weight):
-    """From the nearer end, as PyTorch does, so that weight 1 gives `end` exactly."""
+    """From the nearer end, like PyTorch, so that weight 1 gives `end` exactly."""
     dtype = opmath(promoted(self, end))
     if is_number(weight):
         start, end = operands(self, end, dtype=dtype)
@@ -332,7 +332,7 @@ def addcdiv(self, tensor1, tensor2, *, value=1):
 
 @rule(aten.clamp.default, aten.clamp.Tensor)
 def clamp(self, min=None, max=None):
-    """Where `min` exceeds `max` the result is `max`; NaN comes through from any operand."""
+    """Where `min` exceeds `max` the result is `max`; NaN propagates from any operand."""
     bounds = [b for b in (min, max) if b is not None]
     x, *bounds = operands(self, *bounds)
     if min is not None:

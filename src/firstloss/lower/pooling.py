@@ -1,6 +1,6 @@
-"""Pooling, as a few strided slices: one for every place in the window.
+"""Pooling by strided slices: one for each position in the window.
 
-Slices fuse into one loop, meet ties and NaN in the order that PyTorch does, and need no reduction over windows.
+Slices fuse into one loop, handle ties and NaN in PyTorch's order, and need no windowed reductions.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ aten = torch.ops.aten
 
 
 def _over(plane: np.ndarray, x):
-    """One value for each window, the same in all planes of `x`."""
+    """A value for each window, broadcast over all planes of `x`."""
     return lax.broadcast_in_dim(plane, x.shape, range(x.ndim - plane.ndim, x.ndim))
 
 
 def _once(places):
-    """The same, by a reduction: XLA on a CPU does none twice.
+    """Return `places`, computed once: through a reduction, which XLA on a CPU never duplicates.
 
-    What is only compared and selected it takes for cheap, and would recompute it in the backward pass, for every
-    offset in a window once.
+    XLA considers comparisons and selections cheap, and would recompute them in the backward pass, once for every
+    offset in the window.
     """
     return lax.reduce_max(lax.concatenate([places[None], lax.full_like(places, 0)[None]], 0), (0,))
 
@@ -50,7 +50,7 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
     padded = windows.padded(self, _lowest(self.dtype))
     best: Any = None
     places: Any = None
-    found: Any = False  # which windows have had a place within the input
+    found: Any = False  # which windows have had an element inside the input
     for offset in windows.offsets():
         x, here = windows.slice(padded, offset), windows.inside(offset)
         place = _over(windows.places(offset), x)
@@ -75,13 +75,13 @@ def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, paddi
 
 
 def _bins(length: int, count: int) -> list[tuple[int, int]]:
-    """Where each of `count` bins begins and ends: from floor(i n / m) to ceil((i + 1) n / m)."""
+    """The begin and end of each of `count` bins: from floor(i n / m) to ceil((i + 1) n / m)."""
     return [(i * length // count, -(-(i + 1) * length // count)) for i in range(count)]
 
 
 @rule(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
 def adaptive_max_pool(self, output_size):
-    """By the same steps as with equal windows; a shorter bin repeats its last element, which changes nothing."""
+    """As with equal windows; shorter bins repeat their last element, which changes nothing."""
     space = len(output_size)
     lengths = self.shape[self.ndim - space :]
     bins = [_bins(n, m) for n, m in zip(lengths, output_size, strict=True)]
@@ -104,8 +104,8 @@ def adaptive_max_pool(self, output_size):
     return best, places
 
 
-def _to_places(values, indices, lead: int, lengths):
-    """Add up `values` at flat `indices` of planes of `lengths`."""
+def _scatter_to_planes(values, indices, lead: int, lengths):
+    """Scatter-add `values` at flat `indices` of planes with `lengths`."""
     planes, count = values.shape[:lead], math.prod(values.shape[lead:])
     v = lax.reshape(cast(values, opmath(values.dtype)), (math.prod(planes), count))
     i = lax.reshape(indices, v.shape)
@@ -116,7 +116,7 @@ def _to_places(values, indices, lead: int, lengths):
 
 def _chosen_backward(grad_output, self, indices, space):
     lead = self.ndim - space
-    return _to_places(grad_output, indices, lead, self.shape[lead:])
+    return _scatter_to_planes(grad_output, indices, lead, self.shape[lead:])
 
 
 @rule(aten.adaptive_max_pool2d_backward.default)
@@ -136,7 +136,7 @@ def fractional_max_pool_backward(grad_output, self, kernel_size, output_size, in
 
 @rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
 def fractional_max_pool(self, kernel_size, output_size, random_samples):
-    """Windows at places that the given samples choose (Graham, Fractional max-pooling, 2014)."""
+    """Windows at positions given by random samples (Graham, Fractional max-pooling, 2014)."""
     space = len(kernel_size)
     lead, lengths = self.shape[: self.ndim - space], self.shape[self.ndim - space :]
     batched = lead if len(lead) == 2 else (1, *lead)
@@ -144,7 +144,7 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples):
     starts = []
     for d in range(space):
         n, m, k = lengths[d], output_size[d], kernel_size[d]
-        # The samples name the last dimension first in two dimensions, and the first first in three.
+        # The samples are ordered from the last dimension in two dimensions, and from the first in three.
         sample = random_samples[:, :, space - 1 - d if space == 2 else d]
         alpha = (n - k) / (m - 1) if m > 1 else 0.0
         u = lax.expand_dims(sample, [2])
@@ -181,7 +181,7 @@ def max_unpool3d(self, indices, output_size, stride, padding):
 
 
 def _unpool(self, indices, output_size):
-    """The inverse of a maximum's choice: each value at its index, zeros elsewhere."""
+    """The inverse of max pooling: each value at its index, zeros elsewhere."""
     lead = self.ndim - len(output_size)
     planes, count = math.prod(self.shape[:lead]), math.prod(self.shape[lead:])
     i = lax.reshape(indices, (planes, count))
@@ -269,7 +269,7 @@ def adaptive_avg_pool1d(self, output_size):
 
 @rule(aten.im2col.default)
 def im2col(self, kernel_size, dilation, padding, stride):
-    """Every window of the image (channels, *space) as a column (channels * window, windows)."""
+    """Every window of the image (channels, *space) as a column: (channels * window, windows)."""
     windows = Windows(self.shape, kernel_size, stride, padding, dilation, False)
     padded = windows.padded(self, 0)
     parts = jnp.stack([windows.slice(padded, offset) for offset in windows.offsets()], axis=self.ndim - 2)

@@ -1,7 +1,7 @@
-"""How exactly float32 is multiplied: on a GPU as PyTorch has been told there, elsewhere in full.
+"""The precision of float32 products: on a GPU as set in PyTorch, elsewhere full.
 
-PyTorch multiplies matrices in full unless `torch.set_float32_matmul_precision` says otherwise, and convolves in TF32
-unless `torch.backends.cudnn.allow_tf32` is False. XLA's default on a GPU is TF32 for both.
+PyTorch multiplies matrices in full precision unless `torch.set_float32_matmul_precision` says otherwise, and convolves
+in TF32 unless `torch.backends.cudnn.allow_tf32` is False. XLA's default on a GPU is TF32 for both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax import lax
 
 
 class Precisions(NamedTuple):
-    """Of matrix products, and of convolutions."""
+    """The precisions of matrix products and of convolutions."""
 
     products: lax.Precision
     convolutions: lax.Precision
@@ -24,12 +24,12 @@ _FULL = Precisions(lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def is_for_gpus() -> bool:
-    """Whether what is lowered now is for a GPU."""
+    """Whether the code being lowered is for a GPU."""
     return jax.default_backend() == "gpu"
 
 
 def now() -> Precisions:
-    """What is asked for now."""
+    """The current settings."""
     if not is_for_gpus():
         return _FULL
     cudnn: Any = torch.backends.cudnn

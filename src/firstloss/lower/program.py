@@ -1,9 +1,8 @@
-"""Lower a Program: a JAX function that computes its outputs from its inputs.
+"""Lowering of a Program to a JAX function that computes its outputs from its inputs.
 
-Each node becomes one call of a small jitted function: its arguments' views, the rule, the casts to the dtypes that
-capture recorded and, for a write through a view, the scatter back into the base. Nodes that differ in nothing but their
-arrays share that function, so that layer after layer is traced and lowered once, and a module is as long as its list
-of calls.
+Each node becomes a call of a small jitted function: its arguments' views, the rule, the casts to the dtypes that
+capture recorded and, for a write through a view, the scatter back into the base. Nodes that differ only in their arrays
+share that function, so equal layers are traced and lowered once, and a module is as long as its list of calls.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real
 
 
 class ArrayParameter(NamedTuple):
-    """In a node's template, the place of its array number `place`, read through a view (None: as it is)."""
+    """In a node's template, a placeholder for array number `place`, read through a view (None: the whole array)."""
 
     place: int
     view: View | None
 
 
 class View(NamedTuple):
-    """A Ref without its Value: the view's own geometry, and its base's."""
+    """A Ref without its Value: the geometries of the view and of its base."""
 
     base_shape: tuple[int, ...]
     base_stride: tuple[int, ...]
@@ -51,7 +50,7 @@ class View(NamedTuple):
 
 
 class Template(NamedTuple):
-    """All of a node but its arrays."""
+    """Everything about a node except its arrays."""
 
     op: Any
     args: tuple
@@ -62,19 +61,19 @@ class Template(NamedTuple):
 
 
 class LoweredCall(NamedTuple):
-    """A node, ready to be lowered: what is called, and on which Values.
+    """A node that is ready to be lowered: the function to call, and the Values to call it on.
 
-    Calls that are equal in `kind` lower to the same code.
+    Calls with equal `kind` lower to the same code.
     """
 
     kind: Template | View
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    draw: int | None  # for a random operation, its number in the step's stream
+    draw: int | None  # for a random operation, its index in the step's stream
     node: Node | None
 
     def run(self, operands: Sequence[Any], key: jax.Array | None) -> Sequence[Any]:
-        """The outputs' arrays. `key` is the step's; needed if this draws."""
+        """Compute the outputs' arrays. `key` is the step's random key, needed if this call draws."""
         if isinstance(self.kind, View):
             return (read_view(operands[0], self.kind),)
         if self.draw is not None:
@@ -106,15 +105,15 @@ class LoweredCall(NamedTuple):
             raise LoweringError(f"{self.node.source}: {error}") from error.__cause__
         except jax.errors.ConcretizationTypeError:
             raise LoweringError(
-                f"{self.node.source}: {self.node.op} is given a traced value for a number on which its very "
-                "computation depends. Pass a Python number, or write the formula with tensor operations."
+                f"{self.node.source}: {self.node.op} got a traced value for a number that must be known when it is "
+                "lowered. Pass a Python number, or write the formula with tensor operations."
             ) from None
-        except (NotImplementedError, TypeError, ValueError) as error:  # a rule's own refusal, or what JAX refuses
+        except (NotImplementedError, TypeError, ValueError) as error:  # raised by the rule or by JAX
             raise LoweringError(f"{self.node.source}: {self.node.op} cannot be lowered: {error}") from error
 
 
 def call_of(node: Node) -> LoweredCall:
-    """`node` as a Call."""
+    """Make a call from `node`."""
     inputs: list[Value] = []
     template = template_of(node, inputs)
     draw = None
@@ -125,10 +124,10 @@ def call_of(node: Node) -> LoweredCall:
 
 
 def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | None = None) -> dict[str, jax.Array]:
-    """The Program's outputs, computed from `values` for its inputs. To be called under `jax.jit`.
+    """Compute the Program's outputs from the `values` of its inputs. To be called under `jax.jit`.
 
     Args:
-        key: the step's random key, from which each random operation's is made; needed if there is one.
+        key: the step's random key, from which each random operation's key is derived; needed if there is any.
     """
     arrays: dict[Value, Any] = dict(values)
     run_calls(map(call_of, program.nodes), arrays, lambda draw: jax.random.fold_in(key, draw))
@@ -141,7 +140,7 @@ def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | 
 
 
 def run_calls(calls: Iterable[LoweredCall], arrays: dict[Value, Any], key_of: Callable[[int], jax.Array]) -> None:
-    """Run `calls` in order: inputs are taken from `arrays`, outputs put there. `key_of` gives a draw's random key."""
+    """Run `calls` in order; `arrays` has the inputs, and gets the outputs. `key_of` returns a draw's random key."""
     for call in calls:
         operands = [_array(arrays, value) for value in call.inputs]
         results = call.run(operands, None if call.draw is None else key_of(call.draw))
@@ -149,7 +148,7 @@ def run_calls(calls: Iterable[LoweredCall], arrays: dict[Value, Any], key_of: Ca
 
 
 def unsupported(program: Program) -> dict[str, list[Node]]:
-    """The operations in `program` that have neither rule nor decomposition, each with its nodes."""
+    """The operations in `program` that have neither a rule nor a decomposition, with their nodes."""
     missing: dict[str, list[Node]] = {}
     for node in program.nodes:
         if functional(node.op) not in RULES and node.op not in RULES and not decomposition(node.op):
@@ -161,7 +160,7 @@ def _array(arrays: dict[Value, Any], value: Value) -> Any:
     found = arrays.get(value)
     if found is None:
         if value.real is None:
-            found = lax.full(value.shape, 0, to_jax(value.dtype))  # memory that was never written (torch.empty)
+            found = lax.full(value.shape, 0, to_jax(value.dtype))  # uninitialized memory (torch.empty)
         else:
             found = constant(value.real)
         arrays[value] = found
@@ -169,12 +168,12 @@ def _array(arrays: dict[Value, Any], value: Value) -> Any:
 
 
 def constant(tensor: torch.Tensor) -> np.ndarray:
-    """A torch tensor's values as numpy has them (bfloat16 and the like by ml_dtypes), in row-major order."""
+    """A torch tensor's values as a row-major NumPy array (bfloat16 etc. by ml_dtypes)."""
     return as_numpy(tensor).copy()
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """As `constant`, of a tensor in row-major order its own memory."""
+    """Like `constant`, sharing the memory of a row-major tensor."""
     tensor = tensor.detach().contiguous()
     dtype = to_jax(tensor.dtype)
     if tensor.dtype.is_floating_point and tensor.dtype not in (torch.float32, torch.float64, torch.float16):
@@ -184,7 +183,7 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def template_of(node: Node, inputs: list[Value]) -> Template:
-    """What is the same in all nodes like `node`; the Values that it reads are added to `inputs`, in their order."""
+    """The common part of all nodes like `node`; the Values that it reads are appended to `inputs`."""
     index: dict[Value, int] = {}
 
     def slot(ref: Ref) -> ArrayParameter:
@@ -200,7 +199,7 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
         if type(arg) in (list, tuple):
             return tuple(walk(a) for a in arg)
         if type(arg) is float or type(arg) is bool:
-            return _NumberArgument(type(arg), arg)  # 1, 1.0 and True are equal to Python, and not to PyTorch
+            return _NumberArgument(type(arg), arg)  # 1, 1.0 and True are equal in Python, but not in PyTorch
         return arg
 
     args = walk(node.args)
@@ -216,7 +215,7 @@ class _NumberArgument(NamedTuple):
 
 
 def view_of(ref: Ref) -> View | None:
-    """How `ref` looks at its Value; None: as it is."""
+    """The view of its Value that `ref` is; None if it is the whole Value."""
     if ref.whole:
         return None
     value = ref.value
@@ -227,17 +226,17 @@ def view_of(ref: Ref) -> View | None:
 def function_of(
     template: Template, by_pytorch: bool = False, precisions: precision.Precisions | None = None
 ) -> Callable[..., tuple]:
-    """The jitted function of all nodes of one template, from the arrays that they read to those that they make.
+    """The jitted function of all nodes with one template, from the arrays that they read to their results.
 
     Args:
-        by_pytorch: as `aten.usable()` says; it may call PyTorch's kernels.
-        precisions: as `precision.now()` says, when it is called first: under others it is another function.
+        by_pytorch: `aten.usable()`; whether PyTorch's kernels may be called.
+        precisions: `precision.now()` at the first call; each setting has its own function.
     """
     op = functional(template.op)
     rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op, lower)
     if rule is None:
         raise LoweringError(
-            f"{template.op} has no lowering to StableHLO. Write the line with other operations, or give it one: "
+            f"{template.op} has no lowering to StableHLO. Write the line with other operations, or register one: "
             f"firstloss.register_lowering(torch.ops.{str(template.op)})."
         )
     names_out = {a.name for a in schema_of(template.op).arguments if a.kwarg_only and a.alias_info is not None}
@@ -263,7 +262,7 @@ def function_of(
         results = rule(*[fill(arg) for arg in template.args if not isinstance(arg, torch.Generator)], **kwargs)
         flat = list(_flatten(results))
         count = len(template.writes)
-        # functional overloads return new tensors first, then what the mutable one writes
+        # Functional overloads return new tensors first, then the new contents of mutated ones.
         made, written = flat[: len(flat) - count], flat[len(flat) - count :]
         out = []
         for (index, view), new, (shape, dtype) in zip(template.writes, written, template.outputs, strict=False):
@@ -275,7 +274,9 @@ def function_of(
         made = [m for m in made if m is not None]
         expected = template.outputs[count:]
         if len(made) != len(expected):
-            raise LoweringError(f"the lowering of {template.op} gives {len(made)} results, capture saw {len(expected)}")
+            raise LoweringError(
+                f"the lowering of {template.op} returns {len(made)} results, but capture recorded {len(expected)}"
+            )
         out.extend(_checked(template, m, shape, dtype) for m, (shape, dtype) in zip(made, expected, strict=True))
         return tuple(out)
 
@@ -284,12 +285,12 @@ def function_of(
 
 
 def _by_columns(view: View | None) -> bool:
-    """Whether what a view sees is a matrix that lies in memory by columns."""
+    """Whether a view is of matrices that are stored by columns."""
     return view is not None and len(view.size) == 2 and view.stride[0] < view.stride[1] and view.size[0] > 1
 
 
 def forget_functions() -> None:
-    """Lower nodes again from here on: a rule has changed."""
+    """Clear the cache of functions after a rule has changed."""
     function_of.cache_clear()
 
 
@@ -307,7 +308,7 @@ def _checked(template: Template, result: Any, shape: tuple[int, ...], dtype: tor
         if np.prod(np.shape(result), dtype=int) == 1 or len(np.shape(result)) < len(shape):
             return lax.broadcast_in_dim(result, shape, range(len(shape) - np.ndim(result), len(shape)))
         raise LoweringError(
-            f"the lowering of {template.op} gives shape {list(np.shape(result))}, capture saw {list(shape)}"
+            f"the lowering of {template.op} returns shape {list(np.shape(result))}, but capture recorded {list(shape)}"
         )
     return result
 
@@ -316,12 +317,12 @@ def _checked(template: Template, result: Any, shape: tuple[int, ...], dtype: tor
 
 
 def _order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """Dimensions from the outermost in memory to the innermost."""
+    """The dimensions ordered from outermost to innermost in memory."""
     return sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d], d))
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
-    if 0 in shape:  # strides of what is empty say nothing
+    if 0 in shape:  # strides of empty tensors are arbitrary
         return True
     expected = 1
     for d in reversed(order):
@@ -334,13 +335,13 @@ def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) ->
 
 
 def read_view(base: Any, view: View) -> Any:
-    """The view of `base`, an array of `view.base_shape` in logical order."""
+    """Read the view from `base`, an array of `view.base_shape` in logical order."""
     memory = _in_memory_order(base, view)
     if view.dtype != view.base_dtype:
         memory = _reinterpret(memory, view.base_dtype, view.dtype)
     order = _order(view.size, view.stride)
     if view.offset == 0 and memory.size == np.prod(view.size, dtype=int) and _dense(view.size, view.stride, order):
-        # All of it in another shape and order: no detour through one dimension, which would lose a sharding.
+        # A reshaped or transposed whole: do not flatten it, which would lose its sharding.
         x = lax.reshape(memory, tuple(view.size[d] for d in order))
         back = [order.index(d) for d in range(len(order))]
         return x if back == list(range(len(back))) else lax.transpose(x, back)
@@ -348,7 +349,7 @@ def read_view(base: Any, view: View) -> Any:
 
 
 def write_view(base: Any, new: Any, view: View) -> Any:
-    """`base` with `new` written through the view."""
+    """Write `new` through the view, and return the new base."""
     memory = _in_memory_order(base, view)
     if view.dtype != view.base_dtype:
         memory = _reinterpret(memory, view.base_dtype, view.dtype)
@@ -368,8 +369,8 @@ def _in_memory_order(base: Any, view: View) -> Any:
     order = _order(view.base_shape, view.base_stride)
     if not _dense(view.base_shape, view.base_stride, order):
         raise LoweringError(
-            f"a view of a tensor whose strides {list(view.base_stride)} leave gaps in memory for shape "
-            f"{list(view.base_shape)}. Call .contiguous() on it first"
+            f"a view of a tensor of shape {list(view.base_shape)} whose strides {list(view.base_stride)} leave gaps in "
+            "memory. Call .contiguous() on it first"
         )
     return base if order == list(range(len(order))) else lax.transpose(base, order)
 

@@ -1,8 +1,8 @@
 """Random operations inside a step.
 
-Each takes `rng_key`, made by the driver of the run's seed, the step's number and the operation's place in the step: the
-same on every mesh, another at every step. The numbers are not those of PyTorch's generator, which a compiled step has
-none of; their distributions are.
+Each takes `rng_key`, which the driver derives from the run's seed, the step's number and the operation's index in the
+step: the same on every mesh, and different at every step. The numbers are not those of PyTorch's generator, which a
+compiled step does not have, but have the same distributions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _uniform(rng_key, shape, dtype, low=0.0, high=1.0):
-    # drawn in float32 at least: a half-precision uniform would round up to `high` too often
+    # Drawn at least in float32: a half-precision uniform would round up to `high` too often.
     wide = opmath(dtype)
     return cast(jax.random.uniform(rng_key, shape, wide, low, high), dtype)
 
@@ -37,7 +37,7 @@ def _result_dtype(dtype):
 
 
 def _of_probability(p, drawn, dtype):
-    """What was drawn with probabilities; NaN, where the dtype has it, for what is none: eager PyTorch raises."""
+    """`drawn`, or NaN, if the dtype has it, where `p` is not a probability; eager PyTorch raises."""
     return drawn if dtype.kind in "biu" else where((p >= 0) & (p <= 1), cast(drawn, dtype), np.nan)
 
 
@@ -61,15 +61,15 @@ def bernoulli(self, *, rng_key):
 def native_dropout(input, p, train, *, rng_key):
     if not train:
         return input, lax.full(input.shape, True, bool)
-    kept = jax.random.uniform(rng_key, input.shape) >= p
+    mask = jax.random.uniform(rng_key, input.shape) >= p
     wide = opmath(input.dtype)
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
-    return cast(cast(input, wide) * kept * cast(scale, wide), input.dtype), kept
+    return cast(cast(input, wide) * mask * cast(scale, wide), input.dtype), mask
 
 
 @rule(aten.uniform.default)
 def uniform(self, low=0.0, high=1.0, *, rng_key):
-    if is_complex(self.dtype):  # both parts
+    if is_complex(self.dtype):  # both real and imaginary part
         parts = _uniform(rng_key, (2, *self.shape), np.finfo(self.dtype).dtype, low, high)
         return lax.complex(parts[0], parts[1])
     return _uniform(rng_key, self.shape, self.dtype, low, high)
@@ -109,9 +109,9 @@ def log_normal(self, mean=1.0, std=2.0, *, rng_key):
 
 @rule(aten.geometric.default)
 def geometric(self, p, *, rng_key):
-    """The number of trials up to the first success, from 1."""
+    """The number of trials up to and including the first success."""
     wide = opmath(floating(self.dtype))
-    u = jax.random.uniform(rng_key, self.shape, wide)  # from 0 up to, and without, 1
+    u = jax.random.uniform(rng_key, self.shape, wide)  # in [0, 1)
     return cast(jnp.ceil(jnp.maximum(jnp.log1p(-u) / cast(math.log1p(-p), wide), jnp.finfo(wide).tiny)), self.dtype)
 
 
@@ -160,7 +160,7 @@ def randperm(n, *, dtype=None, layout=None, device=None, pin_memory=None, rng_ke
     return cast(jax.random.permutation(rng_key, n), to_jax(dtype or torch.int64))
 
 
-# How far whole numbers go in each dtype without a gap: PyTorch's `random_` draws below it.
+# The limit up to which each dtype represents all integers: PyTorch's `random_` draws below it.
 _WHOLE = {np.dtype(np.float64): 1 << 53, np.dtype(np.float32): 1 << 24, np.dtype(np.float16): 1 << 11}
 
 
@@ -184,7 +184,7 @@ def random_to(self, to, *, rng_key):
 
 @rule(aten.multinomial.default)
 def multinomial(self, num_samples, replacement=False, *, rng_key):
-    """Without replacement, the largest of log-weights with Gumbel noise (Vieira, 2014)."""
+    """Without replacement: the largest log-weights with Gumbel noise (Vieira, 2014)."""
     logits = jnp.log(cast(self, opmath(self.dtype)))
     rows = self.shape[:-1]
     if replacement:

@@ -29,7 +29,7 @@ def _to_copy(self, *, dtype=None, layout=None, device=None, pin_memory=None, non
 
 @rule(aten.cat.default)
 def cat(tensors, dim=0):
-    # A one-dimensional empty tensor joins with any shape: torch keeps this for old programs.
+    # A one-dimensional empty tensor can be joined with any shape, for backward compatibility.
     shaped = [x for x in tensors if x.shape != (0,)] or tensors[:1]
     dtype = promoted(*tensors)
     return lax.concatenate([cast(x, dtype) for x in shaped], axis(dim, shaped[0].ndim))
@@ -76,7 +76,7 @@ def roll(self, shifts, dims=()):
 
 
 def _above(shape: tuple[int, ...], diagonal: int) -> np.ndarray:
-    """True at and above a diagonal of the last two dimensions; made on the device, not stored as a constant."""
+    """True at and above a diagonal of the last two dimensions; computed on the device, not stored as a constant."""
     rows = lax.broadcasted_iota(np.int32, shape[-2:], 0)
     columns = lax.broadcasted_iota(np.int32, shape[-2:], 1)
     return lax.broadcast_in_dim(columns - rows >= diagonal, shape, (len(shape) - 2, len(shape) - 1))
@@ -162,7 +162,7 @@ def channel_shuffle(self, groups):
 
 
 def _edges(pad: list[int], ndim: int) -> list[tuple[int, int]]:
-    """Padding by dimension from the left; PyTorch gives it from the last dimension backwards."""
+    """Padding by dimension from the left; PyTorch's order starts at the last dimension."""
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
 
@@ -182,7 +182,7 @@ def _replicate(places: np.ndarray, length: int) -> np.ndarray:
 
 
 def _pad_by_index(rule_of_places: Callable) -> Callable:
-    """A padding whose elements are elements of the operand, found by their place along each dimension."""
+    """A padding whose elements are elements of the operand, by their index along each dimension."""
 
     def pad_by_index(self, padding):
         for d, (low, high) in enumerate(_edges(padding, self.ndim)):

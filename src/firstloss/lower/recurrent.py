@@ -1,4 +1,4 @@
-"""Recurrent layers that eager PyTorch has a kernel for. (GRU and plain RNN arrive as their matrix products.)"""
+"""Recurrent layers for which eager PyTorch has a kernel. (GRU and plain RNN are captured as matrix products.)"""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .matmul import linear
 from .registry import rule
 
 aten = torch.ops.aten
-_LSTM = 2  # PyTorch's number for the mode
+_LSTM = 2  # PyTorch's enum of the mode
 
 
 def _lstm(x, w_ih, w_hh, b_ih, b_hh, h, c, *, reverse):
     """One direction of one layer over x (time, batch, features): outputs, last hidden state, last cell state.
 
-    Hochreiter and Schmidhuber, 1997, with forget gates; the weights hold the gates input, forget, cell, output.
+    Hochreiter and Schmidhuber, 1997, with forget gates; the weights' gates are input, forget, cell, output.
     """
-    driven = linear(x, w_ih, b_ih)  # the inputs' part, for all times at once
+    driven = linear(x, w_ih, b_ih)  # the inputs' contribution, for all time steps at once
 
     def step(state, drive):
         h, c = state
@@ -37,7 +37,7 @@ def _lstm(x, w_ih, w_hh, b_ih, b_hh, h, c, *, reverse):
 def _checked_mode(mode, batch_sizes):
     if mode != _LSTM or batch_sizes:
         raise NotImplementedError(
-            "Only an LSTM over padded sequences has a lowering. Pass padded tensors instead of a PackedSequence, and "
+            "Only LSTMs over padded sequences have a lowering. Pass padded tensors instead of a PackedSequence, and "
             "mask what is beyond each length."
         )
 
@@ -47,7 +47,7 @@ def mkldnn_rnn_layer(
     input, weight0, weight1, weight2, weight3, hx_, cx_, reverse, batch_sizes, mode, hidden_size, num_layers,
     has_biases, bidirectional, batch_first, train,
 ):  # fmt: skip
-    """The kernel's workspace, which only its own backward pass could read, is a single zero; it broadcasts."""
+    """The kernel's workspace, which only its own backward pass could read, is a single zero, which broadcasts."""
     _checked_mode(mode, batch_sizes)
     dtype = opmath(input.dtype)
     operands = [cast(x, dtype) for x in (input, weight0, weight1, weight2, weight3, hx_, cx_)]
@@ -59,11 +59,11 @@ def mkldnn_rnn_layer_backward(
     input, weight1, weight2, weight3, weight4, hx_, cx_tmp, output, hy_, cy_, grad_output, grad_hy, grad_cy, reverse,
     mode, hidden_size, num_layers, has_biases, train, bidirectional, batch_sizes, batch_first, workspace,
 ):  # fmt: skip
-    """Runs the forward pass again, to have the gates."""
+    """Recomputes the forward pass for the gates."""
     _checked_mode(mode, batch_sizes)
     dtype = opmath(input.dtype)
     operands = [cast(x, dtype) for x in (input, weight1, weight2, weight3, weight4, hx_, cx_tmp)]
     results, transpose = jax.vjp(lambda *xs: _lstm(*xs, reverse=reverse), *operands)
     grads = (grad_output, grad_hy, grad_cy)
-    given = (lax.full_like(y, 0) if g is None else cast(g, dtype) for g, y in zip(grads, results, strict=True))
-    return transpose(tuple(given))
+    gradients = (lax.full_like(y, 0) if g is None else cast(g, dtype) for g, y in zip(grads, results, strict=True))
+    return transpose(tuple(gradients))

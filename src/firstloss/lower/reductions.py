@@ -1,6 +1,6 @@
-"""Reductions over dimensions, and the running ones (cumulative sums and their like).
+"""Reductions over dimensions, and cumulative ones.
 
-The half precisions add up in float32 and integers in int64, as in PyTorch.
+Half precisions accumulate in float32 and integers in int64, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def kept(reduced, like, dims, keepdim: bool):
-    """Put the reduced dimensions back with size 1 if they are to be kept."""
+    """Restore reduced dimensions with size 1 if `keepdim`."""
     return lax.expand_dims(reduced, dims) if keepdim and like.ndim else reduced
 
 
@@ -93,7 +93,7 @@ def count_nonzero(self, dim=None):
     return sum_(self != 0, dim)
 
 
-# --- Where the extreme is: the first of equals, NaN before any number -------------------------------------------------
+# --- Index of the extreme: the first of equals, NaN before any number -------------------------------------------------
 
 
 def _index_of_extreme(find, self, dim, keepdim):
@@ -131,7 +131,7 @@ def min_dim(self, dim, keepdim=False):
 
 
 def moments(x, dims, correction):
-    """Mean (dimensions kept) and variance of an array already in the dtype to compute in."""
+    """Mean (with dimensions kept) and variance of an array in the dtype of the computation."""
     count = _count(x, dims)
     average = lax.expand_dims(lax.reduce_sum(x, dims) / count, dims)
     centred = x - average
@@ -165,7 +165,7 @@ def std_mean(self, dim=None, *, correction=None, keepdim=False):
 
 
 def _by_flag(by_correction):
-    """The older overloads: a flag `unbiased` for correction 1 or 0, and the dimensions before it when given."""
+    """The older overloads: a flag `unbiased` for correction 1 or 0, after the dimensions, if any."""
 
     def with_flag(self, *args, unbiased=True, keepdim=False):
         dim = None
@@ -218,7 +218,7 @@ def dist(self, other, p=2):
 
 @rule(aten.renorm.default)
 def renorm(self, p, dim, maxnorm):
-    """Scale down each slice whose norm is above `maxnorm`."""
+    """Scale down each slice with a norm above `maxnorm`."""
     dims = [d for d in range(self.ndim) if d != axis(dim, self.ndim)]
     norms = linalg_vector_norm(self, p, dims, True)
     return self * cast(where(norms > maxnorm, maxnorm / (norms + 1e-7), lax.full_like(norms, 1)), self.dtype)
@@ -235,7 +235,7 @@ def logsumexp(self, dim, keepdim=False):
     return kept(lax.log(lax.reduce_sum(lax.exp(x - top), dims)) + lax.squeeze(top, dims), self, dims, keepdim)
 
 
-# --- Running reductions -----------------------------------------------------------------------------------------------
+# --- Cumulative reductions --------------------------------------------------------------------------------------------
 
 
 @rule(aten.cumsum.default)
@@ -259,7 +259,7 @@ def logcumsumexp(self, dim):
 
 
 def _running_extreme(better, self, dim):
-    """Values and places; of equals the last, and NaN from where it first appears, as the CPU kernel has it."""
+    """Values and indices; the last of equals, and NaN from its first occurrence on, as in the CPU kernel."""
     d = axis(dim, self.ndim)
     if self.ndim == 0:
         return self, np.int64(0)

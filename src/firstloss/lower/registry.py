@@ -1,12 +1,12 @@
-"""The table of lowering rules: one short function an ATen overload.
+"""The table of lowering rules: a short function for each ATen overload.
 
-A rule takes what the ATen operation takes, in the schema's order and under the schema's keyword names, with every
-tensor replaced by a JAX array and every `torch.dtype` left as it is; it returns a JAX array, or a tuple of them where
-the operation returns several tensors.
+A rule takes the ATen operation's arguments, in the schema's order and under its keyword names, with tensors replaced by
+JAX arrays and every `torch.dtype` unchanged; it returns a JAX array, or a tuple of them if the operation returns
+several tensors.
 
-PyTorch's result dtypes are known from capture, so a rule does not work them out: the driver (`program.py`) casts
-each result to the dtype that capture recorded, and checks its shape. What a rule does own is the dtype that the
-arithmetic is done in; `promoted` in `dtypes.py` gives the one PyTorch uses.
+PyTorch's result dtypes are known from capture, so rules do not compute them: the driver (`program.py`) casts each
+result to the dtype that capture recorded, and checks its shape. A rule chooses only the dtype of its arithmetic;
+`promoted` in `dtypes.py` returns PyTorch's.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from ..compat.torch_names import OpOverload
 
 RULES: dict[OpOverload, Callable] = {}
-# Those whose rules are a user's (`register.py`), which may be other functions at the next start.
+# Overloads with rules registered by users (`custom_ops.py`), which may differ in the next process.
 OF_USERS: set[OpOverload] = set()
-# Operations that hold Programs: their rules take `lower`, too, which lowers one.
+# Operations that hold Programs: their rules also take `lower`, which lowers one.
 OF_PROGRAMS: set[OpOverload] = set()
-# Operations on matrices whose rules take `by_columns`, too: of each matrix, whether it lies in memory by columns.
+# Matrix operations whose rules also take `by_columns`: for each matrix, whether it is stored by columns.
 OF_ORDERS: set[OpOverload] = set()
 
 
 def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:
-    """Enter the decorated function as the lowering of `overloads`; an overload is entered once.
+    """Register the decorated function as the lowering of `overloads`; each overload has one.
 
-    One that not every version of PyTorch has is given by name, "cholesky.default", and left out where it is missing.
+    An overload that some versions of PyTorch lack is given by name, "cholesky.default", and skipped if it is missing.
     """
 
     def enter(function: Callable) -> Callable:
@@ -43,7 +43,7 @@ def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:
 
 
 def register(overload: OpOverload, function: Callable) -> None:
-    """Enter a function from a table of rules, named after its overload."""
+    """Register a function from a table of rules, named after its overload."""
     function.__name__ = function.__qualname__ = str(overload)
     rule(overload)(function)
 

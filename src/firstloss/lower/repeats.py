@@ -1,4 +1,4 @@
-"""Find what repeats in a sequence: the runs in which the same stretch of keys comes again and again."""
+"""Detection of repetition in a sequence: runs in which a stretch of keys repeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CANDIDATES = 12
 
 
 class Repeats(NamedTuple):
-    """`keys[i] == keys[i + period]` for all i from `start` up to `stop - period`: at least two stretches alike."""
+    """`keys[i] == keys[i + period]` for all i from `start` up to `stop - period`: at least two equal stretches."""
 
     start: int
     stop: int
@@ -20,11 +20,11 @@ class Repeats(NamedTuple):
 
 
 def find_runs(keys: Sequence[int], least: int) -> list[Repeats]:
-    """Runs that do not overlap, in order: the one that saves most first, then those to its left and its right.
+    """Non-overlapping runs, in order: the one that saves most is chosen first, then those to its left and right.
 
     Args:
-        keys: equal numbers for equal things.
-        least: the number of elements a run has to save, that is, those after its first stretch.
+        keys: numbers that are equal for equal elements.
+        least: the minimal number of elements that a run saves, which are those after its first stretch.
     """
     return _within(np.asarray(keys), 0, least)
 
@@ -33,13 +33,13 @@ def _within(keys: np.ndarray, offset: int, least: int) -> list[Repeats]:
     best = _best(keys)
     if best is None or best.stop - best.start - best.period < least:
         return []
-    left = _within(keys[: best.start], offset, least)
+    before = _within(keys[: best.start], offset, least)
     right = _within(keys[best.stop :], offset + best.stop, least)
-    return [*left, Repeats(best.start + offset, best.stop + offset, best.period), *right]
+    return [*before, Repeats(best.start + offset, best.stop + offset, best.period), *right]
 
 
 def _best(keys: np.ndarray) -> Repeats | None:
-    """The run that saves the most elements; of those that save as many, the one with the shortest period."""
+    """The run that saves the most elements; among equals, the one with the shortest period."""
     best: Repeats | None = None
     for period in _periods(keys):
         same = np.concatenate(([False], keys[period:] == keys[:-period], [False]))
@@ -55,11 +55,11 @@ def _best(keys: np.ndarray) -> Repeats | None:
 
 
 def _periods(keys: np.ndarray) -> list[int]:
-    """The commonest distances from a key to its next occurrence: an element that a stretch has once is that far."""
+    """The most common distances from a key to its next occurrence, weighted: those are the likely periods."""
     last: dict[int, int] = {}
     gaps: Counter[int] = Counter()
     for i, key in enumerate(keys.tolist()):
         if key in last:
-            gaps[i - last[key]] += i - last[key]  # long ones weigh more: short ones come from within a stretch
+            gaps[i - last[key]] += i - last[key]  # long distances weigh more: short ones occur within a stretch
         last[key] = i
     return [gap for gap, _ in gaps.most_common(_CANDIDATES)]

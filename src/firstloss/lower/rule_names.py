@@ -1,6 +1,6 @@
-"""Which operations have a rule, without importing the rules, which import JAX.
+"""The names of operations that have a rule, without importing the rules, which import JAX.
 
-`rules.txt` lists them; `python -m firstloss.lower.rule_names` rewrites it, and a test holds it equal to the table.
+`rules.txt` lists them; `python -m firstloss.lower.rule_names` rewrites it, and a test compares it with the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def listed() -> frozenset[str]:
 
 
 def all_have_rules(program: Program) -> bool:
-    """Whether each operation in `program` has a rule; False too for what is computed by other operations."""
+    """Whether each operation in `program` has a rule; decompositions do not count."""
     known = listed()
     ops = {node.op for node in program.nodes}
     return all(str(functional(op)) in known or str(op) in known or op in RULES for op in ops)

@@ -1,4 +1,4 @@
-"""Importing this module imports every family of rules, and so fills `RULES`."""
+"""Imports every family of rules, which fills `RULES`."""
 
 from . import (  # noqa: F401
     activations,

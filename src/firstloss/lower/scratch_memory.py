@@ -1,34 +1,34 @@
-"""Estimate a segment's peak scratch memory and its memory traffic, by how XLA fuses and orders operations."""
+"""Estimates of a segment's peak scratch memory and memory traffic, by how XLA fuses and orders operations."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# They have an array's content in another shape: what is summed stays in parts through them.
+# Primitives that only reshape an array; partial sums pass through them.
 RESHAPING = frozenset({"transpose", "reshape", "squeeze", "convert_element_type", "copy", "copy_p"})
-# XLA computes these where their results are read, and keeps none of them.
+# Primitives that XLA fuses into the readers of their results, which are not stored.
 _FUSED = RESHAPING | frozenset(
     """abs add add_any and atan2 bitcast_convert_type broadcast_in_dim ceil clamp concatenate cos cosh div eq erf erfc
     erf_inv exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter
     not optimization_barrier or pad pow real imag rem rev round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh slice sqrt square stop_gradient sub tan tanh xor""".split()
 )
-# What these read is in memory; other operations are fused with those that make what they read.
+# Operands of these are in memory; other operations are fused with the producers of their operands.
 _OPERANDS_IN_MEMORY = frozenset({"dot_general", "conv_general_dilated", "sort", "sent"})
-# These read as much of an array as they give.
+# Primitives that read only as much of an array as they return.
 _PARTS = frozenset({"slice", "dynamic_slice", "gather"})
-# Bytes of reductions that XLA makes one of (its `--xla_gpu_all_reduce_combine_threshold_bytes`, and the CPU's).
+# The bytes up to which XLA combines reductions (`--xla_gpu_all_reduce_combine_threshold_bytes`, and likewise on a CPU).
 _COMBINED = 30 << 20
 
 
 class FusionNode(NamedTuple):
-    """What is computed.
+    """A computed value.
 
     Attributes:
-        primitive: the operation of JAX's; `"sent"` for a collective.
+        primitive: the JAX primitive; `"sent"` for a collective.
         bytes: of the result, on one device.
         reads: the numbers of the nodes that it reads.
-        reduced: of a reduction between devices, the axes along which they take part.
+        reduced: for a cross-device reduction, its axes.
     """
 
     primitive: str
@@ -38,11 +38,11 @@ class FusionNode(NamedTuple):
 
 
 class FusedKernel(NamedTuple):
-    """What is computed in one go: an operation, with those that are fused with it.
+    """A fused kernel: an operation, with those that are fused into it.
 
     Attributes:
-        flops: of the operation, which makes what is written.
-        bytes: that it reads and writes in memory, on one device.
+        flops: of the operation that writes the result.
+        bytes: read and written in memory, on one device.
     """
 
     flops: float
@@ -50,11 +50,11 @@ class FusedKernel(NamedTuple):
 
 
 class Memory:
-    """What a segment computes, in the order of its operations.
+    """The values computed by a segment, in order.
 
     Attributes:
-        given: the numbers of nodes that are no scratch memory.
-        flops: floating-point operations of a node, by its number.
+        given: the numbers of nodes that are not scratch memory.
+        flops: the floating-point operations of a node, by its number.
     """
 
     def __init__(self) -> None:
@@ -63,17 +63,17 @@ class Memory:
         self.flops: dict[int, float] = {}
 
     def add(self, primitive: str, nbytes: int, reads: tuple[int, ...], reduced: tuple[str, ...] | None = None) -> int:
-        """Add a node, and return its number."""
+        """Add a node and return its number."""
         self.nodes.append(FusionNode(primitive, nbytes, reads, reduced))
         return len(self.nodes) - 1
 
     def peak(self, outputs: set[int]) -> int:
-        """Scratch memory at its fullest: what is not fused lives until it was read last. What is computed may be in
-        the memory of outputs that are not there yet, but not what is received."""
+        """The peak of scratch memory: values that are not fused live until they are last read. Computed values may use
+        the memory of outputs that do not exist yet, but received ones may not."""
         nodes = self.nodes
-        kept, reads = self._fused(outputs)
+        stored, reads = self._fused(outputs)
         order, together = self._order()
-        order = [n for n in order if kept[n]]
+        order = [n for n in order if stored[n]]
         last = {source: together.get(n, n) for n in order for source in reads[n]}
         ends: dict[int, list[int]] = {}
         for source, n in last.items():
@@ -100,44 +100,44 @@ class Memory:
         return most
 
     def kernels(self, outputs: set[int]) -> list[FusedKernel]:
-        """What is computed in one go each, and what each reads and writes in memory. Not what is sent."""
-        kept, reads = self._fused(outputs)
+        """The fused kernels, with the memory that each reads and writes; without collectives."""
+        stored, reads = self._fused(outputs)
         return [
             FusedKernel(self.flops.get(n, 0.0), sum(reads[n].values()) + node.bytes)
             for n, node in enumerate(self.nodes)
-            if kept[n] and node.primitive not in ("input", "sent")
+            if stored[n] and node.primitive not in ("input", "sent")
         ]
 
     def _fused(self, outputs: set[int]) -> tuple[list[bool], list[dict[int, int]]]:
-        """Whether each node's result is in memory, and how many bytes each reads of those that are."""
+        """Whether each node's result is stored in memory, and how many bytes each node reads of such results."""
         nodes = self.nodes
-        kept = [node.primitive not in _FUSED for node in nodes]
+        stored = [node.primitive not in _FUSED for node in nodes]
         for node in nodes:
             if node.primitive in _OPERANDS_IN_MEMORY:
                 for read in node.reads:
-                    kept[read] = True
+                    stored[read] = True
         for n in (*outputs, *self.given):
-            kept[n] = True
+            stored[n] = True
         reads: list[dict[int, int]] = []
         for node in nodes:
             found: dict[int, int] = {}
             for read in node.reads:
-                for source, nbytes in {read: nodes[read].bytes}.items() if kept[read] else reads[read].items():
-                    found[source] = min(found.get(source, 0) + nbytes, nodes[source].bytes)  # parts are others
+                for source, nbytes in {read: nodes[read].bytes}.items() if stored[read] else reads[read].items():
+                    found[source] = min(found.get(source, 0) + nbytes, nodes[source].bytes)  # partial reads add up
             if node.primitive in _PARTS:
                 found = {source: min(nbytes, node.bytes) for source, nbytes in found.items()}
             reads.append(found)
-        return kept, reads
+        return stored, reads
 
     def _order(self) -> tuple[list[int], dict[int, int]]:
-        """The nodes in the order in which XLA runs them: reductions along the same axes, up to some size, are one
-        operation, which comes when the last of them can. And of each of these the last one of its operation."""
+        """The nodes in XLA's order: reductions along the same axes, up to some size, are combined into one operation,
+        at the position of the last. Also returns, for each of these, the last one of its operation."""
         nodes = self.nodes
         order: list[int] = []
         together: dict[int, int] = {}
-        waiting: list[int] = []  # what needs one of the reductions that are put off
+        waiting: list[int] = []  # nodes that depend on a delayed reduction
         open_: dict[tuple[str, ...], list[int]] = {}
-        needs: dict[int, frozenset[tuple[str, ...]]] = {}  # of those in `waiting`, and of the reductions
+        needs: dict[int, frozenset[tuple[str, ...]]] = {}  # axes of delayed reductions on which nodes depend
 
         def close(axes: tuple[str, ...]) -> None:
             members = open_.pop(axes)
@@ -160,16 +160,17 @@ class Memory:
             if axes is not None:
                 members = open_.get(axes, [])
                 size = sum(nodes[m].bytes for m in members) + node.bytes
-                while mine := frozenset().union(*(needs.get(read, frozenset()) for read in node.reads)):
-                    close(next(iter(mine)))
+                while pending := frozenset().union(*(needs.get(read, frozenset()) for read in node.reads)):
+                    close(next(iter(pending)))
                 if members and axes in open_ and size > _COMBINED:
                     close(axes)
                 open_.setdefault(axes, []).append(n)
                 needs[n] = frozenset({axes})
                 continue
-            mine = frozenset().union(*(needs.get(read, frozenset()) for read in node.reads)) if needs else frozenset()
-            if mine:
-                needs[n] = mine
+            delayed = (needs.get(read, frozenset()) for read in node.reads)
+            pending = frozenset().union(*delayed) if needs else frozenset()
+            if pending:
+                needs[n] = pending
                 waiting.append(n)
             else:
                 order.append(n)

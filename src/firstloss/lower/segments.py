@@ -1,11 +1,11 @@
-"""Cut a Program where it repeats, so that identical layers are lowered and compiled once.
+"""Segmentation of a Program where it repeats, so that equal layers are lowered and compiled once.
 
 The calls of a deep model's step repeat layer after layer, in the forward pass and again in the backward pass. They are
-cut into segments at the layers' ends; segments that compute the same from other arrays share one function. What is
-compiled is as long as one layer and what surrounds the layers; running a step calls the functions one after another.
+cut into segments at the layers' boundaries; segments with the same computation on different arrays share one function.
+The compiled code is as long as one layer plus what surrounds the layers; running a step calls the functions in turn.
 
-Whether two segments are alike is read from the calls themselves and from how they are wired, not from the model's
-modules: any Program that repeats is cut, whatever wrote it.
+Whether segments are equal is determined from the calls and their dataflow, not from the model's modules: any Program
+that repeats is cut.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .foreach_split import split_foreach_calls
 from .program import LoweredCall, View, call_of, view_of
 from .repeats import Repeats, find_runs
 
-# A Program is cut if this share of its calls, and this many, need no compiling then. Shorter ones compile in a second.
+# A Program is cut if this fraction of its calls, and this many, then need no compilation. Shorter ones compile in a
+# second.
 _SHARE = 0.4
 _SAVED = 400
-# At most so many segments for a run: each costs the host some 20 microseconds a step, and devices queue up few.
+# The maximal number of segments in a run: each costs the host some 20 us per step, and devices' queues are short.
 _MOST_SEGMENTS = 48
-# At least so many calls in a segment.
+# The minimal number of calls in a segment.
 _LEAST_CALLS = 24
-# A run of at least so many periods, each of which touches fewer bytes than this (about a millisecond's work), is cut at
-# every second one: beginning a segment takes the device some 40 microseconds. Longer segments take longer to compile.
+# Runs of at least this many periods, which each touch fewer bytes than this (about a millisecond of work), are cut at
+# every second period: starting a segment takes the device some 40 us. Longer segments take longer to compile.
 _LEAST_BYTES = 16 << 20
 _MANY = 8
 
@@ -38,7 +39,7 @@ class Cut(NamedTuple):
     """A Program in segments, in an order in which they can run.
 
     Attributes:
-        outputs: for each output of the Program, the Value that holds it when the segments have run.
+        outputs: for each output of the Program, the Value that holds it after the segments have run.
     """
 
     segments: list[Segment]
@@ -46,13 +47,13 @@ class Cut(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Some calls in a row.
+    """Consecutive calls.
 
     Attributes:
-        function: segments of one number compute the same.
-        inputs: what it takes from outside, in the order of use; an int is the number of a random draw.
-        outputs: what it gives to others.
-        signature: what it computes from its inputs; the same for segments of one number, and for no others.
+        function: the number of its function; equal for segments with the same computation.
+        inputs: the Values read from outside, in the order of use; an int is the index of a random draw.
+        outputs: the Values read by others.
+        signature: a hashable description of the computation; equal for the same function, and only then.
     """
 
     function: int
@@ -66,22 +67,22 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) 
     """Cut `program` where it repeats; None if too little of it does.
 
     Args:
-        first: names of outputs that are wanted as soon as can be: it is cut behind the call that makes the last of
-            these, too. (A loss is there long before the backward pass has even been compiled.)
-        apart: names of outputs that get a Value of their own, which is no input and no other output.
+        first: names of outputs that are needed as early as possible: it is also cut after the call that makes the last
+            of these. (A loss is available long before the backward pass has been compiled.)
+        apart: names of outputs that get a Value of their own, which is neither an input nor another output.
     """
     if len(program.nodes) < _SAVED:
         return None
     calls = split_foreach_calls(program.nodes)
-    looks = _looks(program, apart)
-    for look in looks.values():
-        calls.insert(1 + max((i for i, call in enumerate(calls) if look.inputs[0] in call.outputs), default=-1), look)
+    views = _output_views(program, apart)
+    for view in views.values():
+        calls.insert(1 + max((i for i, call in enumerate(calls) if view.inputs[0] in call.outputs), default=-1), view)
     kinds: dict[Hashable, int] = {}
     keys = [kinds.setdefault((call.kind, _avals(call)), len(kinds)) for call in calls]
     runs = find_runs(keys, least=_SAVED // 4)
     if sum(run.stop - run.start - run.period for run in runs) < max(_SAVED, _SHARE * len(calls)):
         return None
-    outputs = _outputs(program, looks)
+    outputs = _outputs(program, views)
     last_use = {value: i for i, call in enumerate(calls) for value in call.inputs}
     last_use.update(dict.fromkeys(outputs.values(), len(calls)))
     wanted = {outputs[name] for name in first}
@@ -94,25 +95,25 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = ()) 
 
 
 def uncut(program: Program, apart: Iterable[str] = ()) -> Cut:
-    """As `cut`, all of `program` as one segment."""
-    looks = _looks(program, apart)
-    outputs = _outputs(program, looks)
-    calls = [*map(call_of, program.nodes), *looks.values()]
+    """All of `program` as one segment."""
+    views = _output_views(program, apart)
+    outputs = _outputs(program, views)
+    calls = [*map(call_of, program.nodes), *views.values()]
     return Cut(_shared([calls] if calls else [], set(program.inputs.values()), set(outputs.values())), outputs)
 
 
-def _looks(program: Program, apart: Iterable[str]) -> dict[str, LoweredCall]:
-    """For outputs that are no whole Values, and those that are to have one of their own, the calls that make these."""
+def _output_views(program: Program, apart: Iterable[str]) -> dict[str, LoweredCall]:
+    """Calls that make Values for outputs that are views, or are to have a Value of their own."""
     own = set(apart)
     return {name: _view_call(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in own}
 
 
-def _outputs(program: Program, looks: Mapping[str, LoweredCall]) -> dict[str, Value]:
-    return {n: looks[n].outputs[0] if n in looks else ref.value for n, ref in program.outputs.items()}
+def _outputs(program: Program, views: Mapping[str, LoweredCall]) -> dict[str, Value]:
+    return {n: views[n].outputs[0] if n in views else ref.value for n, ref in program.outputs.items()}
 
 
 def _view_call(ref: Ref) -> LoweredCall:
-    """A call that makes a Value of its own of what `ref` sees."""
+    """A call that copies the view `ref` into a Value of its own."""
     value = ref.value
     view = View(value.shape, value.stride, value.dtype, ref.size, ref.stride, ref.offset, ref.dtype)
     return LoweredCall(view, (ref.value,), (Value(ref.size, ref.stride, ref.dtype, ref.value.device),), None, None)
@@ -123,17 +124,17 @@ def _avals(call: LoweredCall) -> tuple:
 
 
 def _bounds(run: Repeats, calls: Sequence[LoweredCall], last_use: dict[Value, int]) -> list[int]:
-    """Where to cut a run: every so many periods, at the place in the period that the fewest bytes are carried across.
+    """Where to cut a run: every so many periods, at the position in the period with the fewest live bytes.
 
-    A run can be cut anywhere in its period. Where one layer ends and the next begins there is least to carry.
+    A run can be cut anywhere in its period. Between one layer and the next there is least to pass on.
     """
     length = run.stop - run.start
     crossing = [0] * (run.period + 1)
-    first = run.start + run.period // 2  # the second stretch, seen from half a stretch before
+    first = run.start + run.period // 2  # the second period, shifted by half a period
     for i in range(run.start, min(run.stop, first + run.period)):
         for value in calls[i].outputs:
             end = last_use.get(value, i)
-            if end > i + run.period:  # kept for long, for the backward pass: carried wherever the cut is
+            if end > i + run.period:  # kept for the backward pass: live at any cut
                 continue
             low, high = max(i + 1, first), min(end, first + run.period)
             if low <= high:
@@ -155,12 +156,12 @@ def _bounds(run: Repeats, calls: Sequence[LoweredCall], last_use: dict[Value, in
         return range(run.start + phase, run.start + phase + repeats // group * step + 1, step)
 
     costs = {(run.period // 2 + offset) % run.period: cost[offset] for offset in range(run.period)}
-    # Of places as good, the one that leaves the fewest calls outside: these are compiled again.
+    # Of equally good positions, the one that leaves the fewest calls outside, which are compiled separately.
     return list(cuts(min(costs, key=lambda phase: (costs[phase], length - cuts(phase)[-1] + cuts(phase)[0]))))
 
 
 def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results: set[Value]) -> list[Segment]:
-    """The pieces as segments; those that are alike get the same function number and the same outputs."""
+    """The pieces as segments; equal ones get the same function number and the same outputs."""
     maker = {value: n for n, piece in enumerate(pieces) for call in piece for value in call.outputs}
     given = {*inputs, *maker}
     used_outside: set[Value] = set(results)
@@ -171,7 +172,7 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
     numbers: list[int] = []
     signatures: list[Hashable] = []
     taken: list[tuple[Value | int, ...]] = []
-    places: dict[int, set[int]] = {}  # for a function, which of all outputs of its calls leave it
+    places: dict[int, set[int]] = {}  # for each function, which outputs of its calls are read outside
     for piece in pieces:
         signature, outside = _signature(piece, given)
         number = functions.setdefault(signature, len(functions))
@@ -189,7 +190,7 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
 
 
 def _signature(piece: Sequence[LoweredCall], given: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
-    """What the piece computes from arrays given to it, and which these are, in the order of their first use."""
+    """The piece's computation from the arrays given to it, and these arrays in the order of first use."""
     names: dict[Any, tuple] = {}
     outside: list[Value | int] = []
     signature: list[Any] = []
@@ -219,7 +220,7 @@ def _signature(piece: Sequence[LoweredCall], given: set[Value]) -> tuple[Hashabl
 
 
 def _baked(value: Value, given: set[Value]) -> bool:
-    """Whether a Value is part of the code: captured Python numbers, and memory that was never written."""
+    """Whether a Value is part of the code: captured Python numbers, and uninitialized memory."""
     if value in given:
         return False
     return value.real is None or value.numel <= 1

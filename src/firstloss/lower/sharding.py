@@ -1,9 +1,9 @@
-"""Propagate shardings through a Program, from those of its inputs.
+"""Propagation of shardings through a Program, from those of its inputs.
 
-XLA's partitioner finds shardings for all of a function at once. Where a Program is cut into segments, those of the
-arrays that cross a cut have to be said before; they are found here, operation by operation: a result's dimension is
-sharded as the operands' dimensions from which it comes. Which these are is read from the operation's jaxpr. What is
-found decides what is sent between devices, never what is computed: inside a segment XLA does as it likes.
+XLA's partitioner finds shardings within one function. If a Program is cut into segments, the shardings of arrays that
+cross a cut must be given; they are found here, operation by operation: a result's dimension is sharded like the
+operands' dimensions from which it comes, by the operation's jaxpr. These shardings determine communication, never
+results; inside a segment XLA is free to choose.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .segments import Segment
 from .sharding_rules import ShardingRule, rule_of
 
 Axes = Mapping[str, int]  # sizes of a mesh's axes
-Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that cut it
+Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that shard it
 
 
 class ArraySharding(NamedTuple):
-    """How an array is sharded, and whether the batch is among what it is computed from.
+    """How an array is sharded, and whether it depends on the batch.
 
-    Where a weight and an activation are both cut over one axis (FSDP), their product is sharded as the activation is,
+    If a weight and an activation are sharded over the same axis (FSDP), their product is sharded like the activation,
     and the weight is gathered.
     """
 
@@ -39,15 +39,15 @@ class ArraySharding(NamedTuple):
 def propagate(
     segments: Sequence[Segment], given: Mapping[Value, ArraySharding], wanted: Mapping[Value, Spec], axes: Axes
 ) -> dict[Value, ArraySharding]:
-    """How to cut each array that crosses from one of `segments` to another, or leaves them.
+    """Find a sharding for each array that is passed between `segments`, or is an output.
 
-    Forward, from the inputs to what is computed of them; then back from what is `wanted` and from the other operands
-    of those that read it: so a gradient, a sum over the batch, is sharded as its weight is. All of it twice. Segments
-    that are alike and whose arrays are sharded alike are looked at once.
+    Forward, from the inputs to the results; then backward, from the `wanted` outputs and the other operands of each
+    reader: so a gradient, a sum over the batch, is sharded like its weight. Both are done twice. Equal segments with
+    equally sharded arrays are visited once.
 
     Args:
-        given: the inputs.
-        wanted: what the results are to be; they will be.
+        given: the shardings of inputs.
+        wanted: the required shardings of outputs.
     """
     like = {segment.function: segment for segment in reversed(segments)}
     look = functools.cache(lambda number, ins, outs, back: _propagate_through(like[number], ins, outs, back, axes))
@@ -64,7 +64,7 @@ def propagate(
 
 
 def within(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes) -> dict[Value, ArraySharding]:
-    """The shardings of all that a segment's calls read and make, given those of its inputs and outputs."""
+    """The shardings of everything that a segment's calls read and compute, given those of its inputs and outputs."""
     found = dict(known)
     for call in segment.calls:
         _forward(call, found, axes)
@@ -74,7 +74,7 @@ def within(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes) -
 
 
 def _known(found: Mapping[Value, ArraySharding], value: Value | int) -> ArraySharding:
-    if isinstance(value, int):  # the number of a draw
+    if isinstance(value, int):  # the index of a random draw
         return ArraySharding(())
     return found.get(value) or ArraySharding(((),) * len(value.shape))
 
@@ -82,7 +82,7 @@ def _known(found: Mapping[Value, ArraySharding], value: Value | int) -> ArraySha
 def _propagate_through(
     segment: Segment, ins: Sequence[ArraySharding], outs: Sequence[ArraySharding], back: bool, axes: Axes
 ) -> tuple[ArraySharding, ...]:
-    """The shardings of a segment's inputs and outputs: cut further than now, if what is inside says so."""
+    """The shardings of a segment's inputs and outputs, refined by its calls."""
     crossing = (*segment.inputs, *segment.outputs)
     found = {v: placed for v, placed in zip(crossing, (*ins, *outs), strict=True) if isinstance(v, Value)}
     for call in segment.calls:
@@ -95,7 +95,7 @@ def _propagate_through(
 def _forward(call: LoweredCall, found: dict[Value, ArraySharding], axes: Axes) -> None:
     operands = [_known(found, value) for value in call.inputs]
     rule = rule_of_call(call)
-    # What is of the batch is asked first, then what is larger.
+    # Operands that depend on the batch take precedence, then larger ones.
     order = sorted(range(len(operands)), key=lambda i: (not operands[i].of_batch, -call.inputs[i].numel))
     asked = [(n, cut) for i in order for n, cut in zip(rule.operands[i], operands[i].spec, strict=True) if cut]
     of_batch = any(operand.of_batch for operand in operands)
@@ -125,16 +125,16 @@ def _back(call: LoweredCall, found: dict[Value, ArraySharding], axes: Axes) -> N
 
 
 def _cut(spec: Spec, dim: int, cut: tuple[str, ...], shape: Sequence[int], axes: Axes) -> Spec:
-    """`spec` with dimension `dim` cut over `cut`, if nothing cuts it yet, as far as that divides it and nothing else is
-    cut over the same axes."""
+    """`spec` with dimension `dim` sharded over `cut`, if it is not sharded yet, as far as that divides its size and the
+    axes are not in use."""
     if spec[dim]:
         return spec
     used = {axis for other in spec for axis in other}
-    left: tuple[str, ...] = ()
+    fitting: tuple[str, ...] = ()
     for axis in cut:
-        if axis not in used and shape[dim] and shape[dim] % math.prod(axes[a] for a in (*left, axis)) == 0:
-            left += (axis,)
-    return (*spec[:dim], left, *spec[dim + 1 :])
+        if axis not in used and shape[dim] and shape[dim] % math.prod(axes[a] for a in (*fitting, axis)) == 0:
+            fitting += (axis,)
+    return (*spec[:dim], fitting, *spec[dim + 1 :])
 
 
 _rules: dict[tuple[Template | View, tuple], ShardingRule] = {}

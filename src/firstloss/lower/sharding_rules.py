@@ -1,6 +1,6 @@
-"""Sharding rules: which dimensions of an operation's operands and results are sharded alike, read from its jaxpr.
+"""Sharding rules: which dimensions of an operation's operands and results are sharded alike, from its jaxpr.
 
-Dimensions that are sharded alike have one factor, a number, as in Shardy's rules.
+Dimensions that are sharded alike share a factor, a number, as in Shardy's rules.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def rule_of_equation(eqn: Any) -> ShardingRule:
 
 
 class _Factors:
-    """Numbers for dimensions, of which some turn out to be the same."""
+    """A union-find structure of factors."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
 
     def new(self, aval: Any) -> list[int]:
-        """Factors for an array of its own."""
+        """New factors for an array."""
         first = len(self._parent)
         self._parent.extend(range(first, first + len(getattr(aval, "shape", ()))))
         return list(range(first, len(self._parent)))
@@ -56,11 +56,11 @@ class _Factors:
         return results
 
     def same(self, a: int, b: int) -> None:
-        """The factors `a` and `b` are one."""
+        """Unify the factors `a` and `b`."""
         self._parent[self._root(a)] = self._root(b)
 
     def rule(self, operands: Iterable[list[int]], results: Iterable[list[int]]) -> ShardingRule:
-        """The rule, with one number for each factor."""
+        """The rule, with one number for each unified factor."""
         root = self._root
         return ShardingRule(
             tuple(tuple(map(root, operand)) for operand in operands), tuple(tuple(map(root, r)) for r in results)
@@ -78,19 +78,19 @@ def _shapes(atoms: Iterable[Any]) -> list[tuple[int, ...]]:
 
 
 def _by_size(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Most operations: dimensions of one place and one size."""
+    """Most operations: dimensions with the same position and size."""
     shapes = _shapes(eqn.invars)
     for shape, result in zip(_shapes(eqn.outvars), results, strict=True):
-        for theirs, operand in zip(shapes, operands, strict=True):
-            if len(theirs) == len(shape):
+        for operand_shape, operand in zip(shapes, operands, strict=True):
+            if len(operand_shape) == len(shape):
                 for place, size in enumerate(shape):
-                    if theirs[place] == size:
+                    if operand_shape[place] == size:
                         factors.same(operand[place], result[place])
 
 
 def _by_place(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Parts and joins of arrays: dimensions of one place, whatever their size. So XLA's partitioner has it, and where
-    it is another one than here, what crosses a cut is sent once more."""
+    """Slices and concatenations: dimensions with the same position, whatever their size. XLA's partitioner does the
+    same; if it differs, arrays that cross a cut are resharded."""
     for operand in operands:
         for place, dim in enumerate(operand):
             factors.same(dim, results[0][place])
@@ -109,22 +109,22 @@ def _transpose(factors: _Factors, eqn: Any, operands: list[list[int]], results: 
 
 
 def _reduce(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    left = [place for place in range(len(operands[0])) if place not in eqn.params["axes"]]
+    remaining = [place for place in range(len(operands[0])) if place not in eqn.params["axes"]]
     for result in results:
         for operand in operands:
             if len(operand) == len(operands[0]):
-                for place, to in zip(left, result, strict=True):
+                for place, to in zip(remaining, result, strict=True):
                     factors.same(operand[place], to)
 
 
 def _squeeze(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    left = [place for place in range(len(operands[0])) if place not in eqn.params["dimensions"]]
-    for place, to in zip(left, results[0], strict=True):
+    remaining = [place for place in range(len(operands[0])) if place not in eqn.params["dimensions"]]
+    for place, to in zip(remaining, results[0], strict=True):
         factors.same(operands[0][place], to)
 
 
 def _reshape(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Of dimensions that are merged, or that one is split into, the first one: a part of it is a part of them all."""
+    """Of merged or split dimensions, the first one: a shard of it is a shard of all of them together."""
     (before,), (after,) = _shapes(eqn.invars), _shapes(eqn.outvars)
     old = [place for place, size in enumerate(before) if size != 1]
     new = [place for place, size in enumerate(after) if size != 1]
@@ -141,13 +141,13 @@ def _reshape(factors: _Factors, eqn: Any, operands: list[list[int]], results: li
 
 
 def _dot_general(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    (contracted, theirs), (batch, batch_too) = eqn.params["dimension_numbers"]
+    (contracted, right_contracted), (batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = operands
-    for a, b in (*zip(contracted, theirs, strict=True), *zip(batch, batch_too, strict=True)):
+    for a, b in (*zip(contracted, right_contracted, strict=True), *zip(batch, right_batch, strict=True)):
         factors.same(left[a], right[b])
     made = [left[place] for place in batch]
     made += [dim for place, dim in enumerate(left) if place not in (*contracted, *batch)]
-    made += [dim for place, dim in enumerate(right) if place not in (*theirs, *batch_too)]
+    made += [dim for place, dim in enumerate(right) if place not in (*right_contracted, *right_batch)]
     for dim, to in zip(made, results[0], strict=True):
         factors.same(dim, to)
 
@@ -172,9 +172,9 @@ def _scatter(factors: _Factors, eqn: Any, operands: list[list[int]], results: li
     base, indices, updates = operands
     shape, _, of_updates = _shapes(eqn.invars)
     dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [place for place in range(len(base)) if place not in dropped]
+    window_dims = [place for place in range(len(base)) if place not in dropped]
     sizes = [1] * len(base)
-    for place, window in zip(kept, numbers.update_window_dims, strict=True):
+    for place, window in zip(window_dims, numbers.update_window_dims, strict=True):
         sizes[place] = of_updates[window]
     pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     _indexed(factors, base, shape, sizes, indices, updates, numbers.update_window_dims, dropped, pairs)
@@ -193,13 +193,14 @@ def _indexed(
     dropped: Sequence[int],
     batching: Iterable[tuple[int, int]],
 ) -> None:
-    """Slices of `sizes` of `base` at `indices`: their `windows` are dimensions of `base`, the others of the indices."""
-    kept = [place for place in range(len(base)) if place not in dropped]
-    for place, window in zip(kept, windows, strict=True):
+    """Slices of `sizes` from `base` at `indices`: `windows` are the slices' dimensions from `base`, the others from
+    `indices`."""
+    remaining = [place for place in range(len(base)) if place not in dropped]
+    for place, window in zip(remaining, windows, strict=True):
         if sizes[place] == shape[place]:
             factors.same(base[place], slices[window])
     others = [dim for place, dim in enumerate(slices) if place not in windows]
-    for dim, index in zip(others, indices[:-1], strict=True):  # the last one holds the coordinates
+    for dim, index in zip(others, indices[:-1], strict=True):  # the last dimension holds the coordinates
         factors.same(index, dim)
     for place, index in batching:
         factors.same(base[place], indices[index])
@@ -210,20 +211,20 @@ def _conv_general_dilated(factors: _Factors, eqn: Any, operands: list[list[int]]
     data, kernel = operands
     factors.same(data[numbers.lhs_spec[0]], results[0][numbers.out_spec[0]])  # the batch
     if eqn.params["batch_group_count"] == 1:
-        factors.same(kernel[numbers.rhs_spec[0]], results[0][numbers.out_spec[1]])  # the output's channels
+        factors.same(kernel[numbers.rhs_spec[0]], results[0][numbers.out_spec[1]])  # the output channels
     if eqn.params["feature_group_count"] == 1:
-        factors.same(data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]])  # the input's
+        factors.same(data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]])  # the input channels
 
 
 def _one_by_one(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Each result is the operand of its place."""
+    """Each result corresponds to the operand at the same position."""
     for operand, result in zip(operands, results, strict=True):
         for a, b in zip(operand, result, strict=True):
             factors.same(a, b)
 
 
 def _none(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    """Nothing is known."""
+    """No factors are shared."""
 
 
 _RULES = {

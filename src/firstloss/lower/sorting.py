@@ -1,4 +1,4 @@
-"""Sorting and its relatives. NaN is the greatest number; equals keep their order."""
+"""Sorting and related operations. NaN is the largest number; sorting is stable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sort_stable(self, *, stable, dim=-1, descending=False):
     d = axis(dim, self.ndim)
     keys = cast(self, np.dtype(np.int8)) if self.dtype == bool else self
     places = lax.broadcasted_iota(np.int64, self.shape, d)
-    # Descending is ascending backwards on reversed input: equals end in their first order, without negating a key.
+    # Descending is the reverse of ascending on reversed input, which is stable and needs no negated key.
     if descending:
         keys, places = lax.rev(keys, [d]), lax.rev(places, [d])
     keys, places = lax.sort((keys, places), dimension=d, num_keys=1, is_stable=True)
@@ -42,7 +42,7 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
 
 
 def _median(self, dim, keepdim, skip_nan):
-    """The lower of the two in the middle; NaN if there is one, unless they are skipped (they sort last)."""
+    """The lower of the two middle elements; NaN if there is one, unless they are skipped (they sort last)."""
     if self.ndim == 0:
         return self, np.int64(0)
     d = axis(dim, self.ndim)
@@ -51,7 +51,7 @@ def _median(self, dim, keepdim, skip_nan):
     nan = lax.reduce_sum(cast(values != values, np.dtype(np.int64)), (d,))
     if skip_nan:
         middle = lax.max((length - nan - 1) // 2, np.int64(0))
-    else:  # the first NaN, as the CPU kernel has it
+    else:  # the first NaN, as in the CPU kernel
         middle = where(nan > 0, length - nan, (length - 1) // 2)
     middle = lax.expand_dims(middle, [d])
     found = (jnp.take_along_axis(x, middle, axis=d) for x in (values, places))
@@ -80,7 +80,7 @@ def nanmedian(self):
 
 @rule(aten.mode.default)
 def mode(self, dim=-1, keepdim=False):
-    """The least of the most frequent values, and the last place that has it."""
+    """The smallest of the most frequent values, and its last index."""
     if self.ndim == 0:
         return self, np.int64(0)
     d = axis(dim, self.ndim)

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _erfcx(x: Any) -> Any:
-    """exp(x^2) erfc(x), past where either factor alone would leave float32: by Laplace's continued fraction."""
+    """exp(x^2) erfc(x), for large x, where the factors exceed float32, by Laplace's continued fraction."""
     fraction = x
     for k in range(16, 0, -1):
         fraction = x + (k / 2) / fraction
@@ -26,9 +26,9 @@ def _erfcx(x: Any) -> Any:
 
 
 def _erfinv(x: Any) -> Any:
-    """XLA's polynomial and a step of Newton's method: its float32 is off by 5e-7 in the tails, where exp(y^2) grows.
+    """XLA's polynomial and a Newton step: its float32 version is off by 5e-7 in the tails, where exp(y^2) grows.
 
-    The step is taken on the complement, 1 - |x|, which is exact where |x| is near 1; where it is small, on x itself.
+    The step uses the complement 1 - |x|, which is exact where |x| is near 1, and x itself where it is small.
     """
     size = lax.abs(x)
     y = lax.erf_inv(size)
@@ -38,7 +38,7 @@ def _erfinv(x: Any) -> Any:
 
 
 def _digamma(x: Any) -> Any:
-    """At 0, an infinity of the other side's sign, where XLA has NaN."""
+    """At 0, infinity with the sign of the limit, where XLA returns NaN."""
     return where(x == 0, jnp.copysign(lax.full_like(x, math.inf), -x), lax.digamma(x))
 
 
@@ -71,8 +71,8 @@ for _overload, _function in _UNARY.items():
 
 @rule(aten.polygamma.default)
 def polygamma(n, self):
-    """XLA's knows no negative arguments. The derivative of order 1 is reflected (Abramowitz and Stegun 6.4.7), as
-    PyTorch does; those above it are shifted up by the recurrence 6.4.6, which reaches -16, and are NaN below."""
+    """XLA's version does not support negative arguments. Order 1 is reflected (Abramowitz and Stegun 6.4.7), as in
+    PyTorch; higher orders are shifted by the recurrence 6.4.6, down to -16, and are NaN below."""
     (x,) = floats(self)
     if n == 0:
         return _digamma(x)
@@ -99,14 +99,14 @@ def mvlgamma(self, p):
 
 
 def _incomplete_gamma(a: Any, x: Any, *, upper: bool) -> Any:
-    """XLA's series, which ends before it has converged where `a` is large; there Temme's expansion (DLMF 8.12)."""
-    ours, large = (lax.igammac if upper else lax.igamma), a > 100
-    found = ours(where(large, 1, a), where(large, 1, x))
+    """XLA's series, which is truncated too early for large `a`; there by Temme's expansion (DLMF 8.12)."""
+    series, large = (lax.igammac if upper else lax.igamma), a > 100
+    found = series(where(large, 1, a), where(large, 1, x))
     wide, y = (cast(where(large & (v < math.inf), v, 200), np.dtype(np.float64)) for v in (a, x))
     mu = (y - wide) / wide
     eta = lax.sign(mu) * lax.sqrt(2 * (mu - lax.log1p(mu)))
     near = -1 / 3 + eta * (1 / 12 + eta * (-2 / 135 + eta * (1 / 864 + eta / 2835)))
-    small = lax.abs(eta) < 0.05  # where the difference of the two poles has too few digits
+    small = lax.abs(eta) < 0.05  # where the difference of the two poles cancels
     first = where(small, near, 1 / where(small, 1, mu) - 1 / where(small, 1, eta))
     rest = (
         lax.exp(-wide * eta * eta / 2)

@@ -1,8 +1,8 @@
-"""Keep a product from being fused with the sum that follows it.
+"""Prevention of fused multiply-adds.
 
-PyTorch rounds after every operation. Compilers under XLA may compute x * y + z with one rounding, and an optimization
-barrier does not stop them, since it is gone by then. A comparison with a number that is never met is still there, and
-nobody can know that it is never met.
+PyTorch rounds after every operation. Compilers used by XLA may compute x * y + z with one rounding, and an optimization
+barrier does not prevent that, since it is removed before. A comparison with a number that never occurs is kept, because
+the compiler cannot know that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jax import numpy as jnp
 
 
 def unfused(x: Any) -> Any:
-    """`x`, rounded before anything is done with it. Not for complex numbers, which are returned as they are."""
+    """`x`, rounded before it is used. Complex numbers are returned unchanged."""
     if x.dtype not in (np.float32, np.float64):
-        return x  # narrower ones are rounded by a cast
+        return x  # narrower dtypes are rounded by a cast
     lowest = np.finfo(x.dtype).min
     return jnp.where(x == -np.inf, x, lax.max(x, lowest))

@@ -1,8 +1,8 @@
-"""Uninitialized arrays on CPU devices, as `torch.empty` makes them.
+"""Uninitialized arrays on CPU devices, like `torch.empty`.
 
-`jax.lax.empty` is such an array on a GPU or a TPU; on a CPU it is zeros, written at the speed of memory: for a weight
-that is about to be drawn, as long again as drawing it. A custom call whose handler does nothing leaves its results as
-XLA allocated them. The handler is in `_unwritten.c`; where that was not compiled, memory is cleared first.
+`jax.lax.empty` is uninitialized on a GPU or TPU; on a CPU it is zeros, written at memory speed, which takes as long
+again as drawing a weight into it. A custom call whose handler does nothing leaves its results as XLA allocated them.
+The handler is in `_unwritten.c`; if that was not compiled, memory is zeroed first.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _NAME = "firstloss_unwritten"
 
 @functools.cache
 def registered_with_xla() -> bool:
-    """Whether XLA has the custom call; it is told of it the first time."""
+    """Register the custom call with XLA at the first call; returns whether XLA has it."""
     library = c_library.load(__file__, "_unwritten", {"firstloss_unwritten": (ctypes.c_void_p, (ctypes.c_void_p,))})
     if library is None:
         return False
-    jax.devices("cpu")  # a handler that XLA refuses would fail this, if it came first
+    jax.devices("cpu")  # initialize first: after a rejected handler this would fail
     try:
         handler = jax.ffi.pycapsule(library.firstloss_unwritten)
         jax.ffi.register_ffi_target(_NAME, handler, platform="cpu", api_version=1)
-    except Exception as error:  # another version of the interface: memory is written once more, and all works
-        print(f"firstloss: memory of CPU devices is cleared before it is filled ({error})", file=sys.stderr)
+    except Exception as error:  # another version of the interface: fall back to zeroed memory
+        print(f"firstloss: no uninitialized arrays, memory of CPU devices is zeroed first ({error})", file=sys.stderr)
         return False
     return True
 
 
 def arrays(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
-    """An array for each shape and dtype, on the default device, a CPU; whatever its memory holds."""
+    """Uninitialized arrays with these shapes and dtypes on the default device, a CPU."""
     made = _maker(tuple(kinds))()
     jax.block_until_ready(made)
     return made
 
 
 def array_on(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """An array on several CPU devices, whatever their memory holds."""
+    """An uninitialized array on several CPU devices."""
     return _sharded_maker(shape, dtype, sharding)().block_until_ready()
 
 
 def memory_of(array: jax.Array, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of an array on one CPU device, as a tensor. It may be written until the array is given to anybody."""
+    """A tensor in the memory of an array on one CPU device. It may be written to until the array is passed on."""
     count = array.size * dtype.itemsize
     if count == 0:
         return torch.empty(array.shape, dtype=dtype)
@@ -84,7 +84,7 @@ def _sharded_maker(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) 
 
 
 def results(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
-    """What nobody writes, in a function that is compiled for one CPU device or for each of several."""
+    """Uninitialized results, inside a function compiled for CPU devices."""
     if not registered_with_xla():
         return [lax.empty(shape, dtype) for shape, dtype in kinds]
     return list(jax.ffi.ffi_call(_NAME, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds])())

@@ -1,8 +1,8 @@
-"""Views, as the arrays they show, and the functional writes through them.
+"""Views as the arrays that they show, and functional writes through them.
 
-A functional graph has values instead of memory, so a view is the values it shows, in the order of its indices:
-`view` is a reshape whatever the strides were. `as_strided` alone speaks of memory; it is taken to mean a contiguous
-base, which is how functionalisation replays it.
+A functional graph has values instead of memory, so a view is an array of its elements in index order: `view` is a
+reshape, whatever the strides. Only `as_strided` refers to memory; its base is assumed to be contiguous, as in replayed
+functionalization.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def alias(self, *_):
 
 
 def filled_size(numel: int, size: Sequence[int]) -> tuple[int, ...]:
-    """`size` with its -1, if it has one, worked out."""
+    """`size` with a -1 replaced by the inferred size."""
     if -1 not in size:
         return tuple(size)
     known = -math.prod(size)
@@ -51,11 +51,11 @@ def view(self, size):
 
 @rule(aten.resize.default)
 def resize(self, size, *, memory_format=None):
-    """The same memory under another size; what is beyond the old end is unwritten, and reads as zeros."""
-    wanted = math.prod(size)
+    """The same memory with another size; elements beyond the old end are uninitialized, and read as zeros."""
+    count = math.prod(size)
     memory = lax.reshape(self, (self.size,))
-    memory = lax.pad(memory, cast(0, self.dtype), [(0, max(0, wanted - self.size), 0)])
-    return lax.reshape(memory[:wanted], tuple(size))
+    memory = lax.pad(memory, cast(0, self.dtype), [(0, max(0, count - self.size), 0)])
+    return lax.reshape(memory[:count], tuple(size))
 
 
 @rule(aten._reshape_alias.default, aten._reshape_alias_copy.default)
@@ -85,7 +85,7 @@ def unflatten(self, dim, sizes):
 
 @rule(aten.view.dtype, aten.view_copy.dtype)
 def view_dtype(self, dtype):
-    """The same bytes under another dtype; a change of width multiplies or divides the last dimension."""
+    """The same bytes with another dtype; a different width multiplies or divides the last dimension."""
     target = to_jax(dtype)
     if self.dtype == target:
         return self
@@ -171,7 +171,7 @@ def expand(self, size, *, implicit=False):
 
 
 def bounds(length: int, start: int | None, end: int | None) -> tuple[int, int]:
-    """A slice's limits inside a dimension, by Python's rules."""
+    """The limits of a slice within a dimension, by Python's rules."""
     start, end, _ = slice(start, end).indices(length)
     return start, max(start, end)
 
@@ -240,8 +240,8 @@ def unfold(self, dimension, size, step):
 
 
 class Slices(NamedTuple):
-    """A strided view as slices of its memory cut into `shape`; `dims` has the view's dimension for each dimension of
-    `shape`, or None where the slice has a single element that the view leaves out."""
+    """A strided view as slices of its memory reshaped to `shape`; `dims` has the view's dimension for each dimension of
+    `shape`, or None if the slice has a single element that is not a dimension of the view."""
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -255,7 +255,7 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 
 def _slices_of(shape: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int) -> Slices | None:
-    """The view as slices of a contiguous array of `shape`, if it is such: each of its dimensions walks along one."""
+    """The view as slices of a contiguous array of `shape`, if each of its dimensions follows one of the array's."""
     places = _contiguous(shape)
     starts, rest = [], offset
     for n, place in zip(shape, places, strict=True):
@@ -277,7 +277,7 @@ def _slices_of(shape: Sequence[int], size: Sequence[int], stride: Sequence[int],
 
 
 def strided_slices(shape: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int) -> Slices | None:
-    """The view as slices of its base, or of its base reshaped so that each of the view's strides is a dimension's."""
+    """The view as slices of its base, or of its base reshaped so that the view's strides are those of dimensions."""
     direct = _slices_of(shape, size, stride, offset)
     if direct is not None:
         return direct
@@ -289,15 +289,15 @@ def strided_slices(shape: Sequence[int], size: Sequence[int], stride: Sequence[i
 
 
 def strided_rows(size: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """The dimensions of a strided view, outermost in memory first, when no two elements share a place.
+    """The dimensions of a strided view, outermost in memory first, if no two elements share memory.
 
-    Returns (`order`, `rows`): `order` lists the dimensions that have more than one element, by falling stride; a
-    reader can cut the memory into `size[order[0]]` rows of `rows[0]` elements, keep each row's beginning, cut it into
-    rows again, and so on. Stride 0 is not memory but repetition, and left out of `order`. None when rows would overlap,
-    as for a sliding window.
+    Returns (`order`, `rows`): `order` lists the dimensions with more than one element, by descending stride; the memory
+    can be split into `size[order[0]]` rows of `rows[0]` elements, of which the beginning of each is split into rows
+    again, and so on. Dimensions with stride 0 repeat elements, and are left out of `order`. None if rows would overlap,
+    as in a sliding window.
     """
     order = sorted((d for d, s in enumerate(size) if s > 1 and stride[d]), key=lambda d: -stride[d])
-    extent = 1  # of what lies inside a row: from its first element to its last
+    extent = 1  # of a row, from its first to its last element
     for d in reversed(order):
         if extent > stride[d]:
             return None
@@ -306,7 +306,7 @@ def strided_rows(size: Sequence[int], stride: Sequence[int]) -> tuple[list[int],
 
 
 def strided_places(size: Sequence[int], stride: Sequence[int], offset: int):
-    """The place in memory of each element of a strided view; made on the device, not stored as a constant."""
+    """The memory offset of each element of a strided view; computed on the device, not stored as a constant."""
     places = lax.full(tuple(size), offset, np.int64)
     for d, step in enumerate(stride):
         places += lax.broadcasted_iota(np.int64, tuple(size), d) * np.int64(step)
@@ -314,7 +314,7 @@ def strided_places(size: Sequence[int], stride: Sequence[int], offset: int):
 
 
 def _beginning(rows, length: int):
-    """The first `length` elements of the last dimension; what lies past its end is never read, so is zero."""
+    """The first `length` elements of the last dimension; elements past its end are never read, so are zero."""
     missing = length - rows.shape[-1]
     if missing <= 0:
         return lax.slice_in_dim(rows, 0, length, 1, rows.ndim - 1)
@@ -323,14 +323,14 @@ def _beginning(rows, length: int):
 
 
 def _arranged(x, dims: Sequence[int], size: tuple[int, ...]):
-    """`x`, whose dimensions are `dims` of the view, in the view's order and with the view's repetitions."""
+    """Arrange `x`, whose dimensions are `dims` of the view, in the view's order and with its repetitions."""
     x = lax.transpose(x, np.argsort(dims))
     return x if x.shape == size else lax.broadcast_in_dim(x, size, sorted(dims))
 
 
 @rule(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(self, size, stride, storage_offset=None):
-    """Slices, a transpose and a broadcast when the strides allow; else rows cut from the memory; else a gather."""
+    """Slices, a transpose and a broadcast if the strides allow; else rows split from the memory; else a gather."""
     size, offset = tuple(size), storage_offset or 0
     if 0 in size:
         return lax.full(size, 0, self.dtype)
@@ -352,7 +352,7 @@ def as_strided(self, size, stride, storage_offset=None):
 
 @rule(aten.as_strided_scatter.default)
 def as_strided_scatter(self, src, size, stride, storage_offset=None):
-    """The reverse of `as_strided`, by the same steps; a scatter where it would be a gather."""
+    """The inverse of `as_strided`, by the same steps; a scatter instead of the gather."""
     size, offset = tuple(size), storage_offset or 0
     src = broadcast_to(cast(src, self.dtype), size)
     if 0 in size:
@@ -362,8 +362,8 @@ def as_strided_scatter(self, src, size, stride, storage_offset=None):
         places = strided_places(size, stride, offset)
         memory = lax.reshape(self, (self.size,)).at[places.reshape(-1)].set(lax.reshape(src, (src.size,)))
         return lax.reshape(memory, self.shape)
-    kept = [d for d in slices.dims if d is not None]
-    x = lax.transpose(src, kept + [d for d in range(src.ndim) if d not in kept])
+    present = [d for d in slices.dims if d is not None]
+    x = lax.transpose(src, present + [d for d in range(src.ndim) if d not in present])
     x = lax.reshape(x, [1 if d is None else size[d] for d in slices.dims])
     memory = lax.reshape(self, slices.shape)
     if all(step == 1 for step in slices.steps):
@@ -378,7 +378,7 @@ def as_strided_scatter(self, src, size, stride, storage_offset=None):
 
 
 def _placed(src, length: int, dim: int, start: int, step: int):
-    """`src` at every `step`th place of dimension `dim` from `start`, in zeros."""
+    """`src` at every `step`th index of dimension `dim` from `start`, zeros elsewhere."""
     extent = max(0, (src.shape[dim] - 1) * step + 1)
     edges = [(0, 0, 0)] * src.ndim
     edges[dim] = (start, length - start - extent, step - 1)
@@ -421,7 +421,7 @@ def select_scatter(self, src, dim, index):
 
 
 def _diagonal_indices(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> tuple:
-    """An index that picks the diagonal of two dimensions moved to the end."""
+    """An index that selects the diagonal of two dimensions moved to the end."""
     count = max(0, min(shape[dim1] + min(offset, 0), shape[dim2] - max(offset, 0)))
     along = np.arange(count)
     return ..., along - min(offset, 0), along + max(offset, 0)
@@ -453,7 +453,7 @@ def unfold_backward(grad_in, input_sizes, dim, size, step):
     return total
 
 
-# --- Sizes, which are fixed when a step is compiled -------------------------------------------------------------------
+# --- Sizes, which are static in a compiled step -----------------------------------------------------------------------
 
 
 @rule(aten.sym_size.int)

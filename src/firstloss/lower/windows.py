@@ -1,4 +1,4 @@
-"""The windows of poolings and convolutions, and the elements at one offset in all of them, as a strided slice."""
+"""Windows of poolings and convolutions; the elements at one offset in all windows are a strided slice."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .dtypes import cast
 
 
 def each(values: Sequence[int], count: int) -> tuple[int, ...]:
-    """One value for every spatial dimension: a single one stands for all."""
+    """One value for each spatial dimension; a single value stands for all."""
     return tuple(values) * count if len(values) == 1 else tuple(values)
 
 
 def pooled_length(length: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
-    """The number of windows along one dimension; with `ceil_mode` a last one may hang over, but not begin outside."""
+    """The number of windows along a dimension; with `ceil_mode` the last may extend past the end."""
     room = length + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-room // stride) if ceil_mode else room // stride) + 1
     return count - 1 if ceil_mode and (count - 1) * stride >= length + padding else count
 
 
 class Windows:
-    """The windows that a pooling or a convolution sees, over the last `len(kernel)` dimensions of a shape.
+    """The windows of a pooling or a convolution over the last `len(kernel)` dimensions of a shape.
 
-    A kernel of one number stands for a square.
+    A kernel given as one number is square.
     """
 
     def __init__(self, shape: Sequence[int], kernel, stride, padding, dilation, ceil_mode: bool):
@@ -43,14 +43,14 @@ class Windows:
         self.counts = tuple(pooled_length(*numbers, ceil_mode) for numbers in per_dim)
 
     def extents(self) -> list[int]:
-        """How far the windows reach, from the first padded place."""
+        """The extents of the windows, from the first padded element."""
         return [
             (c - 1) * s + d * (k - 1) + 1
             for c, s, d, k in zip(self.counts, self.stride, self.dilation, self.kernel, strict=True)
         ]
 
     def offsets(self) -> Iterator[tuple[int, ...]]:
-        """The places in a window, counted from the window's first, in memory order."""
+        """The offsets within a window, in memory order."""
         return itertools.product(*([i * d for i in range(k)] for k, d in zip(self.kernel, self.dilation, strict=True)))
 
     def padded(self, x, value):
@@ -58,7 +58,7 @@ class Windows:
         return lax.pad(x, cast(value, x.dtype), [(0, 0, 0)] * len(self.lead) + edges)
 
     def slice(self, padded, offset):
-        """What all windows have at one place."""
+        """The elements at one offset of all windows."""
         zeros, ones = (0,) * len(self.lead), (1,) * len(self.lead)
         limits = [o + (c - 1) * s + 1 for o, c, s in zip(offset, self.counts, self.stride, strict=True)]
         return lax.slice(padded, zeros + tuple(offset), self.lead + tuple(limits), ones + self.stride)
@@ -66,9 +66,9 @@ class Windows:
     def unsliced(self, parts: Iterable[Any]):
         """The transpose of padding and `slice`: the parts of all `offsets()`, put back where they came from and added.
 
-        Places in the window that leave the same remainder by the stride meet on one grid, as coarse as the windows; the
-        grids are dealt out at the end. (Put back one by one, with gaps between its elements, each part would be looked
-        into for every element of the input.)
+        Offsets with the same remainder modulo the stride share a grid as coarse as the windows; the grids are
+        interleaved at the end. (Put back separately, with gaps between its elements, each part would be evaluated for
+        every element of the input.)
         """
         lead, space = len(self.lead), range(self.space)
         lengths = [-(-e // s) for e, s in zip(self.extents(), self.stride, strict=True)]
@@ -90,26 +90,26 @@ class Windows:
         return lax.pad(dealt, cast(0, dealt.dtype), [(0, 0, 0)] * lead + edges)
 
     def _along(self, offset) -> Iterator[np.ndarray]:
-        """Where in the input, along each dimension, is what `slice` gives: to be broadcast against the others."""
+        """The input indices of the elements of `slice` along each dimension, to be broadcast against each other."""
         for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
             yield (np.arange(c) * s + o - p).reshape((-1,) + (1,) * (self.space - d - 1))
 
     def places(self, offset) -> np.ndarray:
-        """The flat index, in the unpadded plane, of what `slice` gives: in 32 bits where they do."""
+        """The flat indices, in the unpadded plane, of the elements of `slice`; in 32 bits if they fit."""
         flat = np.zeros(self.counts, np.int32 if math.prod(self.lengths) < 2**31 else np.int64)
         for d, along in enumerate(self._along(offset)):
             flat += (along * math.prod(self.lengths[d + 1 :])).astype(flat.dtype)
         return flat
 
     def inside(self, offset) -> np.ndarray:
-        """Whether what `slice` gives is in the input, and not of its padding."""
+        """Whether the elements of `slice` are in the input, rather than in its padding."""
         inside = np.ones(self.counts, bool)
         for along, n in zip(self._along(offset), self.lengths, strict=True):
             inside &= (along >= 0) & (along < n)
         return inside
 
     def sizes(self, count_include_pad: bool) -> np.ndarray:
-        """How many elements each window averages over."""
+        """The number of elements that each window averages over."""
         total = np.ones(self.counts, np.int64)
         for d, (c, s, p, k, n) in enumerate(
             zip(self.counts, self.stride, self.padding, self.kernel, self.lengths, strict=True)

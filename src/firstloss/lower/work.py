@@ -14,15 +14,14 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 
 class Sent(NamedTuple):
-    """One collective operation.
+    """A collective operation.
 
     Attributes:
         kind: one of `KINDS`.
-        axes: of the mesh, along which devices take part.
-        bytes: of the array on each device where it is whole along these axes: after an all-gather, before a
-            reduce-scatter.
+        axes: the mesh axes of the participating devices.
+        bytes: of the array on each device, unsharded along these axes: after an all-gather, before a reduce-scatter.
         of: the Value that is sent.
-        source: the line that wants it.
+        source: the source line that needs it.
     """
 
     kind: str
@@ -32,7 +31,7 @@ class Sent(NamedTuple):
     source: str = ""
 
     def on_link(self, sizes: Axes) -> float:
-        """Bytes that each device sends, in the ring algorithms."""
+        """The bytes that each device sends, with ring algorithms."""
         ways = math.prod(sizes[axis] for axis in self.axes)
         if self.kind == "collective-permute":
             return float(self.bytes)
@@ -41,15 +40,14 @@ class Sent(NamedTuple):
 
 @dataclass
 class Work:
-    """What one device does for one run of a segment.
+    """The work of one device for one run of a segment.
 
     Attributes:
-        matmul_flops: floating-point operations of matrix products and convolutions, two for a multiplication and an
-            addition.
-        other_flops: those of all else, one an element.
+        matmul_flops: floating-point operations of matrix products and convolutions; a multiply-add counts as two.
+        other_flops: those of all other operations, one per element.
         sent: the collectives, in order.
-        scratch: the most bytes of memory at a time for what is neither an input nor an output.
-        kernels: what it computes in one go each, and what of memory that reads and writes.
+        scratch: peak bytes of memory for values that are neither inputs nor outputs.
+        kernels: the fused kernels, with the memory that they read and write.
     """
 
     matmul_flops: float = 0.0
@@ -60,16 +58,15 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """All of them."""
+        """All floating-point operations."""
         return self.matmul_flops + self.other_flops
 
     @property
     def memory_bytes(self) -> int:
-        """What it reads and writes in memory, but for what collectives do."""
+        """The bytes read and written in memory, without collectives."""
         return sum(kernel.bytes for kernel in self.kernels)
 
     def seconds(self, flop_rate: float, memory_rate: float = math.inf) -> float:
-        """How long it computes at least: each kernel by what it computes or by what it reads and writes, whichever
-        takes longer."""
-        by_kernels = sum(max(one.flops / flop_rate, one.bytes / memory_rate) for one in self.kernels)
+        """A lower bound of the computing time: each kernel takes as long as its arithmetic or its memory traffic."""
+        by_kernels = sum(max(kernel.flops / flop_rate, kernel.bytes / memory_rate) for kernel in self.kernels)
         return max(self.flops / flop_rate, by_kernels)

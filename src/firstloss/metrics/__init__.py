@@ -1,8 +1,8 @@
-"""Metrics that are accumulated on the device: their state is the buffers of a module.
+"""Metrics accumulated on the device, in the buffers of a module.
 
 In a traced step `metric(labels=..., predictions=...)` adds to the state; `metric.compute()` and `float(metric)` read it
-whenever one likes, and `metric.reset()` starts over. The names and arguments are those of `cerebras.pytorch.metrics`.
-`torchmetrics` works in a traced step as well, where its updates ask for no values (`validate_args=False`).
+at any time, and `metric.reset()` starts over. Names and arguments are those of `cerebras.pytorch.metrics`.
+`torchmetrics` works in traced steps as well, as long as its updates read no values (`validate_args=False`).
 """
 
 from .averages import AccuracyMetric, MeanMetric, MeanPerClassAccuracyMetric, PerplexityMetric

@@ -14,7 +14,7 @@ class MeanMetric(Metric):
     """The weighted mean of values.
 
     Args:
-        name: under which it is reported; by default that of its class.
+        name: the name for reports; by default the class's.
     """
 
     mean_value: Tensor
@@ -32,7 +32,7 @@ class MeanMetric(Metric):
 
         Args:
             value: of any shape.
-            weight: of that shape, or one that broadcasts to it.
+            weight: of a shape that broadcasts to that of `value`.
             dtype: of the result.
         """
         value = torch.as_tensor(value, dtype=torch.float32)
@@ -46,9 +46,9 @@ class MeanMetric(Metric):
 
 
 class AccuracyMetric(Metric):
-    """Which part of the predictions is right.
+    """The fraction of predictions that are correct.
 
-    With weights, right ones count as their weight, and what is divided by is how many weights are above 0.
+    With weights, correct predictions count by weight, and the sum is divided by the number of positive weights.
 
     Examples:
         >>> from firstloss.metrics import AccuracyMetric
@@ -58,7 +58,7 @@ class AccuracyMetric(Metric):
         0.5
 
     Args:
-        name: under which it is reported; by default that of its class.
+        name: the name for reports; by default the class's.
     """
 
     total_correct_predictions: Tensor
@@ -77,18 +77,18 @@ class AccuracyMetric(Metric):
         """Add predictions.
 
         Args:
-            labels: whole numbers of any shape.
-            predictions: as many of them; what is predicted, and not logits.
-            weights: of the shape of `labels`; None: 1 each.
+            labels: classes, of any shape.
+            predictions: as many classes (not logits).
+            weights: of the shape of `labels`; by default 1 each.
             dtype: of the result.
 
         Raises:
-            MetricError: if there are more or fewer predictions than labels.
+            MetricError: if the numbers of predictions and labels differ.
         """
         if labels.numel() != predictions.numel():
             raise MetricError(
                 f"accuracy compares labels of shape {list(labels.shape)} with predictions of shape "
-                f"{list(predictions.shape)}. Of logits, predictions are logits.argmax(-1)."
+                f"{list(predictions.shape)}. From logits, predictions are logits.argmax(-1)."
             )
         right = (labels == predictions.reshape(labels.shape)).float()
         if weights is None:
@@ -104,10 +104,10 @@ class AccuracyMetric(Metric):
 
 
 class PerplexityMetric(Metric):
-    """e to the mean loss of a token.
+    """The exponential of the mean loss per token.
 
     Args:
-        name: under which it is reported; by default that of its class.
+        name: the name for reports; by default the class's.
     """
 
     total_loss: Tensor
@@ -126,9 +126,9 @@ class PerplexityMetric(Metric):
         """Add a loss.
 
         Args:
-            labels: one for each token.
-            loss: the sum of the tokens' losses; of a mean, loss * labels.numel().
-            weights: of the shape of `labels`: tokens with 0 are not counted. None: all are.
+            labels: one per token.
+            loss: the sum of the tokens' losses; from a mean loss, pass loss * labels.numel().
+            weights: of the shape of `labels`; tokens with weight 0 are not counted. By default all are.
             dtype: of the result.
         """
         self.total_loss.add_(loss)
@@ -140,12 +140,11 @@ class PerplexityMetric(Metric):
 
 
 class MeanPerClassAccuracyMetric(Metric):
-    """The mean over the classes of the part of each class that is predicted right; a class that no label has counts
-    as 0.
+    """The mean of the classes' accuracies; a class that no label has counts as 0.
 
     Args:
-        num_classes: labels are from 0 to one less.
-        name: under which it is reported; by default that of its class.
+        num_classes: the number of classes.
+        name: the name for reports; by default the class's.
     """
 
     correct: Tensor
@@ -162,7 +161,7 @@ class MeanPerClassAccuracyMetric(Metric):
     def update(
         self, labels: Tensor, predictions: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Add predictions; arguments as of `MeanIOUMetric`."""
+        """Add predictions; arguments as for `MeanIOUMetric`."""
         from .confusion import confusion_matrix
 
         found = confusion_matrix(labels, predictions, self.num_classes, weights)

@@ -13,24 +13,24 @@ Tensor = torch.Tensor
 
 
 def confusion_matrix(labels: Tensor, predictions: Tensor, num_classes: int, weights: Tensor | None = None) -> Tensor:
-    """Entry [i, j]: how often class j was predicted for class i, by weight; float32.
+    """Entry [i, j] is how often class j was predicted for class i, weighted; float32.
 
     Args:
-        labels, predictions: whole numbers from 0 to `num_classes` - 1, of one shape; where a weight is 0, any number.
+        labels, predictions: classes from 0 to `num_classes` - 1, of the same shape; ignored where the weight is 0.
 
     Raises:
         MetricError: if the shapes differ.
-        StepAssertionError: in a traced step, RuntimeError elsewhere, for other numbers.
+        StepAssertionError: for other numbers in a traced step; elsewhere RuntimeError.
     """
     given = {"predictions": predictions, **({} if weights is None else {"weights": weights})}
     for name, tensor in given.items():
         if tensor.shape != labels.shape:
-            raise MetricError(f"labels have the shape {list(labels.shape)}, and {name} {list(tensor.shape)}.")
+            raise MetricError(f"labels have the shape {list(labels.shape)}, but {name} {list(tensor.shape)}.")
     labels, predictions = labels.flatten().long(), predictions.flatten().long()
     counts = torch.ones_like(labels, dtype=torch.float32) if weights is None else weights.flatten().float()
     is_class = (labels >= 0) & (labels < num_classes) & (predictions >= 0) & (predictions < num_classes)
     torch._assert_async(
-        (is_class | (counts == 0)).all(), f"a label or a prediction is none of the classes 0 to {num_classes - 1}"
+        (is_class | (counts == 0)).all(), f"a label or a prediction is not one of the classes 0 to {num_classes - 1}"
     )
     index = torch.where(is_class, labels * num_classes + predictions, 0)
     out = torch.zeros(num_classes * num_classes, dtype=torch.float32, device=labels.device)
@@ -38,55 +38,53 @@ def confusion_matrix(labels: Tensor, predictions: Tensor, num_classes: int, weig
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """part / whole, and 0 where there is nothing."""
+    """part / whole, or 0 where `whole` is 0."""
     return torch.where(whole == 0, 0.0, part / torch.where(whole == 0, 1.0, whole))
 
 
-class _OfConfusion(Metric):
+class _ConfusionMetric(Metric):
     """Accumulates a confusion matrix."""
 
     confusion_matrix: Tensor
 
     def __init__(self, num_classes: int, ignored: Sequence[int] | None, name: str | None) -> None:
         if not isinstance(num_classes, int) or num_classes < 2:
-            raise MetricError(f"num_classes={num_classes!r} is not a whole number of at least 2.")
+            raise MetricError(f"num_classes={num_classes!r} is not an integer of at least 2.")
         wrong = [label for label in ignored or () if not 0 <= label < num_classes]
         if wrong:
-            raise MetricError(
-                f"the class {wrong[0]} is to be ignored, and there are the classes 0 to {num_classes - 1}."
-            )
+            raise MetricError(f"the class {wrong[0]} to be ignored is not one of the classes 0 to {num_classes - 1}.")
         self.num_classes = num_classes
-        self._kept = [0.0 if label in (ignored or ()) else 1.0 for label in range(num_classes)]
+        self._counted = [0.0 if label in (ignored or ()) else 1.0 for label in range(num_classes)]
         super().__init__(name)
 
     def reset(self) -> None:
         self.register_state("confusion_matrix", torch.zeros((self.num_classes, self.num_classes)))
 
     def _mask(self) -> Tensor:
-        return torch.tensor(self._kept, device=self.confusion_matrix.device)
+        return torch.tensor(self._counted, device=self.confusion_matrix.device)
 
     def _add(self, labels: Tensor, predictions: Tensor, weights: Tensor | None, dtype: torch.dtype | None) -> None:
         self.confusion_matrix.add_(confusion_matrix(labels, predictions, self.num_classes, weights))
         self._dtype = dtype
 
     def _mean_of_present(self, part: Tensor, whole: Tensor) -> Tensor:
-        """The mean ratio over the classes that a label or a prediction has; 0 if there are none."""
+        """The mean ratio over the classes that occur in labels or predictions; 0 if there are none."""
         mask = self._mask()
         return ratio(ratio(part * mask, whole * mask).sum(), (whole * mask != 0).float().sum())
 
 
-class FBetaScoreMetric(_OfConfusion):
+class FBetaScoreMetric(_ConfusionMetric):
     """(1 + beta^2) precision recall / (beta^2 precision + recall); with beta = 1, the F1 score.
 
     Args:
-        num_classes: labels are from 0 to one less; at least 2.
-        beta: how much more recall counts than precision; above 0.
+        num_classes: the number of classes, at least 2.
+        beta: the weight of recall relative to precision; positive.
         average_type: "micro": of all predictions together; "macro": the mean over the classes.
         ignore_labels: classes that are not counted.
-        name: under which it is reported; by default that of its class.
+        name: the name for reports; by default the class's.
 
     Raises:
-        MetricError: for arguments that make no sense.
+        MetricError: for invalid arguments.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class FBetaScoreMetric(_OfConfusion):
         name: str | None = None,
     ) -> None:
         if not beta > 0:
-            raise MetricError(f"beta={beta!r} is not a number above 0.")
+            raise MetricError(f"beta={beta!r} is not a positive number.")
         if average_type not in ("micro", "macro"):
             raise MetricError(f"average_type={average_type!r}: write 'micro' or 'macro'.")
         self.beta = beta
@@ -109,7 +107,7 @@ class FBetaScoreMetric(_OfConfusion):
         """Add predictions.
 
         Args:
-            labels, predictions: classes, of one shape.
+            labels, predictions: classes, of the same shape.
             dtype: of the result.
         """
         self._add(labels, predictions, None, dtype)
@@ -124,7 +122,7 @@ class FBetaScoreMetric(_OfConfusion):
         return self._in_dtype(score if self.average_type == "micro" else score.sum() / mask.sum())
 
 
-class _MeanOverClasses(_OfConfusion):
+class _MeanOverClasses(_ConfusionMetric):
     def __init__(self, num_classes: int, ignore_classes: Sequence[int] | None = None, name: str | None = None) -> None:
         super().__init__(num_classes, ignore_classes, name)
 
@@ -134,24 +132,24 @@ class _MeanOverClasses(_OfConfusion):
         """Add predictions.
 
         Args:
-            labels, predictions: classes, of one shape.
-            weights: of that shape; None: 1 each. With 0 a prediction does not count.
+            labels, predictions: classes, of the same shape.
+            weights: of that shape; by default 1 each. Predictions with weight 0 are not counted.
             dtype: of the result.
         """
         self._add(labels, predictions, weights, dtype)
 
 
 class MeanIOUMetric(_MeanOverClasses):
-    """The mean over the classes of intersection over union: right / (labelled so + predicted so - right). Classes that
-    neither a label nor a prediction has do not count.
+    """The mean over the classes of intersection over union. Classes that occur neither in labels nor in predictions do
+    not count.
 
     Args:
-        num_classes: labels are from 0 to one less; at least 2.
+        num_classes: the number of classes, at least 2.
         ignore_classes: classes that are not counted.
-        name: under which it is reported; by default that of its class.
+        name: the name for reports; by default the class's.
 
     Raises:
-        MetricError: for arguments that make no sense.
+        MetricError: for invalid arguments.
     """
 
     def compute(self) -> Tensor:
@@ -161,16 +159,16 @@ class MeanIOUMetric(_MeanOverClasses):
 
 
 class DiceCoefficientMetric(_MeanOverClasses):
-    """The mean over the classes of 2 right / (labelled so + predicted so). Classes that neither a label nor a
-    prediction has do not count.
+    """The mean over the classes of the Dice coefficient. Classes that occur neither in labels nor in predictions do not
+    count.
 
     Args:
-        num_classes: labels are from 0 to one less; at least 2.
+        num_classes: the number of classes, at least 2.
         ignore_classes: classes that are not counted.
-        name: under which it is reported; by default that of its class.
+        name: the name for reports; by default the class's.
 
     Raises:
-        MetricError: for arguments that make no sense.
+        MetricError: for invalid arguments.
     """
 
     def compute(self) -> Tensor:

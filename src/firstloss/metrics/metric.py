@@ -1,4 +1,4 @@
-"""The base of all metrics."""
+"""The base class of metrics, and the list of all metrics."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _all: list[weakref.ref[Metric]] = []
 
 
 class Metric(torch.nn.Module):
-    """A number of a whole run, of which each step adds its part.
+    """Base class of metrics: numbers that are accumulated over steps.
 
-    A subclass defines `reset`, which registers the state with `register_state`, `update`, which adds to it in place,
-    and `compute`. It is called with the arguments of `update`, and returns the number of what has been added so far.
+    A subclass defines `reset`, which registers the state with `register_state`; `update`, which adds to it in place;
+    and `compute`. Calling a metric calls `update` with the arguments, and returns the value of `compute` so far.
 
-    Part of a model, its state comes to the backend with the model's weights; by itself, with the first traced step that
-    adds to it. It is no part of the model's `state_dict`, unless the state is persistent.
+    The state of a metric that is part of a model moves to the backend with the model's weights; otherwise, with the
+    first traced step that updates it. It is not part of the model's `state_dict`, unless it is persistent.
 
     Args:
-        name: under which it is reported; by default that of its class.
+        name: the name for reports; by default the class's.
     """
 
     _updates: torch.Tensor
@@ -41,46 +41,46 @@ class Metric(torch.nn.Module):
 
     @property
     def num_updates(self) -> int:
-        """How often something has been added since `reset`; not in a traced step, which has no values."""
+        """The number of updates since `reset`; not available in a traced step, which has no values."""
         return int(self._updates)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for name, around in (("reset", _begun_anew), ("update", _counted), ("compute", _once_there_is_something)):
+        for name, around in (("reset", _resetting), ("update", _counting), ("compute", _after_updates)):
             own = vars(cls).get(name)
             if own is not None:
                 setattr(cls, name, around(own))
 
     def reset(self) -> None:
-        """Start over: register the state, as it is before the first update."""
-        raise NotImplementedError(f"{type(self).__name__} has to define reset()")
+        """Reset: register the initial state."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset()")
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Add a batch to the state, in place.
 
         Args:
-            *args, **kwargs: a subclass says which.
+            *args, **kwargs: defined by the subclass.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define update(...)")
+        raise NotImplementedError(f"{type(self).__name__} must define update(...)")
 
     def compute(self) -> Any:
-        """The number of all that has been added.
+        """The value of the metric.
 
         Returns:
-            What a subclass says: a tensor without dimensions, for those here.
+            Defined by the subclass; a scalar tensor for the metrics here.
 
         Raises:
-            MetricError: if that is nothing.
+            MetricError: if there has been no update.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define compute()")
+        raise NotImplementedError(f"{type(self).__name__} must define compute()")
 
     def register_state(self, name: str, tensor: torch.Tensor, persistent: bool = False) -> None:
-        """Keep `tensor` as the attribute `name`. Done again, the state takes its values.
+        """Register `tensor` as the state `name`. If it is registered already, the state takes its values.
 
         Args:
-            name: of the attribute.
+            name: the attribute's name.
             tensor: of any shape and dtype.
-            persistent: it is part of `state_dict`.
+            persistent: whether it is part of `state_dict`.
         """
         known = buffers_of(self).get(name)
         if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
@@ -90,10 +90,10 @@ class Metric(torch.nn.Module):
             known.copy_(tensor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """`update`, and then `compute`.
+        """Call `update`, and return `compute()`.
 
         Args:
-            *args, **kwargs: as `update` takes them.
+            *args, **kwargs: passed to `update`.
 
         Returns:
             What `compute` returns.
@@ -108,7 +108,7 @@ class Metric(torch.nn.Module):
         return value if self._dtype is None else value.to(self._dtype)
 
 
-def _begun_anew(reset: Any) -> Any:
+def _resetting(reset: Any) -> Any:
     @functools.wraps(reset)
     def wrapped(self: Metric) -> None:
         reset(self)
@@ -119,7 +119,7 @@ def _begun_anew(reset: Any) -> Any:
     return wrapped
 
 
-def _counted(update: Any) -> Any:
+def _counting(update: Any) -> Any:
     @functools.wraps(update)
     @torch.no_grad()
     def wrapped(self: Metric, *args: Any, **kwargs: Any) -> None:
@@ -129,34 +129,34 @@ def _counted(update: Any) -> Any:
     return wrapped
 
 
-def _once_there_is_something(compute: Any) -> Any:
+def _after_updates(compute: Any) -> Any:
     @functools.wraps(compute)
     @torch.no_grad()
     def wrapped(self: Metric) -> Any:
         if not torch.compiler.is_compiling() and self.num_updates == 0:
-            raise MetricError(f"the metric {self.name!r} is asked for, and nothing has been added to it since reset().")
+            raise MetricError(f"the metric {self.name!r} has not been updated since reset(), so it has no value.")
         return compute(self)
 
     return wrapped
 
 
 def get_all_metrics() -> Iterator[tuple[str, Metric]]:
-    """The metrics that there are, in the order in which they were made.
+    """All existing metrics, in the order in which they were created.
 
     Yields:
-        (name, metric). Where several have one name, it is "name.0", "name.1" and so on.
+        (name, metric). If several have the same name, it becomes "name.0", "name.1" and so on.
     """
-    there = [metric for ref in _all if (metric := ref()) is not None]
-    for metric in there:
-        same = [other for other in there if other.name == metric.name]
+    existing = [metric for ref in _all if (metric := ref()) is not None]
+    for metric in existing:
+        same = [other for other in existing if other.name == metric.name]
         number = next(i for i, other in enumerate(same) if other is metric)
         yield (metric.name if len(same) == 1 else f"{metric.name}.{number}"), metric
 
 
 def compute_all_metrics() -> dict[str, Any]:
-    """Compute each metric to which something has been added.
+    """Compute every metric that has been updated.
 
     Returns:
-        What `compute` gives, by the names of `get_all_metrics`.
+        The values of `compute`, by the names of `get_all_metrics`.
     """
     return {name: metric.compute() for name, metric in get_all_metrics() if metric.num_updates}

@@ -1,6 +1,6 @@
-"""Optimizers whose state can be made before the first step, and schedules that are functions of a step tensor.
+"""Optimizers with `preinitialize`, and learning rate schedules that are functions of a step tensor.
 
-Those of `torch.optim`, but LBFGS and SparseAdam, and those of `torch.optim.lr_scheduler` work in a traced step as well.
+`torch.optim`'s optimizers, except LBFGS and SparseAdam, and `torch.optim.lr_scheduler` work in a traced step as well.
 """
 
 from . import lr_scheduler, scheduler, weight_decay_scheduler

@@ -1,7 +1,7 @@
-"""PyTorch's Adafactor without reading values: tensor operations replace its data-dependent Python.
+"""PyTorch's Adafactor without reading values: its data-dependent Python code is replaced by tensor operations.
 
-`torch.optim.Adafactor` (Shazeer and Stern, 2018) limits the rate, the root mean square of a weight and that of an
-update by `min` and `max` of Python numbers, for which it waits for every weight. In a traced step there are none.
+`torch.optim.Adafactor` (Shazeer and Stern, 2018) limits the rate and the root mean squares of weights and updates with
+`min` and `max` of Python numbers, reading values of every weight. A traced step has no values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 @contextmanager
 def without_reads() -> Iterator[None]:
-    """Inside, `torch.optim.Adafactor.step` computes by `update`."""
+    """Context in which `torch.optim.Adafactor.step` computes by `update`."""
     with Undo() as undo, undo:
         for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
             place = f"torch.optim._adafactor.{name}"
@@ -32,9 +32,9 @@ def without_reads() -> Iterator[None]:
 
 
 def _in_this_thread(original: Callable[..., None]) -> Callable[..., None]:
-    """`update` in the thread that calls this, and `original` in others."""
-    ours = threading.get_ident()
-    return lambda *args, **kwargs: (update if threading.get_ident() == ours else original)(*args, **kwargs)
+    """Call `update` in the thread that calls this, and `original` in others."""
+    this_thread = threading.get_ident()
+    return lambda *args, **kwargs: (update if threading.get_ident() == this_thread else original)(*args, **kwargs)
 
 
 def update(
@@ -54,7 +54,7 @@ def update(
     maximize: bool,
     **unused_too: Any,
 ) -> None:
-    """One step of each weight, in the order of PyTorch's own."""
+    """Update each weight, with operations in the order of PyTorch's own."""
     for p, grad, row, column, variance, step in zip(
         params, grads, row_vars, col_vars, variances, state_steps, strict=True
     ):

@@ -1,4 +1,4 @@
-"""Adam with decoupled or coupled weight decay, and with or without bias correction."""
+"""Adam as Cerebras computes it: with decoupled or coupled weight decay, with or without bias correction."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ Tensor = torch.Tensor
 
 
 def is_zero(number: Any) -> bool:
-    """Whether a number of a parameter group is 0; a tensor, whose value a traced step does not know, never is."""
+    """Whether a number of a parameter group is 0; False for a tensor, which has no value in a traced step."""
     return not isinstance(number, Tensor) and number == 0
 
 
 def check_numbers(name: str, at_least_zero: dict[str, Any], from_0_to_1: Iterable[Any] = ()) -> None:
-    """Refuse numbers that make no sense; tensors are taken as they are.
+    """Check an optimizer's numbers; tensors are accepted as they are.
 
     Raises:
-        OptimizerError: naming the first of them.
+        OptimizerError: naming the first invalid number.
     """
     for word, number in at_least_zero.items():
         if not isinstance(number, Tensor) and not number >= 0:
             raise OptimizerError(f"{name}: {word}={number!r} is not a number of at least 0.")
     for number in from_0_to_1:
         if not isinstance(number, Tensor) and not 0 <= number < 1:
-            raise OptimizerError(f"{name}: {number!r} is not from 0 to 1, 1 excluded, as betas and momenta are.")
+            raise OptimizerError(f"{name}: {number!r} is not in [0, 1), as betas and momenta must be.")
 
 
 class AdamBase(Optimizer):
     """Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019), as Cerebras' `AdamBase` computes them.
 
-    With g the gradient plus `l2_regularization_rate` w, m and v its averages, t the step and
+    With g the gradient plus `l2_regularization_rate` w, m and v its moving averages, and t the step:
 
         c = sqrt(1 - beta2^t) / (1 - beta1^t), or 1 without `correct_bias`:
         w <- w - lr (c m / (sqrt(v) + eps) + weight_decay w).
 
-    So `eps` is added before the bias is corrected, and not after, as PyTorch does; and it is 1e-6 by default.
+    Unlike in PyTorch, `eps` is added before the bias is corrected, and is 1e-6 by default.
 
     Args:
-        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
+        params: parameters or parameter groups, as for `torch.optim.Optimizer`.
         lr: the learning rate, a number or a tensor.
-        betas: of the running averages of the gradient and of its square.
+        betas: coefficients of the moving averages of the gradient and of its square.
         eps: added to the root of the averaged squares.
-        weight_decay: decoupled, as AdamW's.
-        l2_regularization_rate: added to the gradient, as Adam's `weight_decay` in PyTorch.
-        correct_bias: False, as BERT was trained: the averages are used as they are, from zeros on.
-        amsgrad: divide by the largest v so far.
+        weight_decay: decoupled weight decay, as in AdamW.
+        l2_regularization_rate: coupled weight decay, as `weight_decay` of PyTorch's Adam.
+        correct_bias: whether to correct the averages' bias towards zero; BERT was trained without.
+        amsgrad: whether to divide by the largest v so far.
 
     Raises:
-        OptimizerError: for numbers that make no sense.
+        OptimizerError: for invalid numbers.
     """
 
     def __init__(

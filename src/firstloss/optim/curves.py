@@ -1,4 +1,4 @@
-"""Schedules that are one formula each. In the formulas, t is the step: 0 until `step()` is first called."""
+"""Schedules with a single formula, in which t is the step: 0 until `step()` is first called."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Tensor = torch.Tensor
 
 
 def cosine(start: float, end: float, t: Tensor) -> Tensor:
-    """Half a cosine from `start` at t = 0 to `end` at t = 1."""
+    """A half cosine from `start` at t = 0 to `end` at t = 1."""
     return end + (start - end) * (1 + torch.cos(math.pi * t)) / 2
 
 
 def positive(name: str, number: Any) -> Any:
     if not number > 0:
-        raise ScheduleError(f"{name} has to be positive, and is {number!r}.")
+        raise ScheduleError(f"{name} must be positive, not {number!r}.")
     return number
 
 
 class ConstantLR(Schedule):
-    """`learning_rate` at every step.
+    """A constant `learning_rate`.
 
     Args:
-        learning_rate: the number.
-        total_iters: how long it is meant to last, in a composition; not used here.
+        learning_rate: the value.
+        total_iters: its intended duration, used by compositions only.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class ConstantLR(Schedule):
         learning_rate: float,
         total_iters: int | None = None,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.learning_rate = learning_rate
         self.total_iters = None if total_iters is None else positive("total_iters", total_iters)
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     @property
     def initial_learning_rate(self) -> float:
@@ -57,12 +57,12 @@ class PolynomialLR(Schedule):
     """(initial - end) (1 - t / total_iters)^power + end; from `total_iters` on, end.
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        end_learning_rate: the number from `total_iters` on.
-        total_iters: in how many steps it gets there; above 0.
-        power: of the remaining part of the way; 1 is a straight line.
-        cycle: instead, start again: `total_iters` is taken times max(1, ceil(t / total_iters)), as Keras'
-            `PolynomialDecay` does.
+        initial_learning_rate: the value at t = 0.
+        end_learning_rate: the value from `total_iters` on.
+        total_iters: the number of steps of the decay; positive.
+        power: the exponent; 1 is linear.
+        cycle: start over instead: multiply `total_iters` by max(1, ceil(t / total_iters)), as Keras' `PolynomialDecay`
+            does.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class PolynomialLR(Schedule):
         power: float = 1.0,
         cycle: bool = False,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.end_learning_rate = end_learning_rate
         self.total_iters = positive("total_iters", total_iters)
         self.power = power
         self.cycle = cycle
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         t = step.double() / self.total_iters
@@ -90,7 +90,7 @@ class PolynomialLR(Schedule):
 
 
 class LinearLR(PolynomialLR):
-    """From initial to end in a straight line of `total_iters` steps, and end from there on.
+    """Linear from initial to end in `total_iters` steps, then constant.
 
     Examples:
         >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
@@ -104,10 +104,10 @@ class LinearLR(PolynomialLR):
         [1.0, 0.75, 0.5]
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        end_learning_rate: the number from `total_iters` on.
-        total_iters: in how many steps it gets there; above 0.
-        cycle: start again, as in `PolynomialLR`.
+        initial_learning_rate: the value at t = 0.
+        end_learning_rate: the value from `total_iters` on.
+        total_iters: the number of steps of the decay; positive.
+        cycle: start over, as in `PolynomialLR`.
     """
 
     def __init__(
@@ -118,21 +118,21 @@ class LinearLR(PolynomialLR):
         total_iters: int,
         cycle: bool = False,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         super().__init__(
-            optimizer, initial_learning_rate, end_learning_rate, total_iters, 1.0, cycle, param_group_tags, **where
+            optimizer, initial_learning_rate, end_learning_rate, total_iters, 1.0, cycle, param_group_tags, **options
         )
 
 
 class ExponentialLR(Schedule):
-    """initial * decay_rate^(t / total_iters). PyTorch's has total_iters 1.
+    """initial * decay_rate^(t / total_iters). PyTorch's version has total_iters 1.
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        total_iters: how many steps one `decay_rate` takes; above 0.
-        decay_rate: what is left after `total_iters` steps, as a part of what was there.
-        staircase: round the exponent down.
+        initial_learning_rate: the value at t = 0.
+        total_iters: the number of steps per factor `decay_rate`; positive.
+        decay_rate: the factor of `total_iters` steps.
+        staircase: whether to round the exponent down.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class ExponentialLR(Schedule):
         decay_rate: float,
         staircase: bool = False,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.total_iters = positive("total_iters", total_iters)
         self.decay_rate = decay_rate
         self.staircase = staircase
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         exponent = step.double() / self.total_iters
@@ -157,14 +157,14 @@ class ExponentialLR(Schedule):
 
 
 class InverseExponentialTimeDecayLR(Schedule):
-    """initial / (1 + decay_rate * t^step_exponent / total_iters), as Keras' `InverseTimeDecay`, which has exponent 1.
+    """initial / (1 + decay_rate * t^step_exponent / total_iters); with exponent 1, Keras' `InverseTimeDecay`.
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        step_exponent: of t.
-        total_iters: in units of t^step_exponent; above 0.
-        decay_rate: how steep it is; 0 is constant.
-        staircase: round t^step_exponent / total_iters down.
+        initial_learning_rate: the value at t = 0.
+        step_exponent: the exponent of t.
+        total_iters: the scale of t^step_exponent; positive.
+        decay_rate: the rate of decay; 0 is constant.
+        staircase: whether to round t^step_exponent / total_iters down.
     """
 
     def __init__(
@@ -176,14 +176,14 @@ class InverseExponentialTimeDecayLR(Schedule):
         decay_rate: float,
         staircase: bool = False,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.step_exponent = step_exponent
         self.total_iters = positive("total_iters", total_iters)
         self.decay_rate = decay_rate
         self.staircase = staircase
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         time = step.double() ** self.step_exponent / self.total_iters
@@ -194,9 +194,9 @@ class InverseSquareRootDecayLR(Schedule):
     """initial * scale / sqrt(max(t, warmup_steps)).
 
     Args:
-        initial_learning_rate: a factor, as is `scale`.
+        initial_learning_rate: a factor, like `scale`.
         scale: a factor.
-        warmup_steps: until when it is constant; above 0.
+        warmup_steps: the number of steps during which the value is constant; positive.
     """
 
     def __init__(
@@ -206,24 +206,24 @@ class InverseSquareRootDecayLR(Schedule):
         scale: float = 1.0,
         warmup_steps: int = 1,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.scale = scale
         self.warmup_steps = positive("warmup_steps", warmup_steps)
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         return self.initial_learning_rate * self.scale / step.double().clamp(min=self.warmup_steps).sqrt()
 
 
 class CosineDecayLR(Schedule):
-    """Half a cosine from initial to end in `total_iters` steps, and end from there on, as Keras' `CosineDecay`.
+    """A half cosine from initial to end in `total_iters` steps, then constant, like Keras' `CosineDecay`.
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        end_learning_rate: the number from `total_iters` on.
-        total_iters: in how many steps it gets there; above 0.
+        initial_learning_rate: the value at t = 0.
+        end_learning_rate: the value from `total_iters` on.
+        total_iters: the number of steps of the decay; positive.
     """
 
     def __init__(
@@ -233,12 +233,12 @@ class CosineDecayLR(Schedule):
         end_learning_rate: float,
         total_iters: int,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.end_learning_rate = end_learning_rate
         self.total_iters = positive("total_iters", total_iters)
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         t = (step.double() / self.total_iters).clamp(max=1)
@@ -246,13 +246,13 @@ class CosineDecayLR(Schedule):
 
 
 class CosineAnnealingLR(Schedule):
-    """eta_min + (initial - eta_min) (1 + cos(pi t / T_max)) / 2, forever: SGDR without the restarts (Loshchilov and
+    """eta_min + (initial - eta_min) (1 + cos(pi t / T_max)) / 2, periodically: SGDR without restarts (Loshchilov and
     Hutter, 2017).
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        T_max: how many steps half a period takes; above 0.
-        eta_min: the least number, at T_max.
+        initial_learning_rate: the value at t = 0.
+        T_max: half the period, in steps; positive.
+        eta_min: the minimum, at T_max.
     """
 
     def __init__(
@@ -262,28 +262,28 @@ class CosineAnnealingLR(Schedule):
         T_max: int,
         eta_min: float = 0.0,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.T_max = positive("T_max", T_max)
         self.eta_min = eta_min
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         return cosine(self.initial_learning_rate, self.eta_min, step.double() / self.T_max)
 
 
 class CosineAnnealingWarmRestartsLR(Schedule):
-    """Half a cosine from initial to `eta_min`, again and again (SGDR, Loshchilov and Hutter, 2017).
+    """Repeated half cosines from initial to `eta_min` (SGDR, Loshchilov and Hutter, 2017).
 
     Args:
-        initial_learning_rate: the number at t = 0 and at each restart.
-        T_0: how many steps the first takes.
-        T_mult: how many times as long each takes as the one before; a whole number.
-        eta_min: the number just before a restart.
+        initial_learning_rate: the value at t = 0 and at each restart.
+        T_0: the length of the first cycle, in steps.
+        T_mult: the integer factor by which each cycle is longer than the previous one.
+        eta_min: the value just before a restart.
 
     Raises:
-        ScheduleError: if `T_0` or `T_mult` is not whole, or below 1.
+        ScheduleError: if `T_0` or `T_mult` is not a positive integer.
     """
 
     def __init__(
@@ -294,22 +294,22 @@ class CosineAnnealingWarmRestartsLR(Schedule):
         T_mult: int = 1,
         eta_min: float = 0.0,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         if T_mult < 1 or T_mult != int(T_mult) or T_0 != int(T_0):
-            raise ScheduleError(f"T_0 and T_mult are whole numbers of at least 1, and not {T_0} and {T_mult}.")
+            raise ScheduleError(f"T_0 and T_mult must be positive integers, not {T_0} and {T_mult}.")
         self.initial_learning_rate = initial_learning_rate
         self.T_0 = int(positive("T_0", T_0))
         self.T_mult = int(T_mult)
         self.eta_min = eta_min
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         if self.T_mult == 1:
             t = (step % self.T_0).double() / self.T_0
         else:
-            # Lengths and beginnings grow as powers, so that a short table holds all that a step can reach: no logarithm
-            # has to be right at the boundaries.
+            # Lengths and starts grow geometrically, so a short table covers all possible steps, without logarithms that
+            # would have to be exact at the boundaries.
             lengths: list[int] = []
             begins: list[int] = []
             begin = 0
@@ -328,8 +328,8 @@ class StepLR(Schedule):
     """initial * gamma^floor(t / step_size).
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        step_size: how many steps lie between two changes; above 0.
+        initial_learning_rate: the value at t = 0.
+        step_size: the number of steps between changes; positive.
         gamma: the factor of each change.
     """
 
@@ -340,24 +340,24 @@ class StepLR(Schedule):
         step_size: int,
         gamma: float,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.step_size = positive("step_size", step_size)
         self.gamma = gamma
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         return self.initial_learning_rate * self.gamma ** (step.double() / self.step_size).floor()
 
 
 class MultiStepLR(Schedule):
-    """initial * gamma^(how many milestones t has reached).
+    """initial * gamma^(the number of milestones reached).
 
     Args:
-        initial_learning_rate: the number at t = 0.
+        initial_learning_rate: the value at t = 0.
         gamma: the factor of each change.
-        milestones: the steps from which on one more change holds.
+        milestones: the steps of the changes.
     """
 
     def __init__(
@@ -367,12 +367,12 @@ class MultiStepLR(Schedule):
         gamma: float,
         milestones: Sequence[int],
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.gamma = gamma
         self.milestones = list(milestones)
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         reached = sum(((step >= milestone).double() for milestone in self.milestones), torch.zeros_like(step).double())
@@ -380,14 +380,14 @@ class MultiStepLR(Schedule):
 
 
 class LambdaLR(Schedule):
-    """initial * lr_lambda(t), the function one of float64 tensors; several are multiplied.
+    """initial * lr_lambda(t), where the function takes a float64 tensor; several functions are multiplied.
 
     A subclass may define `set_value_lambda(self)` instead, which returns a list of functions.
 
     Args:
         initial_learning_rate: a factor.
-        lr_lambda: a function of t, as a float64 tensor of any shape, to numbers of that shape; or several. None where a
-            subclass defines `set_value_lambda`.
+        lr_lambda: a function from a float64 tensor t of any shape to a tensor of that shape, or a list of them. None if
+            a subclass defines `set_value_lambda`.
     """
 
     def __init__(
@@ -396,23 +396,23 @@ class LambdaLR(Schedule):
         initial_learning_rate: float,
         lr_lambda: Callable[[Tensor], Any] | Sequence[Callable[[Tensor], Any]] | None = None,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self._lambdas = [lr_lambda] if callable(lr_lambda) else list(lr_lambda or ())
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def set_value_lambda(self) -> list[Callable[[Tensor], Any]]:
-        """The functions whose product is taken.
+        """The functions to be multiplied.
 
         Returns:
             `lr_lambda`, as a list.
 
         Raises:
-            ScheduleError: if there is none.
+            ScheduleError: if there are none.
         """
         if not self._lambdas:
-            raise ScheduleError("LambdaLR needs a function: pass lr_lambda=lambda step: ..., of tensors.")
+            raise ScheduleError("LambdaLR needs a function: pass lr_lambda=lambda step: ..., which takes a tensor.")
         return self._lambdas
 
     def value(self, step: Tensor) -> Tensor:
@@ -426,7 +426,7 @@ class MultiplicativeLR(Schedule):
     """initial * coefficient^t.
 
     Args:
-        initial_learning_rate: the number at t = 0.
+        initial_learning_rate: the value at t = 0.
         coefficient: the factor of each step.
     """
 
@@ -436,16 +436,16 @@ class MultiplicativeLR(Schedule):
         initial_learning_rate: float,
         coefficient: float,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         if callable(coefficient):
             raise ScheduleError(
-                "MultiplicativeLR takes a number: a product of as many factors as there have been steps is no function "
-                "of the step. Write the product as a formula, and give it to LambdaLR."
+                "MultiplicativeLR takes a number: a product with one factor for each step so far is not a function of "
+                "the step. Write the product as a formula, and pass it to LambdaLR."
             )
         self.initial_learning_rate = initial_learning_rate
         self.coefficient = coefficient
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         return self.initial_learning_rate * self.coefficient ** step.double()

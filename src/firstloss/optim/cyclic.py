@@ -14,21 +14,21 @@ Tensor = torch.Tensor
 
 
 class CyclicLR(Schedule):
-    """Up from `base_lr` to `max_lr` and down again, in straight lines (Smith, 2017). As PyTorch's `CyclicLR` without
-    its momentum, for which a second schedule can be made with `param_group_key="momentum"`.
+    """Cycles that rise linearly from `base_lr` to `max_lr` and fall again (Smith, 2017). Like PyTorch's `CyclicLR`
+    without its momentum, for which a second schedule with `param_group_key="momentum"` can be used.
 
     Args:
-        base_lr: the number at the beginning and the end of each cycle.
-        max_lr: the highest number of the first cycle.
-        step_size_up, step_size_down: how many steps up and down; down as up, if it is not given.
-        mode: "triangular", always as high; "triangular2", half as high in each cycle as in the one before;
-            "exp_range", gamma^x as high, where x is the step or, by `scale_mode`, the cycle.
-        gamma: of "exp_range" only.
-        scale_mode: "cycle" or "iterations". The modes have their own, as in PyTorch: "exp_range" counts iterations, and
-            the others cycles; another one is an error.
+        base_lr: the value at the beginning and end of each cycle.
+        max_lr: the maximum of the first cycle.
+        step_size_up, step_size_down: the numbers of steps up and down; by default down as up.
+        mode: "triangular": constant amplitude; "triangular2": the amplitude is halved after each cycle; "exp_range":
+            the amplitude is scaled by gamma^x, where x is the step or, by `scale_mode`, the cycle.
+        gamma: for "exp_range" only.
+        scale_mode: "cycle" or "iterations". It is determined by the mode, as in PyTorch: "exp_range" counts iterations,
+            the others cycles; the other one is an error.
 
     Raises:
-        ScheduleError: for a mode that there is none, or arguments of another mode.
+        ScheduleError: for an unknown mode, or arguments of another mode.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class CyclicLR(Schedule):
         gamma: float = 1.0,
         scale_mode: str | None = None,
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         if mode not in ("triangular", "triangular2", "exp_range"):
-            raise ScheduleError(f"CyclicLR has the modes triangular, triangular2 and exp_range, and not {mode!r}.")
+            raise ScheduleError(f"CyclicLR has the modes triangular, triangular2 and exp_range, not {mode!r}.")
         own = "iterations" if mode == "exp_range" else "cycle"
         if scale_mode not in (None, own):
-            raise ScheduleError(f"CyclicLR's mode {mode!r} counts by {own!r}, and not by scale_mode={scale_mode!r}.")
+            raise ScheduleError(f"CyclicLR's mode {mode!r} has scale_mode={own!r}, not {scale_mode!r}.")
         if gamma != 1.0 and mode != "exp_range":
-            raise ScheduleError(f"gamma={gamma!r} is of CyclicLR's mode 'exp_range', and the mode is {mode!r}.")
+            raise ScheduleError(f"gamma={gamma!r} is for CyclicLR's mode 'exp_range', not {mode!r}.")
         self.base_lr = self.initial_learning_rate = base_lr
         self.max_lr = max_lr
         self.step_size_up = positive("step_size_up", step_size_up)
@@ -58,7 +58,7 @@ class CyclicLR(Schedule):
         self.mode = mode
         self.gamma = gamma
         self.scale_mode = own
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         length = self.step_size_up + self.step_size_down
@@ -75,20 +75,21 @@ class CyclicLR(Schedule):
 
 
 class OneCycleLR(Schedule):
-    """Up from initial to `max_lr`, then down to initial / `final_div_factor` (Smith and Topin, 2018), and that from
-    `total_steps` - 1 on. As PyTorch's `OneCycleLR` without its momentum; PyTorch's `div_factor` is max_lr / initial.
+    """From initial up to `max_lr`, then down to initial / `final_div_factor` at step `total_steps` - 1, and constant
+    from there on (Smith and Topin, 2018). Like PyTorch's `OneCycleLR` without its momentum; its `div_factor` is max_lr
+    / initial.
 
     Args:
-        initial_learning_rate: the number at t = 0.
-        max_lr: the highest number.
-        total_steps: of all phases.
-        pct_start: which part of the steps goes up.
-        final_div_factor: initial / the last number.
-        three_phase: down to initial as fast as up, and then further down.
-        anneal_strategy: "cos", half a cosine in each phase, or "linear".
+        initial_learning_rate: the value at t = 0.
+        max_lr: the maximum.
+        total_steps: the number of steps of all phases.
+        pct_start: the fraction of the steps in which the value rises.
+        final_div_factor: initial divided by the final value.
+        three_phase: fall to initial as fast as it has risen, and then further.
+        anneal_strategy: "cos", a half cosine in each phase, or "linear".
 
     Raises:
-        ScheduleError: if a phase takes no step, or for another `anneal_strategy`.
+        ScheduleError: if a phase has no steps, or for another `anneal_strategy`.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class OneCycleLR(Schedule):
         three_phase: bool = False,
         anneal_strategy: str = "cos",
         param_group_tags: Tags = None,
-        **where: Any,
+        **options: Any,
     ) -> None:
         if anneal_strategy not in ("cos", "linear"):
-            raise ScheduleError(f"anneal_strategy is 'cos' or 'linear', and not {anneal_strategy!r}.")
+            raise ScheduleError(f"anneal_strategy is 'cos' or 'linear', not {anneal_strategy!r}.")
         phases = 2 if three_phase else 1
         if not 1 < pct_start * total_steps < (total_steps + phases - 1) / phases:
             raise ScheduleError(
-                f"with total_steps={total_steps} and pct_start={pct_start}, a phase of OneCycleLR takes no step."
+                f"with total_steps={total_steps} and pct_start={pct_start}, a phase of OneCycleLR has no steps."
             )
         self.initial_learning_rate = initial_learning_rate
         self.max_lr = max_lr
@@ -118,7 +119,7 @@ class OneCycleLR(Schedule):
         self.final_div_factor = final_div_factor
         self.three_phase = three_phase
         self.anneal_strategy = anneal_strategy
-        super().__init__(optimizer, param_group_tags=param_group_tags, **where)
+        super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
         initial, least = self.initial_learning_rate, self.initial_learning_rate / self.final_div_factor

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a rate for each weight tensor, by how long it and its update are."""
+"""LAMB: Adam with a learning rate for each weight tensor, by the norms of weight and update."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Lamb(Optimizer):
     w <- w - lr (|w| / |u|) u, where the ratio is 1 if one of the norms is 0.
 
     Args:
-        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
+        params: parameters or parameter groups, as for `torch.optim.Optimizer`.
         lr: the learning rate, a number or a tensor.
-        betas: of the running averages of the gradient and of its square.
+        betas: coefficients of the moving averages of the gradient and of its square.
         eps: added to the root of the averaged squares.
-        weight_decay: times the weight, added to the update.
-        adam: leave the ratio out.
+        weight_decay: coefficient of the weight that is added to the update.
+        adam: whether to leave out the ratio.
 
     Raises:
-        OptimizerError: for numbers that make no sense.
+        OptimizerError: for invalid numbers.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Lamb(Optimizer):
     ) -> None:
         if not 0 <= lr or not 0 <= weight_decay or not 0 <= eps or not all(0 <= beta < 1 for beta in betas):
             raise OptimizerError(
-                f"Lamb takes lr, weight_decay and eps of at least 0 and betas from 0 to 1, and not lr={lr}, "
+                f"Lamb takes lr, weight_decay and eps of at least 0 and betas in [0, 1), not lr={lr}, "
                 f"weight_decay={weight_decay}, eps={eps}, betas={betas}."
             )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adam": adam})

@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum."""
+"""Lion: updates by the sign of a momentum."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Lion(Optimizer):
     m <- beta2 m + (1 - beta2) g.
 
     Args:
-        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
+        params: parameters or parameter groups, as for `torch.optim.Optimizer`.
         lr: the learning rate, a number or a tensor.
-        betas: of the update's direction, and of the momentum.
-        weight_decay: decoupled, as AdamW's.
-        maximize: go up the gradient.
+        betas: coefficients of the update's direction and of the momentum.
+        weight_decay: decoupled weight decay, as in AdamW.
+        maximize: whether to maximize the objective.
 
     Raises:
-        OptimizerError: for numbers that make no sense.
+        OptimizerError: for invalid numbers.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Lion(Optimizer):
     ) -> None:
         if not 0 <= lr or not 0 <= weight_decay or not all(0 <= beta < 1 for beta in betas):
             raise OptimizerError(
-                f"Lion takes lr and weight_decay of at least 0 and betas from 0 to 1, and not lr={lr}, "
+                f"Lion takes lr and weight_decay of at least 0 and betas in [0, 1), not lr={lr}, "
                 f"weight_decay={weight_decay}, betas={betas}."
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})

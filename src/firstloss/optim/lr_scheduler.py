@@ -1,8 +1,8 @@
-"""Learning-rate schedules, each a function of a step tensor.
+"""Learning rate schedules as functions of a step tensor.
 
-The names and arguments are those of Cerebras' `cstorch.optim.lr_scheduler`; PyTorch's schedule of the same name gives
-the same numbers where there is one. Every schedule takes two keywords besides its own, which `Schedule` explains:
-`param_group_key`, to set another number than the learning rate, and `param_group_tags`.
+Names and arguments are those of Cerebras' `cstorch.optim.lr_scheduler`; values are those of PyTorch's schedule of the
+same name, if there is one. Every schedule also takes the keywords `param_group_key`, to set another number than the
+learning rate, and `param_group_tags`; see `Schedule`.
 """
 
 from .composed import ChainedLR, PiecewiseConstantLR, ScalePerParamLR, SequentialLR
@@ -24,7 +24,7 @@ from .curves import (
 from .cyclic import CyclicLR, OneCycleLR
 from .schedule import Schedule
 
-# PyTorch's names for the same.
+# PyTorch's names of the same schedules.
 ChainedScheduler = ChainedLR
 CosineAnnealingWarmRestarts = CosineAnnealingWarmRestartsLR
 LRScheduler = Schedule

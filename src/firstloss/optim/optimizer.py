@@ -1,4 +1,4 @@
-"""The base of `firstloss.optim`'s optimizers, and PyTorch's own on that base."""
+"""The base class of `firstloss.optim`'s optimizers, and PyTorch's optimizers with it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Tensor = torch.Tensor
 
 
 def count_dtype() -> torch.dtype:
-    """The dtype in which steps are counted: PyTorch's choice."""
+    """The dtype of step counters, as PyTorch chooses it."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 class Optimizer(torch.optim.Optimizer):
-    """As `torch.optim.Optimizer`, and its state can be made before the first step.
+    """A `torch.optim.Optimizer` whose state can be created before the first step.
 
-    A subclass defines `update`, or `step` as any optimizer does. A traced step finds state that is first made there, so
-    nothing need be done for it. It may define `preinitialize` to make its state itself: then that is called before the
-    first traced step.
+    A subclass defines `update`, or `step` like any optimizer. A traced step discovers state that is created in it, so
+    nothing need be done for that. A subclass may define `preinitialize` to create its state itself; it is then called
+    before the first traced step.
 
     Args:
-        params: weights, or groups of them as dicts, as `torch.optim.Optimizer` takes them.
-        defaults: what a group has that does not say otherwise.
-        enable_global_step: each weight's state has a "step", for `increment_global_step`.
+        params: parameters or parameter groups, as for `torch.optim.Optimizer`.
+        defaults: default values of the groups' options.
+        enable_global_step: whether each parameter's state has a "step", for `increment_global_step`.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any], enable_global_step: bool = False) -> None:
@@ -49,20 +49,20 @@ class Optimizer(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def increment_global_step(self, p: Tensor) -> Tensor:
-        """Count one step of the weight `p`.
+        """Increment the step count of the parameter `p`.
 
         Args:
-            p: one of the optimizer's weights.
+            p: one of the optimizer's parameters.
 
         Returns:
-            The count, without dimensions: float32 unless float64 is the default dtype. The optimizer's own tensor.
+            The count, a scalar tensor owned by the optimizer: float32 unless float64 is the default dtype.
 
         Raises:
-            OptimizerError: if the optimizer was made without `enable_global_step`.
+            OptimizerError: if the optimizer was created without `enable_global_step`.
         """
         if "step" not in self.state[p]:
             raise OptimizerError(
-                f"this {type(self).__name__} counts no steps. Write super().__init__(params, defaults, "
+                f"this {type(self).__name__} does not count steps. Write super().__init__(params, defaults, "
                 "enable_global_step=True) in its constructor."
             )
         step = self.state[p]["step"]
@@ -70,10 +70,10 @@ class Optimizer(torch.optim.Optimizer):
         return step
 
     def visit_state(self, fn: Callable[[Any], Any]) -> None:
-        """Call `fn` on each entry of each weight's state.
+        """Call `fn` on each entry of each parameter's state.
 
         Args:
-            fn: takes an entry; what it returns, if not None, takes the entry's place.
+            fn: takes an entry; if it returns anything but None, that replaces the entry.
         """
         for entries in self.state.values():
             for key, entry in entries.items():
@@ -82,13 +82,13 @@ class Optimizer(torch.optim.Optimizer):
                     entries[key] = new
 
     def apply(self, f: Any) -> Any:
-        """`f(self)`, or `f.apply(self)` for what is no function.
+        """Return `f(self)`, or `f.apply(self)` if `f` is not callable.
 
         Args:
             f: a function of an optimizer, or an object with a method `apply`.
 
         Returns:
-            What that returns.
+            The result.
 
         Raises:
             OptimizerError: if `f` is neither.
@@ -103,10 +103,10 @@ class Optimizer(torch.optim.Optimizer):
         """Call `hook(optimizer, args, kwargs)` before each `zero_grad`; it may return other (args, kwargs).
 
         Args:
-            hook: takes the optimizer, and args and kwargs of `zero_grad`.
+            hook: takes the optimizer, and the args and kwargs of `zero_grad`.
 
         Returns:
-            A handle, whose `remove()` takes the hook away.
+            A handle whose `remove()` removes the hook.
         """
         handle = RemovableHandle(self._before_zero_grad)
         self._before_zero_grad[handle.id] = hook
@@ -116,30 +116,30 @@ class Optimizer(torch.optim.Optimizer):
         """Call `hook(optimizer, args, kwargs)` after each `zero_grad`.
 
         Args:
-            hook: takes the optimizer, and args and kwargs of `zero_grad`.
+            hook: takes the optimizer, and the args and kwargs of `zero_grad`.
 
         Returns:
-            A handle, whose `remove()` takes the hook away.
+            A handle whose `remove()` removes the hook.
         """
         handle = RemovableHandle(self._after_zero_grad)
         self._after_zero_grad[handle.id] = hook
         return handle
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As `torch.optim.Optimizer.zero_grad`, with the hooks around it.
+        """Clear the gradients, like `torch.optim.Optimizer.zero_grad`, and call the hooks.
 
         Args:
-            *args, **kwargs: as PyTorch's: `set_to_none`.
+            *args, **kwargs: those of PyTorch: `set_to_none`.
 
         Raises:
-            OptimizerError: if a hook returns something else than None or a pair.
+            OptimizerError: if a hook returns anything but None or a pair.
         """
         own = self.__dict__  # an unpickled optimizer has no hooks
         for hook in tuple(own.get("_before_zero_grad", {}).values()):
             changed = hook(self, args, kwargs)
             if changed is not None:
                 if not isinstance(changed, tuple) or len(changed) != 2:
-                    raise OptimizerError(f"{hook} returns None, or (args, kwargs) of zero_grad, and not {changed!r}.")
+                    raise OptimizerError(f"{hook} must return None or (args, kwargs) of zero_grad, not {changed!r}.")
                 args, kwargs = changed
         super().zero_grad(*args, **kwargs)
         for hook in tuple(own.get("_after_zero_grad", {}).values()):
@@ -150,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
         """Update the weights that have gradients, group by group.
 
         Args:
-            closure: computes the loss and its gradients anew; not in a traced step.
+            closure: recomputes the loss and its gradients; not in a traced step.
 
         Returns:
             What `closure` returns.
@@ -167,26 +167,26 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def update(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update `weights`, which are of `group`, in place; called without autograd.
+        """Update `weights` of `group` in place; called without autograd.
 
         Args:
-            weights: those of the group that have gradients.
-            gradients: one for each.
-            group: the parameter group, with its numbers.
+            weights: the group's parameters that have gradients.
+            gradients: their gradients.
+            group: the parameter group, with its options.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define update(weights, gradients, group), or step().")
+        raise NotImplementedError(f"{type(self).__name__} must define update(weights, gradients, group), or step().")
 
     @torch.no_grad()
     def preinitialize(self) -> None:
-        """Make the state that the first step would make, as it would be at its beginning.
+        """Create the state that the first step would create, with its initial values.
 
-        The first step is rehearsed on zero gradients, without computing anything. State that takes its first value from
-        a gradient, such as SGD's momentum with dampening, is not made.
+        The first step is simulated on zero gradients, without computing anything. State that is initialized from a
+        gradient, such as SGD's momentum with dampening, is not created.
         """
         weights = [p for p in self._weights() if p.requires_grad]
         gradients = [p.grad for p in weights]
 
-        def rehearse() -> None:
+        def simulate() -> None:
             for p in weights:
                 p.grad = torch.zeros_like(p)
             with without_reads():
@@ -197,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
         for group, key, _ in restore:
             group[key] = plainest[key]
         try:
-            found = find_new_state(self, rehearse)
+            found = find_new_state(self, simulate)
         except FirstStepDiffers:
             found = {}
         finally:
@@ -231,7 +231,7 @@ class RMSprop(torch.optim.RMSprop, Optimizer):
 
 
 class Adagrad(torch.optim.Adagrad, Optimizer):
-    """`torch.optim.Adagrad`, whose constructor makes its state."""
+    """`torch.optim.Adagrad`, whose constructor creates its state."""
 
 
 class Adamax(torch.optim.Adamax, Optimizer):

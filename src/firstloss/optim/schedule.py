@@ -1,8 +1,8 @@
-"""A schedule: a number in an optimizer's parameter groups, as a function of a step tensor.
+"""Schedules: numbers in an optimizer's parameter groups, as functions of a step tensor.
 
-The step (`last_epoch`, int64) and the number of now (float64) are tensors. In a traced step both are state like the
-weights: `schedule.step()` is recorded, the executable counts by itself, and nothing is recompiled. In eager PyTorch
-the groups hold plain Python numbers, as they do under `torch.optim.lr_scheduler`.
+The step (`last_epoch`, int64) and the current number (float64) are tensors. In a traced step both are state, like the
+weights: `schedule.step()` is recorded, the executable counts steps itself, and nothing is recompiled. In eager PyTorch
+the groups hold plain Python numbers, as with `torch.optim.lr_scheduler`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ Tags = str | None | Iterable[str | None]
 
 
 def schedules_of(optimizer: torch.optim.Optimizer) -> list[Schedule]:
-    """The schedules that set numbers in the groups of `optimizer`; parts of a composed schedule are not among them."""
+    """The schedules that set numbers in the groups of `optimizer`, excluding parts of composed schedules."""
     return optimizer.__dict__.setdefault("_firstloss_schedules", [])
 
 
 class Schedule:
-    """The base of all schedules. A subclass defines `value`, and calls this constructor last.
+    """Base class of schedules. A subclass defines `value`, and calls this constructor last.
 
-    As `torch.optim.lr_scheduler.LRScheduler`, but the number is a function of the step alone: whatever else has written
-    to the group since is overwritten.
+    Like `torch.optim.lr_scheduler.LRScheduler`, but the number depends only on the step: other writes to the group are
+    overwritten.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        param_group_key: which number of the groups, such as "lr" or "weight_decay"; a pair such as ("betas", 0) names
-            an element of a tuple.
-        param_group_tags: set it only in the groups whose "tags" have one of these; None among them means groups without
+        param_group_key: the number to set, such as "lr" or "weight_decay"; a pair such as ("betas", 0) means an element
+            of a tuple.
+        param_group_tags: set it only in groups whose "tags" include one of these; None among them means groups without
             tags. By default all groups.
-        last_epoch: the step before the one to begin at, as PyTorch counts: -1 is the beginning.
+        last_epoch: the last step, as in PyTorch; -1 starts from the beginning.
 
     Attributes:
-        last_epoch: the step that it is at: how many times `step` has been called, if it began at the beginning; int64,
-            no dimensions.
+        last_epoch: the current step, an int64 scalar tensor: the number of calls of `step` since the beginning.
 
     Raises:
         ScheduleError: if there is nothing to set.
@@ -65,11 +64,11 @@ class Schedule:
             self.param_group_key = param_group_key
         if not self.param_group_key:
             raise ScheduleError(
-                f"{type(self).__name__} does not say which number it sets: define param_group_key in the class, as "
+                f"{type(self).__name__} does not know which number to set: define param_group_key in the class, as "
                 '"weight_decay" or ("betas", 0), or pass it.'
             )
         if not isinstance(last_epoch, int) or last_epoch < -1:
-            raise ScheduleError(f"last_epoch={last_epoch!r} is not a whole number from -1 on.")
+            raise ScheduleError(f"last_epoch={last_epoch!r} is not an integer of at least -1.")
         self.param_group_tags = None if param_group_tags is None else frozenset(_as_tags(param_group_tags))
         self.last_epoch = torch.full((), last_epoch + 1, dtype=torch.int64, device="cpu")
         self._value = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -81,41 +80,42 @@ class Schedule:
             lengths = {len(group[key]) if isinstance(group[key], (tuple, list)) else 0 for group in self._groups()}
             if not 0 <= place < min(lengths):
                 raise ScheduleError(
-                    f"{type(self).__name__} is to set element {place} of {key!r}, which has {min(lengths)} in a group."
+                    f"{type(self).__name__} cannot set element {place} of {key!r}, which has only {min(lengths)} in a "
+                    "group."
                 )
         self._value.copy_(self.value(self.last_epoch))
         self._follow()
         self._attach()
-        self._put()
+        self._set_groups()
 
     def value(self, step: Tensor) -> Tensor:
         """The number at `step`.
 
         Args:
-            step: whole numbers of any shape: so `schedule.value(torch.arange(1000))` is the curve.
+            step: integers, of any shape: `schedule.value(torch.arange(1000))` is the whole curve.
 
         Returns:
-            float64, of the shape of `step`.
+            A float64 tensor with the shape of `step`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to define value(step)")
+        raise NotImplementedError(f"{type(self).__name__} must define value(step)")
 
     @torch.no_grad()
     def step(self) -> None:
-        """Go one step further: call it after `optimizer.step()`."""
-        self._check_alone()
+        """Advance by one step; call it after `optimizer.step()`."""
+        self._check_no_conflict()
         self.last_epoch.add_(1)
         self._value.copy_(self.value(self.last_epoch))
         self._follow()
         if torch.compiler.is_compiling():
             self._in_tensors = True
         if not self._in_tensors:
-            self._put()
+            self._set_groups()
 
     def get_last_lr(self) -> list[Any]:
-        """The number of now, for each group that is set; in a traced step, as tensors.
+        """The current number of each group that is set; in a traced step, as tensors.
 
         Returns:
-            Floats; in a traced step, float64 tensors without dimensions.
+            Floats; in a traced step, float64 scalar tensors.
         """
         traced = torch.compiler.is_compiling()
         numbers = [self._number(group) for group in self._groups()]
@@ -124,63 +124,63 @@ class Schedule:
     get_last_value = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is; what it is, its constructor says.
+        """The position of the schedule. Its settings are not included: they are given to the constructor.
 
         Returns:
-            `{"last_epoch": step}`, the step an int64 tensor without dimensions.
+            `{"last_epoch": step}`, an int64 scalar tensor.
         """
         return {"last_epoch": self.last_epoch}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where another schedule, of PyTorch's as well, was.
+        """Restore the position of another schedule.
 
         Args:
-            state_dict: what `state_dict` of a schedule returned, ours or PyTorch's.
+            state_dict: returned by `state_dict` of a schedule, Firstloss's or PyTorch's.
 
         Raises:
-            ScheduleError: if `state_dict` says no step.
+            ScheduleError: if `state_dict` has no step.
         """
         if "last_epoch" not in state_dict:
-            raise ScheduleError(f"a schedule's state has the step as 'last_epoch', and this has {sorted(state_dict)}.")
+            raise ScheduleError(f"a schedule's state has the step as 'last_epoch'; this one has {sorted(state_dict)}.")
         self.last_epoch.copy_(torch.as_tensor(state_dict["last_epoch"]))
         self._value.copy_(self.value(self.last_epoch))
         self._follow()
-        self._put()
+        self._set_groups()
 
     def detach(self) -> None:
-        """Set nothing from now on, as a part of a composed schedule does."""
+        """Stop setting the number, as parts of a composed schedule do."""
         schedules_of(self.optimizer)[:] = [s for s in schedules_of(self.optimizer) if s is not self]
 
     # -- for the runtime --
 
     def use_tensors(self) -> list[Tensor]:
-        """From here on the groups hold the tensor itself, so that whoever changes it need not tell them.
+        """Put tensors into the groups from here on, so that changes of the number need no write to the groups.
 
         Returns:
             The schedule's state.
         """
-        self._check_alone()
+        self._check_no_conflict()
         self._in_tensors = True
-        self._put()
+        self._set_groups()
         return [self.last_epoch, *self.numbers()]
 
     def numbers(self) -> list[Tensor]:
-        """The tensors that stand in the groups, if tensors do.
+        """The tensors in the groups, if `use_tensors` was called.
 
         Returns:
-            Float64, without dimensions.
+            Float64 scalar tensors.
         """
         return [self._value]
 
-    # -- for schedules with a number of its own for each group --
+    # -- for schedules with a different number for each group --
 
     def _number(self, group: dict[str, Any]) -> Tensor:
-        """Of `numbers`, the one of a group."""
+        """The tensor among `numbers` for a group."""
         return self._value
 
     def _follow(self) -> None:
-        """`_value` is another: so are the numbers made of it."""
+        """Update the numbers derived from `_value` after it has changed."""
 
     # -- the groups --
 
@@ -192,7 +192,7 @@ class Schedule:
             if wanted and key in group:
                 yield group
 
-    def _put(self) -> None:
+    def _set_groups(self) -> None:
         for group in self._groups():
             number = self._number(group) if self._in_tensors else float(self._number(group))
             if isinstance(self.param_group_key, str):
@@ -208,15 +208,15 @@ class Schedule:
             self.optimizer.register_load_state_dict_post_hook(_reapply)
         others.append(self)
 
-    def _check_alone(self) -> None:
-        mine = {id(group) for group in self._groups()}
+    def _check_no_conflict(self) -> None:
+        own = {id(group) for group in self._groups()}
         for other in schedules_of(self.optimizer):
             if other is self or other.param_group_key != self.param_group_key:
                 continue
-            if any(id(group) in mine for group in other._groups()):
+            if any(id(group) in own for group in other._groups()):
                 raise ScheduleError(
                     f"{type(self).__name__} and {type(other).__name__} both set {self.param_group_key!r} in the same "
-                    "parameter group. Compose them, with SequentialLR or ChainedLR; or detach() the one that has ended."
+                    "parameter group. Compose them with SequentialLR or ChainedLR, or detach() the one that has ended."
                 )
 
     def _no_target(self) -> str:
@@ -237,8 +237,7 @@ def _as_tags(tags: Any) -> tuple:
 
 
 def _as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict has numbers in its groups, whatever the groups themselves have: eager PyTorch loads
-    it."""
+    """A state-dict hook that replaces tensors in the groups by numbers, so that eager PyTorch can load the state."""
     values = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
     def number(entry: Any) -> Any:
@@ -251,6 +250,6 @@ def _as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
 
 
 def _reapply(optimizer: torch.optim.Optimizer) -> None:
-    """What is loaded into the groups is overwritten: a schedule's number is a function of its step."""
+    """A hook that restores the schedules' numbers after a state dict has been loaded into the groups."""
     for schedule in schedules_of(optimizer):
-        schedule._put()
+        schedule._set_groups()

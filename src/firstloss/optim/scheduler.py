@@ -1,7 +1,7 @@
-"""The schedules for any number of an optimizer's groups, with the names and arguments that say so.
+"""Schedules for any number of an optimizer's groups, as in `cerebras.pytorch.optim.scheduler`.
 
-As `cerebras.pytorch.optim.scheduler` has them. Each is the schedule of `lr_scheduler` with the same formula; which
-number it sets, a subclass says, or an argument:
+Each is the schedule of `lr_scheduler` with the same formula, with arguments renamed; the number that it sets is given
+by a subclass or an argument:
 
     class Momentum(LinearScheduler):
         param_group_key = ("betas", 0)
@@ -29,16 +29,16 @@ _VALUES = {
 
 
 def renamed(name: str, schedule: type[Scheduler], key: str, module: str) -> Any:
-    """A subclass of `schedule` that sets `key`, and whose arguments speak of values instead of learning rates."""
+    """A subclass of `schedule` that sets `key`, with arguments named after values rather than learning rates."""
     signature = inspect.signature(schedule.__init__)
-    ours = {_VALUES.get(word, word): word for word in signature.parameters}
+    original_names = {_VALUES.get(word, word): word for word in signature.parameters}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # An argument's name has to be one of this class's; what Schedule takes besides, it checks itself.
+        # Check names against this class's; Schedule checks its own keywords itself.
         wrong = [word for word in kwargs if word in _VALUES]
         if wrong:
             raise TypeError(f"{name}() got an unexpected keyword argument {wrong[0]!r}")
-        schedule.__init__(self, *args, **{ours.get(word, word): value for word, value in kwargs.items()})
+        schedule.__init__(self, *args, **{original_names.get(word, word): value for word, value in kwargs.items()})
 
     parameters = [p.replace(name=_VALUES.get(p.name, p.name)) for p in signature.parameters.values()]
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The schedules for "weight_decay", as `cerebras.pytorch.optim.weight_decay_scheduler` names them."""
+"""Schedules for "weight_decay", named as in `cerebras.pytorch.optim.weight_decay_scheduler`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .scheduler import renamed
 
 
 class WeightDecayScheduler(Schedule):
-    """A schedule of "weight_decay". A subclass defines `value`."""
+    """Base class of schedules for "weight_decay". A subclass defines `value`."""
 
     param_group_key = "weight_decay"
 

@@ -1,13 +1,12 @@
-"""The graph of a Program: what capture returns, for constructors and for steps alike.
+"""The graph of a Program, which capture records for constructors and for steps.
 
-It is a graph in which nothing is ever changed in place. Its edges are `Value`s: the whole content of one
-storage at one moment. An operation that writes into a tensor makes a new `Value` for that tensor's storage, and a
-view is no operation at all: whoever reads through a view holds a `Ref`, which is a `Value` and the view's geometry
-(size, stride, offset). So slices, transposes, in-place edits of views, and weights that share memory need no rules
-of their own, neither here nor in the engines.
+It is functional, in SSA form. Its edges are `Value`s: the content of a whole storage at one point in time. An in-place
+operation creates a new `Value` for the storage of the tensor that it writes to. A view is not an operation: a read
+through a view is a `Ref`, which is a `Value` and the view's geometry (size, stride, offset). So slices, transposes,
+in-place writes to views and tied weights need no rules of their own.
 
-Nodes point backwards only. A write that nobody reads before the next one is unreachable, and is collected by
-Python: dead fills cost nothing to skip.
+Nodes only refer to earlier ones. A write that is overwritten before it is read is unreachable, and garbage-collected by
+Python: this is how dead fills are eliminated.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .source import Source
 
 
 class Value:
-    """The whole content of one storage at one moment, as its base tensor lays it out."""
+    """The content of a whole storage at one point in time, with the layout of its base tensor."""
 
     __slots__ = ("node", "shape", "stride", "dtype", "device", "real", "version", "label", "__weakref__")
 
@@ -34,14 +33,14 @@ class Value:
         self.dtype: torch.dtype = dtype
         self.device: torch.device = device
         self.node = node
-        # The value itself, where it is known already: constants, and small values that someone has read.
+        # The content, if it is known: of constants, and of small Values that have been read.
         self.real: torch.Tensor | None = None
-        self.version: int | None = None  # of `real`, where it is somebody else's tensor that must not be edited
-        self.label = label  # for inputs: a name for people to read
+        self.version: int | None = None  # of `real`, if it is the user's tensor, which must not be edited
+        self.label = label  # a readable name, for inputs
 
     @property
     def known(self) -> bool:
-        """Whether `real` has the content. Ask this rather than for `real`, which may have to read a file."""
+        """Whether the content is known. Cheap, unlike `real`, which may read a file."""
         return self.real is not None
 
     @property
@@ -56,20 +55,20 @@ class Value:
         return self.numel * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """Fresh memory, not written, that is laid out as this Value is."""
+        """An uninitialized tensor with the layout of this Value."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def read_into(self, begin: int, out: torch.Tensor) -> None:
-        """Write elements from number `begin` on, as they lie in memory, of a known Value into `out`."""
+        """Copy the elements of a known Value from index `begin` on, in memory order, into `out`."""
         content = self.content()
         flat = content.as_strided((self.numel,), (1,), content.storage_offset())
         out.copy_(flat[begin : begin + out.numel()])
 
     def content(self) -> torch.Tensor:
-        """The content of a known Value. Not to be written.
+        """The content of a known Value; must not be modified.
 
         Raises:
-            ConstantChangedError: if it is kept by reference, and has been edited since.
+            ConstantChangedError: if it is held by reference and has been edited since.
         """
         real = self.real
         assert real is not None
@@ -77,8 +76,8 @@ class Value:
         if self.version is not None and version_of(original) != self.version:
             raise ConstantChangedError(
                 f"a tensor of shape {list(self.shape)} from outside the constructor was edited after it had been "
-                f"captured at {self.label}; its weight would not be what eager PyTorch made. Clone it before the "
-                "constructor, or materialize before editing it."
+                f"captured at {self.label}, so the weight computed from it would differ from eager PyTorch's. Clone it "
+                "before the constructor, or materialize the weight before editing it."
             )
         return real
 
@@ -94,12 +93,12 @@ class Ref(NamedTuple):
 
     @classmethod
     def of(cls, value: Value) -> Ref:
-        """All of `value`, as it lies."""
+        """All of `value`, without a view."""
         return cls(value, tuple(value.shape), value.stride, 0, value.dtype)
 
     @property
     def whole(self) -> bool:
-        """Whether this is the base tensor itself: no view."""
+        """Whether this is the base tensor itself."""
         value = self.value
         return (
             self.offset == 0 and self.size == value.shape and self.stride == value.stride and self.dtype == value.dtype
@@ -107,14 +106,14 @@ class Ref(NamedTuple):
 
     @property
     def covers(self) -> bool:
-        """Whether this shows every element of the storage once: a write through it replaces all that was there."""
+        """Whether a write through this view replaces every element of the storage."""
         if self.whole:
             return True
         value = self.value
         return self.offset == 0 and self.dtype == value.dtype and dense_count(self.size, self.stride) == value.numel
 
     def as_python(self, name: str) -> str:
-        """An expression for the view of the tensor called `name`, which holds the Value."""
+        """A Python expression for this view of the tensor called `name`, which holds the Value."""
         if self.whole:
             return name
         geometry = f"{self.size}, {self.stride}, {self.offset}"
@@ -123,10 +122,10 @@ class Ref(NamedTuple):
         return f"view({name}, {geometry}, {self.dtype})"
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The view of `buffer`, which holds the Value, that this describes; writes through it reach the buffer."""
+        """This view of `buffer`, a tensor that holds the Value."""
         if self.whole:
             return buffer
-        begin = buffer.storage_offset()  # of memory that somebody else made it may be a part
+        begin = buffer.storage_offset()
         if self.dtype == buffer.dtype:
             return buffer.as_strided(self.size, self.stride, begin + self.offset)
         begin = begin * buffer.itemsize // self.dtype.itemsize
@@ -135,7 +134,7 @@ class Ref(NamedTuple):
 
 
 def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a geometry is row-major without gaps."""
+    """Whether size and stride are row-major without gaps."""
     expected = 1
     for n, s in zip(reversed(size), reversed(stride), strict=True):
         if n != 1 and s != expected:
@@ -145,7 +144,7 @@ def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def dense_count(size: Sequence[int], stride: Sequence[int]) -> int | None:
-    """The number of elements of a geometry that is row-major without gaps in some order of dimensions, else None."""
+    """The number of elements if size and stride are without gaps in some order of dimensions; else None."""
     expected = 1
     for s, n in sorted(zip(stride, size, strict=True)):
         if n == 1:
@@ -157,41 +156,40 @@ def dense_count(size: Sequence[int], stride: Sequence[int]) -> int | None:
 
 
 def span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of memory from the first to the last that a geometry touches; 0 for an empty one."""
+    """The distance in elements from the first element in memory to behind the last; 0 for an empty tensor."""
     if 0 in size:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
 class Truncation(Protocol):
-    """Bounds inside which an operation draws by rejection: what later rounds make of its first one.
+    """The bounds of an operation that draws by rejection: see `engine/rejection.py`.
 
     Attributes:
-        low, high: the bounds, rounded to the dtype of what is drawn.
+        low, high: the bounds, rounded to the dtype of the tensor.
     """
 
     low: float
     high: float
 
     def correct(self, first_round: torch.Tensor, begin: int = 0) -> None:
-        """Give elements from `begin` on, which hold their first round, their final content."""
+        """Replace the values of the first round, in elements from `begin` on, by the final ones."""
 
 
 class Draw(NamedTuple):
-    """Where in a random stream an operation begins to draw, and where it leaves the stream."""
+    """The stream position at which an operation begins to draw, and the one after it."""
 
     stream: Stream
     position: Position
-    after: Position  # of an operation by rejection: after its first round
+    after: Position  # for an operation by rejection: after its first round
     rejection: Truncation | None = None
 
 
 class Node:
     """One ATen operation.
 
-    `args` and `kwargs` are the operation's own, with a `Ref` in place of each tensor. `outputs` are the Values
-    made: first those of the arguments that it writes to (in `writes`, each with the Ref that was written through),
-    then those of newly made tensors.
+    `args` and `kwargs` are those of the call, with a `Ref` in place of each tensor. `outputs` are first the new Values
+    of the arguments that it writes to (`writes` has the Refs that are written through), then those of new tensors.
     """
 
     __slots__ = (
@@ -219,20 +217,20 @@ class Node:
         draw: Draw | None,
         source: Source,
     ) -> None:
-        self.index = index  # order of recording, over the whole process
+        self.index = index  # in the order of recording, within the process
         self.op = op
         self.args = args
         self.kwargs = kwargs
         self.writes = writes
-        self.overwrites = overwrites  # the one written tensor is written whole, and its old content is not read
+        self.overwrites = overwrites  # it writes one tensor, all of it, and does not read its old content
         self.draw = draw
         self.source = source
         self.outputs: tuple[Value, ...] = ()
-        self.kind: Any = None  # see `kinds.kind_of`
+        self.kind: Any = None  # see `node_kinds.kind_of`
         self.saved_constants: list[tuple[torch.Tensor, int]] | None = None
 
     def refs(self) -> Iterator[Ref]:
-        """Every Ref that this node reads, in argument order (a target that is overwritten is not read)."""
+        """The Refs that this node reads, in argument order; excludes a target that is overwritten."""
         skip = self.writes[0] if self.overwrites else None
         yield from _refs_in(self.args, skip)
         if self.kwargs:
@@ -257,7 +255,7 @@ def _refs_in(args: Iterable[Any], skip: Ref | None) -> Iterator[Ref]:
 
 
 def slice_for(values: Iterable[Value], stop: set[Value] | None = None) -> list[Node]:
-    """The nodes that `values` need, in the order of recording; nothing behind a Value in `stop` or a known one."""
+    """The backward slice of `values`, in the order of recording; ends at Values in `stop` and at known ones."""
     nodes: dict[int, Node] = {}
     todo = list(values)
     while todo:
@@ -270,17 +268,17 @@ def slice_for(values: Iterable[Value], stop: set[Value] | None = None) -> list[N
     return [nodes[i] for i in sorted(nodes)]
 
 
-# How a tensor looks at its storage: size, stride, offset, dtype.
+# The view of a tensor on its storage: size, stride, offset, dtype.
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How `tensor` looks at its storage."""
+    """The size, stride, offset and dtype of `tensor`."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
 
 
 def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a row-major tensor of `size`."""
+    """The strides of a contiguous tensor of this size."""
     stride, step = [], 1
     for n in reversed(size):
         stride.append(step)
@@ -288,8 +286,13 @@ def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without the prefix "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of the dimensions."""
+    """Whether `tensor` is non-overlapping and dense: contiguous in some order of dimensions."""
     if tensor.layout != torch.strided:
         return False
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

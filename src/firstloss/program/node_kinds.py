@@ -1,7 +1,8 @@
-"""The kind of a node, `Fill`, `Copy`, `Pointwise` or `Opaque`: classified here, and nowhere else.
+"""The kind of a node, `Fill`, `Copy`, `Pointwise` or `Opaque`; only this file classifies nodes.
 
-`Fill`: replaces its target and reads nothing. `Copy`: shows other Values' elements, converted perhaps. `Pointwise`:
-each element of the result depends on the same element of its operands. `Opaque`: all else, run as PyTorch runs it.
+`Fill`: overwrites its target and reads nothing. `Copy`: copies elements of other Values, perhaps with a conversion.
+`Pointwise`: each element of the result depends on the same element of the operands. `Opaque`: everything else, run by
+PyTorch.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from .operations import trunc_normal_
 
 aten = torch.ops.aten
 
-# oneDNN's layer of an LSTM: its kernel asks PyTorch whether gradients are on, and rounds otherwise, on some processors,
-# where they are. A node has the answer of its time for its last argument, `train`, which no kernel reads.
-ASKS_GRAD_MODE = aten.mkldnn_rnn_layer.default
+# oneDNN's LSTM layer: its kernel depends on PyTorch's grad mode, and on some processors rounds differently with
+# gradients on. The node has the grad mode at capture as its last argument, `train`, which the kernel ignores.
+DEPENDS_ON_GRAD_MODE = aten.mkldnn_rnn_layer.default
 
 
 class Fill(NamedTuple):
-    """Replaces what `target` held.
+    """Overwrites `target`.
 
     Attributes:
         name: "uniform", "normal", "bernoulli" or "random", which draw; "constant"; or "unwritten".
-        numbers: by name, in this order: low and high; mean and std; p; low and high (None: as far as the dtype goes);
-            value; none.
+        numbers: the parameters by name, in the same order: low and high; mean and std; p; low and high (None: the
+            dtype's limit); value; none.
     """
 
     target: Ref
@@ -36,18 +37,18 @@ class Fill(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The number of a constant."""
+        """The value of a constant."""
         return self.numbers[0][1]
 
     @property
     def pair(self) -> tuple[float, float]:
-        """The two numbers of uniforms and normals."""
+        """The two parameters of a uniform or normal."""
         (_, first), (_, second) = self.numbers
         return float(first), float(second)
 
 
 class Copy(NamedTuple):
-    """`target` becomes what `sources` show: one of them, or several side by side along dimension `dim`."""
+    """Copies `sources` to `target`: one of them, or several concatenated along `dim`."""
 
     target: Ref
     sources: tuple[Ref, ...]
@@ -55,11 +56,11 @@ class Copy(NamedTuple):
 
 
 class Pointwise(NamedTuple):
-    """`op` on its operands, element by element.
+    """An elementwise operation.
 
     Attributes:
         args: the operation's arguments, `target` first if it is in place.
-        exact: whether its kernel gives the same bits wherever in memory an element lies.
+        exact: whether the bits of an element do not depend on its position in memory.
     """
 
     target: Ref
@@ -81,12 +82,12 @@ _UNIFORM = (("low", "from", 0.0), ("high", "to", 1.0))
 _NORMAL = (("mean", "mean", 0.0), ("std", "std", 1.0))
 _STANDARD_UNIFORM = (("low", None, 0.0), ("high", None, 1.0))
 _STANDARD_NORMAL = (("mean", None, 0.0), ("std", None, 1.0))
-# What fills draw or write: the fill's name, and of each of its numbers the operation's argument and its default.
+# The fill's name, and for each of its parameters the name of the operation's argument and its default.
 _FILLS: dict[Any, tuple[str, tuple[tuple[str, str | None, Any], ...]]] = {
     aten.uniform_.default: ("uniform", _UNIFORM),
     aten.normal_.default: ("normal", _NORMAL),
     aten.normal.float_float: ("normal", _NORMAL),
-    trunc_normal_: ("normal", _NORMAL),  # between bounds, which the draw has
+    trunc_normal_: ("normal", _NORMAL),  # the draw has the bounds
     aten.rand.default: ("uniform", _STANDARD_UNIFORM),
     aten.rand.generator: ("uniform", _STANDARD_UNIFORM),
     aten.randn.default: ("normal", _STANDARD_NORMAL),
@@ -106,9 +107,9 @@ _FILLS: dict[Any, tuple[str, tuple[tuple[str, str | None, Any], ...]]] = {
     aten.empty_strided.default: ("unwritten", ()),
 }
 _COPIES = {aten.copy_, aten.clone, aten._to_copy}
-# Rounded exactly by IEEE 754, so that vector code and scalar code give the same bits, and a kernel may begin anywhere.
-# Exponentials, sines and the like are not among them: vectorised they may differ in the last bit. erfinv_ is not exact,
-# but PyTorch has one kernel of it for vectors and their ends (`tests/engine/test_epilogue.py`).
+# Correctly rounded according to IEEE 754, so that vectorized and scalar code give the same bits, and a tensor may be
+# split anywhere. exp, sin and others are not: their vectorized versions may differ in the last bit. erfinv_ is not
+# correctly rounded, but PyTorch computes vectors and their tails in the same way (`tests/engine/test_epilogue.py`).
 EXACT = {
     getattr(aten, name)
     for name in (
@@ -116,8 +117,8 @@ EXACT = {
         "sqrt sqrt_ where masked_fill masked_fill_ erfinv_"
     ).split()
 }
-# In-place operations whose result does not depend on what the target held.
-_REPLACING = {
+# In-place operations whose result does not depend on the target's old content.
+_OVERWRITING = {
     *(f"aten::{name}_" for name in "zero fill copy uniform normal bernoulli exponential random cauchy".split()),
     *("aten::log_normal_", "aten::geometric_", "aten::_foreach_zero_", "aten::_foreach_copy_"),
     schema_of(trunc_normal_).name,
@@ -125,35 +126,35 @@ _REPLACING = {
 
 
 def replaces_target(op: Any) -> bool:
-    """Whether an in-place operation's result does not depend on what its target held."""
-    return schema_of(op).name in _REPLACING
+    """Whether an in-place operation's result does not depend on its target's old content."""
+    return schema_of(op).name in _OVERWRITING
 
 
 def has_counter_rule(op: Any) -> bool:
-    """Whether the counter policy draws this operation by itself, the same on any device."""
+    """Whether the counter policy has its own, device-independent algorithm for this operation."""
     return op in _FILLS and _FILLS[op][0] in ("uniform", "normal") and op is not trunc_normal_
 
 
 def fill_pair(op: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[str, tuple[float, float]] | None:
-    """Of an operation that the counter policy draws by itself: "uniform" or "normal", and its two numbers."""
+    """For an operation with a counter rule: "uniform" or "normal", and its two parameters."""
     numbers = _numbers(op, _by_name(op, args, kwargs)) if has_counter_rule(op) else None
     return None if numbers is None else (_FILLS[op][0], (float(numbers[0][1]), float(numbers[1][1])))
 
 
 def kind_of(node: Node) -> Kind:
-    """What `node` does; worked out when it is first asked for."""
+    """The kind of `node`; computed once."""
     if node.kind is None:
         node.kind = _classify(node)
     return node.kind
 
 
 def is_unwritten(node: Node | None) -> bool:
-    """Whether what this node makes is memory that nobody has written."""
+    """Whether the node's result is uninitialized memory."""
     return node is None or node.op in _FILLS and _FILLS[node.op][0] == "unwritten"
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """A node's arguments by their schema's names, where they were given."""
+    """A node's arguments by the names of its schema; without defaults."""
     return _by_name(node.op, node.args, node.kwargs)
 
 
@@ -190,11 +191,11 @@ def _fill(node: Node, target: Ref) -> Kind:
 
 
 def _numbers(op: Any, given: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
-    """The numbers of a fill, by name; None where one of them is a tensor."""
+    """The parameters of a fill, by name; None if one of them is a tensor."""
     numbers = []
-    for ours, theirs, default in _FILLS[op][1]:
-        number = given.get(theirs, default) if theirs is not None else default
+    for name, argument, default in _FILLS[op][1]:
+        number = given.get(argument, default) if argument is not None else default
         if number is not None and type(number) not in (int, float, bool, complex):
             return None
-        numbers.append((ours, number))
+        numbers.append((name, number))
     return tuple(numbers)

@@ -1,4 +1,4 @@
-"""Operations of our own that a Program may contain."""
+"""Firstloss's own operations, which a Program may contain besides ATen's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ Tensor = torch.Tensor
 
 
 class Region(NamedTuple):
-    """A captured function: its Program, whose outputs are in order, the Values of its inputs, and what it lifted."""
+    """A captured function of control flow.
+
+    Attributes:
+        program: with the outputs in order.
+        inputs: the Values of its arguments, then those of `lifted`.
+        lifted: the tensors from outside that it reads.
+        draws: the number of its random operations.
+    """
 
     program: Program
     inputs: list[Value]
@@ -24,16 +31,16 @@ class Region(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What one `firstloss::region` does: "cond" has two regions, "while" a condition and a body, "scan" a body.
+    """The attributes of a `firstloss::region`: "cond" has two regions, "while" a condition and a body, "scan" a body.
 
-    The operands are those that all regions share (cond: the predicate first; scan: `carried` tensors, then those that
-    are walked along), then what each region lifted.
+    The operands are those that all regions share (cond: the predicate first; scan: `carried` tensors, then the
+    `scanned` ones), then those that each region lifted.
     """
 
     kind: str
     regions: tuple[Region, ...]
     carried: int
-    walked: int
+    scanned: int
     reverse: bool
     outputs: list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -50,14 +57,14 @@ def _shapes(operands: list[Tensor], number: int) -> list[Tensor]:
 
 
 _TRUNC_NORMAL = "torch.nn.init._no_grad_trunc_normal_"
-# `torch.nn.init.trunc_normal_`, whose loop reads values: see `capture/trunc_normal.py`.
+# `torch.nn.init.trunc_normal_`, whose loop is data-dependent: see `capture/trunc_normal.py`.
 _LIBRARY.define(
     "trunc_normal_(Tensor(a!) self, float mean, float std, float a, float b, *, Generator? generator=None)"
     " -> Tensor(a!)",
     tags=_SEEDED,
 )
 _LIBRARY.impl("trunc_normal_", lambda *args, **kwargs: original(_TRUNC_NORMAL)(*args, **kwargs), "CPU")
-# Does nothing, and is not looked through by a compiler: see `capture/activation_checkpointing.py`.
+# An optimization barrier: see `capture/activation_checkpointing.py`.
 _LIBRARY.define("barrier(Tensor[] xs, Tensor after) -> Tensor[]")
 _LIBRARY.impl("barrier", lambda xs, after: [torch.empty_like(x) for x in xs], "Meta")
 # Control flow, by its number in FLOWS: see `capture/control_flow.py`.

@@ -1,4 +1,4 @@
-"""A Program: a graph with the names of what goes in and what comes out."""
+"""A Program: a graph with named inputs and outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .python_text import PythonText, scope_of
 
 
 class Program:
-    """A captured constructor or step: `inputs` in, `outputs` out, by name; only what the outputs need is in it."""
+    """A captured constructor or step, with inputs and outputs by name; contains only what the outputs depend on."""
 
     def __init__(self, inputs: dict[str, Value], outputs: dict[str, Ref]) -> None:
         self.inputs = inputs
@@ -20,11 +20,11 @@ class Program:
         return len(self.nodes)
 
     def __str__(self) -> str:
-        """Python that runs: see `scope`."""
+        """Executable Python: see `scope`."""
         return str(PythonText(self))
 
     def scope(self) -> dict[str, Any]:
-        """What the free names of the Program's text stand for, constants and random streams:
+        """The values of the free names in the Program's text (constants and random streams):
 
         exec(str(program), scope := program.scope())
         outputs = scope["program"](*inputs)

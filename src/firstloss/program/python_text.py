@@ -1,10 +1,10 @@
-"""A Program as Python that runs: what `print(program)` prints.
+"""A Program as executable Python, which `print(program)` prints.
 
     exec(str(program), scope := program.scope())
     outputs = scope["program"](*inputs)
 
-Each storage is one tensor, views are views of it, and in-place operations happen in place, as eager PyTorch has it. A
-comment has the user's line that each operation comes from, and what it makes.
+Each storage is one tensor, views are views of it, and in-place operations are in place, as in eager PyTorch. Comments
+give the user's line of each operation, and the shape and dtype of its result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..compat.torch_names import OpOverload, schema_of
+from .schemas import is_number_type
 from .source import Source
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _HEAD = (
     "import torch\nfrom firstloss.engine.text_runtime import barrier, draw, made, view\n\naten = torch.ops.aten\n\n\n"
 )
-_PLAIN = (type(None), bool, int, str, torch.dtype, torch.layout, torch.memory_format)
+_LITERALS = (type(None), bool, int, str, torch.dtype, torch.layout, torch.memory_format)
 
 
 class _Program(Protocol):
@@ -40,12 +41,12 @@ class _Program(Protocol):
 
 
 class PythonText:
-    """The text of one Program, and what its free names stand for.
+    """The text of one Program, and the names of its free variables.
 
     Attributes:
-        constants: Values that are known before it runs.
+        constants: known Values.
         streams: the random streams that it draws from.
-        objects: other arguments that have no text of their own.
+        objects: other arguments that cannot be written as text.
     """
 
     def __init__(self, program: _Program) -> None:
@@ -60,7 +61,7 @@ class PythonText:
         self._source: Source | None = None
         self.parameters = self._take_inputs(program)
         for node in program.nodes:
-            self._node(node)
+            self._add_node(node)
         results = [f"{name!r}: {self._show(ref)}" for name, ref in program.outputs.items()]
         self._lines.append(f"return {{{', '.join(results)}}}")
 
@@ -95,7 +96,7 @@ class PythonText:
         return name
 
     def _name(self, value: Value) -> str:
-        """The name of what holds a Value; of one that no operation makes, it is introduced here."""
+        """The name of the tensor that holds a Value; defines it if no operation does."""
         if value in self._names:
             return self._names[value]
         if not value.known:
@@ -112,11 +113,11 @@ class PythonText:
 
     # -- operations --
 
-    def _node(self, node: Node) -> None:
+    def _add_node(self, node: Node) -> None:
         if node.source != self._source:
             self._source = node.source
             self._lines.append(f"# {node.source}")
-        numbers = {argument.name for argument in schema_of(node.op).arguments if is_number(argument.type)}
+        numbers = {argument.name for argument in schema_of(node.op).arguments if is_number_type(argument.type)}
         names = [argument.name for argument in schema_of(node.op).arguments]
         names += [""] * (len(node.args) - len(names))
         texts = [self._show(arg, name in numbers) for arg, name in zip(node.args, names, strict=False)]
@@ -144,11 +145,11 @@ class PythonText:
         targets = [self._new_name(value) for value in made]
         if targets:
             if returns == ["List[Tensor]"] or returns == ["Tensor"] * len(targets):
-                lone = "," if returns != ["Tensor"] and len(targets) == 1 else ""
+                comma = "," if returns != ["Tensor"] and len(targets) == 1 else ""
             else:
-                lone, call = "," if len(targets) == 1 else "", f"made({call}, {len(targets)})"
-            call = f"{', '.join(targets)}{lone} = {call}"
-        for storage, value in zip(storages, node.outputs, strict=False):  # written through views: the same memory
+                comma, call = "," if len(targets) == 1 else "", f"made({call}, {len(targets)})"
+            call = f"{', '.join(targets)}{comma} = {call}"
+        for storage, value in zip(storages, node.outputs, strict=False):  # written in place
             self._names[value] = storage
         return f"{call}  # {', '.join(map(_kind, made))}" if made else call
 
@@ -173,19 +174,13 @@ class PythonText:
             return repr(arg) if arg - arg == 0 else f"float({str(arg)!r})"
         if isinstance(arg, torch.device):
             return f"torch.device({str(arg)!r})"
-        return repr(arg) if isinstance(arg, _PLAIN) else self._object(arg)
+        return repr(arg) if isinstance(arg, _LITERALS) else self._object(arg)
 
     def _view(self, ref: Ref) -> str:
         return ref.as_python(self._name(ref.value))
 
-    def _object(self, thing: Any) -> str:
-        return self.objects.setdefault(id(thing), (f"object{len(self.objects)}", thing))[0]
-
-
-def is_number(kind: Any) -> bool:
-    """Whether an argument of this type, of an operation's schema, is a number or a list of numbers."""
-    text = str(kind)
-    return any(name in text for name in ("number", "Scalar", "float", "int")) and "Tensor" not in text
+    def _object(self, obj: Any) -> str:
+        return self.objects.setdefault(id(obj), (f"object{len(self.objects)}", obj))[0]
 
 
 def _kind(value: Value) -> str:
@@ -198,7 +193,7 @@ def _empty(value: Value) -> str:
 
 
 def scope_of(program: _Program) -> dict[str, Any]:
-    """What the free names of a Program's text stand for."""
+    """The values of the free names in a Program's text."""
     text = PythonText(program)
     scope: dict[str, Any] = {name: value.empty().copy_(value.content()) for value, name in text.constants.items()}
     scope.update({name: stream for stream, name in text.streams.items()})

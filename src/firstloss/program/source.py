@@ -12,12 +12,11 @@ import torch
 
 from ..compat.python_names import getframe
 
-# Frames in these folders are machinery between the user's line and us. The user's line may well be in a library
-# (transformers, timm): whoever wrote the model is the user here.
+# Frames in these folders are not the user's. A library that defines models (transformers, timm) is.
 _MACHINERY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _is_machinery: dict[str, bool] = {}
 
-# Where installed packages are: nobody edits these.
+# The folders of installed packages.
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 
@@ -33,23 +32,20 @@ class Source(NamedTuple):
 
 UNKNOWN = Source("<unknown>", 0)
 
-_told: dict[str, dict] = {}  # by file, what Python notes of warnings so as not to repeat them
+_warning_registries: dict[str, dict] = {}  # by file
 
 
 def here() -> Source:
-    """The line of the innermost frame that belongs neither to torch nor to Firstloss.
+    """The line of the innermost frame outside torch and Firstloss.
 
-    When there is none (a backward pass started from torch's own code), the answer is `UNKNOWN`.
+    `UNKNOWN` if there is none, as in a backward pass that torch itself has started.
     """
     frame = user_frame()
     return UNKNOWN if frame is None else Source(frame.f_code.co_filename, frame.f_lineno)
 
 
 def script_line() -> Source:
-    """The line of the innermost frame that is in no installed package either: one that the user can edit.
-
-    When there is none, as `here`.
-    """
+    """The line of the innermost frame outside all installed packages; if there is none, that of `here`."""
     frame = user_frame()
     while frame is not None:
         name = frame.f_code.co_filename
@@ -60,7 +56,7 @@ def script_line() -> Source:
 
 
 def user_frame() -> FrameType | None:
-    """The innermost frame that belongs neither to torch nor to Firstloss."""
+    """The innermost frame outside torch and Firstloss."""
     frame: FrameType | None = getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -72,19 +68,20 @@ def user_frame() -> FrameType | None:
 
 
 def warn(warning: Warning) -> None:
-    """As `warnings.warn`, at the user's line: what `here` gives, however deep we are."""
+    """Like `warnings.warn`, at the user's line (`here`)."""
     frame = user_frame()
     if frame is None:
         warnings.warn(warning, stacklevel=2)
         return
     file = frame.f_code.co_filename
-    told = _told.setdefault(file, {})  # not in the module's globals, where Python would keep it: a step may read those
-    module = frame.f_globals.get("__name__") or "__main__"  # Python keeps quiet of a module without a name
-    warnings.warn_explicit(warning, type(warning), file, frame.f_lineno, module, told)
+    # Not the registry in the module's globals, which a traced step may read.
+    registry = _warning_registries.setdefault(file, {})
+    module = frame.f_globals.get("__name__") or "__main__"  # a warning of a module without a name is not shown
+    warnings.warn_explicit(warning, type(warning), file, frame.f_lineno, module, registry)
 
 
 def raised_at(error: BaseException) -> Source:
-    """As `here`, of the frames that `error` has passed through."""
+    """Like `here`, for the frames in the traceback of `error`."""
     found, trace = UNKNOWN, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -95,6 +92,6 @@ def raised_at(error: BaseException) -> Source:
 
 
 def is_machinery(name: str) -> bool:
-    """Whether a file of this name is torch's, Firstloss's, or none."""
+    """Whether a file of this name belongs to torch or Firstloss, or is not a file."""
     skip = _is_machinery[name] = name.startswith(_MACHINERY) or name.startswith("<")
     return skip

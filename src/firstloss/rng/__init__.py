@@ -1,4 +1,4 @@
-"""Stream arithmetic: what a random operation draws, where in the stream, and how to begin there. Numpy only."""
+"""Stream arithmetic: how many words a random operation draws, at which position, and how to start there. NumPy only."""
 
 from firstloss.rng.stream import Position, Stream
 

@@ -1,9 +1,9 @@
-/* The arithmetic that all fills share, one source for the CPU's parts in C (`_fill.c`, `_counter.c`, `_jump.c`) and for
- * the GPU's kernels (`firstloss/gpu`), which NVRTC compiles.
+/* Arithmetic shared by all fills: by the C kernels (`_fill.c`, `_counter.c`, `_jump.c`) and by the GPU kernels
+ * (`firstloss/gpu`), which NVRTC compiles.
  *
- * Each rounding of a float is a macro: bits depend on which operations are fused, so that is written here and left to
- * no compiler (for C: -ffp-contract=off). What FMA says is fused, as in PyTorch's kernels (`_fill.c` tells of them),
- * but where UNFUSED is defined: there it is rounded twice, as in `counter.py`.
+ * Each rounded operation is a macro: the bits depend on which operations are contracted to FMAs, so the compiler must
+ * not decide it (in C: -ffp-contract=off). FMA is fused, as in PyTorch's kernels (see `_fill.c`), unless UNFUSED is
+ * defined: then it is rounded twice, as in `counter.py`.
  */
 
 #ifndef FIRSTLOSS_ARITHMETIC_H
@@ -11,7 +11,7 @@
 
 #ifdef __CUDACC__
 
-#ifdef __CUDACC_RTC__ /* which has no headers */
+#ifdef __CUDACC_RTC__ /* NVRTC has no standard headers */
 typedef unsigned int uint32_t;
 typedef int int32_t;
 typedef unsigned short uint16_t;
@@ -35,7 +35,7 @@ typedef long long int64_t;
 #include <stdint.h>
 #include <string.h>
 
-/* Inlined into each version of its caller, and compiled for the vectors of that one. */
+/* Inlined, so that it is vectorized for the target of each version of its caller. */
 #if defined(__GNUC__)
 #define FN static inline __attribute__((always_inline))
 #else
@@ -66,7 +66,7 @@ FN uint32_t AS_BITS(float f) {
 
 #endif
 
-/* -- words of MT19937: see mt19937.py ----------------------------------------------------------------------------- */
+/* -- MT19937: see mt19937.py --------------------------------------------------------------------------------------- */
 
 FN uint32_t twist(uint32_t first, uint32_t second) {
     uint32_t mixed = (first & 0x80000000u) | (second & 0x7fffffffu);
@@ -80,9 +80,9 @@ FN uint32_t temper(uint32_t y) {
     return y ^ (y >> 18);
 }
 
-/* -- numbers ------------------------------------------------------------------------------------------------------ */
+/* -- uniforms and normals ------------------------------------------------------------------------------------------ */
 
-/* A uniform of [0, 1), of so many of a word's lowest bits. */
+/* A uniform of [0, 1), from the lowest `bits` bits of a word. */
 FN float unit(uint32_t word, uint32_t bits) {
     return MUL((float)(int32_t)(word & ((1u << bits) - 1u)), AS_FLOAT((127u - bits) << 23));
 }
@@ -106,9 +106,9 @@ FN float log_of(float x) {
     y = FMA(y, x, -2.4999993993e-1f);
     y = FMA(y, x, 3.3333331174e-1f);
     y = MUL(y, x);
-    y = FMA(y, z, MUL(e, -2.12194440e-4f)); /* ln 2 in two parts: here the small one, */
+    y = FMA(y, z, MUL(e, -2.12194440e-4f)); /* ln 2 is the sum of two constants: */
     y = FMA(z, -0.5f, y);
-    return FMA(e, 0.693359375f, ADD(x, y)); /* and here the one that few bits hold */
+    return FMA(e, 0.693359375f, ADD(x, y)); /* this one is exact in few bits */
 }
 
 /* sin(x) and cos(x), |x| <= pi / 4 (Cephes, single/sinf.c); z is x * x. */
@@ -129,11 +129,11 @@ FN float cosine_near_zero(float z) {
     return ADD(c, 1.0f);
 }
 
-/* The sine and cosine of x, an angle of the circle: 0 <= x <= 2 pi. */
+/* The sine and cosine of 0 <= x <= 2 pi. */
 FN void sine_cosine(float x, float *sine, float *cosine) {
-    uint32_t octant = (uint32_t)((int32_t)MUL(x, 1.27323954473516f) + 1) & ~1u; /* 4 / pi; the nearest even one */
+    uint32_t octant = (uint32_t)((int32_t)MUL(x, 1.27323954473516f) + 1) & ~1u; /* x * 4 / pi, to the nearest even */
     float y = (float)(int32_t)octant;
-    /* Minus pi / 4 in three parts: what is left of x has lost no bits. */
+    /* Cody-Waite reduction: pi / 4 is the sum of three constants. */
     x = FMA(y, -0.78515625f, x);
     x = FMA(y, -2.4187564849853515625e-4f, x);
     x = FMA(y, -3.77489497744594108e-8f, x);
@@ -144,7 +144,7 @@ FN void sine_cosine(float x, float *sine, float *cosine) {
     *cosine = AS_FLOAT(AS_BITS(turned ? s : c) ^ ((octant + 2u) & 4u) << 29);
 }
 
-/* Two normals of two uniforms of [0, 1). (Box and Muller, "A Note on the Generation of Random Normal Deviates", Annals
+/* Two normals from two uniforms of [0, 1). (Box and Muller, "A Note on the Generation of Random Normal Deviates", Annals
  * of Mathematical Statistics 29(2), 1958.) */
 FN void box_muller(float first, float second, float mean, float std, float *cosines, float *sines) {
     float radius = SQRT(MUL(-2.0f, log_of(SUB(1.0f, first))));

@@ -1,9 +1,9 @@
-/* The counter policy's float32 fills, bit for bit those of counter.py: see there for what is computed, and why so.
+/* The counter policy's float32 fills, bit-identical to counter.py, which documents them.
  *
- * Every operation on floats is rounded by itself, so this file must be compiled with -ffp-contract=off. The words of
- * some blocks are made at a time, each round of Philox on all of them, in loops that the compiler turns into vectors.
+ * Every floating-point operation is rounded separately, so this file must be compiled with -ffp-contract=off. Philox
+ * runs on many blocks at a time, in loops that the compiler vectorizes.
  *
- * No Python and no state: called through ctypes, from any number of threads at once.
+ * Called through ctypes; reentrant.
  */
 
 #define UNFUSED
@@ -17,7 +17,7 @@
 
 enum {
     LANES = 4,           /* words in a Philox block */
-    BLOCKS = 64,         /* made at a time */
+    BLOCKS = 64,         /* computed at a time */
     CHUNK = LANES * BLOCKS,
 };
 
@@ -25,7 +25,7 @@ FN uint32_t high(uint32_t a, uint32_t b) {
     return (uint32_t)((uint64_t)a * b >> 32);
 }
 
-/* The words of BLOCKS blocks from `first` on: word j of block i is words[j][i]. */
+/* The words of BLOCKS blocks, beginning with block `first`: word j of block i is words[j][i]. */
 FN void philox(uint64_t seed, uint64_t draw, uint64_t first, uint32_t words[LANES][BLOCKS]) {
     for (int i = 0; i < BLOCKS; i++) {
         uint32_t low = (uint32_t)first + (uint32_t)i;
@@ -50,7 +50,7 @@ FN void philox(uint64_t seed, uint64_t draw, uint64_t first, uint32_t words[LANE
     }
 }
 
-/* Two normals of two words. */
+/* Two normals from two words. */
 FN void pair(uint32_t first, uint32_t second, float *even, float *odd) {
     float radius = SQRT(-2.0f * log_of(((float)(int32_t)(first >> 8) + 1.0f) * 0x1p-24f));
     int32_t quarter = (int32_t)(second >> 30);
@@ -79,7 +79,7 @@ FN void normals(uint32_t words[LANES][BLOCKS], float *restrict out, float mean, 
 
 FN float between(uint32_t word, float low, float span, float end) {
     float value = unit(word >> 8, 24) * span + low;
-    return value == end ? low : value; /* rounded up to the end that is left out */
+    return value == end ? low : value; /* rounded up to the excluded end */
 }
 
 FN void uniforms(uint32_t words[LANES][BLOCKS], float *restrict out, float low, float end) {
@@ -92,11 +92,11 @@ FN void uniforms(uint32_t words[LANES][BLOCKS], float *restrict out, float low, 
     }
 }
 
-typedef void (*Make)(uint32_t words[LANES][BLOCKS], float *restrict out, float first, float second);
+typedef void (*Transform)(uint32_t words[LANES][BLOCKS], float *restrict out, float first, float second);
 
 /* Elements `begin` to `begin + count` of a draw. */
 FN void fill(
-    Make make, float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, float first, float second
+    Transform transform, float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, float first, float second
 ) {
     ALIGNED uint32_t words[LANES][BLOCKS];
     ALIGNED float made[CHUNK];
@@ -106,23 +106,21 @@ FN void fill(
         philox(seed, draw, block, words);
         int64_t some = CHUNK - skip < count - done ? CHUNK - skip : count - done;
         if (some == CHUNK) {
-            make(words, out + done, first, second);
+            transform(words, out + done, first, second);
         } else {
-            make(words, made, first, second);
+            transform(words, made, first, second);
             memcpy(out + done, made + skip, (size_t)some * sizeof *out);
         }
         done += some;
     }
 }
 
-/* Normals of a mean and a standard deviation. */
 EXPORT CLONES void firstloss_counter_normal(
     float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, double mean, double std
 ) {
     fill(normals, out, seed, draw, begin, count, (float)mean, (float)std);
 }
 
-/* Uniforms from `low` to `end`. */
 EXPORT CLONES void firstloss_counter_uniform(
     float *out, uint64_t seed, uint64_t draw, uint64_t begin, int64_t count, double low, double end
 ) {

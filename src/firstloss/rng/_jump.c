@@ -1,6 +1,6 @@
-/* The inner loops of jump.py: the words n later, given which rows of the table of combinations sum to them.
+/* The inner loops of jump.py: tabulate the combinations of a window, and sum the selected rows.
  *
- * No Python and no state: called through ctypes, from any number of threads at once.
+ * Called through ctypes; reentrant.
  */
 
 #include "_kernels.h"
@@ -16,7 +16,7 @@ enum {
     M = 397,
     DIGIT = N - 1,         /* bits in a digit, the degree of Y */
     DIGITS = 33,           /* in a residue */
-    REACH = DIGIT + N - 1, /* words of Y^k w that a digit touches */
+    REACH = DIGIT + N - 1, /* words of Y^k w that a digit reads */
 };
 
 /* The xor of every subset of each group of w, Yw, Y^2 w...: `table` has [groups][1 << group][REACH] words. */
@@ -43,7 +43,7 @@ CLONES static void combine(const uint32_t *window, uint32_t *table, int group) {
 }
 
 #if defined(__GNUC__)
-/* Vectors, spelt out: left to itself the compiler keeps the totals in memory. */
+/* Explicit vectors: otherwise the compiler keeps the sums in memory. */
 typedef uint32_t vector __attribute__((vector_size(32), aligned(4)));
 #else
 typedef uint32_t vector;
@@ -74,7 +74,7 @@ CLONES static void sum(const uint32_t *table, const int64_t *offsets, int64_t co
     }
 }
 
-/* The window that the `count` rows at `offsets` make of `window`; `table` is scratch. See `jump` in jump.py. */
+/* The sum of the `count` rows at `offsets` of the combinations of `window`; `table` is scratch. See `jump` in jump.py. */
 EXPORT void firstloss_jump(const uint32_t *window, const int64_t *offsets, int64_t count, int group, uint32_t *table,
                            uint32_t *result) {
     combine(window, table, group);

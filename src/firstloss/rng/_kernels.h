@@ -1,4 +1,4 @@
-/* What the parts in C share beside their arithmetic: how they are exported and aligned. */
+/* Macros shared by the C kernels: export and alignment. */
 
 #ifndef FIRSTLOSS_KERNELS_H
 #define FIRSTLOSS_KERNELS_H

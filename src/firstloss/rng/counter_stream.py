@@ -1,7 +1,7 @@
-"""The stream of the counter policy: each draw has a range of its own, large enough for all the words it may take.
+"""The stream of the counter policy: each draw has its own range of 2^48 words, more than any operation draws.
 
-Draw k begins at word k 2^48, and its word w (see `counter`) is at k 2^48 + w. So a position says which draw and which
-element, and a fill that is cut into pieces counts words as in any other stream.
+Word w of draw k (see `counter`) is at position k 2^48 + w. So a position encodes the draw and the element, and a fill
+that is split into pieces counts words as in any other stream.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from firstloss.rng import philox
 from firstloss.rng.mt19937 import N, Words, build_state
 from firstloss.rng.stream import Position, Stream
 
-ROOM = 1 << 48  # words of a draw
-_STATES = 1 << 63  # above all draws: the blocks of generator states
+WORDS_PER_DRAW = 1 << 48
+_STATES = 1 << 63  # added to the draw's number for the blocks of generator states; above all draws
 
 
 class CounterStream(Stream):
-    """What a generator in some state draws under the counter policy. Thread-safe.
+    """The numbers drawn under the counter policy, given the generator's state at its beginning. Thread-safe.
 
     Attributes:
-        seed: 64 bits: the two words that the generator would have drawn next, the first of them lower.
+        seed: 64 bits: the next two words of the generator, the first one being the lower.
     """
 
     def __init__(self, state: NDArray[np.uint8]) -> None:
@@ -31,15 +31,15 @@ class CounterStream(Stream):
         self.start = Position(0)
 
     def state_at(self, position: Position) -> NDArray[np.uint8]:
-        """A generator of the draw's own, for operations that `counter` has no rule for: it depends on seed and draw.
+        """A generator state that depends on the seed and the draw, for operations that `counter` has no rule for.
 
-        It is also what the generator is left with at the end, of the number of the draw that would come next.
+        After the capture the generator is left in the state of the next draw.
         """
         draw, _ = number_and_word(position)
         record = self._origin.copy()
         blocks = philox.words(self.seed, np.arange(N // 4, dtype=np.uint64), _STATES | draw)
         record["words"] = blocks.reshape(-1)
-        record["left"], record["next"] = 1, 0  # as after seeding: all its words are before the first draw
+        record["left"], record["next"] = 1, 0  # as after seeding
         record["has_normal"], record["normal"] = False, 0.0
         return build_state(record)
 
@@ -52,10 +52,10 @@ class CounterStream(Stream):
 
 
 def number_and_word(position: Position) -> tuple[int, int]:
-    """The number of the draw that a position is in, and the word of it."""
-    return divmod(position.words, ROOM)
+    """The number of the draw at a position, and the word within it."""
+    return divmod(position.words, WORDS_PER_DRAW)
 
 
 def next_draw(position: Position) -> Position:
-    """Where the draw after the one that begins at `position` begins."""
-    return Position((position.words // ROOM + 1) * ROOM)
+    """The beginning of the draw after the one at `position`."""
+    return Position((position.words // WORDS_PER_DRAW + 1) * WORDS_PER_DRAW)

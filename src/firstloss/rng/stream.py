@@ -1,7 +1,8 @@
-"""The CPU random stream, with random access.
+"""PyTorch's random streams, with random access: the generator state at any position, without drawing up to it.
 
-A `Stream` is what a generator would draw from where it stood when the stream was made: its origin. The generator state
-at any later `Position` follows without drawing what lies between, so that one fill of a constructor can be run alone.
+A `Stream` starts from a generator's state: its origin. The state at any later `Position` is computed by jumping ahead,
+so a single fill of a constructor can be run alone. `DeferredOffsetStream` begins where an operation ends that draws an
+unknown number of words; `PhiloxStream` is CUDA's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import NamedTuple
 
@@ -20,15 +21,15 @@ from firstloss.rng.jump import advance
 from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
 
 ORIGIN_SPARE = -1  # `Position.spare` of the cached normal that the origin's state came with
-_REMEMBERED = 64  # blocks of 2,496 bytes
+_CACHED_BLOCKS = 64  # of 2,496 bytes each
 
 
 class Position(NamedTuple):
     """Where an operation begins to draw.
 
     words: 32-bit words drawn since the stream's origin.
-    spare: kernels that make normals in pairs leave the second one cached in the generator. The word position at which
-        that pair was drawn; None when nothing is cached; -1 for the normal that the origin's state came with.
+    spare: the word position of the pair of normals whose second one is cached in the generator; None if none is
+        cached; -1 for the one cached in the origin's state.
     """
 
     words: int
@@ -36,16 +37,16 @@ class Position(NamedTuple):
 
 
 class Stream:
-    """The words a generator would draw from its state on, and its states along the way. Thread-safe."""
+    """The words that a generator draws from a given state on, and its states along the way. Thread-safe."""
 
     def __init__(self, state: NDArray[np.uint8]) -> None:
         self._origin = parse_state(state)
         self.start = Position(0, ORIGIN_SPARE if self._origin["has_normal"] else None)
-        # PyTorch draws its words in blocks of 624. Block 0 is the origin's; so many of its words are still to be drawn:
+        # PyTorch draws its words in blocks of 624. Block 0 is the origin's, with this many words not yet drawn.
         self._in_block_0 = int(self._origin["left"]) - 1
         block_0 = consistent(self._origin["words"].astype(np.uint32))
         self._lock = Lock()
-        self._blocks: OrderedDict[int, Words] = OrderedDict({0: block_0})  # the oldest use first; 0 is never dropped
+        self._blocks: OrderedDict[int, Words] = OrderedDict({0: block_0})  # LRU; 0 is never evicted
 
     @classmethod
     def from_state(cls, state: NDArray[np.uint8]) -> Stream:
@@ -53,19 +54,18 @@ class Stream:
         return cls(state)
 
     def absolute(self, position: Position) -> tuple[Stream, Position]:
-        """A position in the stream that this one is a part of, where it begins in the middle of another."""
+        """The same position in the root stream, if this stream begins in the middle of another one."""
         return self, position
 
     def state_at(self, position: Position) -> NDArray[np.uint8]:
-        """The generator's state at `position`: uint8, shape (5056,), byte for byte what drawing up to there leaves.
+        """The generator's state at `position`: uint8, shape (5056,), byte for byte what drawing up to it leaves.
 
-        After `generator.set_state(torch.from_numpy(state))` everything drawn is what the stream's generator would have
-        drawn, and `initial_seed()` still answers. Costs 1 to 4 ms, less near a position asked for before.
+        `initial_seed()` is preserved. Takes 1 to 4 ms; less near a position requested before.
         """
         words, spare = position
         self._check(position)
         record = self._origin.copy()
-        if words > 0:  # else the origin's own bytes, which may be a seeded state that was never drawn from
+        if words > 0:  # at 0 the origin's own bytes: it may be freshly seeded
             block, following = self._locate(words)
             record["next"] = following
             record["left"] = N + 1 - following
@@ -77,10 +77,10 @@ class Stream:
         return build_state(record)
 
     def states_at(self, positions: Iterable[Position]) -> list[NDArray[np.uint8]]:
-        """`state_at` of each, in the order given, computed from the earliest to the latest so that jumps are shared."""
-        wanted = list(positions)
-        states = {position: self.state_at(position) for position in sorted(set(wanted), key=lambda p: p.words)}
-        return [states[position] for position in wanted]
+        """`state_at` of each position; computed in ascending order, so that jumps are shared."""
+        requested = list(positions)
+        states = {position: self.state_at(position) for position in sorted(set(requested), key=lambda p: p.words)}
+        return [states[position] for position in requested]
 
     def words_at(self, begin: int, count: int) -> Words:
         """The `count` 32-bit words drawn from position `begin` on: uint32, shape (count,)."""
@@ -95,18 +95,20 @@ class Stream:
         if words < 0:
             raise ValueError(f"{position} is before the stream's origin")
         if spare == ORIGIN_SPARE and self.start.spare is None:
-            raise ValueError(f"{position} keeps the origin's cached normal, but the origin has none")
+            raise ValueError(f"{position} refers to the origin's cached normal, but the origin has none")
         if spare is not None and spare != ORIGIN_SPARE and not 0 <= spare <= words - 4:
-            raise ValueError(f"{position}: a pair of normals takes 4 words, so its spare lies at least 4 words before")
+            raise ValueError(
+                f"{position}: a pair of normals takes 4 words, so `spare` must be at least 4 below `words`"
+            )
 
     def _locate(self, words: int) -> tuple[int, int]:
-        """The block that word position `words` is in, and the index of its next word: 624 when all are drawn."""
-        beyond = words - self._in_block_0
-        block = max(0, -(-beyond // N))
-        return block, beyond - N * (block - 1)
+        """The block that contains word position `words`, and the index of its next word: 624 if all are drawn."""
+        past = words - self._in_block_0
+        block = max(0, -(-past // N))
+        return block, past - N * (block - 1)
 
     def origin_block(self) -> tuple[Words, int]:
-        """The block of words that the origin lies in, and how many of them are still to be drawn there."""
+        """The block of words that contains the origin, and how many of its words are not yet drawn."""
         return self._block(0), self._in_block_0
 
     def _block(self, block: int) -> Words:
@@ -115,26 +117,99 @@ class Stream:
             if block in self._blocks:
                 self._blocks.move_to_end(block)
                 return self._blocks[block]
-            known = sorted(self._blocks)
-            base = known[bisect_right(known, block) - 1]
+            cached = sorted(self._blocks)
+            base = cached[bisect_right(cached, block) - 1]
             window = self._blocks[base]
         words = advance(window, N * (block - base))
         with self._lock:
             self._blocks[block] = words
             self._blocks.move_to_end(0)
-            while len(self._blocks) > _REMEMBERED:
+            while len(self._blocks) > _CACHED_BLOCKS:
                 self._blocks.popitem(last=False)
         return words
 
     def _second_normal(self, spare: int) -> float:
         """The second normal of the pair drawn at word position `spare`.
 
-        As `normal_distribution<double>` in ATen/core/DistributionsHelper.h computes it: Box-Muller on two 53-bit
-        uniforms. Python's `math` calls the C library that PyTorch calls; numpy's own sine and logarithm differ in the
-        last bit.
+        Computed as by `normal_distribution<double>` in ATen/core/DistributionsHelper.h: Box-Muller on two 53-bit
+        uniforms. Uses `math`, which calls the same C library as PyTorch; numpy's functions differ in the last bit.
         """
         a, b, c, d = (int(word) for word in self.words_at(spare, 4))
         u1 = ((a << 32 | b) & (1 << 53) - 1) * 2.0**-53
         u2 = ((c << 32 | d) & (1 << 53) - 1) * 2.0**-53
         radius = math.sqrt(-2.0 * math.log1p(-u2))
         return radius * math.sin(2.0 * math.pi * u1)
+
+
+class DeferredOffsetStream(Stream):
+    """The stream after an operation that draws an unknown number of words.
+
+    `trunc_normal_` redraws until every value lies within its bounds. Capture does not run it, so the positions after it
+    are relative to an origin that is resolved when a state is first needed: only then are its candidates drawn.
+    """
+
+    def __init__(self, before: Stream, position: Position, words: Callable[[], int]) -> None:
+        """
+        Args:
+            before: the stream that the operation draws from, beginning at `position`.
+            words: returns how many words it drew.
+        """
+        # Not Stream.__init__: the state is not known yet.
+        self.start = Position(0, None if position.spare is None else ORIGIN_SPARE)
+        self.before = before
+        self._position = position
+        self._words = words
+        self._origin_lock = Lock()
+        self._root: tuple[Stream, Position] | None = None
+
+    def absolute(self, position: Position) -> tuple[Stream, Position]:
+        """As `Stream.absolute`; resolves the origin."""
+        root, origin = self._resolve()
+        spare = position.spare
+        if spare is not None:
+            spare = origin.spare if spare == ORIGIN_SPARE else origin.words + spare
+        return root, Position(origin.words + position.words, spare)
+
+    def state_at(self, position: Position) -> NDArray[np.uint8]:
+        """As `Stream.state_at`."""
+        root, resolved = self.absolute(position)
+        return root.state_at(resolved)
+
+    def words_at(self, begin: int, count: int) -> Words:
+        """As `Stream.words_at`."""
+        root, resolved = self.absolute(Position(begin))
+        return root.words_at(resolved.words, count)
+
+    def _resolve(self) -> tuple[Stream, Position]:
+        """The root stream, and the position in it at which this one begins."""
+        chain: list[DeferredOffsetStream] = []
+        stream: Stream = self
+        while isinstance(stream, DeferredOffsetStream) and stream._root is None:
+            chain.append(stream)
+            stream = stream.before
+        for deferred in reversed(chain):  # not recursive: a model may chain thousands
+            with deferred._origin_lock:
+                if deferred._root is None:
+                    root, begin = deferred.before.absolute(deferred._position)
+                    deferred._root = root, Position(begin.words + deferred._words(), begin.spare)
+        assert self._root is not None
+        return self._root
+
+
+class PhiloxStream(Stream):
+    """The stream of a CUDA generator with a given seed; its state is the seed and the offset, nothing else.
+
+    Positions are offsets: words of each thread's Philox stream (see `cuda_layout`).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed % (1 << 64)
+        self.start = Position(0)
+
+    def state_at(self, position: Position) -> NDArray[np.uint8]:
+        """The generator's state at `position`: uint8, shape (16,), as `Generator.get_state` of a CUDA generator."""
+        return np.array([self.seed, position.words], dtype="<u8").view(np.uint8)
+
+    def words_at(self, begin: int, count: int) -> Words:
+        """Not available: the words at an offset depend on the thread."""
+        raise NotImplementedError("each thread of a CUDA kernel draws its own words: use firstloss.rng.cuda_layout")

@@ -1,4 +1,4 @@
-"""Backends: where training runs."""
+"""The Backend class, its device, and the current backend."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .device.step_keys import Keys
 if TYPE_CHECKING:
     from .mesh.mesh import Mesh
 
-EAGER = {"CPU": "cpu", "GPU": "cuda"}  # the backends that compile nothing, and PyTorch's devices
+EAGER = {"CPU": "cpu", "GPU": "cuda"}  # backends without a compiler, and their torch devices
 
 _current: Backend | None = None
 
 
 @dataclass
 class DeviceConfig(Settings):
-    """How weights come to the device.
+    """How weights are placed on the device.
 
     Attributes:
-        lazy_initialization: capture constructors under `with backend.device`, and materialize beside the compile.
-            False: constructors run eagerly, and each weight is moved as soon as its module is made, so that host memory
-            holds those of one module at a time. On the eager backends they always run eagerly.
+        lazy_initialization: capture constructors under `with backend.device`, and materialize weights while the step
+            compiles. If False, constructors run eagerly, and each weight is moved once its module is constructed, so
+            that host memory holds those of one module at a time. On the eager backends constructors always run eagerly.
 
     Raises:
         BackendError: if it is neither True nor False.
@@ -47,7 +47,7 @@ class DeviceConfig(Settings):
 
 
 class Device:
-    """A backend's device; as a context manager, weights constructed inside belong to the backend."""
+    """A backend's device; as a context manager, it makes weights constructed inside belong to the backend."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -79,7 +79,7 @@ class Device:
 
 
 class Backend:
-    """A place where training runs: make one with `firstloss.backend`."""
+    """Where training runs; created by `firstloss.backend`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Backend:
         self.keys = Keys()
         self.mesh = mesh
         self.first_loss = first_loss
-        self.stepped = False  # whether a step has run on it
+        self.stepped = False  # whether a step has run on this backend
         self._made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -114,7 +114,7 @@ class Backend:
             check_name(self, name, self.__dict__)
             if name not in ("device", "models", "keys", "stepped"):
                 raise BackendError(
-                    f"a backend's {name} is decided when it is made: firstloss.backend(..., {name}=...)."
+                    f"a backend's {name} cannot be changed once it is created: firstloss.backend(..., {name}=...)."
                 )
         object.__setattr__(self, name, value)
 
@@ -153,30 +153,30 @@ class Backend:
         return tensor.detach().cpu().clone()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides weights and optimizers for the same random numbers: plain data."""
+        """The state of the steps' random numbers, for a checkpoint."""
         return {"random": self.keys.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the random numbers where `state` was taken.
+        """Restore the random numbers' state.
 
         Raises:
-            CheckpointError: if `state` is not what `state_dict` gives.
+            CheckpointError: if `state` is not what `state_dict` returns.
         """
         self.keys.load_state_dict(state.get("random", {}))
 
     def move_to_device(self, tensors: Iterable[torch.Tensor], behind: bool = False) -> None:
-        """Make `tensors` live on the backend: real ones are moved, deferred ones are materialized in the background.
+        """Move `tensors` to the backend: real ones are transferred, deferred ones are materialized in the background.
 
         Args:
-            behind: the first loss does not need them, as it does not an optimizer's state.
+            behind: whether the first loss does not need them (an optimizer's state, for example).
         """
-        if not self.is_xla:  # what eager PyTorch works on stays where it is
+        if not self.is_xla:  # eager PyTorch's tensors stay where they are
             return
         from .device import placement
 
         executes = self.is_e2e_execution
         first = executes and self.first_loss == "eager" and not self.stepped
-        placement.move_to_device(tensors, self.mesh, behind, on_demand=not executes, multiplied=first)
+        placement.move_to_device(tensors, self.mesh, behind, on_demand=not executes, for_kernels=first)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""
@@ -200,7 +200,7 @@ def current_backend(raise_exception: bool) -> Backend | None: ...
 
 
 def current_backend(raise_exception: bool = True) -> Backend | None:
-    """The backend made last.
+    """The backend that was made current last.
 
     Examples:
         >>> backend = fl.backend("CPU")
@@ -208,7 +208,7 @@ def current_backend(raise_exception: bool = True) -> Backend | None:
         True
 
     Args:
-        raise_exception: False: None if there is none yet.
+        raise_exception: if False, return None rather than raise.
 
     Returns:
         The backend; None if there is none yet and `raise_exception` is False.
@@ -217,7 +217,7 @@ def current_backend(raise_exception: bool = True) -> Backend | None:
         BackendError: if there is none yet.
     """
     if _current is None and raise_exception:
-        raise BackendError('there is no backend yet. Make one first: firstloss.backend("XLA").')
+        raise BackendError('there is no backend yet. Create one first: firstloss.backend("XLA").')
     return _current
 
 
@@ -225,7 +225,7 @@ def current_torch_device() -> torch.device:
     """The torch device of the current backend's tensors.
 
     Returns:
-        The CPU, where there is no backend yet.
+        The device; the CPU if there is no backend yet.
     """
     return _current.torch_device if _current is not None else torch.device("cpu")
 
@@ -234,6 +234,6 @@ def use_cs() -> bool:
     """Whether the current backend compiles ahead of time.
 
     Returns:
-        False, where there is no backend yet.
+        False if it does not, or if there is no backend yet.
     """
     return _current is not None and _current.is_xla

@@ -1,4 +1,4 @@
-"""`firstloss.distributed.ClusterConfig`: the number of devices of a run, and of processes that read its data."""
+"""`firstloss.distributed.ClusterConfig`: the number of data-parallel devices and of loader workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..settings import Settings
 
 @dataclass
 class ClusterConfig(Settings):
-    """The devices of a run.
+    """The number of devices of a run, and of processes that read data.
 
     Examples:
         >>> cluster = fl.distributed.ClusterConfig(num_csx=1)
@@ -18,11 +18,10 @@ class ClusterConfig(Settings):
         True
 
     Attributes:
-        num_csx: devices that share each batch between them (data parallel); each holds `1/num_csx` of it.
-        num_workers_per_csx: processes that read data, for each of these devices: `num_csx` times as many workers as
-            `torch.utils.data.DataLoader(num_workers=...)` would start, in each `DataLoader` that a `DataExecutor` or
-            a Trainer loops over, whatever that one says itself. Several processes of the run share them.
-            0: none. None: each loader says it itself.
+        num_csx: data-parallel devices; each computes `1/num_csx` of each batch.
+        num_workers_per_csx: loader workers for each of these devices. A `DataLoader` iterated by a `DataExecutor` or a
+            Trainer then has `num_csx` times as many workers, whatever its own `num_workers`; several processes of a run
+            share them. 0: none. None: each loader's own setting.
 
     Raises:
         BackendError: if `num_csx` is less than 1, or `num_workers_per_csx` less than 0.
@@ -33,7 +32,7 @@ class ClusterConfig(Settings):
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_csx, int) or isinstance(self.num_csx, bool) or self.num_csx < 1:
-            raise BackendError(f"num_csx={self.num_csx!r}: a run takes at least one device.")
+            raise BackendError(f"num_csx={self.num_csx!r}: a run needs at least one device.")
         workers = self.num_workers_per_csx
         if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
-            raise BackendError(f"num_workers_per_csx={workers!r} is not a whole number of at least 0.")
+            raise BackendError(f"num_workers_per_csx={workers!r} is not an integer of at least 0.")

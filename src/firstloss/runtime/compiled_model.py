@@ -1,4 +1,4 @@
-"""`firstloss.compile`: place a model on a backend."""
+"""`firstloss.compile`: placement of a model on a backend."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..program.source import here
 from .backend import Backend, current_backend
 from .guards.object_kinds import ModuleProxy, module_of
 
-# Special methods that are the wrapper's own, or that Python's object protocol gives every object anew.
+# Special methods that the wrapper defines itself, or that every Python object has.
 _OWN_SPECIAL = {*vars(object), *vars(torch.nn.Module), "__class_getitem__", "__del__"}
-# Methods of a module that return the module, so that `compiled = compiled.eval()` is to go on with the wrapper.
+# Methods that return the module itself, for which the wrapper returns itself: `compiled = compiled.eval()`.
 _RETURNING_SELF = ("train", "eval", "requires_grad_", "apply", "to", "to_empty", "type", "float", "double", "half",
                    "bfloat16", "cpu", "cuda", "xpu", "mtia", "ipu", "share_memory")  # fmt: skip
 
 
 class CompiledModel(ModuleProxy):
-    """Callable like the model, whose weights live on the backend. Inside a traced step its calls are traced.
+    """Wrapper of a model whose weights live on the backend. Calls of it inside a traced step are traced.
 
-    It stands for the model: every attribute that is read, set or deleted is the model's, `len`, iteration and indexing
-    are, and `isinstance(compiled, type(model))` holds. A copy is a copy of the model, compiled for the same backend.
+    It behaves like the model: attributes are read, set and deleted on the model, `len`, iteration and indexing are the
+    model's, and `isinstance(compiled, type(model))` holds. A copy is a compiled copy of the model.
     """
 
     def __new__(cls, model: torch.nn.Module, backend: Backend) -> CompiledModel:
@@ -51,29 +51,29 @@ class CompiledModel(ModuleProxy):
     def _check_mesh(self) -> None:
         """
         Raises:
-            BackendError: if the weights are on a mesh, and the step that is traced is to be one for other devices.
+            BackendError: if the weights are on another mesh than the backend of the step being traced.
         """
         mesh, backend = self._backend.mesh, current_backend()
         if mesh is None or backend.mesh is mesh or backend.mesh is not None and backend.mesh.devices == mesh.devices:
             return
-        theirs = None if backend.mesh is None else backend.mesh.axes
-        has = "none" if theirs is None else f"one of {theirs}" + ", of other devices" * (theirs == mesh.axes)
+        axes = None if backend.mesh is None else backend.mesh.axes
+        has = "none" if axes is None else f"one of {axes}" + ", of other devices" * (axes == mesh.axes)
         raise BackendError(
-            f"{here()}: the model's weights are on a mesh of {mesh.axes}, and the current backend has {has}. The "
-            "backend that was made last is the current one: make the model's own current again before its step is "
-            "called, firstloss.backend(that_backend)."
+            f"{here()}: the model's weights are on a mesh of {mesh.axes}, but the current backend has {has}. The "
+            "backend created last is the current one: make the model's backend current before calling its step, "
+            "firstloss.backend(that_backend)."
         )
 
     # -- the model's attributes --
 
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
-        if "_model" not in own:  # while it is made
+        if "_model" not in own:  # during construction
             raise AttributeError(name)
         try:
             return getattr(own["_model"], name)
         except AttributeError:
-            if name in ("model", "backend"):  # the model has none: what is wrapped
+            if name in ("model", "backend"):  # the wrapper's own, unless the model has such an attribute
                 return own[f"_{name}"]
             raise
 
@@ -91,7 +91,7 @@ class CompiledModel(ModuleProxy):
 
     @property
     def __class__(self) -> type:
-        """The model's, as `isinstance` asks."""
+        """The model's class, for `isinstance`."""
         return type(self.__dict__["_model"]) if "_model" in self.__dict__ else CompiledModel
 
     @__class__.setter
@@ -107,12 +107,12 @@ class CompiledModel(ModuleProxy):
         return compile(copy.deepcopy(self._model, memo), self._backend)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is the model; unpickled, it is compiled for the backend that is current then."""
+        """Pickle the model; it is compiled for the current backend when it is unpickled."""
         return compile, (self._model,)
 
 
-def _through(name: str) -> Callable[..., Any]:
-    """The method `name` of the model; what returns the model returns the wrapper."""
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that calls the model's method `name`, and returns the wrapper if that returns the model."""
 
     def method(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self._model, name)(*args, **kwargs)
@@ -124,12 +124,12 @@ def _through(name: str) -> Callable[..., Any]:
 
 
 for _name in _RETURNING_SELF:
-    setattr(CompiledModel, _name, _through(_name))
+    setattr(CompiledModel, _name, _forwarded(_name))
 
 
 @functools.cache
 def _with_special(names: frozenset[str]) -> type[CompiledModel]:
-    """The wrapper's class for models with these special methods, which Python looks up in the class alone
+    """The wrapper's class for models with these special methods, which Python looks up only on the class
     (`len(compiled)`, `compiled[0]`, `for layer in compiled`)."""
 
     def special(name: str) -> Callable[..., Any]:
@@ -140,17 +140,17 @@ def _with_special(names: frozenset[str]) -> type[CompiledModel]:
 
 
 def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledModel:
-    """Give a model to a backend.
+    """Compile a model for a backend.
 
     On the XLA backend its parameters and buffers live on the device from here on: deferred ones are materialized there
-    in the background, starting now, while the step is traced and compiled; real ones are moved. They stay the Python
-    objects they were, so an optimizer may be made before or after.
+    in the background while the step is traced and compiled, and real ones are moved. They keep their identity as Python
+    objects, so an optimizer may be created before or after.
 
     Examples:
         >>> backend = fl.backend("XLA")
         >>> with backend.device:
         ...     model = nn.Linear(8, 1)
-        >>> compiled = fl.compile(model, backend)  # the weights begin to be made
+        >>> compiled = fl.compile(model, backend)  # starts materializing the weights
         >>> @fl.trace
         ... def step(x):
         ...     return compiled(x).mean()
@@ -159,14 +159,14 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
 
     Args:
         model: a Module, deferred or not.
-        backend: default the current one.
+        backend: by default the current one.
 
     Returns:
-        A callable that takes and returns what the model does, to be called in steps.
+        A callable with the model's arguments and results, to be called in steps.
 
     Raises:
-        TraceError: if `model` is no module.
-        BackendError: if `backend` is no backend, be it a backend's name.
+        TraceError: if `model` is not an nn.Module.
+        BackendError: if `backend` is not a Backend, for example a backend's name.
     """
     if isinstance(model, CompiledModel):
         model = module_of(model)
@@ -178,12 +178,12 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
         raise TraceError(f"compile takes an nn.Module, not an object of type {type(model).__name__}.")
     if isinstance(backend, str):
         raise BackendError(
-            f"compile takes a backend, and not its name {backend!r}. Make one first, backend = "
+            f"compile takes a backend, not its name {backend!r}. Create it first, backend = "
             f"firstloss.backend({backend!r}), and write compile(model, backend); or leave it out for the current one."
         )
     if backend is not None and not isinstance(backend, Backend):
         raise BackendError(
-            "compile takes a backend, as firstloss.backend(...) makes it, and not an object of type "
+            "compile takes a backend created by firstloss.backend(...), not an object of type "
             f"{type(backend).__name__}."
         )
     backend = backend or current_backend()
@@ -192,8 +192,8 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
         for name, tensor, kind in named:
             if tensor.layout != torch.strided:
                 raise BackendError(
-                    f"the {kind} {name} has the layout {str(tensor.layout).removeprefix('torch.')}, and tensors on the "
-                    f'backend are dense. Make it one, with to_dense(), before compile; or use backend "CPU".'
+                    f"the {kind} {name} has the layout {str(tensor.layout).removeprefix('torch.')}, but the backend "
+                    f'supports only dense tensors. Call to_dense() on it before compile; or use backend "CPU".'
                 )
         backend.move_to_device(tensor for _, tensor, _ in named)
     else:

@@ -1,4 +1,4 @@
-"""JAX beyond its everyday API: settings, uninitialized arrays, transfers."""
+"""JAX helpers: settings, uninitialized arrays, transfers."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from ..undo import Undo
 from .device import on_gpu
 from .lazy_jax import on_cpu, pending_cache_directory
 
-# Arrays of this size and more are given memory that the device owns from the start: only such memory can be donated,
-# and a donated step updates it in place.
+# Arrays of at least this size get memory that the device owns from the start: only such memory can be donated, and a
+# donated step updates it in place.
 _OWNED_BYTES = 1 << 16
 _LEVEL = "xla_backend_optimization_level"
-# Dtypes that torch gives to NumPy, and JAX takes from it.
+# Dtypes that torch can convert to NumPy, and JAX from it.
 _NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def x64() -> Any:
-    """PyTorch's int64 and float64 are real: a context in which JAX's are too."""
+    """Context with 64-bit types enabled, as PyTorch's int64 and float64 must not be truncated."""
     return jax.enable_x64(True)
 
 
 def use_x64(undo: Undo) -> None:
-    """As `x64`, until `undo` is through: for blocks that are interrupted."""
+    """Like `x64`, until `undo` runs: for blocks that may be interrupted."""
     state = jax.enable_x64
     undo(state.set_local, state.get_local())
     state.set_local(True)
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Keep compiled executables in `directory`, whatever their size, for the next start."""
+    """Cache compiled executables in `directory`, whatever their size."""
     os.makedirs(directory, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -50,14 +50,14 @@ def use_compilation_cache(directory: str) -> None:
 
 
 def compile_options(on_mesh: bool = False) -> dict[str, Any]:
-    """What XLA is asked to do otherwise than by default.
+    """XLA options that differ from the defaults.
 
-    On a CPU: to see, before it copies a donated weight, that the backward pass has read it before the optimizer writes
-    it (by default each weight is copied at each step: 7% of the time of a Llama's), and to order operations so that
-    they need less scratch memory (by default, so that more of them can run at once, it is 1.5 times as much).
-    On a mesh of CPU devices, LLVM's level 2 and not 3: it takes a fifth less processor time to compile, and a step is
-    none the slower, since the devices wait for each other.
-    On a GPU: the same results at each run, where PyTorch has been asked for that.
+    On a CPU: let XLA see, before it copies a donated weight, that the backward pass has read it before the optimizer
+    writes it (by default each weight is copied at each step: 7% of a Llama's step), and schedule operations for less
+    scratch memory (by default, to run more of them concurrently, it is 1.5 times as much).
+    On a mesh of CPU devices: LLVM's optimization level 2, not 3, which takes a fifth less processor time to compile;
+    the steps are as fast, since most of their time is synchronization between devices.
+    On a GPU: deterministic results, if PyTorch has been asked for them.
     """
     if not on_cpu():
         return {"xla_gpu_exclude_nondeterministic_ops": True} if torch.are_deterministic_algorithms_enabled() else {}
@@ -71,22 +71,22 @@ def compile_options(on_mesh: bool = False) -> dict[str, Any]:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[jax.Array, torch.Tensor]:
-    """Memory that a CPU device owns, as a JAX array and as a torch tensor on the same bytes, row-major.
+    """Allocate memory that a CPU device owns, as a JAX array and a row-major torch tensor that share it.
 
-    The array's content may be written through the tensor until the array has been given to anybody else.
+    The tensor may be written to until the array has been passed on.
     """
     return empties([(shape, dtype)])[0]
 
 
 def empties(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[tuple[jax.Array, torch.Tensor]]:
-    """As `empty`, many at once."""
+    """`empty` for many arrays at once."""
     arrays = unwritten.arrays([(tuple(shape), to_jax(dtype)) for shape, dtype in kinds])
     advise_huge((array.unsafe_buffer_pointer(), array.nbytes) for array in arrays)
     return [(array, unwritten.memory_of(array, dtype)) for array, (_, dtype) in zip(arrays, kinds, strict=True)]
 
 
 def to_device(tensor: torch.Tensor) -> jax.Array:
-    """A copy of `tensor` on the device, in memory that the device owns where it is large."""
+    """Copy `tensor` to the device; large ones into memory that the device owns."""
     tensor = tensor.detach()
     if not on_cpu():
         return _put(tensor)
@@ -98,15 +98,15 @@ def to_device(tensor: torch.Tensor) -> jax.Array:
 
 
 def share_memory(tensor: torch.Tensor) -> jax.Array:
-    """`tensor`'s own bytes as a JAX array, where that can be; they must not change while the array lives.
+    """Share `tensor`'s memory with a JAX array if possible; it must not change while the array lives.
 
-    By way of NumPy, not of DLPack: XLA gives back what it was lent in a thread of its own, and for PyTorch's DLPack it
-    needs the interpreter's lock there. Where the interpreter is ending meanwhile, that aborts the process. What it has
-    from NumPy it leaves to JAX to give back, when Python runs.
+    This goes through NumPy rather than DLPack: XLA releases borrowed memory in a thread of its own, where PyTorch's
+    DLPack needs the GIL, which aborts the process if the interpreter is shutting down. Memory borrowed from NumPy is
+    released by JAX when Python runs.
     """
     if tensor.is_cuda:
         with x64():
-            return on_gpu.given(tensor)
+            return on_gpu.share_tensor(tensor)
     if not on_cpu():
         return _put(tensor)
     with x64():
@@ -114,8 +114,8 @@ def share_memory(tensor: torch.Tensor) -> jax.Array:
 
 
 def as_argument(tensor: torch.Tensor) -> Any:
-    """`tensor` as an argument of a single call: a NumPy array where it is so small that copying it is quicker than
-    `share_memory`. Its bytes must not change until the call returns."""
+    """`tensor` as an argument of a single call: a NumPy array if it is small enough that copying it is faster than
+    `share_memory`. It must not change until the call returns."""
     if tensor.numel() * tensor.itemsize < _OWNED_BYTES and tensor.dtype in _NUMPYS and not tensor.is_cuda:
         return tensor.numpy()
     return share_memory(tensor)
@@ -124,12 +124,12 @@ def as_argument(tensor: torch.Tensor) -> Any:
 def _put(tensor: torch.Tensor) -> jax.Array:
     with x64():
         if tensor.is_cuda:
-            return jax.numpy.copy(on_gpu.given(tensor))
+            return jax.numpy.copy(on_gpu.share_tensor(tensor))
         return jax.device_put(constant(tensor))
 
 
 def to_host(array: jax.Array) -> torch.Tensor:
-    """The values of `array`: on a CPU device its own bytes, which must not be written, elsewhere a copy."""
+    """The values of `array`: on a CPU device its own memory, which must not be written to; elsewhere a copy."""
     if on_cpu():
         try:
             return torch.from_dlpack(array)
@@ -138,7 +138,7 @@ def to_host(array: jax.Array) -> torch.Tensor:
     host = np.asarray(array)
     dtype = to_torch(host.dtype)
     if dtype.is_floating_point and dtype not in (torch.float32, torch.float64, torch.float16):
-        bits = {1: np.uint8, 2: np.int16}[host.dtype.itemsize]  # torch takes no dtype of ml_dtypes
+        bits = {1: np.uint8, 2: np.int16}[host.dtype.itemsize]  # torch does not support dtypes of ml_dtypes
         return torch.from_numpy(host.view(bits).copy()).view(dtype)
     return torch.from_numpy(host.copy())
 

@@ -1,7 +1,8 @@
-"""What is known about JAX without importing it.
+"""What can be known about JAX without importing it.
 
-Its import takes half a second, which the first loss need not wait for: weights are drawn, and multiplied, by PyTorch's
-kernels. What needs JAX imports it where it does (`jax_support.py`, mostly); this is for those who must know without.
+Importing JAX takes half a second, which the first loss need not wait for: PyTorch's kernels draw the weights and
+compute it. Code that needs JAX imports it locally (mostly from `jax_support.py`); this module is for code that must do
+without.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ from .device import pages
 if TYPE_CHECKING:
     import jax
 
-# Packages that bring JAX another device than the CPU.
+# Packages that provide JAX with devices other than the CPU.
 _PLUGINS = ("jax_plugins", "libtpu")
 
 _compile_dir: list[str] = []
 
 
 def is_imported() -> bool:
-    """Whether JAX has been imported. Not while another thread still imports it: its exit handlers are not registered
-    yet then, and ours has to be registered after them, so that it runs before (`dispatch.finish_at_exit`)."""
+    """Whether JAX has been imported. False while another thread is still importing it: its exit handlers are then not
+    registered yet, and ours must be registered after them, so that it runs first (`dispatch.finish_at_exit`)."""
     module = sys.modules.get("jax")
     return module is not None and not is_initializing(module.__spec__)
 
 
 def is_array(found: Any) -> TypeGuard[jax.Array]:
-    """Whether it is an array of JAX's."""
-    # Where another thread is importing it there may be no such name yet, and then there are no arrays.
+    """Whether `found` is a JAX array."""
+    # While another thread is importing JAX, the name may not exist yet, but neither do arrays.
     kind = getattr(sys.modules.get("jax"), "Array", None)
     return kind is not None and isinstance(found, kind)
 
 
 def is_installed() -> bool:
-    """Whether JAX can be found; nothing is imported."""
+    """Whether JAX is installed, without importing it."""
     return all(importlib.util.find_spec(name) is not None for name in ("jax", "jaxlib"))
 
 
 def can_defer_import(mesh: Any = None) -> bool:
-    """Whether the import of JAX can be deferred: it is installed, and its device is known without it, or those of a
-    mesh that is given as sizes of axes."""
+    """Whether the import of JAX can be deferred: it is installed, and its device, or the devices of a mesh given as
+    sizes of axes, are known without it."""
     if is_imported() or not is_installed() or not is_cpu_only() or not pages.are_available():
         return False
     if mesh is None:
@@ -60,18 +61,18 @@ def can_defer_import(mesh: Any = None) -> bool:
 
 
 def cpu_devices() -> int:
-    """How many devices JAX will make of this machine's CPU, by the environment; 0 if that cannot be told."""
+    """The number of CPU devices that JAX will create, by the environment; 0 if unknown."""
     if (number := os.environ.get("JAX_NUM_CPU_DEVICES", "")) and not number.startswith("-"):
         return int(number) if number.isdecimal() else 0
     flags = os.environ.get("XLA_FLAGS", "")
-    if flags and not flags.lstrip().startswith("--"):  # the name of a file
+    if flags and not flags.lstrip().startswith("--"):  # the name of a file with flags
         return 0
     found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
     return int(found[-1]) if found else 1
 
 
 def process_count() -> int:
-    """How many processes JAX has been told of."""
+    """The number of processes that JAX has been initialized with."""
     if not is_imported():
         return 1
     import jax
@@ -81,7 +82,7 @@ def process_count() -> int:
 
 @functools.cache
 def on_cpu() -> bool:
-    """Whether JAX's default device is this machine's CPU, so that torch and the device can share memory."""
+    """Whether JAX's default device is this machine's CPU, so that torch can share memory with it."""
     if not is_imported() and is_cpu_only():
         return True
     import jax
@@ -91,7 +92,7 @@ def on_cpu() -> bool:
 
 @functools.cache
 def is_cpu_only() -> bool:
-    """Whether JAX has no other device, as far as can be told without importing it."""
+    """Whether JAX has only CPU devices, as far as can be known without importing it."""
     asked_for = os.environ.get("JAX_PLATFORMS", "").lower()
     if asked_for:
         return asked_for == "cpu"
@@ -101,14 +102,14 @@ def is_cpu_only() -> bool:
 
 
 def set_compilation_cache(directory: str) -> None:
-    """Keep compiled executables in `directory`, once there is JAX."""
+    """Cache compiled executables in `directory`, once JAX is imported."""
     jaxlib: Any = sys.modules.get(f"{__package__}.jax_support")
     if hasattr(jaxlib, "use_compilation_cache"):
         jaxlib.use_compilation_cache(directory)
-    else:  # it asks for it
+    else:  # jax_support reads it when it is imported
         _compile_dir[:] = [directory]
 
 
 def pending_cache_directory() -> str | None:
-    """What `set_compilation_cache` was given last, before there was JAX."""
+    """The directory passed to `set_compilation_cache` before JAX was imported."""
     return _compile_dir.pop() if _compile_dir else None

@@ -1,4 +1,4 @@
-"""`firstloss.backend`: create a backend."""
+"""`firstloss.backend`: creation of backends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def backend(
     validate_only: bool = False,
     first_loss: str | None = None,
 ) -> Backend:
-    """Make a backend and make it the current one; without arguments, the current one.
+    """Create a backend and make it the current one; without arguments, return the current one.
 
     Examples:
         >>> backend = fl.backend("XLA", artifact_dir="artifacts")
@@ -46,31 +46,30 @@ def backend(
         True
 
     Args:
-        name: "XLA" ("CSX" is the same), ahead-of-time compiled on JAX's default device; "CPU", eager PyTorch; "GPU",
-            PyTorch's own kernels, of which traced steps are replayed as CUDA graphs. A backend that was made before
-            becomes the current one again.
-        mesh: the devices to share work and weights: a `jax.sharding.Mesh`, or the sizes of its axes by name, as
-            `{"fsdp": 4, "tp": 2}`, over JAX's devices in their order. The batch is cut over the axes that are named
-            data, dp, fsdp or the like (`docs/reference/sharding.md`). None for one device. A
-            `jax.sharding.AbstractMesh` has no devices: with `validate_only`, to plan steps on it (`step.plan(batch)`).
-        cluster_config: the same as `mesh={"data": cluster_config.num_csx}`; and how many workers read data.
-        artifact_dir: a folder for what is worth keeping between runs.
-        compile_dir: where compiled executables are kept for the next start; "compiled" in `artifact_dir` by default.
-        compile_only: traced steps are traced, compiled and kept in `compile_dir`, and not executed: no weights are
-            made, a `DataExecutor` gives one batch, whose shapes are all that is used of it, and closures do not run.
-            What a step returns has no values. A later run with the same `compile_dir` compiles nothing.
-        validate_only: the same, but steps are traced and lowered, and not even compiled.
-        first_loss: "eager", the default: where a step's weights are new, what its first call returns is computed by
-            PyTorch's own kernels as soon as the weights are available, bit for bit as in eager PyTorch, and the step is
-            compiled in the background. "compiled": the compiled step computes that, too. The training is the same.
+        name: "XLA" (or "CSX"), compiled ahead of time for JAX's default device; "CPU", eager PyTorch; "GPU", PyTorch's
+            own kernels, with traced steps replayed as CUDA graphs. A Backend object becomes the current one again.
+        mesh: the devices that share work and weights: a `jax.sharding.Mesh`, or sizes of axes by name, such as
+            `{"fsdp": 4, "tp": 2}`, over JAX's devices in order. The batch is sharded over axes named data, dp, fsdp or
+            the like (`docs/reference/sharding.md`). None: one device. A `jax.sharding.AbstractMesh` has no devices: use
+            it with `validate_only`, to plan steps (`step.plan(batch)`).
+        cluster_config: the same as `mesh={"data": cluster_config.num_csx}`, plus the number of loader workers.
+        artifact_dir: a folder for files that are reused between runs.
+        compile_dir: where compiled executables are cached; by default "compiled" in `artifact_dir`.
+        compile_only: trace, compile and cache steps in `compile_dir` without executing them: no weights are made, a
+            `DataExecutor` yields one batch, of which only the shapes are used, and closures do not run. A step's
+            results have no values. A later run with the same `compile_dir` need not compile.
+        validate_only: the same, but steps are only traced and lowered, not compiled.
+        first_loss: "eager" (the default): if a step's weights are new, its first results are computed by PyTorch's own
+            kernels as soon as the weights are available, bit-identical to eager PyTorch, while the step compiles in the
+            background. "compiled": the compiled step computes them, too. Training is the same either way.
 
     Returns:
-        The backend, which is the current one now.
+        The backend, which is now the current one.
 
     Raises:
-        BackendError: for a name that is none of these, or devices that this machine does not have.
-        MissingDependencyError: if "XLA" is asked for and JAX is not installed.
-        ShardingError: if `mesh` is none.
+        BackendError: for an unknown name, or devices that this machine does not have.
+        MissingDependencyError: for "XLA" if JAX is not installed.
+        ShardingError: if `mesh` is not a mesh.
     """
     only = {
         "compile_dir": compile_dir,
@@ -87,36 +86,34 @@ def backend(
         if not isinstance(only[word], bool):
             raise BackendError(f"{word}={only[word]!r}: write True or False.")
     if compile_only and validate_only:
-        raise BackendError("compile_only and validate_only are both asked for. Compiling validates: write the first.")
+        raise BackendError("compile_only and validate_only are both set. compile_only includes validation: use that.")
     if (name is None or isinstance(name, Backend)) and dropped:
         raise BackendError(
-            f"{dropped[0]}={given[dropped[0]]!r} belongs to a backend that is made, and this one is there already. "
-            f'Make another: firstloss.backend("XLA", {dropped[0]}=...).'
+            f"{dropped[0]}={given[dropped[0]]!r} cannot be set on a backend that already exists. "
+            f'Create another: firstloss.backend("XLA", {dropped[0]}=...).'
         )
     if name is None:
         return current_backend()
     if isinstance(name, Backend):
         return make_current(name)
     if not isinstance(name, str):
-        raise BackendError(
-            f'a backend has a name: "XLA", "CPU" or "GPU", and not an object of type {type(name).__name__}.'
-        )
+        raise BackendError(f'a backend\'s name is "XLA", "CPU" or "GPU", not an object of type {type(name).__name__}.')
     if cluster_config is not None and not hasattr(cluster_config, "num_csx"):
         raise BackendError(
-            "cluster_config is a firstloss.distributed.ClusterConfig(num_csx=...), not an object of type "
+            "cluster_config must be a firstloss.distributed.ClusterConfig(num_csx=...), not an object of type "
             f"{type(cluster_config).__name__}."
         )
     if mesh is not None and cluster_config is not None:
-        raise BackendError("mesh and cluster_config both say which devices there are. Pass one of them.")
+        raise BackendError("mesh and cluster_config both set the devices. Pass one of them.")
     kind = name.upper()
     if kind in _XLA_NAMES:
         malloc_settings.map_arrays()
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}
-        # All that the first step needs, so that it need not wait for it; JAX is deferred until the first loss has been
-        # returned, where that needs none. Modules live on: a collection that looked through them, and through all of
-        # PyTorch and transformers, would take as long as the import.
-        on_gpu.leave_memory_to_pytorch()
+        # Import everything that the first step needs, so that it need not wait; JAX is deferred until the first loss
+        # has been returned, if that does not need it. Garbage collection is paused: going through the modules of
+        # PyTorch and transformers would take as long as the import.
+        on_gpu.disable_preallocation()
         with timeline.span("import"), paused():
             if first_loss == "compiled" or compile_only or validate_only or not lazy_jax.can_defer_import(mesh):
                 require_jax(f"firstloss.backend({name!r})")
@@ -153,9 +150,9 @@ def backend(
     elif kind in EAGER:
         useless = [word for word, value in only.items() if value not in (None, False)]
         if useless:
-            raise BackendError(f'backend {name!r} compiles nothing, so {useless[0]} would do nothing. Use "XLA".')
+            raise BackendError(f'backend {name!r} compiles nothing, so {useless[0]} has no effect. Use "XLA".')
         if kind == "GPU" and not torch.cuda.is_available():
-            raise BackendError('backend "GPU" needs CUDA, which this torch does not find. Use "XLA" or "CPU".')
+            raise BackendError('backend "GPU" needs CUDA, which is not available to this torch. Use "XLA" or "CPU".')
         made = Backend(kind, str(artifact_dir), cluster_config=cluster_config)
     else:
         raise BackendError(f'{name!r} is not a backend. Use "XLA" (also called "CSX"), "CPU" or "GPU".')

@@ -1,4 +1,4 @@
-"""Pytrees that PyTorch does not flatten: mappings, as tokenizers return them, and dataclasses of tensors."""
+"""Pytree support beyond PyTorch's: mappings such as tokenizers return, and dataclasses with tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..compat.torch_names import pytree
 
 
 def flatten(structure: Any) -> tuple[list[Any], Any]:
-    """As `pytree.tree_flatten`; a `UserDict` (such as a `transformers.BatchEncoding`) is a dict that keeps its type,
-    and a dataclass that holds a tensor or an array is taken apart by its attributes."""
+    """Like `pytree.tree_flatten`, but a `UserDict` (such as `transformers.BatchEncoding`) is a dict that keeps its
+    type, and a dataclass that contains a tensor or an array is flattened by its attributes."""
     leaves, spec = pytree.tree_flatten(structure)
     strangers = {type(leaf) for leaf in leaves if isinstance(leaf, UserDict)}
     of_data = {type(leaf) for leaf in leaves if _is_dataclass(leaf) and _holds_data(leaf, set())}
@@ -29,7 +29,7 @@ def flatten(structure: Any) -> tuple[list[Any], Any]:
 
 
 def flattened_attributes(value: Any) -> list[str]:
-    """Of a dataclass that `flatten` takes apart, the names of its attributes; of anything else, none."""
+    """The names of the attributes by which `flatten` flattens a dataclass; empty for anything else."""
     return _attributes(value) if _is_dataclass(value) and type(value) in pytree.SUPPORTED_NODES else []
 
 
@@ -38,7 +38,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _holds_data(value: Any, seen: set[int]) -> bool:
-    """Whether a tensor or an array is in `value`, a dataclass; not what is known to hold itself."""
+    """Whether a dataclass contains a tensor or an array; `seen` guards against cycles."""
     seen.add(id(value))
     for part in pytree.tree_leaves([getattr(value, name) for name in _attributes(value)]):
         if isinstance(part, (torch.Tensor, np.ndarray)):
@@ -60,7 +60,7 @@ def _holds_data_in(entries: Any, seen: set[int]) -> bool:
 
 
 def _attributes(value: Any) -> list[str]:
-    """The names of its fields that are set, and of what was set besides."""
+    """The names of the dataclass's fields that are set, and of its other attributes."""
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     return [*names, *(name for name in getattr(value, "__dict__", ()) if name not in names)]
 
@@ -75,7 +75,7 @@ def _register_dataclass(kind: type) -> None:
         return [(pytree.GetAttrKey(name), getattr(value, name)) for name in names], names
 
     def made(items: Any, names: Any) -> Any:
-        value: Any = object.__new__(kind)  # as a copy is made: no constructor runs, and it may be frozen
+        value: Any = object.__new__(kind)  # like a copy: without the constructor, and also if frozen
         for name, item in zip(names, items, strict=True):
             object.__setattr__(value, name, item)
         return value
@@ -96,8 +96,8 @@ def _register(kind: type[UserDict]) -> None:
 
 
 def containers(structure: Any) -> Iterator[Any]:
-    """The dicts, lists and other containers that `flatten` takes apart, and the dicts of their attributes: all that
-    can be changed in place, in an order that depends on the structure alone."""
+    """The containers that `flatten` flattens, and the dicts of their attributes: everything that can be mutated in
+    place, in an order that depends only on the structure."""
     kind: Any = namedtuple if isinstance(structure, tuple) and hasattr(structure, "_fields") else type(structure)
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is None:

@@ -1,8 +1,8 @@
-"""The Trainer: given callables for model, optimizer and schedulers, everything starts as early as possible.
+"""The Trainer, which runs training and validation from callables that make the model, optimizer and schedulers.
 
     from firstloss.trainer import Trainer, TrainingLoop
 
-`trainer.py` is the whole run from top to bottom; each other file is one idea that it uses.
+Start reading at `trainer.py`, which has the whole run; every other file is one idea that it uses.
 """
 
 from . import callbacks, loggers

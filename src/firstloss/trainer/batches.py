@@ -1,4 +1,4 @@
-"""The batches of a loader, epoch after epoch, from a position that can be saved and restored."""
+"""The training loader's batches, epoch after epoch, with a position that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..errors import TrainerError
 
 
 def check_loader(name: str, loader: Any, once: bool = False) -> None:
-    """Refuse what cannot be gone through, or not again (unless `once` is enough), or gives samples one by one."""
+    """Raise a TrainerError unless `loader` is an iterable of batches that can be iterated repeatedly (or `once`)."""
     if isinstance(loader, torch.nn.Module):
         raise TrainerError(
-            f"{name} is a model ({type(loader).__name__}). The model is the Trainer's: Trainer(model=...).fit(loader)."
+            f"{name} is a model ({type(loader).__name__}). It goes to the Trainer: Trainer(model=...).fit(loader)."
         )
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TrainerError(
-            f"{name} is a dataset ({type(loader).__name__}), which gives samples one by one. Write "
+            f"{name} is a dataset ({type(loader).__name__}), which yields single samples. Write "
             f"DataLoader({name}, batch_size=32, shuffle=True)."
         )
     if isinstance(loader, Iterator) and not once:
         raise TrainerError(
-            f"{name} is an iterator ({type(loader).__name__}), which can be gone through once only. Pass something "
+            f"{name} is an iterator ({type(loader).__name__}), which can be iterated only once. Pass something "
             "that can be iterated again: a DataLoader, a list, or an object with __iter__."
         )
     if not isinstance(loader, fl.utils.data.DataLoader) and not hasattr(loader, "__iter__"):
@@ -36,7 +36,7 @@ def check_loader(name: str, loader: Any, once: bool = False) -> None:
 
 
 def several(loaders: Any) -> list[Any]:
-    """The loaders that are given: a list of DataLoaders is several; any other list is one, of batches."""
+    """Normalize the `loaders` argument to a list: a list of DataLoaders is several, any other list is batches."""
     kinds = (fl.utils.data.DataLoader, torch.utils.data.DataLoader)
     if isinstance(loaders, (list, tuple)) and loaders and all(isinstance(loader, kinds) for loader in loaders):
         return list(loaders)
@@ -44,11 +44,11 @@ def several(loaders: Any) -> list[Any]:
 
 
 class Batches:
-    """Where training is in its loader.
+    """Iterates over the training loader and tracks the position in it.
 
     Attributes:
-        epoch: passes completed.
-        index: batches given in this pass.
+        epoch: completed passes over the loader.
+        index: batches yielded in the current pass.
     """
 
     def __init__(self, loader: Iterable[Any], epoch: int = 0) -> None:
@@ -60,16 +60,16 @@ class Batches:
             self.load_state_dict({"epoch": epoch, "index": 0, "loader": None})
 
     def steps_in_epoch(self, size: int) -> int | None:
-        """Groups of `size` batches in a pass; None if the loader does not know its length."""
+        """The number of groups of `size` batches in an epoch; None if the loader has no length."""
         try:
             return len(self._loader) // size
         except (TypeError, NotImplementedError, fl.errors.LoaderError):
             return None
 
     def rest_of_epoch(self, size: int) -> Generator[list[Any], None, None]:
-        """Groups of `size` batches from the position on to the end of the pass; counts batches, and then the epoch.
+        """Yield groups of `size` batches from the current position to the end of the epoch, and advance the position.
 
-        What is left at the end and is no whole group is left out, as `drop_last=True` does with samples.
+        An incomplete last group is dropped, as `drop_last=True` does with samples.
         """
         begins, given = self.index == 0, 0
         source = [] if self._at_end else fl.utils.data.DataExecutor(self._loader)
@@ -79,23 +79,23 @@ class Batches:
                 given += 1
                 yield group
         if begins and not given:
-            few = f"fewer than grad_accum_steps={size} batches" if group else "no batch"
+            few = f"fewer than grad_accum_steps={size} batches" if group else "no batches"
             raise TrainerError(
-                f"the training loader gave {few} in an epoch, so there would never be an update. Make grad_accum_steps "
-                "or batch_size smaller; with drop_last=True an epoch needs at least batch_size samples."
+                f"the training loader yielded {few} in an epoch, so the weights would never be updated. Make "
+                "grad_accum_steps or batch_size smaller: with drop_last=True an epoch takes batch_size samples or more."
             )
         self.epoch += 1
         self.index, self._at_end = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what is needed to get there again."""
+        """The position and the loader's own state."""
         return {"epoch": self.epoch, "index": self.index, "loader": self._loader.state_dict() if self.index else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position at the next `rest_of_epoch`."""
+        """Restore a saved position; the next `rest_of_epoch` continues from it."""
         self.epoch, self.index = state["epoch"], state["index"]
         position = state["loader"] or {"epoch": self.epoch, "batch": 0}
-        self._at_end = position["epoch"] > self.epoch  # one that looks ahead knows it at the last batch
+        self._at_end = position["epoch"] > self.epoch  # a prefetching loader ends its epoch at the last batch
         self._loader.load_state_dict(position)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: user code that runs at the stages of a run."""
+"""The Callback base class, and the list of callbacks that the Trainer calls."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ if TYPE_CHECKING:
 
 
 def _hook(method: Callable[..., None]) -> Any:
-    """An override may take fewer arguments."""
+    """Let type checkers accept overrides with fewer parameters."""
     return method
 
 
 class Callback:
-    """The stages of a run. Override those you need; the others cost nothing.
+    """Base class of callbacks. Override the hooks that you need; the others cost nothing.
 
-    A *batch* is what the loader gives; a *step* is an update of the weights, `grad_accum_steps` batches long. Training
-    runs ahead of the values: what a batch's `outputs` hold has been started, and reading it waits. `on_metrics` comes
-    a little later, with plain numbers, and costs no waiting.
+    A *batch* is what the loader yields; a *step* is one update of the weights, made from `grad_accum_steps` batches.
+    Training runs asynchronously: the values in a batch's `outputs` may still be being computed, and reading one waits
+    for it. `on_metrics` is called a little later with plain numbers, without waiting.
 
-    A callback that has `state_dict` and `load_state_dict` is saved in checkpoints, under the name of its class.
+    A callback that has `state_dict` and `load_state_dict` is saved in checkpoints, under its class name.
 
-    A hook is called with as many of the arguments below as it takes: `on_fit_start(self, trainer)` is one, and so is
-    `on_fit_start(self, trainer, train_dataloader, val_dataloader, loop)`.
+    A hook is called with as many of its arguments as the override takes: both `on_fit_start(self, trainer)` and
+    `on_fit_start(self, trainer, train_dataloader, val_dataloader, loop)` are valid.
 
-    Those from `on_before_forward` to `on_after_optimizer_zero_grad` run in the traced step: once, when it is traced,
-    and what they compute with tensors is computed at every step. What they give to `trainer.log_metrics` is logged
-    with the step.
+    The hooks from `on_before_forward` to `on_after_optimizer_zero_grad` run inside the traced step: their Python runs
+    once, when the step is traced, and the tensor operations in them run at every step. Tensors passed to
+    `trainer.log_metrics` there are logged with the step.
 
     Examples:
         >>> from firstloss.trainer import Callback, Trainer, TrainingLoop
@@ -53,144 +53,143 @@ class Callback:
         True
 
     Args:
-        trainer: the Trainer: its `state`, `model`, `optimizer` and settings.
+        trainer: the Trainer, with its `state`, `model`, `optimizer` and settings.
         model: the Module.
         optimizer: the optimizer.
-        scheduler: the schedule that steps, ours or PyTorch's.
+        scheduler: the learning rate scheduler about to step, Firstloss's or PyTorch's.
         loop: the TrainingLoop.
-        train_dataloader: what `fit` was given.
-        val_dataloader: what `fit` was given, or None.
-        batch: what the loader gave.
-        batch_idx: which batch of the epoch it is, from 0.
-        outputs: what the model returned: `{"loss": ...}` and whatever else it has.
-        args, kwargs: what the model is called with.
-        metrics: numbers by name; those of validation begin with "val_".
+        train_dataloader: the training loader passed to `fit`.
+        val_dataloader: the validation loader passed to `fit`, or None.
+        batch: the batch from the loader.
+        batch_idx: the batch's index in the epoch, from 0.
+        outputs: what the model returned: `{"loss": ...}` and any other entries.
+        args, kwargs: the arguments that the model is called with.
+        metrics: numbers by name; names of validation metrics begin with "val_".
         values: numbers of one batch by name.
-        step: how many updates there have been.
+        step: the number of updates so far.
         loss: the first loss.
         seconds: since the process started.
-        name: of a function of the Trainer's: "accumulate", "update" or "evaluate".
-        path: of a checkpoint.
-        state: what the checkpoint holds.
-        error: why the run ends.
+        name: of one of the Trainer's traced functions: "accumulate", "update" or "evaluate".
+        path: the checkpoint's path.
+        state: the checkpoint's contents.
+        error: the exception that ends the run.
     """
 
     @_hook
     def setup(self, trainer: Trainer) -> None:
-        """The Trainer has been made."""
+        """The Trainer has been constructed."""
 
     @_hook
     def on_fit_start(self, trainer: Trainer, train_dataloader: Any, val_dataloader: Any, loop: Any) -> None:
-        """The model, the optimizer and the schedules are there, and a checkpoint has been loaded if there was one."""
+        """The model, optimizer and schedulers exist, and the checkpoint to resume from, if any, has been loaded."""
 
     @_hook
     def on_fit_end(self, trainer: Trainer, loop: Any) -> None:
-        """The last step, the last validation and the last checkpoint are done."""
+        """The last step, validation and checkpoint are done."""
 
     @_hook
     def on_train_start(self, trainer: Trainer, model: Any, train_dataloader: Any, loop: Any) -> None:
-        """Training begins, or goes on after a validation; the model is in train mode."""
+        """Training begins, or continues after a validation; the model is in train mode."""
 
     @_hook
     def on_train_end(self, trainer: Trainer, model: Any, loop: Any) -> None:
-        """Training ends, or stops for a validation."""
+        """Training ends, or pauses for a validation."""
 
     @_hook
     def on_train_batch_start(self, trainer: Trainer, model: Any, batch: Any, batch_idx: int) -> None:
-        """As `on_batch_start`; `batch_idx` counts batches of the epoch from 0."""
+        """Like `on_batch_start`, with the model and the batch's index."""
 
     @_hook
     def on_train_batch_end(self, trainer: Trainer, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """As `on_batch_end`."""
+        """Like `on_batch_end`, with the model and the batch's index."""
 
     @_hook
     def on_before_forward(self, trainer: Trainer, model: Any, batch: Any, args: tuple, kwargs: dict) -> None:
-        """In the step: the model is about to be called with `*args, **kwargs`; what is added to `kwargs` is given."""
+        """In the step: before the model is called with `*args, **kwargs`; entries added to `kwargs` are passed on."""
 
     @_hook
     def on_after_forward(self, trainer: Trainer, model: Any, outputs: Any, batch: Any) -> None:
-        """In the step: it has returned `outputs`."""
+        """In the step: the model has returned `outputs`."""
 
     @_hook
     def on_before_backward(self, trainer: Trainer, model: Any, outputs: Any) -> None:
-        """In the step: the backward pass is next."""
+        """In the step: before the backward pass."""
 
     @_hook
     def on_after_backward(self, trainer: Trainer, model: Any, outputs: Any) -> None:
-        """In the step: gradients are there; with a loss scale, scaled."""
+        """In the step: gradients have been computed; with loss scaling they are still scaled."""
 
     @_hook
     def on_before_optimizer_step(self, trainer: Trainer, model: Any, optimizer: Any) -> None:
-        """In the step: gradients of all batches are there, and no longer scaled; the Trainer's own clipping is next."""
+        """In the step: gradients have been accumulated and unscaled; the Trainer's own clipping comes next."""
 
     @_hook
     def on_after_optimizer_step(self, trainer: Trainer, model: Any, optimizer: Any) -> None:
-        """In the step: the weights are updated."""
+        """In the step: the weights have been updated."""
 
     @_hook
     def on_before_scheduler_step(self, trainer: Trainer, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """A schedule is about to step: in the step if it is a function of a step tensor; PyTorch's, after it."""
+        """Before a scheduler steps: inside the step for Firstloss's schedulers, after the step for PyTorch's."""
 
     @_hook
     def on_after_scheduler_step(self, trainer: Trainer, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """It has stepped."""
+        """The scheduler has stepped."""
 
     @_hook
     def on_before_optimizer_zero_grad(self, trainer: Trainer, model: Any, optimizer: Any) -> None:
-        """In the step: gradients are about to be cleared."""
+        """In the step: before gradients are cleared."""
 
     @_hook
     def on_after_optimizer_zero_grad(self, trainer: Trainer, model: Any, optimizer: Any) -> None:
-        """In the step: they are."""
+        """In the step: gradients have been cleared."""
 
     @_hook
     def on_values(self, trainer: Trainer, values: dict[str, float], step: int) -> None:
-        """The numbers of a batch of step `step` have come, each of them, a little after it was started; those whose
-        names begin with "_" are not logged."""
+        """All values of a batch of step `step` are available. Values whose names begin with "_" are not logged."""
 
     @_hook
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """The run ends by an error, Ctrl-C or SIGTERM."""
+        """The run is ending by an exception, Ctrl-C or SIGTERM."""
 
     @_hook
     def on_compile_start(self, trainer: Trainer, name: str) -> None:
-        """Function `name` ("accumulate", "update", "evaluate") is about to be called for the first time."""
+        """Before the traced function `name` ("accumulate", "update" or "evaluate") is called for the first time."""
 
     @_hook
     def on_compile_end(self, trainer: Trainer, name: str) -> None:
-        """It has been traced, compiled and started."""
+        """The function has been traced and compiled, and its first call has started."""
 
     @_hook
     def on_first_loss(self, trainer: Trainer, loss: float, seconds: float) -> None:
-        """The first loss has come, so many seconds after the process started."""
+        """The first loss is available, `seconds` after the process started."""
 
     @_hook
     def on_epoch_start(self, trainer: Trainer) -> None:
-        """The loader is about to be iterated from its beginning."""
+        """Before the loader is iterated from its beginning."""
 
     @_hook
     def on_epoch_end(self, trainer: Trainer) -> None:
-        """The loader has ended; `trainer.state.epoch` counts the epoch already."""
+        """The loader is exhausted; `trainer.state.epoch` already counts this epoch."""
 
     @_hook
     def on_batch_start(self, trainer: Trainer, batch: Any) -> None:
-        """The loader gave `batch`."""
+        """The loader has yielded `batch`."""
 
     @_hook
     def on_batch_end(self, trainer: Trainer, batch: Any, outputs: dict[str, Any]) -> None:
-        """Its forward and backward pass are under way."""
+        """The batch's forward and backward pass have been started."""
 
     @_hook
     def on_step_start(self, trainer: Trainer) -> None:
-        """The batch about to be run ends in an update of the weights."""
+        """Before the batch that ends in an update of the weights."""
 
     @_hook
     def on_step_end(self, trainer: Trainer) -> None:
-        """The update is under way; `trainer.state.step` counts it already."""
+        """The update has been started; `trainer.state.step` already counts it."""
 
     @_hook
     def on_metrics(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        """Every `Logging.log_steps` steps, and after each validation: numbers, as the loggers get them."""
+        """Numbers for the loggers: every `Logging.log_steps` steps, and after each validation."""
 
     @_hook
     def on_validation_start(self, trainer: Trainer) -> None:
@@ -198,11 +197,11 @@ class Callback:
 
     @_hook
     def on_validation_batch_start(self, trainer: Trainer, batch: Any) -> None:
-        """The validation loader gave `batch`."""
+        """The validation loader has yielded `batch`."""
 
     @_hook
     def on_validation_batch_end(self, trainer: Trainer, batch: Any, outputs: dict[str, Any]) -> None:
-        """A validation batch is under way."""
+        """The validation batch has been started."""
 
     @_hook
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
@@ -210,11 +209,11 @@ class Callback:
 
     @_hook
     def on_save_start(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """A checkpoint is about to be written; what is added to `state` is written too."""
+        """Before a checkpoint is written; entries added to `state` are saved with it."""
 
     @_hook
     def on_save_end(self, trainer: Trainer, path: str) -> None:
-        """It is whole on the disk."""
+        """The checkpoint has been written completely."""
 
     @_hook
     def on_load_end(self, trainer: Trainer, path: str, state: dict[str, Any]) -> None:
@@ -222,7 +221,7 @@ class Callback:
 
 
 class Callbacks:
-    """Calls the callbacks that override a hook, in the order given, each with as many arguments as it takes."""
+    """Calls each hook of the callbacks that override it, in order, with as many arguments as the override takes."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.all = list(callbacks)
@@ -243,22 +242,24 @@ class Callbacks:
             method(*args[:count])
 
     def overridden(self, hook: str) -> bool:
-        """Whether a callback has this hook."""
+        """Whether any callback overrides this hook."""
         return bool(self._overriding[hook])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the callbacks that have some."""
+        """The states of the callbacks that have one, by name."""
         return {name: c.state_dict() for name, c in self._named() if hasattr(c, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give it back to those that are still there."""
+        """Restore the states of the callbacks that are still present."""
         for name, callback in self._named():
             if name in state and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(state[name])
 
     def load_with_weights(self, found: Any) -> None:
-        """Weights have been loaded from `found`: callbacks with weights of their own (`weights_of_its_own`) get theirs,
-        if they are there."""
+        """Restore callbacks that hold weights (`weights_of_its_own`) after weights were loaded from the file `found`.
+
+        Those that the file has no state for are reset.
+        """
         state = found.get("callbacks") if isinstance(found, Mapping) else None
         for name, callback in self._named():
             if getattr(callback, "weights_of_its_own", False):
@@ -273,7 +274,7 @@ class Callbacks:
 
 
 def _count(method: Any) -> int | None:
-    """How many arguments a hook takes; None: any number."""
+    """How many positional arguments a hook takes; None: any number."""
     parameters = inspect.signature(method).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return None
@@ -283,20 +284,20 @@ def _count(method: Any) -> int | None:
 
 
 def _check(callback: Any, hooks: list[str]) -> None:
-    """A misspelt hook would never be called, and nobody would know."""
+    """Reject what is not a Callback, and misspelt hooks, which would never be called."""
     import difflib
 
     from ..errors import TrainerError
 
     if isinstance(callback, type) and issubclass(callback, Callback):
-        raise TrainerError(f"callbacks and loggers take objects, not classes. Write {callback.__name__}().")
+        raise TrainerError(f"callbacks and loggers take instances, not classes. Write {callback.__name__}().")
     if not isinstance(callback, Callback):
         raise TrainerError(
-            f"callbacks and loggers take objects of class firstloss.trainer.Callback, not {type(callback).__name__}. "
+            f"callbacks and loggers must be instances of firstloss.trainer.Callback, not {type(callback).__name__}. "
             "Derive your class from it."
         )
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in hooks:
             near = difflib.get_close_matches(name, hooks, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else "Give it another name, without on_ in front."
-            raise TrainerError(f"{type(callback).__name__}.{name} is no hook, and would never be called. {hint}")
+            hint = f"Did you mean {near[0]!r}?" if near else "Rename it so that it does not begin with on_."
+            raise TrainerError(f"{type(callback).__name__}.{name} is not a hook and would never be called. {hint}")

@@ -1,4 +1,4 @@
-"""When checkpoints are written, which are kept, and which one a run resumes from."""
+"""Checkpointing: when to save, which checkpoints to keep, what they hold, and which one to resume from."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ _NAME = re.compile(r"step_(\d+)")
 
 @dataclass
 class Checkpoint(Settings):
-    """When to save, what to keep, and whether to resume from the last one. The end of a run is always saved.
+    """When to save, which checkpoints to keep, and whether to resume from the last one. The end of a run is always
+    saved.
 
     Attributes:
-        steps: save every so many steps.
-        epochs: save every so many epochs.
-        keep_last: how many of the newest to keep; None: all of them.
-        best: a metric of validation, as "val_loss": the checkpoint where it was best is kept beside them.
-        mode: "min" if smaller is better, "max" if larger is.
-        autoload_last: `fit` resumes from the run folder's last checkpoint, if there is one.
-        strict: weights from elsewhere must have the model's names, all of them and no others.
-        save_initial_checkpoint: save before the first step as well.
-        autoload_last_checkpoint: `autoload_last` by another name.
-        disable_strict_checkpoint_loading: `strict=False` by another name.
+        steps: save every `steps` steps.
+        epochs: save every `epochs` epochs.
+        keep_last: how many of the newest checkpoints to keep; None: all.
+        best: a validation metric, such as "val_loss", by which the best checkpoint is kept as well.
+        mode: "min" if smaller values of `best` are better, "max" if larger ones are.
+        autoload_last: whether `fit` resumes from the last checkpoint in the run folder, if there is one.
+        strict: whether weights loaded from elsewhere must match the model's names exactly.
+        save_initial_checkpoint: whether to save before the first step as well.
+        autoload_last_checkpoint: another name of `autoload_last`.
+        disable_strict_checkpoint_loading: another name of `strict=False`.
     """
 
     steps: int | None = None
@@ -65,73 +66,73 @@ class Checkpoint(Settings):
         if self.disable_strict_checkpoint_loading is not None:
             object.__setattr__(self, "strict", not self.disable_strict_checkpoint_loading)
         if self.mode not in ("min", "max"):
-            raise TrainerError(f'Checkpoint: mode={self.mode!r} is not a direction. Write "min" or "max".')
+            raise TrainerError(f'Checkpoint: mode={self.mode!r}: write "min" or "max".')
         if self.best is not None and not isinstance(self.best, str):
             raise TrainerError(f'Checkpoint: best={self.best!r} is not the name of a metric, such as "val_loss".')
         if self.mode == "max" and self.best is None:
-            raise TrainerError('Checkpoint: mode="max" would do nothing without best=..., the metric that it is about.')
+            raise TrainerError('Checkpoint: mode="max" has no effect without best=..., the metric that it applies to.')
         for name in ("autoload_last", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise TrainerError(f"Checkpoint: {name}={getattr(self, name)!r}: write True or False.")
         for name in ("steps", "epochs", "keep_last"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TrainerError(f"Checkpoint: {name}={value!r} is not a whole number.")
+                raise TrainerError(f"Checkpoint: {name}={value!r} is not an integer.")
             if value is not None and value < 1:
-                raise TrainerError(f"Checkpoint: {name}={value!r} is not above 0. Write None to do without.")
+                raise TrainerError(f"Checkpoint: {name}={value!r} is not positive. Write None to disable it.")
 
     def due_after_step(self, step: int) -> bool:
-        """Whether to save after update number `step`.
+        """Whether to save after update `step`.
 
         Args:
             step: updates so far.
 
         Returns:
-            Whether it is due.
+            Whether a save is due.
         """
         return self.steps is not None and step % self.steps == 0
 
     def due_after_epoch(self, epoch: int) -> bool:
-        """Whether to save after so many epochs.
+        """Whether to save after epoch `epoch`.
 
         Args:
-            epoch: whole epochs so far.
+            epoch: completed epochs.
 
         Returns:
-            Whether it is due.
+            Whether a save is due.
         """
         return self.epochs is not None and epoch % self.epochs == 0
 
     def better(self, value: float, than: float | None) -> bool:
-        """Whether a metric has got better.
+        """Whether a metric has improved.
 
         Args:
             value: the metric now.
             than: the best so far; None if there is none.
 
         Returns:
-            By `mode`; True if there is none so far.
+            Whether `value` is better by `mode`; True if there is no best so far.
         """
         return than is None or (value < than if self.mode == "min" else value > than)
 
     def is_best(self, metrics: dict[str, float], state: RunState) -> bool:
-        """Whether validation finds this step's weights to be the best so far; `state.best` then says so.
+        """Whether this step's weights are the best so far by validation; if so, `state.best` is updated.
 
         Args:
-            metrics: what validation found, by name.
-            state: of the run, in which the best so far is kept.
+            metrics: the validation's metrics by name.
+            state: the run's state, which holds the best so far.
 
         Returns:
             Whether it is; False without `best`.
 
         Raises:
-            TrainerError: if validation did not find the metric `best`.
+            TrainerError: if validation did not report the metric `best`.
         """
         if self.best is None:
             return False
         if self.best not in metrics:
             raise TrainerError(
-                f"Checkpoint(best={self.best!r}): validation found no such metric, but {', '.join(metrics)}."
+                f"Checkpoint(best={self.best!r}): validation reported no such metric, only {', '.join(metrics)}."
             )
         value, former = metrics[self.best], state.best
         if not self.better(value, former["value"] if former else None):
@@ -141,13 +142,13 @@ class Checkpoint(Settings):
 
 
 class CheckpointFolder:
-    """The checkpoints of one run: `step_N` each, and `best.json` that names one of them."""
+    """The checkpoints of one run: `step_N` each, and `best.json`, which names one of them."""
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, in order."""
+        """The steps that have a checkpoint, ascending."""
         if not os.path.isdir(self.path):
             return []
         names = os.listdir(self.path)
@@ -158,17 +159,17 @@ class CheckpointFolder:
         return os.path.join(self.path, f"step_{step}")
 
     def last(self) -> str | None:
-        """The newest checkpoint's path."""
+        """The newest checkpoint's path, or None."""
         steps = self.steps()
         return self.at(steps[-1]) if steps else None
 
     def last_good(self) -> str:
-        """The newest checkpoint, in a sentence."""
+        """A sentence that names the newest checkpoint, for error messages."""
         last = self.last()
         return f"The last good checkpoint is {last}." if last else "There is no checkpoint yet."
 
     def named(self, ckpt_path: str | os.PathLike[str] | EllipsisType | None) -> str | EllipsisType | None:
-        """The path that `ckpt_path` stands for; ... where the folder's last checkpoint is meant, if there is one."""
+        """Resolve `ckpt_path` to a path; `...` means the folder's last checkpoint, if there is one."""
         if ckpt_path is None or isinstance(ckpt_path, EllipsisType) or ckpt_path == "last":
             return None if ckpt_path is None else ...
         path = os.fspath(ckpt_path)
@@ -176,16 +177,16 @@ class CheckpointFolder:
             best = self.best()
             if best is None:
                 raise TrainerError(
-                    f'{self.path} has no best checkpoint: the run was to keep one, Checkpoint(best="val_loss"). '
+                    f'{self.path} has no best checkpoint: that takes Checkpoint(best="val_loss") during training. '
                     f"{self.last_good()}"
                 )
             path = self.at(best["step"])
         if not os.path.exists(path):
-            raise TrainerError(f"ckpt_path {path!r} is not there. {self.last_good()}")
+            raise TrainerError(f"ckpt_path {path!r} does not exist. {self.last_good()}")
         return path
 
-    def to_go_on_from(self, named: str | EllipsisType | None, or_last: bool) -> dict[str, Any] | None:
-        """What a run resumes from, if it does: the checkpoint of this folder that was named, or else its last one."""
+    def resume_state(self, named: str | EllipsisType | None, or_last: bool) -> dict[str, Any] | None:
+        """Load the checkpoint to resume from: the named one if it is in this folder, else the last; or None."""
         if named is None:
             return None
         path = None if isinstance(named, EllipsisType) else named
@@ -206,17 +207,14 @@ class CheckpointFolder:
             return None
 
     def mark_best(self, best: dict[str, Any] | None) -> None:
-        """Write down which checkpoint is the best, as `best` returns it."""
+        """Record which checkpoint is the best, as `best` returns it."""
         if best is None or best == self.best():
             return
         with atomic_write(os.path.join(self.path, "best.json"), "w") as file:
             json.dump(best, file)
 
     def archive_newer(self, step: int) -> None:
-        """Move what is later than `step` out of the way: a run that begins before it would not be the newest.
-
-        They go to `aside_1`, `aside_2`, ...: nothing is lost.
-        """
+        """Move checkpoints after `step` to `aside_1`, `aside_2`, ...: a run from `step` must be the newest."""
         later = [os.path.basename(self.at(n)) for n in self.steps() if n > step]
         if not later:
             return
@@ -232,7 +230,7 @@ class CheckpointFolder:
             os.replace(os.path.join(self.path, name), os.path.join(aside, name))
 
     def clear(self, keep_last: int | None) -> None:
-        """Remove what is neither among the newest nor the best."""
+        """Delete all checkpoints but the newest `keep_last` and the best."""
         if keep_last is None:
             return
         best = self.best()
@@ -241,11 +239,11 @@ class CheckpointFolder:
                 checkpoint_files.remove(self.at(step))
 
 
-# -- what a checkpoint holds --
+# -- the contents of a checkpoint --
 
 
 def collect(trainer: Trainer) -> dict[str, Any]:
-    """All that a run needs to go on as if it had never stopped."""
+    """Everything that a run needs to resume as if it had never stopped."""
     assert trainer.model is not None
     return {
         "model": trainer.model.state_dict(),
@@ -262,28 +260,28 @@ def collect(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_model(trainer: Trainer, state: dict[str, Any]) -> None:
-    """The weights of a saved run, before the backend has the model: what is loaded need not be initialised."""
+    """Load the saved weights before the model goes to the backend, so that they need not be initialized first."""
     assert trainer.model is not None
     wrong = _differences(trainer.model, state["model"])
     if wrong:
         raise TrainerError(
-            f"the checkpoints in {trainer.folder.path} are of another model than this {type(trainer.model).__name__}: "
-            f"{wrong}. Give this run another model_dir, or fit(ckpt_path=None) to start afresh."
+            f"the checkpoints in {trainer.folder.path} are of another model than this "
+            f"{type(trainer.model).__name__}: {wrong}. Use another model_dir, or fit(ckpt_path=None) to start afresh."
         )
     trainer.model.load_state_dict(state["model"])
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    """All else, once the backend has the model. The random state comes last: nothing after it may draw."""
+    """Load everything else, once the backend has the model. The random state comes last: nothing after it may draw."""
     assert trainer.optimizer is not None and trainer.batches is not None
     trainer.optimizer.load_state_dict(state["optimizer"])
-    if fl.use_cs():  # what was loaded belongs on the device, as the state that a step makes does
+    if fl.use_cs():  # loaded state belongs on the device, like the state that a step creates
         entries = trainer.optimizer.state.values()
         trainer.backend.move_to_device([x for entry in entries for x in entry.values() if isinstance(x, torch.Tensor)])
     if len(state["schedulers"]) != len(trainer.schedulers):
         raise TrainerError(
-            f"the checkpoint has {len(state['schedulers'])} schedulers, and the run {len(trainer.schedulers)}. Resume "
-            "with the same, or pass its weights alone to a new run folder as ckpt_path."
+            f"the checkpoint has {len(state['schedulers'])} schedulers, and the run {len(trainer.schedulers)}. Use "
+            "the same schedulers, or pass the checkpoint as ckpt_path to a new run folder to load only its weights."
         )
     for scheduler, saved in zip(trainer.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
@@ -292,17 +290,18 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.batches.load_state_dict(state["batches"])
     trainer.state = type(trainer.state)(**state["trainer"])
     best = trainer.state.best
-    if best is not None and not os.path.exists(trainer.folder.at(best["step"])):  # gone back to, and cleared meanwhile
+    # The run may resume from an older checkpoint, and the best one be deleted since.
+    if best is not None and not os.path.exists(trainer.folder.at(best["step"])):
         trainer.state.best = None
     trainer.backend.load_state_dict(state["backend"])
     set_random_state(state["random"])
 
 
 def matching(pattern: Any) -> list[Any]:
-    """What `ckpt_path` may be, for a pattern: the paths that match, in the order of their steps.
+    """Expand a glob pattern in `ckpt_path` to the matching paths, in the order of their steps.
 
     Raises:
-        TrainerError: if none does.
+        TrainerError: if nothing matches.
     """
     if not isinstance(pattern, (str, os.PathLike)) or not any(sign in os.fspath(pattern) for sign in "*?["):
         return [pattern]
@@ -313,20 +312,20 @@ def matching(pattern: Any) -> list[Any]:
 
 
 def load_weights(model: torch.nn.Module, path: str, strict: bool) -> Any:
-    """Give `model` the weights at `path`, and nothing else of a run; returns all that is there."""
+    """Load only the weights at `path` into `model`; return everything in the file."""
     weights, found = checkpoint_files.load_weights(path)
     wrong = _differences(model, weights)
     if wrong and (strict or "shape" in wrong):
         raise TrainerError(
-            f"ckpt_path {path!r} does not fit this {type(model).__name__}: {wrong}. Give weights of the same model"
-            + (", or Checkpoint(strict=False) to load those whose names fit." if "shape" not in wrong else ".")
+            f"ckpt_path {path!r} does not fit this {type(model).__name__}: {wrong}. Pass weights of the same model"
+            + (", or Checkpoint(strict=False) to load those whose names match." if "shape" not in wrong else ".")
         )
     model.load_state_dict(weights, strict=False)
     return found
 
 
 def _differences(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
-    """In words, how weights by name differ from those that a model has; empty if they fit."""
+    """Describe how named weights differ from the model's; empty if they match."""
     wanted = model.state_dict()
     missing = [name for name in wanted if name not in weights and not _tied(wanted, name, weights)]
     unexpected = [name for name in weights if name not in wanted]
@@ -336,18 +335,18 @@ def _differences(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
         if shapes
         else []
     )
-    parts += [f"it lacks {_some(missing)}"] if missing else []
-    parts += [f"it has {_some(unexpected)} too much"] if unexpected else []
+    parts += [f"{_some(missing)} is missing"] if missing else []
+    parts += [f"{_some(unexpected)} is unexpected"] if unexpected else []
     return "; ".join(parts)
 
 
 def _tied(wanted: Mapping[str, torch.Tensor], name: str, weights: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a weight has another name under which it is loaded: files hold tied weights once."""
+    """Whether a missing weight is loaded under the name of one that it is tied to: files hold tied weights once."""
     return any(other in weights and _same(wanted[name], tensor) for other, tensor in wanted.items() if other != name)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    storages = getattr(a, "_storage", None), getattr(b, "_storage", None)  # deferred: no memory to compare
+    storages = getattr(a, "_storage", None), getattr(b, "_storage", None)  # deferred tensors have no memory to compare
     if storages[0] is not None or storages[1] is not None:
         return storages[0] is storages[1]
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape
@@ -358,9 +357,9 @@ def _some(names: list[str]) -> str:
 
 
 def check_finite(trainer: Trainer) -> None:
-    """A checkpoint of weights that are no numbers would be of no use to anybody.
+    """Refuse to save weights that hold NaN.
 
-    With several processes none can read all weights: a traced function looks at them where they are.
+    With several processes none can read all weights, so a traced function checks them where they are.
     """
     assert trainer.model is not None
     weights = {name: p for name, p in trainer.model.named_parameters() if p.is_floating_point()}
@@ -372,7 +371,7 @@ def check_finite(trainer: Trainer) -> None:
     for name, is_bad in zip(weights, bad, strict=True):
         if is_bad:
             raise NaNLossError(
-                f"{name} holds NaN after step {trainer.state.step}, though the loss was still a number: the update "
-                f"made it. {trainer.folder.last_good()} Lower the learning rate, or clip gradients with "
+                f"{name} holds NaN after step {trainer.state.step}, though the loss was finite: the update made it. "
+                f"{trainer.folder.last_good()} Lower the learning rate, or clip gradients with "
                 "TrainingLoop(clip_grad_norm=1.0)."
             )

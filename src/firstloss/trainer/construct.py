@@ -1,4 +1,4 @@
-"""Model, optimizer and schedulers from what the user passed: objects, callables, or a mix of both."""
+"""Construction of model, optimizer and schedulers from what the user passed: objects, callables, or a mix of both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAMBDAS = {
 
 
 def check_mix(model: Any, optimizer: Any, schedulers: Any) -> None:
-    """Refuse what cannot be: an object that is tied to something that does not exist yet."""
+    """Reject impossible combinations, such as an optimizer object for a model that does not exist yet."""
     if not isinstance(model, torch.nn.Module) and not callable(model):
         raise TrainerError(f"model is {_kind(model)}. Pass an nn.Module, or a callable that makes one: model=Model.")
     if optimizer is None and schedulers is not None:
@@ -41,8 +41,8 @@ def check_mix(model: Any, optimizer: Any, schedulers: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         if not isinstance(model, torch.nn.Module):
             raise TrainerError(
-                "model is a callable, so its parameters do not exist yet, and optimizer is an object, which was made "
-                f"for other parameters. Write optimizer={_LAMBDAS['optimizer']}."
+                "model is a callable, so its parameters do not exist yet, but optimizer is an object, made for other "
+                f"parameters. Write optimizer={_LAMBDAS['optimizer']}."
             )
         _check_parameters(optimizer, model)
     elif optimizer is not None and not callable(optimizer):
@@ -52,18 +52,18 @@ def check_mix(model: Any, optimizer: Any, schedulers: Any) -> None:
     for scheduler in _objects(schedulers):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TrainerError(
-                f"optimizer is a callable, so it does not exist yet, and the {type(scheduler).__name__} is an object, "
-                f"which was made for another. Write schedulers={_LAMBDAS['schedulers']}."
+                f"optimizer is a callable, so it does not exist yet, but the {type(scheduler).__name__} is an object, "
+                f"which was made for another optimizer. Write schedulers={_LAMBDAS['schedulers']}."
             )
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise TrainerError(
-                f"the {type(scheduler).__name__} was made for another optimizer than the one that is given. Make it "
-                "with this one."
+                f"the {type(scheduler).__name__} was made for another optimizer than the one passed. Make it with this "
+                "optimizer."
             )
 
 
 def check_settings(loop: Any, checkpoint: Any, logging: Any, callbacks: Any, loggers: Any) -> None:
-    """Refuse what is of another kind than the Trainer's arguments, before it is met in the middle of a run."""
+    """Check the types of the Trainer's arguments up front, rather than fail in the middle of a run."""
     _check_kind("loop", loop, (TrainingLoop, ValidationLoop), "TrainingLoop(max_steps=1000)")
     _check_kind("checkpoint", checkpoint, (Checkpoint,), "Checkpoint(steps=100)")
     _check_kind("logging", logging, (Logging,), "Logging(log_steps=10)")
@@ -73,20 +73,20 @@ def check_settings(loop: Any, checkpoint: Any, logging: Any, callbacks: Any, log
 
 
 def check_validated(loop: TrainingLoop, checkpoint: Checkpoint, val_dataloader: Any) -> None:
-    """Refuse a run that waits for a validation which never comes."""
+    """Reject settings that need validation when there is no validation loader."""
     if val_dataloader is not None:
         return
     wants = [f"{name}={value}" for name in _EVERY if (value := getattr(loop, name)) not in (None, 0)]
     wants += [f"Checkpoint(best={checkpoint.best!r})"] if checkpoint.best is not None else []
     if wants:
         raise TrainerError(
-            f"fit was given nothing to validate on, which is needed for {' and '.join(wants)}. Write "
-            "fit(train_dataloader, val_dataloader), or leave that out."
+            f"fit was given no val_dataloader, which {' and '.join(wants)} need{'' if wants[1:] else 's'}. Write "
+            "fit(train_dataloader, val_dataloader), or leave that setting out."
         )
 
 
 def make_precision(precision: Any) -> Precision:
-    """A Precision, also from the name of its dtype."""
+    """A Precision, also from a dtype's name."""
     if isinstance(precision, str):
         return Precision(precision)
     _check_kind("precision", precision, (Precision,), 'Precision("bfloat16")')
@@ -94,19 +94,19 @@ def make_precision(precision: Any) -> Precision:
 
 
 def make_model(model: Model, backend: Any) -> torch.nn.Module:
-    """The model; a callable is captured rather than run, where the backend can."""
+    """Make the model; a callable is run under `backend.device`, which captures it where the backend can."""
     if isinstance(model, torch.nn.Module):
         return model
     _check_call("model", model, ())
     with backend.device:
         made = model()
     if not isinstance(made, torch.nn.Module):
-        raise TrainerError(f"model={_name(model)} returned {_kind(made)} where an nn.Module was expected.")
+        raise TrainerError(f"model={_name(model)} returned {_kind(made)} instead of an nn.Module.")
     return made
 
 
 def make_optimizer(optimizer: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of `model`."""
+    """Make the optimizer of `model`."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     _check_call("optimizer", optimizer, (model,))
@@ -120,13 +120,13 @@ def make_optimizer(optimizer: Optimizer, model: torch.nn.Module) -> torch.optim.
             f"Write optimizer={_LAMBDAS['optimizer']}."
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise TrainerError(f"optimizer={_name(optimizer)} returned {_kind(made)} where an Optimizer was expected.")
+        raise TrainerError(f"optimizer={_name(optimizer)} returned {_kind(made)} instead of an Optimizer.")
     _check_parameters(made, model)
     return made
 
 
 def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The schedulers of `optimizer`, as a list."""
+    """Make the schedulers of `optimizer`, as a list."""
     if schedulers is None:
         return []
     items = [schedulers] if callable(schedulers) or hasattr(schedulers, "step") else list(schedulers)
@@ -139,46 +139,45 @@ def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimi
     for scheduler in made:
         if not hasattr(scheduler, "step"):
             raise TrainerError(
-                f"schedulers={_name(schedulers)} gave {_kind(scheduler)}, which has no step(). Write "
+                f"schedulers={_name(schedulers)} returned {_kind(scheduler)}, which has no step(). Write "
                 f"schedulers={_LAMBDAS['schedulers']}."
             )
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TrainerError(
-                "ReduceLROnPlateau steps by what validation finds, and schedulers here step once per update. Step it "
-                "in a callback: on_fit_start makes ReduceLROnPlateau(trainer.optimizer), and on_validation_end calls "
-                'its step(metrics["val_loss"]).'
+                "ReduceLROnPlateau steps on a validation metric, but schedulers here step once per update. Step it "
+                "in a callback: make ReduceLROnPlateau(trainer.optimizer) in on_fit_start, and call its "
+                'step(metrics["val_loss"]) in on_validation_end.'
             )
     return made
 
 
 def is_traced(scheduler: Any) -> bool:
-    """Whether it is a function of a step tensor, and steps in the traced step; PyTorch's own step beside it."""
+    """Whether a scheduler is a function of a step tensor and steps inside the traced step; PyTorch's step after it."""
     return isinstance(scheduler, fl.optim.lr_scheduler.Schedule)
 
 
 def make_backend(backend: Any, device: str | None, artifact_dir: str) -> Any:
-    """The backend that was given, or the one that the device's name stands for; "XLA" without either. What is made here
-    keeps its artifacts in `artifact_dir`."""
+    """The given backend, or a new one by name ("XLA" by default) that keeps its artifacts in `artifact_dir`."""
     if backend is not None and device is not None:
-        raise TrainerError("device and backend say the same thing twice. Pass one of them.")
+        raise TrainerError("device and backend are two names of one setting. Pass one of them.")
     if backend is None or isinstance(backend, str):
         return fl.backend(backend or device or "XLA", artifact_dir=artifact_dir)
     if not hasattr(backend, "is_xla"):
-        raise TrainerError(f'backend is {_kind(backend)}. Write backend=firstloss.backend("XLA"), or the name alone.')
+        raise TrainerError(f'backend is {_kind(backend)}. Write backend=firstloss.backend("XLA"), or its name.')
     return backend
 
 
 def _check_kind(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
     if value is not None and not isinstance(value, kinds):
-        what = f"the class {value.__name__}" if isinstance(value, type) else _kind(value)
-        raise TrainerError(f"{name} is {what}. Write {name}={example}.")
+        shown = f"the class {value.__name__}" if isinstance(value, type) else _kind(value)
+        raise TrainerError(f"{name} is {shown}. Write {name}={example}.")
 
 
 def _check_call(name: str, function: Any, args: tuple) -> None:
-    """Whether a callable can be called as the Trainer does; the error is the Trainer's, not one from within a call."""
+    """Check a callable's signature against the Trainer's call, so that the error does not come from within the call."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # made in C, some of them
+    except (TypeError, ValueError):  # some C functions
         return
     try:
         signature.bind(*args)
@@ -204,13 +203,13 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
     foreign = sum(id(p) not in own for p in theirs)
     if foreign:
         raise TrainerError(
-            f"{foreign} of the optimizer's {len(theirs)} parameters are not the model's: it would train something "
-            "else. Make the optimizer from the model that is passed."
+            f"{foreign} of the optimizer's {len(theirs)} parameters are not the model's, so it would train something "
+            "else. Make the optimizer from the model that is passed to the Trainer."
         )
 
 
-def _kind(thing: Any) -> str:
-    return "None" if thing is None else f"an object of type {type(thing).__name__}"
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _name(function: Any) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, and then stop."""
+"""Graceful interruption: at Ctrl-C or SIGTERM finish the step, save, and stop."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..errors import LoaderError
 from ..runtime.mesh.processes import Processes
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_CHILD = getattr(signal, "SIGCHLD", None)  # Windows has none
+_CHILD = getattr(signal, "SIGCHLD", None)  # absent on Windows
 
 
 class Interrupted(BaseException):
-    """A signal has asked for the end, and the run is between two steps."""
+    """Raised between two steps when a signal has asked the run to stop."""
 
 
 class Interrupts:
-    """Holds back the first signal until the block has ended; the second one is obeyed at once.
+    """Context manager that defers the first signal until the block has ended; a second one takes effect at once.
 
-    Only Python's main thread can do so; in another thread signals do what they always do. What the process ignores, as
-    one in the background of a shell script ignores Ctrl-C, it goes on ignoring.
+    Signal handlers can be set only in Python's main thread; in other threads nothing changes. Signals that the process
+    ignores, such as Ctrl-C in the background of a shell script, stay ignored.
 
     Args:
-        promise: what is done before the signal is obeyed, in words.
+        promise: what is done before the signal takes effect, in words.
         processes: the processes of the run.
-        step: tells how many steps have been done.
+        step: returns the number of steps so far.
     """
 
     def __init__(self, promise: str, processes: Processes, step: Callable[[], int]) -> None:
@@ -52,17 +52,17 @@ class Interrupts:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._restore(*_SIGNALS)
-        if os.getpid() != self._process:  # forked during the run, as a loader's worker: it ends when its parent does,
-            if number != signal.SIGINT:  # but Ctrl-C reaches them both, and the parent still needs it for this step
+        if os.getpid() != self._process:  # a fork, such as a loader's worker, ends when its parent does;
+            if number != signal.SIGINT:  # Ctrl-C reaches both, and the parent still needs the worker for this step
                 signal.raise_signal(number)
             return
         self.received = signal.Signals(number)
         if _CHILD is not None and callable(signal.getsignal(_CHILD)):
-            # A signal to the whole group, as `timeout` and Slurm send it, ends the workers. torch's handler would raise
-            # an error of that here, wherever Python is; whoever waits for a worker finds out by itself.
+            # A signal to the process group, as `timeout` and Slurm send it, ends the workers too. torch's SIGCHLD
+            # handler would then raise here, at an arbitrary line; whoever waits for a worker notices anyway.
             self._former[_CHILD] = signal.signal(_CHILD, _do_nothing)
-        with suppress(OSError):  # of `python train.py | tee log`, Ctrl-C has ended the tee
-            # Not print: the signal may have come in the middle of one.
+        with suppress(OSError):  # in `python train.py | tee log`, Ctrl-C has ended tee
+            # Not print, which is not reentrant.
             os.write(2, f"\n{self.received.name}: {self._promise} (again: stop at once)\n".encode())
 
     def __exit__(self, *exception: Any) -> None:
@@ -71,14 +71,14 @@ class Interrupts:
     def _restore(self, *numbers: int) -> None:
         for number in numbers:
             if number in self._former:
-                handler = self._former[number]  # None: not made by Python, and not to be had back
+                handler = self._former[number]  # None: not set from Python, cannot be restored
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def check(self) -> None:
-        """End the run if any process has received a signal. With several processes, all of them have to call this.
+        """Raise if any process has received a signal. With several processes, all of them must call this.
 
         Raises:
-            Interrupted: where one has.
+            Interrupted: if one has.
         """
         if self._processes.count > 1:
             number = self._processes.highest(self.received or 0)
@@ -87,10 +87,10 @@ class Interrupts:
             raise Interrupted(f"{self.received.name} at step {self._step()}")
 
     def unless_received(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """Iterate over `batches`. A signal to all processes ends a loader's workers at once: no error of theirs.
+        """Iterate over `batches`, treating a loader whose workers were ended by the signal as interrupted, not failed.
 
         Raises:
-            Interrupted: where a loader fails for that.
+            Interrupted: if the loader fails after a signal.
         """
         try:
             yield from batches
@@ -102,21 +102,23 @@ class Interrupts:
         self.check()
 
     def obey(self) -> None:
-        """If a signal has come, let it do what it would have done: KeyboardInterrupt for Ctrl-C, the end for SIGTERM.
+        """Raise a received signal again: by default KeyboardInterrupt for Ctrl-C and the end of the process for
+        SIGTERM.
 
-        Where it would have done nothing (a handler that only takes note, or another process got it), the end comes as
-        KeyboardInterrupt or SystemExit all the same: the run is over, and what follows it must not begin.
+        If that does nothing (a handler that only takes note, or another process received it), raise KeyboardInterrupt
+        or
+        SystemExit all the same: the code after the run must not go on.
         """
         if self.received is None:
             return
         try:
             signal.raise_signal(self.received)
         except BaseException as end:
-            raise end from None  # how the run came to its end is nobody's error
+            raise end from None  # hide the Interrupted that ended the run
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.received)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """As no handler: but a signal that has come before it was taken away would be reported."""
+    """In place of SIG_DFL, which would not discard a signal that is already pending in Python."""

@@ -1,4 +1,4 @@
-"""What is logged, and how often."""
+"""Logging settings, throughput and learning rates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Logging(Settings):
     """How often numbers go to the loggers.
 
     Attributes:
-        log_steps: every so many steps. The first step and the last are always logged.
-        log_level: of Python's logger "firstloss", while a run is under way: "DEBUG", "INFO", "WARNING" or "ERROR".
+        log_steps: log every `log_steps` steps. The first and the last step are always logged.
+        log_level: level of Python's logger "firstloss" during a run: "DEBUG", "INFO", "WARNING" or "ERROR".
     """
 
     log_steps: int = 10
@@ -26,21 +26,21 @@ class Logging(Settings):
 
     def __post_init__(self) -> None:
         if not isinstance(self.log_steps, int) or isinstance(self.log_steps, bool):
-            raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not a whole number.")
+            raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not an integer.")
         if self.log_steps < 1:
-            raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not above 0.")
+            raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not positive.")
         if self.log_level not in logging.getLevelNamesMapping():
-            raise TrainerError(f"Logging: log_level={self.log_level!r} is none of Python's, such as INFO.")
+            raise TrainerError(f"Logging: log_level={self.log_level!r} is not one of Python's levels, such as INFO.")
 
 
 class Rates:
-    """Steps, samples and tokens per second since the last time they were asked for."""
+    """Steps, samples and tokens per second since the rates were last taken."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count anew: what happened in between (a compile, a validation) was no training."""
+        """Restart the measurement, to exclude what was not training (a compile, a validation)."""
         self._began = time.perf_counter()
         self._steps = self._samples = self._tokens = 0
 
@@ -48,7 +48,7 @@ class Rates:
         self._steps, self._samples, self._tokens = self._steps + steps, self._samples + samples, self._tokens + tokens
 
     def take(self) -> dict[str, float]:
-        """The rates by name; empty if no step has ended in between."""
+        """The rates by name, and restart; empty if no step has ended since the last time."""
         seconds = time.perf_counter() - self._began
         rates = {"steps_per_second": self._steps / seconds, "samples_per_second": self._samples / seconds}
         if self._tokens:
@@ -59,6 +59,6 @@ class Rates:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The learning rate of each group of parameters: "lr", "lr_1", ..."""
+    """The learning rate of each parameter group: "lr", "lr_1", ..."""
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     return {f"lr_{i}" if i else "lr": rate for i, rate in enumerate(rates)}

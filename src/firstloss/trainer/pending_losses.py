@@ -1,4 +1,4 @@
-"""Losses of steps in progress: read a little later, so that the device never waits for Python."""
+"""Losses of steps in progress, read with a delay, so that the device never waits for Python."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ..runtime.pytrees import flatten
 from .step import describe
 
 AHEAD = 2
-"""How many batches Python is ahead of the values it has read."""
+"""By how many batches Python runs ahead of the values that it reads."""
 
 
 @dataclass
 class Started:
-    """A batch that is under way."""
+    """A batch whose computation has been started."""
 
-    step: int  # the update that it belongs to, from 1
+    step: int  # the update that the batch belongs to, from 1
     epoch: int
     index: int  # of the batch in its epoch, from 1
     batch: Any
     scalars: dict[str, torch.Tensor]
     updates: bool  # whether it ended in an update of the weights
-    numbers: dict[str, float]  # what else is to be logged with it
-    timed: bool  # whether it counts in the rates: a first call is a compile, and no measure of them
+    numbers: dict[str, float]  # additional numbers to log with it
+    timed: bool  # whether it counts in the rates, unlike a call that compiled
 
 
 class Pending:
-    """A queue of what was started; `settle` reads values in order and stops at the first loss that is NaN."""
+    """A queue of started batches; `settle` reads their values in order and raises at a loss that is not finite."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Pending:
         look: Callable[[Started, dict[str, float]], None] = lambda started, values: None,
     ) -> None:
         self._queue: deque[Started] = deque()
-        self._look = look  # at what has come, NaN included
+        self._look = look  # called with all values, NaN included
         self._on_values = on_values
         self._last_good = last_good
 
@@ -51,7 +51,7 @@ class Pending:
         self.settle(AHEAD)
 
     def settle(self, ahead: int = 0) -> None:
-        """Read all values but those of the last `ahead` batches.
+        """Read the values of all batches but the last `ahead`.
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
@@ -69,7 +69,7 @@ class Pending:
         error = NaNLossError(
             f"the loss is {loss} at step {started.step}, batch {started.index} of epoch {started.epoch + 1} "
             f"({describe(started.batch)}; {_suspects(started.batch)}). {self._last_good()} Lower the learning rate, "
-            "clip gradients with TrainingLoop(clip_grad_norm=1.0), or look at that batch: it is the error's .batch."
+            "clip gradients with TrainingLoop(clip_grad_norm=1.0), or inspect the batch, which is the error's .batch."
         )
         error.step, error.batch = started.step, started.batch
         return error

@@ -1,4 +1,4 @@
-"""The dtypes that a step computes in."""
+"""Mixed precision settings of the Trainer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SCALED = ("float16", "cbfloat16")
 
 @dataclass
 class Precision(Settings):
-    """Weights and updates are float32; matrix products and convolutions are computed in `dtype`.
+    """Mixed precision: weights and updates are float32; matrix products and convolutions are computed in `dtype`.
 
     Attributes:
-        dtype: "float32"; or mixed with "bfloat16", or with "float16" or "cbfloat16" and loss scaling.
-        loss_scale: "dynamic", or a number; for "float16" and "cbfloat16" only, where None is "dynamic". With a dynamic
-            one, a step whose gradients overflow is left out.
+        dtype: "float32", "bfloat16", or "float16" or "cbfloat16", which use loss scaling.
+        loss_scale: "dynamic" (the default) or a number, for "float16" and "cbfloat16" only. With a dynamic scale,
+            steps whose gradients overflow are skipped.
 
     Raises:
-        TrainerError: for another dtype, a scale that is no positive number, or one for a dtype that needs none.
+        TrainerError: for an unknown dtype, a scale that is not positive, or a scale for a dtype that needs none.
     """
 
     dtype: str = "float32"
@@ -42,7 +42,7 @@ class Precision(Settings):
             return
         if self.dtype not in _SCALED:
             raise TrainerError(
-                f"Precision: loss_scale={self.loss_scale!r} would do nothing with dtype={self.dtype!r}, whose range is "
+                f"Precision: loss_scale={self.loss_scale!r} has no effect with dtype={self.dtype!r}, whose range is "
                 'that of float32. Leave it out; it is for "float16" and "cbfloat16".'
             )
         try:
@@ -51,22 +51,22 @@ class Precision(Settings):
             raise TrainerError(f"Precision: {error}") from None
 
     def setup(self) -> None:
-        """Called once, before the steps are made."""
+        """Create the loss scaler. Called once, before the steps are created."""
         self.choose()
         if self.dtype in _SCALED:
             self.scaler = fl.amp.GradScaler(loss_scale="dynamic" if self.loss_scale is None else self.loss_scale)
 
     def choose(self) -> None:
-        """Make this the dtype of the process, in which another Trainer may have set another; not within a step."""
+        """Set the process's half dtype, which another Trainer may have changed. Not to be called within a step."""
         if self.dtype != "float32":
             fl.amp.set_half_dtype(self.dtype)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward pass.
+        """Context of the forward pass.
 
         Yields:
-            None, once; to be used in a `with` statement.
+            None.
         """
         if self.dtype == "float32":
             yield
@@ -75,27 +75,27 @@ class Precision(Settings):
                 yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Instead of `loss.backward()`.
+        """Run the backward pass, with loss scaling if it is used.
 
         Args:
-            loss: without dimensions, not scaled.
+            loss: the unscaled loss, a scalar tensor.
         """
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before gradients are clipped.
+        """Unscale the gradients, before they are clipped.
 
         Args:
-            optimizer: whose weights' gradients are unscaled.
+            optimizer: the optimizer whose parameters' gradients are unscaled.
         """
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Instead of `optimizer.step()`.
+        """Run `optimizer.step()`, with loss scaling if it is used.
 
         Args:
-            optimizer: whose weights are updated, unless gradients overflow under a dynamic scale.
+            optimizer: skipped if gradients overflow under a dynamic scale.
         """
         if self.scaler is None:
             optimizer.step()
@@ -105,19 +105,19 @@ class Precision(Settings):
 
     @property
     def clip_norm(self) -> float | None:
-        """What it clips gradients to, all together."""
+        """The total norm that gradients are clipped to, if any."""
         return None
 
     @property
     def clip_value(self) -> float | None:
-        """What it clips each gradient's elements to."""
+        """The value that gradient elements are clipped to, if any."""
         return None
 
     def scale(self) -> torch.Tensor | None:
         """The loss scale, if it is to be logged.
 
         Returns:
-            Without dimensions; None if it is not.
+            A scalar tensor, or None.
         """
         return None
 
@@ -130,7 +130,7 @@ class Precision(Settings):
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the loss scale and the counts of another run.
+        """Restore the loss scale and its counts.
 
         Args:
             state: what `state_dict` returned.
@@ -144,18 +144,18 @@ class MixedPrecision(Precision):
     """`Precision` with the arguments of Model Zoo's `MixedPrecision`.
 
     Attributes:
-        enabled: False: float32.
+        enabled: whether to use mixed precision; False is float32.
         fp16_type: "bfloat16", "float16" or "cbfloat16".
-        precision_opt_level: None: it is of Cerebras' compiler.
-        loss_scaling_factor: "dynamic", or a number; 1: nothing is scaled.
-        initial_loss_scale, steps_per_increase, min_loss_scale, max_loss_scale: of a dynamic one, as `amp.GradScaler`
-            takes them.
-        max_gradient_norm: scale all gradients so that their norm together is at most this.
-        max_gradient_value: cut each gradient's elements at plus and minus this.
-        log_loss_scale: log it; by default where it changes.
+        precision_opt_level: must be None: an option of Cerebras' compiler.
+        loss_scaling_factor: "dynamic" or a number; 1 disables loss scaling.
+        initial_loss_scale, steps_per_increase, min_loss_scale, max_loss_scale: of a dynamic scale, as in
+            `amp.GradScaler`.
+        max_gradient_norm: clip the gradients' total norm to this.
+        max_gradient_value: clip each element of the gradients to plus or minus this.
+        log_loss_scale: whether to log the loss scale; by default if it is dynamic.
 
     Raises:
-        TrainerError: for numbers that make no sense, and for a `precision_opt_level`, which is of Cerebras' compiler.
+        TrainerError: for invalid numbers, and if `precision_opt_level` is given.
     """
 
     enabled: bool = True
@@ -185,14 +185,14 @@ class MixedPrecision(Precision):
     ) -> None:
         if precision_opt_level is not None:
             raise TrainerError(
-                f"MixedPrecision: precision_opt_level={precision_opt_level!r} chooses kernels of Cerebras' compiler, "
-                "and would do nothing here. Leave it out."
+                f"MixedPrecision: precision_opt_level={precision_opt_level!r} selects kernels of Cerebras' compiler "
+                "and has no effect here. Leave it out."
             )
         if max_gradient_norm is not None and max_gradient_value is not None:
             raise TrainerError("MixedPrecision clips by norm or by value, not both. Leave one of them out.")
         for name, limit in (("max_gradient_norm", max_gradient_norm), ("max_gradient_value", max_gradient_value)):
             if limit is not None and not limit > 0:
-                raise TrainerError(f"MixedPrecision: {name}={limit!r} is not above 0.")
+                raise TrainerError(f"MixedPrecision: {name}={limit!r} is not positive.")
         own = {
             "enabled": enabled,
             "fp16_type": fp16_type,
@@ -214,7 +214,7 @@ class MixedPrecision(Precision):
 
     def __post_init__(self) -> None:
         if self.fp16_type not in _DTYPES[1:]:
-            raise TrainerError(f"MixedPrecision: fp16_type={self.fp16_type!r} is none of {', '.join(_DTYPES[1:])}.")
+            raise TrainerError(f"MixedPrecision: fp16_type={self.fp16_type!r} is not one of {', '.join(_DTYPES[1:])}.")
         if self.enabled and self.loss_scaling_factor != 1.0:
             self._new_scaler()
 

@@ -1,4 +1,4 @@
-"""The random state of a process: seeded, saved, restored."""
+"""Seeding, saving and restoring the random state of a process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the generators where `random_state` found them."""
+    """Restore a state that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(list(state["cuda"]))
@@ -48,7 +48,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """What the block draws leaves no trace: afterwards the generators stand where they stood."""
+    """Restore the generators' states at the end of the block."""
     state = random_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Report training metrics to the loggers, with the batch they belong to."""
+"""Reporting of training metrics to callbacks and loggers, with the batch that they belong to."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Reads losses when they have come, and tells callbacks and loggers of them, with all else that is to be logged."""
+    """Reads losses when they are available and reports them, with everything else to be logged."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._rates = Rates()
         self._began = 0.0
         self._seen_a_loss = False
-        self._starting: dict[str, float] | None = None  # the numbers of the step that is being started
+        self._starting: dict[str, float] | None = None  # numbers of the step being started
         self.begin()
 
     def begin(self) -> None:
-        """A run begins: what an earlier one has left unread, as it failed, is forgotten."""
+        """Start a run: drop what an earlier run has left unread when it failed."""
         self._began = fl.timeline.current().now()
         self._pending = Pending(self._report, self._trainer.folder.last_good, self._show)
 
     def logs(self, step: int) -> bool:
-        """Whether the numbers of this step go to the loggers."""
+        """Whether the numbers of step `step` go to the loggers."""
         return step == 1 or step % self._trainer.logging.log_steps == 0
 
     @property
     def logs_now(self) -> bool:
-        """The same of the step that is being started, or was last."""
+        """Whether the numbers of the step being started, or else of the last one, go to the loggers."""
         return self.logs(self._trainer.state.step + (self._starting is not None))
 
     @contextmanager
     def starting(self, numbers: dict[str, float]) -> Iterator[None]:
-        """The step's number is known in this block, and what is logged goes into `numbers`, with the learning rates."""
+        """Context in which a step is being started: logged numbers go into `numbers`, and so do the learning rates."""
         optimizer = self._trainer.optimizer
         assert optimizer is not None
         self._starting = numbers
@@ -72,15 +72,15 @@ class Reporter:
             self._trainer.log(**{name: float(value) for name, value in metrics.items()})
 
     def add(self, started: Started) -> None:
-        """A batch is under way: its numbers are reported when they have come.
+        """Report a batch's numbers once they are available.
 
         Raises:
-            NaNLossError: of an earlier batch, as of `settle`.
+            NaNLossError: for an earlier batch, as in `settle`.
         """
         self._pending.add(started)
 
     def settle(self) -> None:
-        """Wait for what is under way.
+        """Wait for all started batches and report them.
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
@@ -88,15 +88,15 @@ class Reporter:
         self._pending.settle()
 
     def restart_rates(self) -> None:
-        """What has been done since the last report was no training."""
+        """Exclude the time since the last report, which was not training, from the rates."""
         self._rates.restart()
 
     def _show(self, started: Started, values: dict[str, float]) -> None:
-        """The numbers of a batch have come; the loss may be NaN."""
+        """Call `on_values` with a batch's numbers; the loss may be NaN."""
         self._trainer.callbacks("on_values", self._trainer, values, started.step)
 
     def _report(self, started: Started, values: dict[str, float]) -> None:
-        """The numbers of a batch have come, and are finite."""
+        """Report a batch's numbers, which are finite."""
         trainer = self._trainer
         if not self._seen_a_loss:
             self._report_first_loss(values["loss"])
@@ -117,5 +117,5 @@ class Reporter:
         if clock.first_loss is None:  # an eager backend does not mark it
             clock.mark(fl.timeline.FIRST_LOSS)
         first = clock.first_loss or 0.0
-        # Of another Trainer in the same process the first loss may have come long ago.
+        # With another Trainer before it in the process, the process's first loss may be long past.
         self._trainer.callbacks("on_first_loss", self._trainer, loss, first if first > self._began else clock.now())

@@ -1,4 +1,4 @@
-"""The run folder: settings, versions, and the picture of the run's first loss."""
+"""Files that describe a run, in the run folder: settings, versions, and the timeline of the first loss."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PACKAGES = ("firstloss", "torch", "jax", "jaxlib", "numpy", "transformers", "sa
 
 
 class RunFolder(Callback):
-    """Writes `settings.json` and `versions.json` when training begins, at its end `timeline.json` and `timeline.png`.
+    """Write `settings.json` and `versions.json` when training begins, `timeline.json` and `timeline.png` at its end.
 
-    Of a process's later runs there is no timeline: it begins with the process, and ends with its first loss.
+    Only a process's first run has a timeline: from the start of the process to the first loss.
     """
 
     def __init__(self) -> None:
@@ -50,21 +50,21 @@ class RunFolder(Callback):
         if not self._first or clock.first_loss is None:
             return
         self._first = False
-        road = timeline.Timeline()  # up to the first loss: what came after would only make the picture small
+        picture = timeline.Timeline()  # only up to the first loss, so that it is readable
         for span in clock.spans:
             if span.start <= clock.first_loss:
-                road.add(span.name, span.start, span.end, span.track)
-        road.mark(timeline.FIRST_LOSS, clock.first_loss)
-        road.to_perfetto(os.path.join(trainer.model_dir, "timeline.json"))
+                picture.add(span.name, span.start, span.end, span.track)
+        picture.mark(timeline.FIRST_LOSS, clock.first_loss)
+        picture.to_perfetto(os.path.join(trainer.model_dir, "timeline.json"))
         try:
-            road.to_png(os.path.join(trainer.model_dir, "timeline.png"))
-        except ImportError:  # matplotlib comes with the extra "cli"; ui.perfetto.dev draws the other file
+            picture.to_png(os.path.join(trainer.model_dir, "timeline.png"))
+        except ImportError:  # matplotlib comes with the extra "cli"; the JSON file can be viewed at ui.perfetto.dev
             pass
 
 
 def settings(trainer: Trainer) -> dict[str, Any]:
-    """What the Trainer was given, defaults included; callables by their source, as far as Python can tell it."""
-    model, optimizer, schedulers = (_in_words(given) for given in trainer.given)
+    """The Trainer's settings, defaults included; callables by their source, if Python knows it."""
+    model, optimizer, schedulers = (_source(given) for given in trainer.given)
     found = {"model": model, "optimizer": optimizer, "schedulers": schedulers, "seed": trainer.seed}
     mesh = getattr(getattr(trainer.backend, "mesh", None), "axes", None)
     found |= {"backend": trainer.backend.name, "mesh": mesh, "processes": trainer.processes.count}
@@ -76,7 +76,7 @@ def settings(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def _in_words(given: Any) -> Any:
+def _source(given: Any) -> Any:
     if given is None or not callable(given) or isinstance(given, torch.nn.Module):
         return repr(given)
     try:
@@ -86,7 +86,7 @@ def _in_words(given: Any) -> Any:
 
 
 def versions() -> dict[str, Any]:
-    """What ran here: Python, the platform and the packages that matter."""
+    """The versions of Python, the platform and the relevant packages."""
     found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The position of a run: what a checkpoint holds besides weights and random state."""
+"""The position of a run, for checkpoints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass
 class RunState:
-    """Where a run is.
+    """The position of a run.
 
     Attributes:
         step: updates of the weights so far.
-        epoch: passes over the training loader so far.
-        samples, tokens: how many were trained on.
+        epoch: completed passes over the training loader.
+        samples, tokens: numbers of them trained on so far.
         validated: the step of the last validation.
-        best: {"step", "metric", "value"} of the best checkpoint so far, if `Checkpoint(best=...)` asks for one.
+        best: {"step", "metric", "value"} of the best checkpoint so far, if `Checkpoint(best=...)` asks for it.
         stopped: why the run was stopped early; empty if it was not.
     """
 

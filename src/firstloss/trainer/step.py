@@ -1,4 +1,4 @@
-"""The traced steps: forward and backward pass, update, and validation."""
+"""The traced functions of a run: forward and backward pass, update, and validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .precision import Precision
 
 
-# In a step under way: what callbacks log in it, by name.
+# What callbacks log in the step being traced, by name.
 logged_in_step: ContextVar[dict[str, Any] | None] = ContextVar("logged_in_step", default=None)
 
 _IN_STEP = (
@@ -39,13 +39,13 @@ _IN_STEP = (
 
 
 class Steps:
-    """The functions of a run. Each is traced and compiled once, at its first call.
+    """The traced functions of a run, each compiled at its first call.
 
     `accumulate(batch)` adds to the gradients; `update(batch)` does so and updates the weights; both return the scalars
-    that the model returned, the loss among them. `evaluate(batch)` returns the same without gradients, and
-    `evaluate_all(batch)` whatever else the model returned, for metrics. `nan_weights()` says of each weight whether it
-    holds NaN, for processes that cannot read them. `schedules` are functions of a step tensor, and step with the
-    weights. `hooks(name, ...)` calls callbacks; those that no callback overrides are no part of a step.
+    among the model's outputs, including the loss. `evaluate(batch)` returns the same without gradients;
+    `evaluate_all(batch)` also returns the other outputs, for metrics. `nan_weights()` returns for each weight whether
+    it holds NaN, for processes that cannot read the weights. `schedules` are functions of a step tensor and step with
+    the weights. `hooks(name, ...)` calls callbacks; hooks that no callback overrides are left out of the step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Steps:
         self._model = model
         self._hooks = hooks
         self._trainer = trainer
-        self.compiled: set[str] = set()  # the names of those that have been called
+        self.compiled: set[str] = set()  # names of the functions that have been called
         used = {name for name in _IN_STEP if overridden(name)}
         clip_norm = precision.clip_norm if loop is None or loop.clip_grad_norm is None else loop.clip_grad_norm
         clip_value = precision.clip_value if loop is None or loop.clip_grad_value is None else loop.clip_grad_value
@@ -82,9 +82,9 @@ class Steps:
             assert loop is not None
             with precision.forward():
                 loss, outputs = self._forward(batch)
-                share = loss / loop.grad_accum_steps if loop.grad_accum_steps > 1 else loss
+                scaled = loss / loop.grad_accum_steps if loop.grad_accum_steps > 1 else loss
             hook("on_before_backward", outputs)
-            precision.backward(share)
+            precision.backward(scaled)
             hook("on_after_backward", outputs)
             return {"loss": loss.detach(), **_scalars(outputs)}
 
@@ -104,9 +104,9 @@ class Steps:
 
         @fl.trace
         def update(batch: Any) -> dict[str, torch.Tensor]:
-            return with_logged(lambda: updated(batch))
+            return with_logged(lambda: run_update(batch))
 
-        def updated(batch: Any) -> dict[str, torch.Tensor]:
+        def run_update(batch: Any) -> dict[str, torch.Tensor]:
             assert optimizer is not None
             found = backward(batch)
             precision.unscale(optimizer)
@@ -129,7 +129,7 @@ class Steps:
             hook("on_after_optimizer_zero_grad", optimizer)
             return found
 
-        def evaluated(batch: Any) -> tuple[dict[str, Any], Any]:
+        def run_evaluation(batch: Any) -> tuple[dict[str, Any], Any]:
             def step() -> dict[str, Any]:
                 with torch.no_grad(), precision.forward():
                     loss, outputs[0] = self._forward(batch)
@@ -140,11 +140,11 @@ class Steps:
 
         @fl.trace
         def evaluate(batch: Any) -> dict[str, Any]:
-            return {"scalars": evaluated(batch)[0]}
+            return {"scalars": run_evaluation(batch)[0]}
 
         @fl.trace
         def evaluate_all(batch: Any) -> dict[str, Any]:
-            scalars, outputs = evaluated(batch)
+            scalars, outputs = run_evaluation(batch)
             return {"scalars": scalars, "outputs": _tensors(outputs)}
 
         @fl.trace
@@ -157,7 +157,7 @@ class Steps:
         self.nan_weights = nan_weights
 
     def run(self, name: str, batch: Any) -> Any:
-        """Call one of the functions by name; its first call, which compiles it, is reported to the callbacks."""
+        """Call a function by name; report its first call, which compiles it, to the callbacks."""
         function = getattr(self, name)
         if name in self.compiled:
             return function(on_device(batch))
@@ -168,7 +168,7 @@ class Steps:
         return outputs
 
     def _forward(self, batch: Any) -> tuple[torch.Tensor, Any]:
-        """Give the batch to the model in the way its `forward` asks for; returns the loss and all that came out."""
+        """Call the model with the batch as its `forward` takes it; returns the loss and all outputs."""
         args, kwargs = arguments(self._signature, batch)
         self._hook("on_before_forward", batch, args, kwargs)
         try:
@@ -176,45 +176,47 @@ class Steps:
         except (TypeError, AttributeError) as error:
             if not args or args[0] is not batch or isinstance(batch, torch.Tensor):
                 raise
-            # As a forward(x) that returns logits: the user finds a list in `x`, and never asked for one.
+            # For example, forward(x) that returns logits fails on a list in `x`, which the user did not expect.
             raise TrainerError(
-                f"forward{self._signature} does not take the parts of a batch {describe(batch)} one by one, so it was "
-                f"given the batch whole, and failed: {error}. A model is given all that its loss needs, and returns "
-                "the loss: def forward(self, x, y): return cross_entropy(self.net(x), y)."
+                f"forward{self._signature} does not take the elements of a batch {describe(batch)} as separate "
+                f"arguments, so it was called with the whole batch, and failed: {error}. The model takes everything "
+                "that its loss needs and returns the loss: def forward(self, x, y): return cross_entropy(self.net(x), "
+                "y)."
             ) from error
         self._hook("on_after_forward", outputs, batch)
         return loss_of(outputs, self._model.__class__.__name__), outputs
 
 
 def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str, Any]]:
-    """How `batch` fits a model's `forward`: a dict or a dataclass by names, a tuple or list one by one, or the batch as
-    one argument.
+    """Match `batch` to the signature of a model's `forward`.
 
-    The first of these that the signature takes is the one.
+    A dict or dataclass is passed by names and a tuple or list as separate arguments, if the signature allows it, or
+    else the batch as one argument.
     """
-    ways: list[tuple[tuple, dict[str, Any]]] = [((batch,), {})]
+    candidates: list[tuple[tuple, dict[str, Any]]] = [((batch,), {})]
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
-        ways.insert(0, ((), dict(batch)))
+        candidates.insert(0, ((), dict(batch)))
     elif isinstance(batch, (tuple, list)):
-        ways.insert(0, (tuple(batch), {}))
+        candidates.insert(0, (tuple(batch), {}))
     elif flattened_attributes(batch):
-        ways.insert(0, ((), {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}))
-    for args, kwargs in ways:
+        candidates.insert(0, ((), {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}))
+    for args, kwargs in candidates:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
             continue
         return args, kwargs
     raise TrainerError(
-        f"the model's forward{signature} does not take what the loader gives, {describe(batch)}. A dict is passed by "
-        "names, a tuple one by one, anything else as one argument: change forward, or the loader's collate_fn."
+        f"the model's forward{signature} does not accept the loader's batches, {describe(batch)}. A dict is passed by "
+        "names, a tuple as separate arguments, anything else as one argument: change forward, or the loader's "
+        "collate_fn."
     )
 
 
 def loss_of(outputs: Any, model: str) -> torch.Tensor:
-    """The loss in what a model returned: itself, its `loss`, its ["loss"], its first element, or the only scalar in it.
+    """Find the loss in a model's outputs: the output itself, `.loss`, ["loss"], the only scalar or the first element.
 
-    (loss, logits) is how Hugging Face's models return tuples, (logits, loss) how nanoGPT does.
+    Hugging Face's models return tuples as (loss, logits), nanoGPT returns (logits, loss).
     """
     loss = outputs
     if isinstance(outputs, Mapping):
@@ -227,9 +229,9 @@ def loss_of(outputs: Any, model: str) -> torch.Tensor:
     if _is_scalar(loss):
         return loss
     raise TrainerError(
-        f"{model}.forward returned {describe(outputs)}, in which there is no loss. Return a scalar tensor, or a dict, "
-        'a tuple or an object with the loss as ["loss"], only scalar or .loss. A Hugging Face model computes it '
-        "when the batch holds labels."
+        f"{model}.forward returned {describe(outputs)}, which holds no loss. Return a scalar tensor, or a dict, "
+        'a tuple or an object with the loss as ["loss"], only scalar or .loss. Hugging Face models compute it when the '
+        "batch holds labels."
     )
 
 
@@ -238,7 +240,7 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _scalars(outputs: Any) -> dict[str, torch.Tensor]:
-    """What else a model returned by name that is one number: it is averaged and logged."""
+    """Scalar outputs other than the loss, which are logged, and averaged by validation."""
     if not isinstance(outputs, Mapping):
         return {}
     return {
@@ -249,7 +251,7 @@ def _scalars(outputs: Any) -> dict[str, torch.Tensor]:
 
 
 def _tensors(outputs: Any) -> Any:
-    """Of what came out by name, the tensors: Hugging Face models return caches and the like besides."""
+    """The tensors among named outputs: Hugging Face models also return caches and the like."""
     if not isinstance(outputs, Mapping):
         return outputs
     return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
@@ -260,7 +262,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def on_device(batch: Any) -> Any:
-    """The batch where an eager backend computes; the XLA backend takes it from where it is."""
+    """Move the batch to an eager backend's device; the XLA backend transfers it itself."""
     device = fl.current_torch_device()
     if device.type == "cpu":
         return batch
@@ -269,21 +271,21 @@ def on_device(batch: Any) -> Any:
     return pytree.tree_unflatten(moved, spec)
 
 
-def describe(thing: Any) -> str:
-    """A batch or an output in words: its structure with the tensors' dtypes and shapes."""
-    if isinstance(thing, torch.Tensor):
-        return f"{str(thing.dtype).removeprefix('torch.')}{list(thing.shape)}"
-    if isinstance(thing, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in thing.items()) + "}"
-    if flattened_attributes(thing):
-        return type(thing).__name__ + describe({f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)})
-    if isinstance(thing, (tuple, list)):
-        return "(" + ", ".join(describe(value) for value in thing) + ")"
-    return type(thing).__name__
+def describe(value: Any) -> str:
+    """Describe a batch or an output: its structure with the tensors' dtypes and shapes."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
+    if flattened_attributes(value):
+        return type(value).__name__ + describe({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(describe(item) for item in value) + ")"
+    return type(value).__name__
 
 
 def counts(batch: Any) -> tuple[int, int]:
-    """(samples, tokens) of a batch: the first tensor's length, and the size of the first whole-number matrix."""
+    """(samples, tokens) of a batch: the first tensor's length, and the size of the first integer matrix."""
     tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     samples = next((len(t) for t in tensors if t.dim()), 1)
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point() and not t.is_complex()), 0)

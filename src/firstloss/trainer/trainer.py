@@ -1,4 +1,4 @@
-"""The Trainer: a whole run, from top to bottom."""
+"""The Trainer, which runs training and validation from top to bottom."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Path = str | os.PathLike[str]
 
 
 class Trainer:
-    """Trains a model: everything deferred, overlapped and resident where it should be.
+    """Trains a model, with initialization, tracing and compilation overlapped.
 
-    Pass callables for model, optimizer and schedulers, and the weights are made, bit for bit those of eager PyTorch
-    from the same seed, while the step is traced and compiled. Pass objects, and they are used as they are.
+    Pass callables for model, optimizer and schedulers: the weights, bit-identical to eager PyTorch's from the same
+    seed, are then materialized while the step is traced and compiled. Objects are used as they are.
 
-    A batch goes to the model's `forward` as its signature asks for it: a dict by names, a tuple or list one by one,
-    anything else as one argument. What comes back is the loss, or holds it: `.loss`, ["loss"], first or only scalar.
-    Other scalars that come back by name are logged, and averaged by validation.
+    A batch is passed to the model's `forward` as its signature allows: a dict by names, a tuple or list as separate
+    arguments, anything else as one argument. The output must be or hold the loss: `.loss`, ["loss"], the first element
+    or the only scalar. Other named scalar outputs are logged, and averaged by validation.
 
     Examples:
         >>> from firstloss.trainer import Trainer, TrainingLoop
@@ -55,7 +55,7 @@ class Trainer:
         ...     def forward(self, x):
         ...         return self.layer(x).square().mean()
         >>> trainer = Trainer(
-        ...     model=Model,  # not Model(): it is captured
+        ...     model=Model,  # not Model(), so that the constructor is captured
         ...     optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         ...     loop=TrainingLoop(max_steps=3),
         ...     loggers=[],
@@ -66,24 +66,24 @@ class Trainer:
         3
 
     Args:
-        device: "XLA", "CPU" or "GPU". Default "XLA".
-        backend: a backend, or its name, instead of `device`.
-        model_dir: the run folder: checkpoints, logs, versions, the timeline; and "artifacts": what callbacks write,
-            and, if the Trainer makes the backend, what that keeps. A run whose folder has a checkpoint resumes from
-            there.
+        device: "XLA" (the default), "CPU" or "GPU".
+        backend: a backend or its name, instead of `device`.
+        model_dir: the run folder, for checkpoints, logs, versions and the timeline. Its folder "artifacts" holds files
+            that callbacks write, and those of a backend that the Trainer creates. A run resumes from the checkpoints in
+            its folder.
         model: an `nn.Module`, or a callable `() -> Module`.
-        optimizer: an optimizer, or `Module -> Optimizer`. Only `validate` does without.
+        optimizer: an optimizer, or `Module -> Optimizer`. Optional for `validate`.
         schedulers: a list of schedulers, or `Optimizer -> Scheduler`. They step once per update.
         precision: default float32.
-        loop: how long to train; a `ValidationLoop` where one only validates.
+        loop: how long to train; or a `ValidationLoop`, for `validate` only.
         checkpoint: when to save and what to keep.
         logging: how often to log.
         callbacks: your code that runs at the stages of the run.
-        loggers: default a progress bar and JSON lines.
-        seed: of torch, numpy and Python, before the model is made.
+        loggers: by default a progress display and JSON lines.
+        seed: seed of torch, numpy and Python, set before the model is made.
 
     Raises:
-        TrainerError: for what does not fit together, as an optimizer object with a model that does not exist yet.
+        TrainerError: for arguments that do not fit together, such as an optimizer object with a model callable.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Trainer:
         construct.check_mix(model, optimizer, schedulers)
         construct.check_settings(loop, checkpoint, logging, callbacks, loggers)
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise TrainerError(f"seed={seed!r} is not a whole number.")
+            raise TrainerError(f"seed={seed!r} is not an integer.")
         self.given = (model, optimizer, schedulers)
         self.model_dir = os.fspath(model_dir)
         self.loop = loop if isinstance(loop, TrainingLoop) else None
@@ -139,32 +139,32 @@ class Trainer:
 
     @property
     def is_log_step(self) -> bool:
-        """Whether the numbers of the step under way, or done last, go to the loggers."""
+        """Whether the numbers of the step being started, or else of the last one, go to the loggers."""
         return self._reporter.logs_now
 
     def get_callbacks(self, callback_type: type) -> Iterator[Any]:
-        """The callbacks and loggers of a class.
+        """The callbacks and loggers that are instances of a class.
 
         Args:
-            callback_type: a class, or a base of classes.
+            callback_type: the class.
 
         Returns:
-            An iterator, in the order in which they were given.
+            An iterator, in the order in which they were passed.
         """
         return (callback for callback in self.callbacks.all if isinstance(callback, callback_type))
 
     def get_callback(self, callback_type: type) -> Any:
-        """The first callback or logger of a class.
+        """The first callback or logger that is an instance of a class.
 
         Args:
-            callback_type: a class, or a base of classes.
+            callback_type: the class.
 
         Returns:
-            The object; None if there is none.
+            The callback; None if there is none.
         """
         return next(self.get_callbacks(callback_type), None)
 
-    # -- what one calls --
+    # -- public methods --
 
     def fit(
         self,
@@ -172,20 +172,20 @@ class Trainer:
         val_dataloader: Iterable[Any] | None = None,
         ckpt_path: Path | EllipsisType | None = ...,
     ) -> None:
-        """Train until the loop's end, an early stop, a loss that is NaN, or Ctrl-C; save at the end.
+        """Train until the end of the loop, an early stop, a NaN loss or Ctrl-C; save at the end.
 
         Args:
-            train_dataloader: something that can be iterated again for each epoch.
-            val_dataloader: what to validate on, when the loop says so and at the end; a list of DataLoaders is several,
-                whose metrics end in "_0", "_1" and so on.
-            ckpt_path: by default, and with "last", the run resumes from its folder's last checkpoint, if there is one.
-                "best", or a checkpoint of this folder: it resumes from that one. Weights from elsewhere (another run's
-                checkpoint, a safetensors file, a Hugging Face folder): a folder without checkpoints starts from them.
-                None: nothing is loaded. Checkpoints later than where the run begins are set aside, in a folder beside.
+            train_dataloader: an iterable that can be iterated repeatedly, once per epoch.
+            val_dataloader: the data to validate on, at the times set by the loop and at the end; with a list of
+                DataLoaders the metrics' names end in "_0", "_1" and so on.
+            ckpt_path: what to load. By default, or "last": resume from the run folder's last checkpoint, if there is
+                one. "best" or a checkpoint in the run folder: resume from it. Weights from elsewhere (another run's
+                checkpoint, a safetensors file, a Hugging Face folder): start from them, unless the run folder has
+                checkpoints. None: load nothing. Checkpoints after the step at which the run starts are moved aside.
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
-            TrainerError: without an optimizer or a loop, or if a loader is none, or a setting cannot be done.
+            TrainerError: without an optimizer or a loop, or for an invalid loader or setting.
         """
         if self.loop is None or self.given[1] is None:
             missing = "an optimizer" if self.given[1] is None else "loop=TrainingLoop(max_steps=...)"
@@ -200,7 +200,7 @@ class Trainer:
         with self._running("saving after this step"):
             weights = self.folder.named(ckpt_path)
             last = self.checkpoint.autoload_last and not again
-            self._start(self.folder.to_go_on_from(weights, last), weights)
+            self._start(self.folder.resume_state(weights, last), weights)
             if self.processes.index == 0:
                 self.folder.archive_newer(self.state.step)
             self.processes.wait("begin")
@@ -227,17 +227,18 @@ class Trainer:
         """Validate once.
 
         Args:
-            val_dataloader: what to validate on; a list of DataLoaders is several, whose metrics end in "_0" and so on.
-            ckpt_path: weights to validate: a path, or "last" or "best" of the run folder. By default those in memory,
-                if this Trainer has made or loaded some; else those of the run folder's last checkpoint. None: those in
-                memory, trained or not.
-            loop: how to validate; by default as the Trainer's own loop says.
+            val_dataloader: the data to validate on; with a list of DataLoaders the metrics' names end in "_0" and so
+                on.
+            ckpt_path: the weights to validate: a path, or the run folder's "last" or "best" checkpoint. By default
+                those in memory, if this Trainer has made or loaded any; else the run folder's last checkpoint. None:
+                those in memory, trained or not.
+            loop: how to validate; by default as set by the Trainer's loop.
 
         Returns:
-            The metrics by name, which begin with "val_".
+            The metrics by name; the names begin with "val_".
 
         Raises:
-            TrainerError: if there are no weights yet, as the model is a callable and the folder has no checkpoint.
+            TrainerError: if there are no weights yet: the model is a callable and the folder has no checkpoint.
         """
         for loader in several(val_dataloader):
             check_loader("val_dataloader", loader, once=True)
@@ -250,8 +251,8 @@ class Trainer:
                 path = self.folder.last()
                 if path is None and (ckpt_path == "last" or not isinstance(self.given[0], torch.nn.Module)):
                     raise TrainerError(
-                        f"there is nothing to validate yet: {self.folder.path} has no checkpoint. Train first, name "
-                        "weights as ckpt_path, or write ckpt_path=None for the weights as the model initialises them."
+                        f"there are no weights to validate: {self.folder.path} has no checkpoint. Train first, pass "
+                        "weights as ckpt_path, or write ckpt_path=None for the model's initial weights."
                     )
             self._start(None, path)
             return self._validate(val_dataloader, loop or self.validation)
@@ -266,16 +267,16 @@ class Trainer:
         """Validate several checkpoints, each on all loaders.
 
         Args:
-            val_dataloaders: one, or a list of them.
-            ckpt_paths: as `validate` takes them: one, or a list; with `*`, `?` and `[` all that match, in the order of
-                their steps. By default, the one that `validate` takes by default.
-            loop: how to validate; by default as the Trainer's own loop says.
+            val_dataloaders: one loader or a list of them.
+            ckpt_paths: one or a list of what `validate` takes; patterns with `*`, `?` and `[` stand for all matching
+                checkpoints, in the order of their steps. Default as for `validate`.
+            loop: how to validate; by default as set by the Trainer's loop.
 
         Returns:
-            What `validate` returns, by the checkpoint's path; None stands for the weights in memory.
+            What `validate` returns, by checkpoint path; None is the key of the weights in memory.
 
         Raises:
-            TrainerError: if there are no such checkpoints.
+            TrainerError: if a pattern matches no checkpoint.
         """
         given = ckpt_paths if isinstance(ckpt_paths, (list, tuple)) else [ckpt_paths]
         paths = [path for one in given for path in checkpoints.matching(one)]
@@ -287,7 +288,7 @@ class Trainer:
         }
 
     def save_checkpoint(self) -> str:
-        """`save` by another name.
+        """Save a checkpoint: another name of `save`.
 
         Returns:
             The checkpoint's path.
@@ -295,7 +296,7 @@ class Trainer:
         return self.save()
 
     def load_checkpoint(self, ckpt_path: Path) -> None:
-        """Give the model the weights of a checkpoint, or of any other file or folder of weights, now.
+        """Load the weights of a checkpoint, or of another file or folder of weights, into the model.
 
         Args:
             ckpt_path: a path, or "last" or "best" of the run folder.
@@ -304,10 +305,10 @@ class Trainer:
             self._start(None, self.folder.named(ckpt_path))
 
     def save(self) -> str:
-        """Write a checkpoint of the step that has been done.
+        """Save a checkpoint of the current step.
 
         Returns:
-            Its path.
+            The checkpoint's path.
         """
         path = self.folder.at(self.state.step)
         self._reporter.settle()
@@ -331,31 +332,31 @@ class Trainer:
         self.state.stopped = reason
 
     def log(self, **metrics: float) -> None:
-        """Give numbers to the loggers, under the step that has been done.
+        """Pass numbers to the loggers, for the last step.
 
         Args:
-            **metrics: numbers, by the names under which they are logged.
+            **metrics: numbers by name.
         """
         self.callbacks("on_metrics", self, metrics, self.state.step)
 
     def log_metrics(self, **metrics: Any) -> None:
-        """Log numbers with the step under way.
+        """Log numbers with the current step.
 
-        In a hook that runs in the step, and in `on_step_start`, they are logged with the step's own, if that is logged:
-        in the step they may be tensors, which nobody waits for. Anywhere else they are logged at once.
+        In hooks that run inside the step, where they may be tensors, and in `on_step_start` they are logged together
+        with the step's own numbers, if the step is logged. Elsewhere they are logged at once.
 
         Args:
-            **metrics: numbers, or tensors of one element, by the names under which they are logged.
+            **metrics: numbers, or tensors with one element, by name.
 
         Raises:
-            TrainerError: for what is no number.
+            TrainerError: for a tensor with more elements.
         """
         self._reporter.log(metrics)
 
     # -- before training --
 
     def _start(self, saved: dict[str, Any] | None, weights: Path | EllipsisType | None) -> None:
-        """Make what was passed as callables, load, and give the model to the backend. The second time, only load."""
+        """Make what was passed as callables, load weights, and compile the model with the backend; later only load."""
         model, optimizer, schedulers = self.given
         fresh = self.model is None
         if self.model is None:
@@ -367,7 +368,7 @@ class Trainer:
                 self.optimizer = construct.make_optimizer(optimizer, self.model)
                 self.schedulers = construct.make_schedulers(schedulers, self.optimizer)
             self.precision.setup()
-        if saved is not None:  # before the backend has it: what is loaded need not be initialised
+        if saved is not None:  # before compile: loaded weights need not be initialized
             checkpoints.load_model(self, saved)
         elif weights is not None and not isinstance(weights, EllipsisType):
             found = checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
@@ -383,9 +384,9 @@ class Trainer:
 
     @contextmanager
     def _running(self, promise: str) -> Iterator[None]:
-        """Around `fit` and `validate`: the backend is the current one, errors reach callbacks, signals are held.
+        """Context of a run: sets the current backend, reports errors to callbacks, and defers signals.
 
-        `promise` is what will be done before a signal is obeyed.
+        `promise` says what is done before a signal takes effect.
         """
         os.makedirs(self.model_dir, exist_ok=True)
         fl.backend(self.backend)
@@ -404,7 +405,7 @@ class Trainer:
     # -- training --
 
     def _train(self, loop: TrainingLoop) -> None:
-        """Steps, epochs, and what is due after each, until the loop ends."""
+        """Train until the loop ends."""
         assert self.model is not None and self.batches is not None
         self.model.train()
         self.callbacks("on_train_start", self, self.model, self.batches.loader, loop)
@@ -417,7 +418,7 @@ class Trainer:
         assert self.batches is not None
         self.state.stopped = ""
         if self.state.step and self._validation_due(loop):
-            self._after(validate=True, save=False)  # the run was ended before it got to it
+            self._after(validate=True, save=False)  # the run was ended before its validation
         while not self._done(loop):
             if self.batches.index == 0:
                 self.callbacks("on_epoch_start", self)
@@ -434,7 +435,7 @@ class Trainer:
             self._after(loop.validates_after_epoch(self.state.epoch), save=due)
 
     def _step(self, group: list[Any]) -> None:
-        """One update of the weights, from one batch or several."""
+        """Run one update of the weights, from one batch or several."""
         assert self.batches is not None and self.optimizer is not None and self.steps is not None
         for number, batch in enumerate(group, start=1):
             last = number == len(group)
@@ -464,12 +465,12 @@ class Trainer:
                 self._reporter.add(started)
 
     def _after(self, validate: bool, save: bool) -> None:
-        """What is due between two steps; and the end, if a signal asks for it."""
+        """Validate, check for signals and save, as due between two steps."""
         if validate and self.val_dataloader is not None and self.state.validated != self.state.step:
             metrics = self._validate(self.val_dataloader, self.validation)
             self.state.validated = self.state.step
             save |= self.checkpoint.is_best(metrics, self.state)
-        # With several processes it takes them all to find out whether one got a signal: not at every step.
+        # With several processes the check is a collective operation, so it is not done at every step.
         if self.processes.count == 1 or self._reporter.logs(self.state.step):
             self._interrupts.check()
         if save and self._saved != self.state.step and self.backend.is_e2e_execution:
@@ -487,12 +488,12 @@ class Trainer:
         return metrics
 
     def _validation_due(self, loop: TrainingLoop) -> bool:
-        """Whether a run that resumes from a checkpoint was ended before the validation that belongs to it."""
+        """Whether a resumed run was ended between its last step and the validation due after it."""
         assert self.batches is not None
         at_epoch = self.batches.index == 0 and loop.validates_after_epoch(self.state.epoch)
         return loop.validates_after_step(self.state.step) or at_epoch
 
     def _done(self, loop: TrainingLoop) -> bool:
         if not self.backend.is_e2e_execution and self.state.step:
-            return True  # it is compiled
+            return True  # compile only
         return bool(self.state.stopped) or loop.ends_at(self.state.step, self.state.epoch)

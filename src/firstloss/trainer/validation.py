@@ -1,4 +1,4 @@
-"""Validation: a pass over the loaders, averages of scalars over the samples, and metrics with state of their own."""
+"""Validation: passes over the loaders, scalars averaged over samples, and metric objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_validation(
     loop: ValidationLoop,
     interrupts: Interrupts,
 ) -> dict[str, float]:
-    """One pass over each loader in eval mode; the metrics. Training goes on as if it had not been."""
+    """Run a pass over each loader in eval mode and return the metrics; the training state is unchanged."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     metrics: dict[str, float] = {}
@@ -55,7 +55,7 @@ def run_validation(
 def _evaluate(
     trainer: Trainer, loader: Iterable[Any], loop: ValidationLoop, interrupts: Interrupts
 ) -> dict[str, float]:
-    """One pass over one loader; the metrics. Where steps are only compiled, none."""
+    """Run a pass over one loader and return the metrics; empty if the backend only compiles."""
     assert trainer.steps is not None
     averages = Averages(loop)
     executor = iter(fl.utils.data.DataExecutor(loader))
@@ -72,7 +72,7 @@ def _evaluate(
 
 
 class Averages:
-    """Collects the outputs of validation batches; values are read a little later than they are started."""
+    """Averages the outputs of validation batches, read with a delay so that the device never waits."""
 
     def __init__(self, loop: ValidationLoop) -> None:
         self._loop = loop
@@ -83,7 +83,7 @@ class Averages:
             metric.reset()
 
     def add(self, batch: Any, outputs: dict[str, Any]) -> None:
-        """A batch is under way."""
+        """Add the outputs of a started batch."""
         self._queue.append((batch, outputs))
         if len(self._queue) > AHEAD:
             self._read()
@@ -92,7 +92,7 @@ class Averages:
         batch, outputs = self._queue.popleft()
         samples, _ = counts(batch)
         for name, value in outputs["scalars"].items():
-            if name.startswith("_"):  # a callback's own
+            if name.startswith("_"):  # private to a callback
                 continue
             self._sums[name] = self._sums.get(name, 0.0) + float(value) * samples
             self._weights[name] = self._weights.get(name, 0) + samples
@@ -103,11 +103,11 @@ class Averages:
                 metric.update(*on_host)
 
     def result(self) -> dict[str, float]:
-        """The metrics by name: averages per sample, `val_` in front, and what the metric objects computed."""
+        """The metrics by name: averages per sample, prefixed with "val_", and results of the metric objects."""
         while self._queue:
             self._read()
         if not self._weights:
-            raise TrainerError("the validation loader gave no batch.")
+            raise TrainerError("the validation loader yielded no batches.")
         found = {f"val_{name}": self._sums[name] / self._weights[name] for name in self._sums}
         for name, metric in self._loop.metrics.items():
             value = float(metric.compute())
@@ -127,8 +127,8 @@ def default_inputs(batch: Any, outputs: Any) -> tuple[Any, Any]:
         target = batch[-1]
     if logits is None or target is None:
         raise TrainerError(
-            f"metrics need predictions and targets, and there are none in outputs {describe(outputs)} and batch "
-            f'{describe(batch)}. Return {{"loss": ..., "logits": ...}} from forward, or give '
+            f"metrics need predictions and targets, which outputs {describe(outputs)} and batch {describe(batch)} "
+            'do not have. Return {"loss": ..., "logits": ...} from forward, or pass '
             "ValidationLoop(metric_inputs=lambda batch, outputs: (predictions, targets))."
         )
     return logits, target
@@ -140,7 +140,7 @@ def _on_host(x: Any) -> Any:
 
 @contextmanager
 def quiet_recompiles() -> Iterator[None]:
-    """The last batch of a validation loader is often a shorter one: a second compile, and no reason for a warning."""
+    """Suppress the recompile warning for a validation loader's last batch, which is often a smaller one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*evaluate(_all)? is recompiled", GraphChangeWarning)
         yield

@@ -1,4 +1,4 @@
-"""Beside training: `firstloss.utils.data`, and `firstloss.utils.tensorboard`, which needs tensorboard."""
+"""Utilities: `firstloss.utils.data`, and `firstloss.utils.tensorboard`, which needs tensorboard."""
 
 import importlib
 from typing import Any

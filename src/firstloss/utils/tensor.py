@@ -1,4 +1,4 @@
-"""Filled tensors on the current backend, made without host memory."""
+"""Filled tensors on the current backend, created without host memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Tensor = torch.Tensor
 
 
 def full(shape: Sequence[int], value: float, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of `shape` on the current backend, all of it `value`. Without a backend, and in a traced step, as
-    `torch.full`.
+    """A tensor of `shape` on the current backend, filled with `value`. Without a backend, and in a traced step, the
+    same as `torch.full`.
 
     Args:
-        shape: the sizes of its dimensions.
-        value: of all elements.
-        dtype: its dtype; None: as `torch.full` infers it from `value`.
+        shape: the tensor's shape.
+        value: the fill value.
+        dtype: the dtype; by default as `torch.full` infers it from `value`.
 
     Returns:
         A new tensor.
@@ -28,12 +28,12 @@ def full(shape: Sequence[int], value: float, dtype: torch.dtype | None = None) -
 
 
 def full_like(other: Tensor, value: float, dtype: torch.dtype | None = None) -> Tensor:
-    """`full` of the shape of another tensor.
+    """`full` with the shape of another tensor.
 
     Args:
-        other: whose shape, and dtype, is taken.
-        value: of all elements.
-        dtype: its dtype; None: that of `other`.
+        other: the tensor with the shape and default dtype.
+        value: the fill value.
+        dtype: the dtype; by default that of `other`.
 
     Returns:
         A new tensor.
@@ -45,8 +45,8 @@ def ones(shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """`full` of ones.
 
     Args:
-        shape: the sizes of its dimensions.
-        dtype: its dtype; None: the default dtype.
+        shape: the tensor's shape.
+        dtype: the dtype; None: the default dtype.
 
     Returns:
         A new tensor.
@@ -58,8 +58,8 @@ def ones_like(other: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`full_like` of ones.
 
     Args:
-        other: whose shape, and dtype, is taken.
-        dtype: its dtype; None: that of `other`.
+        other: the tensor with the shape and default dtype.
+        dtype: the dtype; by default that of `other`.
 
     Returns:
         A new tensor.
@@ -71,8 +71,8 @@ def zeros(shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """`full` of zeros.
 
     Args:
-        shape: the sizes of its dimensions.
-        dtype: its dtype; None: the default dtype.
+        shape: the tensor's shape.
+        dtype: the dtype; None: the default dtype.
 
     Returns:
         A new tensor.
@@ -84,8 +84,8 @@ def zeros_like(other: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`full_like` of zeros.
 
     Args:
-        other: whose shape, and dtype, is taken.
-        dtype: its dtype; None: that of `other`.
+        other: the tensor with the shape and default dtype.
+        dtype: the dtype; by default that of `other`.
 
     Returns:
         A new tensor.

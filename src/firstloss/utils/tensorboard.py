@@ -1,4 +1,4 @@
-"""TensorBoard's event files, from inside a traced step too, and tensors beside them."""
+"""TensorBoard summaries, which can be written inside traced steps and may be tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _writer: weakref.ref[SummaryWriter] | None = None
 
 
 class SummaryWriter(_SummaryWriter):
-    """`torch.utils.tensorboard.SummaryWriter`; and it writes tensors, and is written to in a traced step.
+    """A `torch.utils.tensorboard.SummaryWriter` that also writes tensors, and can be written to in a traced step.
 
-    `summarize_scalar` and `summarize_tensor` may be called in a traced step: they write after each execution, under the
-    number of the executor's step. The module's functions of these names write to the writer made last.
+    `summarize_scalar` and `summarize_tensor` may be called in a traced step: they write after each execution, with the
+    executor's step number. The module's functions of these names write to the writer created last.
 
     Args:
         base_step: the number of the executor's first step.
@@ -39,7 +39,7 @@ class SummaryWriter(_SummaryWriter):
         _writer = weakref.ref(self)
 
     def add_tensor(self, name: str, tensor: torch.Tensor, step: int) -> None:  # type: ignore[override]
-        """Write a whole tensor, which `SummaryReader.read_tensor` reads: a file of `torch.save` beside the events."""
+        """Write a whole tensor for `SummaryReader.read_tensor`, as a `torch.save` file beside the events."""
         folder = Path(self.log_dir) / "tensors" / name
         folder.mkdir(parents=True, exist_ok=True)
         content = {"step": int(step), "tensor": tensor.detach().cpu().clone(), "name": name}
@@ -48,21 +48,21 @@ class SummaryWriter(_SummaryWriter):
     def summarize_scalar(self, name: str, value: torch.Tensor | float) -> None:
         """`add_scalar` with the executor's step."""
         if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise SummaryError(f"{name} has the shape {list(value.shape)}, and is no scalar. Write summarize_tensor.")
+            raise SummaryError(f"{name} has the shape {list(value.shape)} and is not a scalar. Use summarize_tensor.")
         _add_scalar(self, name, value)
 
     def summarize_tensor(self, name: str, value: torch.Tensor) -> None:
         """`add_tensor` with the executor's step."""
         if not isinstance(value, torch.Tensor):
-            raise SummaryError(f"{name} is an object of type {type(value).__name__}, and no tensor.")
+            raise SummaryError(f"{name} is an object of type {type(value).__name__}, not a tensor.")
         _add_tensor(self, name, value)
 
     def _step(self) -> int:
         loop = loops.current()
         if loop is None:
             raise SummaryError(
-                "a summary is written under the number of a DataExecutor's step, and no such loop is under way. Loop "
-                "over fl.utils.data.DataExecutor(loader), or write add_scalar(name, value, step)."
+                "a summary needs the step number of a DataExecutor, but no such loop is running. Loop over "
+                "fl.utils.data.DataExecutor(loader), or write add_scalar(name, value, step)."
             )
         return loop.step - 1 + self.base_step
 
@@ -78,19 +78,19 @@ def _add_tensor(writer: SummaryWriter, name: str, value: torch.Tensor) -> None:
 
 
 def summarize_scalar(name: str, value: torch.Tensor | float) -> None:
-    """Write a scalar to the `SummaryWriter` made last; in a traced step, after each execution.
+    """Write a scalar to the `SummaryWriter` created last; in a traced step, after each execution.
 
     Raises:
-        SummaryError: if there is no writer, or `value` is more than a number.
+        SummaryError: if there is no writer, or `value` is not a scalar.
     """
     _latest().summarize_scalar(name, value)
 
 
 def summarize_tensor(name: str, value: torch.Tensor) -> None:
-    """Write a tensor to the `SummaryWriter` made last; in a traced step, after each execution.
+    """Write a tensor to the `SummaryWriter` created last; in a traced step, after each execution.
 
     Raises:
-        SummaryError: if there is no writer, or `value` is no tensor.
+        SummaryError: if there is no writer, or `value` is not a tensor.
     """
     _latest().summarize_tensor(name, value)
 
@@ -98,7 +98,7 @@ def summarize_tensor(name: str, value: torch.Tensor) -> None:
 def _latest() -> SummaryWriter:
     writer = None if _writer is None else _writer()
     if writer is None:
-        raise SummaryError("there is no SummaryWriter to write to. Make one first, and keep it.")
+        raise SummaryError("there is no SummaryWriter. Create one first, and keep a reference to it.")
     return writer
 
 
@@ -106,7 +106,7 @@ class SummaryReader:
     """Reads what a `SummaryWriter` has written.
 
     Args:
-        log_dirs: a folder, or several; events are looked for below them as well.
+        log_dirs: one folder or several, searched recursively for events.
     """
 
     def __init__(self, log_dirs: str | os.PathLike[str] | list[str | os.PathLike[str]]) -> None:
@@ -127,19 +127,20 @@ class SummaryReader:
         return {name for events in self._events() for name in events.Tags()["scalars"]}
 
     def read_scalar(self, name: str, step: int | None = None) -> Any:
-        """All events of a scalar, in order, each with `step`, `value` and `wall_time`; with `step`, the first of it.
+        """All events of a scalar in order, each with `step`, `value` and `wall_time`; with `step`, the first of that
+        step.
 
         Raises:
-            SummaryError: if there is none.
+            SummaryError: if there is no such event.
         """
         events = [e for source in self._events() if name in source.Tags()["scalars"] for e in source.Scalars(name)]
         if not events:
-            raise SummaryError(f"there is no scalar {name!r}, but {', '.join(sorted(self.scalar_names())) or 'none'}.")
+            raise SummaryError(f"there is no scalar {name!r}, only {', '.join(sorted(self.scalar_names())) or 'none'}.")
         if step is None:
             return events
         found = next((event for event in events if event.step == step), None)
         if found is None:
-            raise SummaryError(f"the scalar {name!r} has no step {step}, but {[event.step for event in events]}.")
+            raise SummaryError(f"the scalar {name!r} has no step {step}, only {[event.step for event in events]}.")
         return found
 
     def tensor_names(self) -> set[str]:
@@ -147,10 +148,10 @@ class SummaryReader:
         return {str(file.parent.relative_to(root)) for root in self._roots() for file in root.rglob("*.pt")}
 
     def read_tensor(self, name: str, step: int | None = None) -> Any:
-        """{step: tensor} of a name; with `step`, that tensor. Of several of one step, the latest.
+        """A tensor's values as {step: tensor}; with `step`, the latest of that step.
 
         Raises:
-            SummaryError: if there is none.
+            SummaryError: if there is no such tensor.
         """
         files = [file for root in self._roots() for file in (root / name).glob("*.pt")]
         latest: dict[int, tuple[int, Path]] = {}

@@ -1,7 +1,7 @@
-"""The optimizers of `cerebras.pytorch.optim`: their names, arguments, defaults and formulas.
+"""The optimizers of `cerebras.pytorch.optim`, with its names, arguments, defaults and formulas.
 
-`firstloss.optim` has PyTorch's under the same names. Where they differ, docs/reference/cstorch.md says; which to take,
-docs/cstorch.md.
+`firstloss.optim` has PyTorch's under the same names. docs/reference/cstorch.md lists the differences, and
+docs/cstorch.md says which to use.
 """
 
 from ...optim import lr_scheduler, scheduler, weight_decay_scheduler

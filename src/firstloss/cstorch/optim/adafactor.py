@@ -1,4 +1,4 @@
-"""Adafactor with the arguments that transformers and Cerebras give it."""
+"""Adafactor with the arguments of transformers and Cerebras."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Tensor = torch.Tensor
 class Adafactor(Optimizer):
     """Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (2018).
 
-    A weight of two dimensions or more has its second moment as a row and a column. `torch.optim.Adafactor` has other
-    arguments, limits `lr` by 1 / sqrt(t), and scales by the weight always.
+    The second moment of a weight with two or more dimensions is factored into rows and columns. `torch.optim.Adafactor`
+    has other arguments, limits `lr` by 1 / sqrt(t), and always scales by the weight.
 
     Args:
-        lr: the rate; None with `relative_step`.
-        eps: added to the squared gradient; the least that a weight's root mean square counts as.
-        clip_threshold: an update's root mean square is at most this.
-        decay_rate: of the second moment: it fades by 1 - t^decay_rate.
-        beta1: of a first moment; None: there is none.
-        scale_parameter: take the rate times the weight's root mean square.
-        relative_step: the rate is min(1e-2, 1 / sqrt(t)).
-        warmup_init: with `relative_step`, min(1e-6 t, 1 / sqrt(t)).
+        lr: the learning rate; None with `relative_step`.
+        eps: a pair: added to the squared gradient; lower limit of a weight's root mean square.
+        clip_threshold: upper limit of an update's root mean square.
+        decay_rate: of the second moment, whose coefficient is 1 - t^decay_rate.
+        beta1: coefficient of a first moment; None: no first moment.
+        scale_parameter: whether to multiply the learning rate by the weight's root mean square.
+        relative_step: whether the learning rate is min(1e-2, 1 / sqrt(t)).
+        warmup_init: with `relative_step`, whether it is min(1e-6 t, 1 / sqrt(t)).
 
     Raises:
-        OptimizerError: for numbers that make no sense, or arguments that exclude each other.
+        OptimizerError: for invalid numbers, or arguments that exclude each other.
     """
 
     def __init__(
@@ -47,9 +47,12 @@ class Adafactor(Optimizer):
         warmup_init: bool = False,
     ) -> None:
         if (lr is None) != relative_step:
-            raise OptimizerError(f"Adafactor: lr={lr!r} and relative_step={relative_step} both say the rate, or none.")
+            raise OptimizerError(
+                f"Adafactor: lr={lr!r} and relative_step={relative_step} exclude each other; one of them must set the "
+                "rate."
+            )
         if warmup_init and not relative_step:
-            raise OptimizerError("Adafactor: warmup_init=True does nothing without relative_step=True.")
+            raise OptimizerError("Adafactor: warmup_init=True has no effect without relative_step=True.")
         if not isinstance(eps, (tuple, list)) or len(eps) != 2:
             raise OptimizerError(f"Adafactor: eps={eps!r} is not a pair of numbers.")
         numbers = {"eps[0]": eps[0], "eps[1]": eps[1], "clip_threshold": clip_threshold, "weight_decay": weight_decay}

@@ -10,7 +10,7 @@ from ...optim.adam_base import AdamBase
 
 
 class AdamW(AdamBase):
-    """AdamW as `AdamBase` computes it. No weight decay unless it is asked for; PyTorch's has 0.01."""
+    """AdamW as computed by `AdamBase`. Without weight decay by default; PyTorch's default is 0.01."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class AdamW(AdamBase):
         super().__init__(params, lr, betas, eps, weight_decay, 0.0, correct_bias, amsgrad)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of another AdamW: this one, PyTorch's, or `cerebras.pytorch`'s."""
+        """Load the state of an AdamW: this one, PyTorch's, or `cerebras.pytorch`'s."""
         super().load_state_dict(with_our_names(state_dict, {"l2_regularization_rate": 0.0, "correct_bias": True}))
 
 
 class Adam(AdamBase):
-    """Adam as `AdamBase` computes it. `weight_decay` is added to the gradient; the groups have it as
+    """Adam as computed by `AdamBase`. `weight_decay` is added to the gradient; in the groups it is called
     "l2_regularization_rate"."""
 
     def __init__(
@@ -45,11 +45,11 @@ class Adam(AdamBase):
         super().__init__(params, lr, betas, eps, 0.0, weight_decay, True, amsgrad)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's; a group's own "weight_decay" is the one that is added to the gradient."""
+        """Add a parameter group; a "weight_decay" in it is the one that is added to the gradient."""
         super().add_param_group(_coupled(param_group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of another Adam: this one, PyTorch's, or `cerebras.pytorch`'s."""
+        """Load the state of an Adam: this one, PyTorch's, or `cerebras.pytorch`'s."""
         found = with_our_names(state_dict, {"correct_bias": True})
         groups = [_coupled(group) for group in found["param_groups"]]
         super().load_state_dict({**found, "param_groups": groups})
@@ -62,8 +62,8 @@ def _coupled(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_our_names(state_dict: dict[str, Any], missing: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with `missing` where a group lacks it, and a step where it has a power of beta1 instead: that is
-    how `cerebras.pytorch` counts, beta1^(t + 1) after t steps."""
+    """`state_dict` with defaults `missing` in the groups, and with steps in place of powers of beta1:
+    `cerebras.pytorch` stores beta1^(t + 1) after t steps."""
     groups = [{**missing, **group} for group in state_dict["param_groups"]]
     beta1 = {index: float(group["betas"][0]) for group in groups for index in group["params"]}
     state = {}

@@ -1,4 +1,4 @@
-"""Muon: an orthogonalised momentum."""
+"""Muon: updates by an orthogonalized momentum."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 class Muon(Optimizer):
     """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with Cerebras' arguments.
 
-    The momentum is m <- momentum m + (1 - momentum) g; what is orthogonalised, g + momentum m with `nesterov`. The rate
-    is lr * 0.2 sqrt(max(rows, columns)), as Liu et al. (2025) choose it to match AdamW, and the weight decay is taken
-    times that rate. `torch.optim.Muon` mixes (1 - momentum) g + momentum m, and decays by `lr`.
+    The momentum is m <- momentum m + (1 - momentum) g; with `nesterov`, g + momentum m is orthogonalized. The learning
+    rate is lr * 0.2 sqrt(max(rows, columns)), chosen by Liu et al. (2025) to match AdamW, and multiplies the weight
+    decay. `torch.optim.Muon` mixes (1 - momentum) g + momentum m, and decays by `lr`.
 
     Args:
-        params: weights of two dimensions, or of four, which count as rows.
+        params: weights of two dimensions, or of four, which are flattened to two.
         ns_steps: steps of the Newton-Schulz iteration, in bfloat16.
 
     Raises:
-        OptimizerError: for numbers that make no sense, and for weights that are no matrices.
+        OptimizerError: for invalid numbers, and for weights that are not matrices.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's."""
+        """Add a parameter group, whose weights must be matrices."""
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
             if p.dim() not in (2, 3, 4):
                 raise OptimizerError(
-                    f"Muon makes matrices orthogonal, and a weight has the shape {list(p.shape)}. Give biases, norms "
-                    "and the like to another optimizer, such as AdamW."
+                    f"Muon is for matrices, but a weight has the shape {list(p.shape)}. Pass biases, norms and the "
+                    "like to another optimizer, such as AdamW."
                 )
 
     def update(self, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class Muon(Optimizer):
 
 
 def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Near U V^T of the singular value decomposition, by an odd polynomial that draws singular values towards 1."""
+    """Approximately U V^T of the singular value decomposition, by an odd polynomial that moves singular values to 1."""
     a, b, c = _COEFFICIENTS
     tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.bfloat16()

@@ -1,4 +1,4 @@
-"""Optimizers that have PyTorch's names, or `firstloss.optim`'s, and compute something a little different."""
+"""Optimizers with the names of PyTorch's or `firstloss.optim`'s, but slightly different formulas."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Tensor = torch.Tensor
 
 
 class SGD(Optimizer):
-    """`torch.optim.SGD`, but momentum begins at zero: in the first step, too, the gradient is taken times
-    1 - dampening. Without dampening it is the same. `lr` has no default."""
+    """`torch.optim.SGD`, except that momentum starts at zero: the first gradient, too, is multiplied by 1 - dampening.
+    Without dampening it is the same. `lr` has no default."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class SGD(Optimizer):
 
 
 class NAdam(Optimizer):
-    """NAdam (Dozat, 2016) as `cerebras.pytorch` computes it: in the momentum's correction the product of all mu has
-    the newest mu twice, where `torch.optim.NAdam` has it once."""
+    """NAdam (Dozat, 2016) as `cerebras.pytorch` computes it: the momentum's correction has the newest mu twice in the
+    product of all mu, `torch.optim.NAdam` once."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class NAdam(Optimizer):
 
 
 class Lamb(Optimizer):
-    """LAMB (You et al., 2020) without bias correction, as that paper's third version has it; the weight's norm counts
-    as 10 at most. `firstloss.optim.Lamb` corrects the bias and does not clamp.
+    """LAMB (You et al., 2020) without bias correction, as in the paper's third version, and with the weight's norm
+    clamped to 10. `firstloss.optim.Lamb` corrects the bias and does not clamp.
 
     Args:
-        adam: leave the ratio of the norms out.
+        adam: whether to leave out the ratio of the norms.
     """
 
     def __init__(

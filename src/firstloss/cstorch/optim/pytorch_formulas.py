@@ -1,4 +1,4 @@
-"""Optimizers with PyTorch's formulas under Cerebras' signatures: fewer arguments, some other defaults."""
+"""Optimizers with PyTorch's formulas under Cerebras' signatures: fewer arguments and some other defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Adadelta(optim.Adadelta):
 
 
 class Adagrad(optim.Adagrad):
-    """`torch.optim.Adagrad`, whose `eps` is 1e-10 by default."""
+    """`torch.optim.Adagrad` with an `eps` of 1e-10 by default."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Adagrad(optim.Adagrad):
 
 
 class Adamax(optim.Adamax):
-    """`torch.optim.Adamax`, whose `lr` is 2e-3 and whose `eps` is 1e-8 by default."""
+    """`torch.optim.Adamax` with an `lr` of 2e-3 and an `eps` of 1e-8 by default."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Lion(optim.Lion):
 
 
 class RAdam(optim.RAdam):
-    """`torch.optim.RAdam`, whose `eps` is 1e-8 by default."""
+    """`torch.optim.RAdam` with an `eps` of 1e-8 by default."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class RMSprop(optim.RMSprop):
 
 
 class Rprop(optim.Rprop):
-    """`torch.optim.Rprop`, whose `lr` is 1e-2 by default."""
+    """`torch.optim.Rprop` with an `lr` of 1e-2 by default."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Beside training, as `cerebras.pytorch.utils` has it."""
+"""Utilities, as in `cerebras.pytorch.utils`."""
 
 import importlib
 from typing import Any

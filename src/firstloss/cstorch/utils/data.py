@@ -17,8 +17,8 @@ from ...utils.data import (
 
 
 class DataExecutor(_DataExecutor):
-    """`firstloss.utils.data.DataExecutor`, whose first argument is called `dataloader`. One without `num_steps` takes
-    the loader's own."""
+    """`firstloss.utils.data.DataExecutor` whose first argument is called `dataloader`. Without `num_steps` it uses the
+    loader's own."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class DataExecutor(_DataExecutor):
 
     @property
     def dataloader(self) -> DataLoader:
-        """The loader that it goes through."""
+        """The loader whose batches it yields."""
         return self.loader
 
 

@@ -1,4 +1,4 @@
-"""`firstloss.utils.tensorboard`, where `cerebras.pytorch` has it."""
+"""`firstloss.utils.tensorboard` under the name of `cerebras.pytorch`."""
 
 from ...utils.tensorboard import SummaryReader, SummaryWriter, summarize_scalar, summarize_tensor
 

@@ -1,1 +1,1 @@
-"""Initialise weights directly to safetensors files, piece by piece, with direct I/O."""
+"""Initialize weights directly to safetensors files, piece by piece, with direct I/O."""

@@ -1,8 +1,8 @@
-"""Write files with direct I/O (`O_DIRECT`), where the system has it.
+"""Write files with direct I/O (`O_DIRECT`), if the system has it.
 
-Buffered writes copy every byte once more, into pages that the kernel must allocate first. On a machine whose cores are
-busy making the data that limits the speed (0.3 GB/s against 1.5 GB/s, measured on a virtual machine). Direct I/O
-requires addresses, offsets and lengths in whole blocks.
+Buffered writes copy every byte into pages that the kernel has to allocate first, which limits the speed if the cores
+are busy computing the data (0.3 GB/s against 1.5 GB/s, measured on a virtual machine). Direct I/O requires addresses,
+offsets and lengths in whole blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DirectFile:
             view, offset = view[done:], offset + done
 
     def _go_buffered(self) -> None:
-        """Continue with buffered writes: this disk has larger blocks."""
+        """Continue with buffered writes, if the disk has larger blocks."""
         import fcntl
 
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~_DIRECT)

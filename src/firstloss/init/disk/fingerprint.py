@@ -12,7 +12,7 @@ from ...program.graph import Ref, Value, slice_for
 
 
 def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
-    """A hexadecimal hash of the content of `refs` and of `extra`, for this machine and version of PyTorch.
+    """A hexadecimal hash of the content of `refs` and of `extra`, on this machine with this version of PyTorch.
 
     Recipes are hashed without running them: operations, stream positions, and the bytes of constants.
     """
@@ -21,13 +21,13 @@ def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
     names: dict[Value, str] = {}
     streams: dict[int, str] = {}
 
-    def say(*parts: object) -> None:
+    def update(*parts: object) -> None:
         digest.update(repr(parts).encode())
 
     def name(value: Value) -> str:
         if value not in names:
             names[value] = f"%{len(names)}"
-            say(names[value], value.shape, value.stride, str(value.dtype))
+            update(names[value], value.shape, value.stride, str(value.dtype))
             if value.real is not None:
                 _hash_tensor(digest, value.real)
         return names[value]
@@ -39,17 +39,17 @@ def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
             return tuple(show(a) for a in arg)
         return str(arg)
 
-    say(torch.__version__, torch.backends.cpu.get_cpu_capability(), *extra)
+    update(torch.__version__, torch.backends.cpu.get_cpu_capability(), *extra)
     for node in slice_for(ref.value for ref in wanted):
-        say(str(node.op), show(node.args), sorted((k, show(v)) for k, v in node.kwargs.items()))
+        update(str(node.op), show(node.args), sorted((k, show(v)) for k, v in node.kwargs.items()))
         if node.draw is not None:
             stream = node.draw.stream
             if id(stream) not in streams:
-                say(type(stream).__name__)
+                update(type(stream).__name__)
                 streams[id(stream)] = hashlib.sha256(stream.state_at(stream.start).tobytes()).hexdigest()
-            say(streams[id(stream)], str(node.draw.position))
-        say([name(value) for value in node.outputs])
-    say([show(ref) for ref in wanted])
+            update(streams[id(stream)], str(node.draw.position))
+        update([name(value) for value in node.outputs])
+    update([show(ref) for ref in wanted])
     return digest.hexdigest()
 
 

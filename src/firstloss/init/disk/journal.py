@@ -1,6 +1,6 @@
-"""A journal of finished work, from which an interrupted run resumes: a text file with a line for each item.
+"""A journal of completed work, from which an interrupted run resumes: a text file with a line for each item.
 
-Only one process may open it. An incomplete last line, of a process that was killed, is dropped.
+Only one process may open it. An incomplete last line, of a process that was killed, is discarded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ...files import lock
 
 
 class Journal:
-    """The items that are done, on disk. A context manager; thread-safe."""
+    """The completed items, on disk. A context manager; thread-safe."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -25,18 +25,18 @@ class Journal:
         except BaseException:
             self._file.close()
             raise
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):
-            self._file.truncate(len(whole))
-        self.done = set(whole.decode().splitlines())
+        complete = text[: text.rfind(b"\n") + 1]
+        if len(complete) < len(text):
+            self._file.truncate(len(complete))
+        self.done = set(complete.decode().splitlines())
 
-    def add(self, *what: str) -> None:
+    def add(self, *lines: str) -> None:
         """Add lines, and sync them to disk."""
         with self._lock:
-            self._file.write("".join(f"{line}\n" for line in what).encode())
+            self._file.write("".join(f"{line}\n" for line in lines).encode())
             self._file.flush()
             os.fsync(self._file.fileno())
-            self.done.update(what)
+            self.done.update(lines)
 
     def __enter__(self) -> Journal:
         return self

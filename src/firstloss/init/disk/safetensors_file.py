@@ -1,7 +1,7 @@
 """Lay out and write safetensors files.
 
 Format: https://github.com/huggingface/safetensors#format. The header is its length (8 bytes, little-endian) and JSON,
-here padded with spaces so that the data begin at a whole block.
+padded with spaces so that the data begin at a block boundary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = {
 
 
 class TensorMeta(NamedTuple):
-    """Name, dtype, shape and size of a tensor that is to be written."""
+    """The name, dtype, shape and size of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -49,32 +49,34 @@ class FileLayout:
     """The offsets of the tensors in one file.
 
     Attributes:
-        extents: in the data that follow the header; `which` is the index in `tensors`.
-        size: bytes of data.
+        extents: of the tensors in the data, which follow the header; `which` is the index in `tensors`.
+        size: of the data in bytes.
     """
 
     def __init__(self, tensors: Sequence[TensorMeta], block: int = 1) -> None:
-        """`block` as in `layout.layout`."""
+        """
+        Args:
+            block: as in `layout.layout`.
+        """
         self._tensors = tensors
         self.extents: list[Extent] = layout([t.nbytes for t in tensors], [t.dtype.itemsize for t in tensors], block)
         self.size = self.extents[-1].end if self.extents else 0
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
-        """The header, a multiple of BLOCK long."""
-        said: dict[str, object] = {"__metadata__": dict(metadata)}
+        """The header, whose length is a multiple of BLOCK."""
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
         for which, begin, end in self.extents:
             name, dtype, shape, _ = self._tensors[which]
-            said[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps(said, separators=(",", ":")).encode()
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % BLOCK)
         return len(text).to_bytes(8, "little") + text
 
     @contextmanager
     def written(self, path: str, head: Callable[[], bytes]) -> Iterator[DirectFile]:
-        """The file at `path`, open for the block to write the data. Then `head()` is written, and all is synced to
-        disk.
+        """Open the file at `path` for the block to write the data; then write `head()` and sync the file to disk.
 
-        An existing file is not truncated first: data that the block does not write stay.
+        An existing file is not truncated first: data that the block does not write remain.
         """
         with closing(DirectFile(path)) as out:
             yield out

@@ -1,4 +1,4 @@
-"""Which tensors a safetensors file can hold, and which of them share memory."""
+"""Check whether a safetensors file can hold a tensor, and whether tensors share memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def check_savable(tensor: torch.Tensor, name: str, error: type[FirstlossError], 
         instead: what to do about a DTensor.
     """
     if local_tensor_or(tensor, None) is not None:
-        raise error(f"{name} is a DTensor, of which this process has a part only. {instead}")
+        raise error(f"{name} is a DTensor, of which this process has only a shard. {instead}")
     if tensor.is_nested:
-        raise error(f"{name} is a nested tensor, which a safetensors file cannot hold. Save what is in it: unbind().")
+        raise error(f"{name} is a nested tensor, which a safetensors file cannot hold. Save its tensors: unbind().")
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.device.type == "meta":
         raise error(
             f"{name} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}, which a safetensors file cannot "

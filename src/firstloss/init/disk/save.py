@@ -1,11 +1,11 @@
-"""Initialise a model of any size directly to safetensors files, without holding a whole weight in memory.
+"""Initialize a model of any size directly to safetensors files, without holding whole weights in memory.
 
-A file is split into pieces of a few MiB. Each thread takes ranges of pieces, makes the parts of the tensors in a piece
-in its own buffer, and writes it: while one thread waits for the disk, another draws. So memory holds one buffer per
-thread, whatever the size of the model.
+A file is split into pieces of a few MiB. Each thread processes ranges of pieces: it makes the tensors in a piece in its
+own buffer, and writes it; while one thread waits for the disk, another draws. So memory holds one buffer per thread,
+regardless of the size of the model.
 
 Files are written to a hidden folder in the target folder, with a journal of the ranges that are on disk, and moved when
-all are complete; until then the target folder contains nothing that looks like a model.
+all are complete; until then the target folder contains nothing that could be taken for a model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import default_threads, make_whole
-from ...engine.reader import Reader, Wholes
+from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
 from ...files import atomic_write, sync_folder
 from . import layout
@@ -39,9 +39,9 @@ from .state_dict import SavedTensor, config_names, tensors_to_save, write_config
 
 _PIECE = 2 << 20  # bytes drawn and written at a time: a multiple of BLOCK
 _RUN = 32 * _PIECE  # bytes of a range, which one thread writes
-_SYNC = 1 << 30  # bytes between two syncs, each followed by a journal entry: a sync stalls the disk
+_SYNC = 1 << 30  # bytes between syncs, which stall the disk; each is followed by a journal entry
 _INDEX = "model.safetensors.index.json"
-_COMPLETE = "complete"  # the journal's entry when all files are complete in the work folder, or already moved
+_COMPLETE = "complete"  # the journal entry when all files are complete in the work folder, or already moved
 
 
 def save_initialized(
@@ -51,12 +51,12 @@ def save_initialized(
     max_shard_size: int | str = "5GB",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the weights of a deferred module to `directory`, as `save_pretrained` would have written the eager ones.
+    """Write the weights of a deferred module to `directory`, as `save_pretrained` would write the eager ones.
 
     The module stays deferred. Names, shards, index and configuration files are those of transformers' `save_pretrained`
-    (tied weights once, no non-persistent buffers), so `from_pretrained` opens the folder. Other modules are saved in
-    the same layout, for `safetensors.torch.load_file` or `load_model`. Real tensors are written as they are. Weights
-    are made piece by piece where their recipes allow it; others are held in memory whole, a few at a time.
+    (tied weights once, no non-persistent buffers), so `from_pretrained` can load the folder. Other modules are saved in
+    the same layout, for `safetensors.torch.load_file` or `load_model`. Real tensors are written, too. Weights are made
+    piece by piece if their recipes allow it; others are held in memory as a whole, a few at a time.
 
     A run that was killed or failed leaves a hidden folder in `directory`, from which the same call resumes; any other
     call starts again. When all files are complete, those of an earlier save are replaced or removed.
@@ -70,22 +70,22 @@ def save_initialized(
     Args:
         module: a Module, some of whose parameters and buffers are deferred.
         directory: created if it does not exist.
-        max_shard_size: the largest size of a file, in bytes or as "200MB" (decimal) or "2GiB"; a larger tensor gets a
+        max_shard_size: the maximum size of a file, in bytes or as "200MB" (decimal) or "2GiB"; a larger tensor gets a
             file of its own.
         progress: called from time to time with (bytes written, bytes in total), from any thread, one call at a time.
 
     Raises:
-        SaveError: if there is not enough space (it says how many bytes are needed and free) or no permission, or if
-            safetensors cannot hold a tensor.
+        SaveError: if there is not enough space (with the bytes needed and free) or no permission, or if safetensors
+            cannot hold a tensor.
         ValueError: if `max_shard_size` is malformed.
     """
     limit = layout.parse_size(max_shard_size)
-    saved, left_out = tensors_to_save(module)
+    saved, omitted = tensors_to_save(module)
     with timeline.span("save"):
-        plan = _plan(saved, limit, left_out)
-        print_of_all = fingerprint((s.ref for s in saved), [s.name for s in saved], limit, left_out, _RUN)
+        plan = _plan(saved, limit, omitted)
+        digest = fingerprint((s.ref for s in saved), [s.name for s in saved], limit, omitted, _RUN)
         target = os.fspath(directory)
-        work = os.path.join(target, f".init-{print_of_all[:16]}.part")
+        work = os.path.join(target, f".init-{digest[:16]}.part")
         with _explained(target, plan):
             os.makedirs(work, exist_ok=True)
             _remove_other_work(target, work)
@@ -133,16 +133,16 @@ class _ByteRange(NamedTuple):
         return f"{self.file.name} {self.begin}"
 
 
-def _plan(saved: list[SavedTensor], limit: int, left_out: dict[str, str]) -> list[_File]:
+def _plan(saved: list[SavedTensor], limit: int, omitted: dict[str, str]) -> list[_File]:
     groups = layout.split([s.nbytes for s in saved], limit)
     files = []
     for name, group in zip(layout.file_names(len(groups)), groups, strict=True):
         tensors = [saved[i] for i in group]
-        mine = {tensor.name for tensor in tensors}
-        metadata = {"format": "pt", **{tied: kept for tied, kept in left_out.items() if kept in mine}}
+        names = {tensor.name for tensor in tensors}
+        metadata = {"format": "pt", **{alias: other for alias, other in omitted.items() if other in names}}
         metas = [TensorMeta(tensor.name, tensor.ref.dtype, tensor.ref.size, tensor.nbytes) for tensor in tensors]
-        placed = FileLayout(metas, BLOCK)
-        files.append(_File(name, placed, placed.head(metadata), [tensors[which] for which, _, _ in placed.extents]))
+        offsets = FileLayout(metas, BLOCK)
+        files.append(_File(name, offsets, offsets.head(metadata), [tensors[which] for which, _, _ in offsets.extents]))
     return files
 
 
@@ -159,7 +159,7 @@ def _write_all(
     journal: Journal,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Write all that is not in the journal."""
+    """Write all ranges that are not in the journal."""
     total = sum(file.data for file in plan)
     missing = {file.name: [run for run in _ranges(file) if run.line not in journal.done] for file in plan}
     for file in plan:
@@ -195,8 +195,8 @@ class _Writer:
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
         self._stop = threading.Event()
-        self._wholes = Wholes(make_whole)
-        self._own = threading.local()
+        self._whole_values = WholeValueCache(make_whole)
+        self._this_thread = threading.local()
         self._written: list[_ByteRange] = []  # not synced yet
         self._lock = threading.Lock()
 
@@ -217,9 +217,9 @@ class _Writer:
         self._sync(out, journal)
 
     def _write_run(self, run: _ByteRange, out: DirectFile, journal: Journal) -> None:
-        own = self._own
+        own = self._this_thread
         if not hasattr(own, "buffer"):
-            own.buffer, own.reader = aligned(_PIECE), Reader(self._wholes)
+            own.buffer, own.reader = aligned(_PIECE), Reader(self._whole_values)
         with torch.no_grad(), DisableTorchDispatch():
             for begin in range(run.begin, run.end, _PIECE):
                 if self._stop.is_set():
@@ -236,7 +236,7 @@ class _Writer:
             self._sync(out, journal)
 
     def _sync(self, out: DirectFile, journal: Journal) -> None:
-        """Sync what has been written so far, and add it to the journal."""
+        """Sync the ranges written so far, and add them to the journal."""
         with self._lock:
             written, self._written = self._written, []
         if written:
@@ -245,13 +245,13 @@ class _Writer:
 
     def _make(self, file: _File, begin: int, end: int, reader: Reader, buffer: torch.Tensor) -> None:
         """Make bytes [begin, end) of a file's data in `buffer`."""
-        for place, tensor in zip(file.layout.extents, file.tensors, strict=True):
-            low, high = max(place.begin, begin), min(place.end, end)
+        for extent, tensor in zip(file.layout.extents, file.tensors, strict=True):
+            low, high = max(extent.begin, begin), min(extent.end, end)
             if low >= high:
                 continue
             ref = tensor.ref
             part = buffer[low - begin : high - begin].view(ref.dtype)
-            first = (low - place.begin) // ref.dtype.itemsize
+            first = (low - extent.begin) // ref.dtype.itemsize
             flat = ref._replace(size=(part.numel(),), stride=(1,), offset=ref.offset + first)
             reader.materialize(flat, None, part)
 
@@ -274,11 +274,11 @@ def _write_index(plan: list[_File], work: str, module: torch.nn.Module) -> None:
 
 
 def _move_out(plan: list[_File], work: str, target: str) -> None:
-    """Move all files to the target, last the one that makes it a model. May be repeated after an interrupt."""
+    """Move all files to the target, the one that makes it a model last. Can be repeated after an interrupt."""
     names = [file.name for file in plan]
     stale = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
     waiting = {name for name in (*names, _INDEX) if os.path.exists(os.path.join(work, name))}
-    if waiting:  # otherwise an earlier run has moved all, and ended before it removed its work folder
+    if waiting:  # else an earlier run has moved everything, but not removed its work folder
         for name in sorted(os.listdir(target), reverse=True):  # the index, and the single file, before the parts
             if stale.fullmatch(name) and (name in waiting or name not in names):
                 os.remove(os.path.join(target, name))
@@ -291,7 +291,7 @@ def _move(source: str, target: str) -> None:
     if os.path.exists(source):
         os.replace(source, target)
     elif not os.path.exists(target):
-        raise SaveError(f"{source} was removed while it was waiting to be moved to {target}: save again")
+        raise SaveError(f"{source} was removed before it could be moved to {target}: save again")
 
 
 def _remove_other_work(target: str, work: str) -> None:
@@ -299,11 +299,11 @@ def _remove_other_work(target: str, work: str) -> None:
     for name in os.listdir(target):
         path = os.path.join(target, name)
         if re.fullmatch(r"\.init-[0-9a-f]{16}\.part", name) and path != work:
-            with Journal(os.path.join(path, "journal")):  # an error if it is being written
+            with Journal(os.path.join(path, "journal")):  # raises if it is in use
                 shutil.rmtree(path)
 
 
-# -- what can go wrong -------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def _check_space(folder: str, needed: int) -> None:
@@ -312,7 +312,7 @@ def _check_space(folder: str, needed: int) -> None:
 
 
 def _free(folder: str) -> int:
-    """Free bytes, for this user."""
+    """The bytes that are free for this user."""
     folder = os.path.abspath(folder)
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -324,7 +324,7 @@ def _free(folder: str) -> int:
 
 @contextmanager
 def _explained(target: str, plan: list[_File]) -> Iterator[None]:
-    """Turn errors of the operating system into a SaveError that says what to do."""
+    """Convert errors of the operating system to a SaveError that says what to do."""
     try:
         yield
     except SaveError:
@@ -334,10 +334,10 @@ def _explained(target: str, plan: list[_File]) -> Iterator[None]:
         where = error.filename or target
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise SaveError(
-                f"{target}: the weights take {size:,} bytes, and there is no room for all of them ({error.strerror}; "
-                f"{_free(target):,} bytes are free). What has been written is kept: make room and save again, and it "
-                "resumes from there; or remove the folder .init-*.part in it."
+                f"{target}: the weights take {size:,} bytes, and there is not enough space ({error.strerror}; "
+                f"{_free(target):,} bytes are free). What has been written is kept: free some space and save again to "
+                "resume; or remove the folder .init-*.part in it."
             ) from error
         raise SaveError(
-            f"{where} cannot be written: {error.strerror or error} ({size:,} bytes are to be saved in {target})"
+            f"{where} cannot be written: {error.strerror or error} (while saving {size:,} bytes to {target})"
         ) from error

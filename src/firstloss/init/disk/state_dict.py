@@ -1,4 +1,4 @@
-"""The tensors of a module that are saved, and their names, as in transformers' `save_pretrained`."""
+"""Select the tensors of a module to save, and their names, like transformers' `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .savable import check_savable, memory_key
 
 
 class SavedTensor(NamedTuple):
-    """A tensor to be saved; `ref` is row-major."""
+    """A tensor to save; `ref` is contiguous."""
 
     name: str
     ref: Ref
@@ -36,17 +36,17 @@ def tensors_to_save(module: torch.nn.Module) -> tuple[list[SavedTensor], dict[st
         state.pop(name, None)
     for name, tensor in state.items():
         _check(name, tensor)
-    left_out = _ties(state, _declared_ties(module))
-    for name in left_out:
-        if name == "format":  # a key of the metadata, which list omitted names
+    omitted = _ties(state, _declared_ties(module))
+    for name in omitted:
+        if name == "format":  # reserved in the metadata, which list omitted names
             raise _misnamed(name)
         del state[name]
-    state = _as_on_the_hub(module, state)
-    return [SavedTensor(name, _row_by_row(tensor)) for name, tensor in state.items()], left_out
+    state = _revert_conversion(module, state)
+    return [SavedTensor(name, _contiguous_ref(tensor)) for name, tensor in state.items()], omitted
 
 
 def write_configs(module: Any, folder: str) -> None:
-    """Write what `from_pretrained` needs beside the weights, if anything: config.json, generation_config.json."""
+    """Write the other files that `from_pretrained` needs, if any: config.json, generation_config.json."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return
@@ -66,8 +66,8 @@ def config_names(folder: str) -> list[str]:
 
 def _misnamed(name: str) -> SaveError:
     return SaveError(
-        f"a safetensors file cannot hold a tensor of the name {name!r}, which means something else there. Give the "
-        "weight another name, or materialize the module and save it with torch.save or firstloss.save."
+        f"a safetensors file cannot hold a tensor named {name!r}, which is reserved. Rename the weight, or materialize "
+        "the module and save it with torch.save or firstloss.save."
     )
 
 
@@ -76,7 +76,7 @@ def _check(name: str, tensor: Any) -> None:
         raise _misnamed(name)
     if not isinstance(tensor, torch.Tensor):
         raise SaveError(
-            f"{name} of the state dict is of type {type(tensor).__name__}, and a safetensors file holds tensors only. "
+            f"{name} of the state dict is of type {type(tensor).__name__}, but a safetensors file holds only tensors. "
             "Materialize the module and save it with torch.save."
         )
     check_savable(
@@ -98,21 +98,21 @@ def _declared_ties(module: torch.nn.Module) -> list[re.Pattern[str]]:
 
 
 def _ties(state: dict[str, torch.Tensor], declared: list[re.Pattern[str]]) -> dict[str, str]:
-    """Tied names, each with the one that is kept: the first of its group that is not declared as tied."""
+    """Tied names to omit, each with the name to save: the first of its group that is not declared as tied."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in state.items():
         if tensor.numel():
             groups.setdefault(memory_key(tensor), []).append(name)
-    left_out = {}
+    omitted = {}
     for names in groups.values():
-        own = [name for name in sorted(names) if not any(pattern.search(name) for pattern in declared)]
-        kept = next((name for name in names if name in own), sorted(names)[-1])
-        left_out.update({name: kept for name in names if name != kept})
-    return left_out
+        undeclared = [name for name in sorted(names) if not any(pattern.search(name) for pattern in declared)]
+        saved = next((name for name in names if name in undeclared), sorted(names)[-1])
+        omitted.update({name: saved for name in names if name != saved})
+    return omitted
 
 
-def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Revert what transformers does to a checkpoint's tensors when it loads them (fused experts, new names)."""
+def _revert_conversion(module: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Revert transformers' conversion of checkpoints on loading (fused experts, new names)."""
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):
         return state
@@ -120,7 +120,7 @@ def _as_on_the_hub(module: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
     return state if revert is None else revert(module, state)
 
 
-def _row_by_row(tensor: torch.Tensor) -> Ref:
+def _contiguous_ref(tensor: torch.Tensor) -> Ref:
     with torch.no_grad():
         if on_backend(tensor):
             tensor = tensor._ref().view(tensor._storage.resident.host())

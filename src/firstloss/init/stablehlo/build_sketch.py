@@ -13,7 +13,7 @@ from ...lower.functional_overloads import functional
 from ...lower.mt19937_fills import kernel
 from ...lower.program import View, constant, template_of, view_of
 from ...lower.rules import RULES
-from ...program.graph import Node, Ref, Value, dense_count, is_contiguous, slice_for
+from ...program.graph import Node, Ref, Value, dense_count, dtype_name, is_contiguous, slice_for
 from ...program.node_kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of
 from ...rng import words_drawn
 from ...rng.counter_stream import CounterStream, number_and_word
@@ -21,67 +21,67 @@ from .sketch import Apply, Constant, Data, DrawOrigin, Masked, RandomFill, Sketc
 
 aten = torch.ops.aten
 
-_DEPTH = 64
+_MAX_DEPTH = 64
 
 
 class Unsketchable(Exception):
-    """What has no rule on a device, and where: the node."""
+    """A node that cannot be computed on a device."""
 
     def __init__(self, node: Node, why: str) -> None:
         super().__init__(f"{node.op} at {node.source} {why}")
         self.node = node
 
 
-class _No(Exception):
-    """This recipe does not go element by element."""
+class _NotElementwise(Exception):
+    """The recipe is not elementwise."""
 
 
 def sketch(ref: Ref) -> Sketch:
-    """The sketch of the recipe that makes what `ref` shows.
+    """The sketch of the recipe of `ref`.
 
     Raises:
-        Unsketchable: if a device cannot do it.
+        Unsketchable: if a device cannot compute it.
     """
     order = tuple(sorted(range(len(ref.size)), key=lambda d: (-ref.stride[d], d)))
     if ref.covers and 0 not in ref.size:
         shape = tuple(ref.size[d] for d in order)
-        drawer = _Drawer(shape)
+        builder = _Builder(shape)
         try:
-            tree = drawer.value(ref.value, _DEPTH)
-            return Sketch(tree, shape, order, drawer.places, drawer.data)
-        except _No:
+            tree = builder.value(ref.value, _MAX_DEPTH)
+            return Sketch(tree, shape, order, builder.origins, builder.data)
+        except _NotElementwise:
             pass
-    drawer = _Drawer(ref.size)
-    return Sketch(drawer.whole(ref), ref.size, tuple(range(len(ref.size))), drawer.places, drawer.data)
+    builder = _Builder(ref.size)
+    return Sketch(builder.whole(ref), ref.size, tuple(range(len(ref.size))), builder.origins, builder.data)
 
 
-class _Drawer:
-    """Builds one sketch of a weight of `shape`, row-major."""
+class _Builder:
+    """Builds the sketch of a weight of `shape`, row-major."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
         self.numel = math.prod(shape)
-        self.places: list[DrawOrigin] = []
+        self.origins: list[DrawOrigin] = []
         self.data: dict[str, np.ndarray] = {}
 
-    # -- element by element ------------------------------------------------------------------------------------------
+    # -- elementwise -------------------------------------------------------------------------------------------------
 
     def value(self, value: Value, depth: int) -> Any:
-        """The tree of a Value of as many elements as the weight."""
+        """The tree of a Value with as many elements as the weight."""
         if value.numel != self.numel or dense_count(value.shape, value.stride) != self.numel or depth == 0:
-            raise _No
+            raise _NotElementwise
         if value.real is not None:
             return self._known(value)
         node = value.node
         if is_unwritten(node):
-            return Constant(float, 0.0, value.dtype)  # memory that nobody wrote
+            return Constant(float, 0.0, value.dtype)  # uninitialized memory
         assert node is not None
         does = kind_of(node)
         if isinstance(does, Opaque):
-            raise _No
+            raise _NotElementwise
         target = does.target
         if node.writes and target.dtype != value.dtype:
-            raise _No
+            raise _NotElementwise
         if target.covers:
             if isinstance(does, Copy):
                 return self._copy(node, does, depth, value.dtype)
@@ -90,36 +90,36 @@ class _Drawer:
             if does.name == "constant":
                 return _number(does.value, value.dtype)
             if node.draw is None or (node.writes and not node.overwrites):
-                raise _No
+                raise _NotElementwise
             return self.fill(node, target)
         return self._in_part(node, does, depth, value.dtype)
 
     def _known(self, value: Value) -> Data:
         if not is_contiguous(value.shape, value.stride):
-            raise _No
+            raise _NotElementwise
         return self._values_of(value)
 
     def _values_of(self, value: Value) -> Data:
         return self.data_of(constant(value.content()), value.dtype)
 
     def data_of(self, array: np.ndarray, dtype: torch.dtype) -> Data:
-        """Values that are known, as a leaf of the tree."""
+        """A leaf with known values."""
         digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
         self.data[digest] = array
         return Data(digest, array.shape, dtype)
 
     def _copy(self, node: Node, copy: Copy, depth: int, dtype: torch.dtype) -> Any:
         if copy.dim is not None:
-            raise _No
+            raise _NotElementwise
         if node.writes:
             return self._argument(copy.sources[0], copy.target, depth, cast=dtype)
         return self._apply(node, dtype, node.args, depth, copy.target)
 
     def _in_part(self, node: Node, does: Fill | Copy | Pointwise, depth: int, dtype: torch.dtype) -> Masked:
-        """What writes a part of the weight."""
+        """The tree of an operation that writes a part of the weight."""
         target = does.target
         if node.draw is not None or not is_contiguous(target.size, target.stride):
-            raise _No
+            raise _NotElementwise
         begin, end = target.offset, target.offset + math.prod(target.size)
         if isinstance(does, Fill):
             new: Any = _number(does.value, dtype)
@@ -127,7 +127,7 @@ class _Drawer:
             everything = Ref.of(target.value)
             new = self._apply(node, dtype, (everything, *node.args[1:]), depth, everything)
         else:
-            raise _No
+            raise _NotElementwise
         return Masked(begin, end, new, self.value(target.value, depth - 1))
 
     def _apply(self, node: Node, dtype: torch.dtype, args: tuple, depth: int, like: Ref) -> Apply:
@@ -140,15 +140,15 @@ class _Drawer:
 
     def _argument(self, arg: Any, like: Ref, depth: int, cast: torch.dtype | None = None) -> Any:
         if type(arg) in (list, tuple):
-            raise _No
+            raise _NotElementwise
         if type(arg) is not Ref:
             return (type(arg), arg) if type(arg) in (int, float, bool) else arg
         if math.prod(arg.size) == 1 != self.numel:
             if arg.value.real is None or arg.value.numel != 1:
-                raise _No
+                raise _NotElementwise
             return self._values_of(arg.value)
         if arg.size != like.size or arg.stride != like.stride or not arg.covers:
-            raise _No
+            raise _NotElementwise
         tree = self.value(arg.value, depth - 1)
         return tree if cast is None or cast == arg.dtype else Apply(aten.clone.default, (tree,), (), cast)
 
@@ -159,29 +159,29 @@ class _Drawer:
         does = kind_of(node)
         assert node.draw is not None
         count = math.prod(target.size)
-        straight = is_contiguous(target.size, target.stride)
-        if not isinstance(does, Fill) or not straight or target.value.device.type != "cpu":
-            raise Unsketchable(node, "draws in a way that only PyTorch's kernel knows")
+        contiguous = is_contiguous(target.size, target.stride)
+        if not isinstance(does, Fill) or not contiguous or target.value.device.type != "cpu":
+            raise Unsketchable(node, "draws by an algorithm that only PyTorch's kernel implements")
         name, arguments = does.name, does.numbers
         stream, position = node.draw.stream.absolute(node.draw.position)
         dtype = target.dtype
         if isinstance(stream, CounterStream):
             if name not in ("uniform", "normal") or dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise Unsketchable(node, "draws with a generator of its own under the counter policy")
-            self.places.append(DrawOrigin(stream, number_and_word(position)[0]))
-            return RandomFill(len(self.places) - 1, name, arguments, dtype, 0)
+            self.origins.append(DrawOrigin(stream, number_and_word(position)[0]))
+            return RandomFill(len(self.origins) - 1, name, arguments, dtype, 0)
         if kernel(name, dtype, dict(arguments)) is None or (name == "normal" and count < words_drawn.MIN_PIECE):
-            raise Unsketchable(node, f"has no {_short(dtype)} kernel for {count} elements")
+            raise Unsketchable(node, f"has no {dtype_name(dtype)} kernel for {count} elements")
         words = node.draw.after.words - node.draw.position.words
-        self.places.append(DrawOrigin(stream, position.words))
-        fill = RandomFill(len(self.places) - 1, name, arguments, dtype, words)
-        again = node.draw.rejection
-        return fill if again is None else Truncated(fill, again.low, again.high)
+        self.origins.append(DrawOrigin(stream, position.words))
+        fill = RandomFill(len(self.origins) - 1, name, arguments, dtype, words)
+        rejection = node.draw.rejection
+        return fill if rejection is None else Truncated(fill, rejection.low, rejection.high)
 
     # -- whole -------------------------------------------------------------------------------------------------------
 
     def whole(self, ref: Ref) -> WholeSketch:
-        """The recipe of what `ref` shows, node by node."""
+        """The recipe of `ref`, node by node."""
         numbers: dict[Value, int] = {}
         inputs: list[Any] = []
         nodes = slice_for([ref.value])
@@ -203,8 +203,8 @@ class _Drawer:
             if node.draw is not None:
                 target = node.writes[0] if node.writes else None
                 out = node.outputs[0]
-                shown = target or Ref.of(out)
-                fill, size = self.fill(node, shown), shown.size
+                filled = target or Ref.of(out)
+                fill, size = self.fill(node, filled), filled.size
                 view = None if target is None else view_of(target)
                 template = template._replace(args=(), kwargs=())
                 slots = [target.value] if target is not None else []
@@ -217,14 +217,10 @@ class _Drawer:
 
 
 def known(array: np.ndarray, dtype: torch.dtype) -> Sketch:
-    """The sketch of a weight whose values are available."""
-    drawer = _Drawer(array.shape)
-    return Sketch(drawer.data_of(array, dtype), array.shape, tuple(range(array.ndim)), [], drawer.data)
+    """The sketch of a weight with known values."""
+    builder = _Builder(array.shape)
+    return Sketch(builder.data_of(array, dtype), array.shape, tuple(range(array.ndim)), [], builder.data)
 
 
 def _number(value: Any, dtype: torch.dtype) -> Constant:
     return Constant(type(value), value, dtype)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

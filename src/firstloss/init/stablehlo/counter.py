@@ -1,4 +1,4 @@
-"""A shard of a fill under the counter policy: each element is a function of its index (`rng/counter.py`)."""
+"""Shards of fills under the counter policy, where each element is a function of its index (`rng/counter.py`)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def part_of_draw(
     Args:
         first, second: low and high, or mean and standard deviation.
         seed, draw: uint64 and int64 numbers; see `rng.counter`.
-        starts: int64, where the shard begins along each dimension.
+        starts: int64, the shard's offset in each dimension.
     """
     narrow = to_jax(dtype)
     halves = [(_low(x), _high(x)) for x in (seed, draw)]
-    # Four elements side by side share a block of words.
+    # Four consecutive elements share a block of words.
     last = len(box.shape) - 1
     grouped = bool(box.shape) and box.local[last] % 4 == 0 and box.shape[last] % 4 == 0
     if grouped:
-        few = ShardGeometry((*box.shape[:last], box.shape[last] // 4), (*box.local[:last], box.local[last] // 4))
+        blocks = ShardGeometry((*box.shape[:last], box.shape[last] // 4), (*box.local[:last], box.local[last] // 4))
         begin = [*starts[:last], starts[last] // np.int64(4)]
-        block = flat_indices(few, begin)
+        block = flat_indices(blocks, begin)
     else:
         index = flat_indices(box, starts)
         block = index >> np.int64(2)
     words = counter.philox32(jnp, halves[0], (_low(block), _high(block)), halves[1])
-    # Barriers keep words from being made again for each element that has a part in them.
+    # Barriers keep XLA from recomputing a block for each of its elements.
     words = lax.optimization_barrier(tuple(words))
     if kind == "uniform":
         low, end = np.float32(first), np.float32(second)
@@ -51,11 +51,11 @@ def part_of_draw(
     if grouped:
         out = jnp.stack(values, -1).reshape(box.local)
     else:
-        place = index & np.int64(3)
-        out = jnp.where(place == 0, values[0], jnp.where(place == 1, values[1], values[2]))
-        out = jnp.where(place == 3, values[3], out)
+        lane = index & np.int64(3)
+        out = jnp.where(lane == 0, values[0], jnp.where(lane == 1, values[1], values[2]))
+        out = jnp.where(lane == 3, values[3], out)
     out = cast(out, narrow)
-    if kind == "uniform" and narrow != np.float32:  # rounded up to the end, as in `counter.between`
+    if kind == "uniform" and narrow != np.float32:  # rounded up to the excluded end
         out = jnp.where(out == np.float32(second).astype(narrow), np.float32(first).astype(narrow), out)
     return out
 

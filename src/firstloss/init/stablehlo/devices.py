@@ -1,8 +1,8 @@
-"""The xla engine: a program's weights as `jax.Array`s, each device's shards made on that device.
+"""A program's weights as `jax.Array`s, each shard computed on its device.
 
-On CPU devices PyTorch's kernels write shards directly into the devices' memory (`host_shards.py`), which is as fast
-and gives the bits of eager PyTorch. Elsewhere each distinct recipe is compiled once for all devices, in parallel, and
-a recipe's weights are made as soon as it is compiled.
+On CPU devices PyTorch's kernels write shards directly into the devices' memory (`host_shards.py`), which is as fast,
+and bit-identical to eager PyTorch. On other devices each distinct recipe is compiled once, in parallel, and its weights
+are computed as soon as it is compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def run(
     chosen = engine or ("torch" if platform == "cpu" else "xla")
     if chosen not in ("torch", "xla") or (chosen == "torch" and platform != "cpu"):
         raise BackendError(
-            f"engine={engine!r} on a {platform}. Write 'xla', or on a CPU 'torch', or leave it out for the faster one"
+            f"engine={engine!r} is not supported on {platform}. Use 'xla', or on a CPU 'torch', or omit it for the "
+            "faster one"
         )
     with timeline.span("materialize"), jax.enable_x64(True):
         if chosen == "torch":
@@ -50,10 +51,10 @@ def run(
 
 
 def concrete(mesh: Any, made: ShardingPlan) -> Mesh | None:
-    """The mesh with devices in it; None for one device.
+    """The mesh with devices; None for one device.
 
     Raises:
-        ShardingError: if there are too few.
+        ShardingError: if there are too few devices.
     """
     if not made.axes:
         return None
@@ -62,17 +63,17 @@ def concrete(mesh: Any, made: ShardingPlan) -> Mesh | None:
     mark = next((w.recipe.mark for w in made.weights if w.recipe.mark is not None), None)
     if mesh is None and mark is not None and isinstance(mark.mesh, Mesh):
         return mark.mesh
-    own = jax.devices()
-    if made.devices > len(own):
+    devices = jax.devices()
+    if made.devices > len(devices):
         sizes = ", ".join(f"{name}={size}" for name, size in made.axes.items())
-        cut = next((w for w in made.weights if any(w.placed.spec)), made.weights[0])
+        sharded = next((w for w in made.weights if any(w.sharding.spec)), made.weights[0])
         raise ShardingError(
-            f"{here()}: {cut.name}: the spec {partition_spec(cut)} is for a mesh of {made.devices} devices ({sizes}), "
-            f"and there are {len(own)} ({own[0].platform}). Give a smaller mesh; on a CPU, "
-            f"jax.config.update('jax_num_cpu_devices', {made.devices}) before JAX is first used makes as many. "
-            "to_stablehlo and plan take a mesh of any size"
+            f"{here()}: {sharded.name}: the spec {partition_spec(sharded)} is for a mesh of {made.devices} devices "
+            f"({sizes}), but there are {len(devices)} ({devices[0].platform}). Use a smaller mesh; on a CPU, call "
+            f"jax.config.update('jax_num_cpu_devices', {made.devices}) before JAX is first used. to_stablehlo and plan "
+            "accept a mesh of any size"
         )
-    return Mesh(np.array(own[: made.devices]).reshape(tuple(made.axes.values())), tuple(made.axes))
+    return Mesh(np.array(devices[: made.devices]).reshape(tuple(made.axes.values())), tuple(made.axes))
 
 
 def sharding_of(weight: Weight, mesh: Mesh | None) -> Sharding:
@@ -81,7 +82,7 @@ def sharding_of(weight: Weight, mesh: Mesh | None) -> Sharding:
 
 
 class Units:
-    """The distinct functions of a plan, compiled side by side: one for each key, for all devices of the mesh."""
+    """The distinct functions of a plan, compiled in parallel: one for each key, for all devices of the mesh."""
 
     def __init__(self, made: ShardingPlan, mesh: Mesh | None) -> None:
         self._made = made
@@ -97,9 +98,9 @@ class Units:
         return jax.make_array_from_callback(np.shape(array), self._everywhere, lambda index: np.asarray(array)[index])
 
     def arguments(self, weight: Weight) -> tuple[Any, Any, Any]:
-        """What a weight's function is called with: origins, table, positions."""
+        """The arguments of a weight's function: origins, table, positions."""
         origins = []
-        for origin in self._streams.of(weight):
+        for origin in self._streams.origins(weight):
             if id(origin) not in self._origins:
                 self._origins[id(origin)] = self._on_devices(origin)
             origins.append(self._origins[id(origin)])
@@ -107,16 +108,16 @@ class Units:
         return tuple(origins), self._jumps if origins else None, positions
 
     def compile(self, weight: Weight) -> Any:
-        """The executable for all weights of this one's key."""
+        """The executable for all weights with the key of `weight`."""
         with jax.enable_x64(True):
             made, mesh = self._made, self._mesh
-            function = self._functions.of(weight)
+            function = self._functions.function_of(weight)
 
             def shard(origins: Any, jumps: Any, positions: Any) -> Any:
                 where = {axis: lax.convert_element_type(lax.axis_index(axis), np.int64) for axis in made.axes}
-                begin = starts(weight.recipe.shape, weight.placed.spec, made.axes, where)
-                cut = tuple(b for b, entry in zip(begin, weight.placed.spec, strict=True) if entry)
-                return function(origins, jumps, positions, cut)
+                begin = starts(weight.recipe.shape, weight.sharding.spec, made.axes, where)
+                offsets = tuple(b for b, entry in zip(begin, weight.sharding.spec, strict=True) if entry)
+                return function(origins, jumps, positions, offsets)
 
             make: Callable = shard
             if mesh is not None:
@@ -125,7 +126,7 @@ class Units:
             return jax.jit(make).lower(*self.arguments(weight)).compile()
 
     def distinct(self) -> dict[Any, Weight]:
-        """A weight for each function, the ones that make most first."""
+        """A weight for each function, in descending order of size."""
         found: dict[Any, Weight] = {}
         for weight in sorted(self._made.weights, key=lambda w: -math.prod(w.local)):
             if weight.sketch is not None:
@@ -138,13 +139,13 @@ def _on_devices(made: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
     host = [weight for weight in made.weights if weight.sketch is None]
     line = here()
     for weight in host:
-        message = f"{weight.name}: {weight.why}: it is made on the host and sent"
+        message = f"{weight.name}: {weight.why}: it is computed on the host and sent"
         warnings.warn_explicit(message, UserWarning, line.file, line.line)
     out: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(max(default_threads(), 2), thread_name_prefix="firstloss-compile") as pool:
         compiled: dict[Any, Future] = {key: pool.submit(units.compile, w) for key, w in units.distinct().items()}
         out.update(make_on_host({w.name: (w.recipe.ref, sharding_of(w, mesh)) for w in host}))
-        for key, future in compiled.items():  # every process in the same order
+        for key, future in compiled.items():  # in the same order in all processes
             executable = future.result()
             for weight in made.weights:
                 if weight.sketch is not None and weight.key == key:

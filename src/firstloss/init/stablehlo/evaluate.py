@@ -1,4 +1,4 @@
-"""Sketches as JAX functions: a shard of a weight, from the stream positions of its draws and the shard's offset."""
+"""Evaluate sketches in JAX: a shard of a weight, given the stream positions of its draws and the shard's offset."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .counter import part_of_draw
 from .fill import ShardGeometry, WordSource, flat_indices, part_of_fill
 from .sketch import Apply, Constant, Data, Masked, RandomFill, Sketch, Truncated, WholeSketch
 
-Draws = Sequence[tuple[Any, Any]]  # of each draw: a WordSource, or under the counter policy a seed; and its position
+Draws = Sequence[tuple[Any, Any]]  # for each draw a WordSource, or under the counter policy a seed, and its position
 
 
 def part(sketch: Sketch, local: tuple[int, ...], draws: Draws, starts: Sequence[Any]) -> Any:
-    """A shard of the weight that `sketch` makes.
+    """A shard of the weight described by `sketch`.
 
     Args:
-        local: the shard's shape, the weight's dimensions in their own order.
-        draws: for each of the sketch's places where it begins.
-        starts: int64, where the shard begins along each dimension.
+        local: the shard's shape, in the order of the weight's dimensions.
+        draws: for each of `sketch.origins`.
+        starts: int64, the shard's offset in each dimension.
     """
     order = sketch.order
     box = ShardGeometry(sketch.shape, tuple(local[d] for d in order))
@@ -54,7 +54,7 @@ class _Evaluator:
         self.data = data
 
     def tree(self, tree: Any, box: ShardGeometry, starts: Sequence[Any]) -> Any:
-        """The box of what a tree makes; a leaf of one element as it is."""
+        """A box of the result of a tree; a leaf of one element is not expanded."""
         kind = type(tree)
         if kind is Constant:
             return lax.full(box.local, cast(tree.value, to_jax(tree.dtype)))
@@ -68,15 +68,15 @@ class _Evaluator:
         if kind is Truncated:
             return self._truncated(tree, box, starts)
         if kind is Masked:
-            place = flat_indices(box, starts)
-            inside = (place >= np.int64(tree.begin)) & (place < np.int64(tree.end))
+            index = flat_indices(box, starts)
+            inside = (index >= np.int64(tree.begin)) & (index < np.int64(tree.end))
             new, old = (self.tree(t, box, starts) for t in (tree.new, tree.old))
             return jnp.where(inside, broadcast_to(new, box.local), broadcast_to(old, box.local))
         assert kind is Apply
         return self._apply(tree, box, starts)
 
     def fill(self, fill: RandomFill, box: ShardGeometry, starts: Sequence[Any], rounds_before: Any = None) -> Any:
-        """The box of a draw; after so many earlier rounds of it."""
+        """A box of a draw, after a number of earlier rounds of it."""
         source, position = self.draws[fill.draw]
         if not fill.words:
             first, second = (float(value) for _, value in fill.arguments)
@@ -113,7 +113,7 @@ class _Evaluator:
         return unfused(cast(out, to_jax(tree.dtype)))
 
     def whole(self, tree: WholeSketch) -> Any:
-        """All of a recipe that cannot be cut."""
+        """The whole result of a recipe that cannot be computed by shard."""
         arrays: list[Any] = []
         for given in tree.inputs:
             if type(given) is Data:
@@ -133,7 +133,7 @@ class _Evaluator:
 
 
 def name_of(sketch: Sketch, local: tuple[int, ...]) -> str:
-    """A name for the function: what it does, and the shape it makes."""
+    """A name for the function, from its operations and the shape of its result."""
     return "_".join([_verb(sketch.tree), "x".join(map(str, local)) or "scalar"])
 
 

@@ -1,9 +1,9 @@
-"""A shard of a random fill, as a JAX function of the stream position of the fill and the offset of the shard.
+"""A shard of a random fill, as a JAX function of the fill's stream position and the shard's offset.
 
-A shard is a box. Its outer dimensions are gone through one by one, each with a window of its own; along one dimension
-it is drawn from its first word to its last; and where a later dimension is cut too, whole rows are drawn, block by
-block, and the columns kept: all the work of the draw, but never the weight in memory. Rows so long that a jump is
-cheaper than drawing over what lies between are jumped to.
+A shard is a box. For each index of its outer dimensions there is a jump to a window; along one dimension it is drawn
+from its first word to its last. If a later dimension is sharded, too, whole rows are drawn, block by block, and the
+shard's columns are kept: this draws all numbers, but never holds the whole weight. If rows are so long that a jump is
+cheaper than drawing the numbers in between, each row is jumped to.
 """
 
 from __future__ import annotations
@@ -21,38 +21,36 @@ from ...lower.mt19937_fills import BLOCK, FillKernel
 from ...lower.mt19937_jump import spread, windows
 from ...rng.mt19937 import N
 
-# Words that could be drawn in the time of a jump.
-_JUMP_WORTH = 1 << 18
-# Elements of the blocks of rows of which columns are kept, at least.
-_ROWS = 1 << 16
+_JUMP_WORTH = 1 << 18  # words that can be drawn in the time of a jump
+_MIN_BLOCK_SIZE = 1 << 16  # elements of the blocks of rows from which columns are kept
 
 
 class ShardGeometry(NamedTuple):
-    """A shard's geometry: the whole shape and the shard's own. Where they differ, a start is given at run time."""
+    """The shape of a weight and of its shard. In dimensions where they differ, an offset is given at run time."""
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """The dimensions that are cut."""
+        """The sharded dimensions."""
         return tuple(d for d, (whole, part) in enumerate(zip(self.shape, self.local, strict=True)) if part < whole)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """The number of elements of the weight."""
         return math.prod(self.shape)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of the whole, row-major."""
+        """The strides of the weight, row-major."""
         return tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
 
 
 class WordSource(NamedTuple):
-    """Where windows come from: uint32 of shape (624,) at the stream's origin, and the table of jumps.
+    """A stream's origin, a window of uint32, shape (624,), and the jump table.
 
-    lane_words: words that one lane draws at least, a power of two; 0 for a single lane, which is all that a CPU needs.
+    lane_words: the minimal number of words per lane, a power of two; 0 for a single lane, on a CPU.
     """
 
     origin: Any
@@ -68,22 +66,22 @@ class WordSource(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How a box is gone through: `outer` dimensions one by one, `rows` along dimension `dim`, and what a row holds."""
+    """The order in which a box is drawn: `outer` runs of `rows` consecutive rows along dimension `dim`."""
 
     dim: int
-    outer: int  # how many stretches
+    outer: int
     rows: int
-    row: int  # elements of a row of the whole
-    kept: tuple[int, ...]  # the shape that is kept of a row
+    row: int  # elements of a row of the weight
+    kept: tuple[int, ...]  # the shape of the part of a row that belongs to the shard
 
     @property
-    def stretch(self) -> int:
-        """Elements of one stretch, drawn from first to last."""
+    def run(self) -> int:
+        """The number of elements of one run, which are drawn consecutively."""
         return self.rows * self.row
 
 
 def rows_of(box: ShardGeometry) -> Rows:
-    """The cheapest way through `box`."""
+    """The cheapest order for `box`."""
     if not box.cut:
         return Rows(0, 1, 1, box.numel, (box.numel,))
     dim = box.cut[-1]
@@ -94,9 +92,9 @@ def rows_of(box: ShardGeometry) -> Rows:
 
 
 def words_drawn(box: ShardGeometry, words_each: int) -> int:
-    """32-bit words that a device draws to make its shard, its ends left out of account."""
+    """The 32-bit words that a device draws for its shard, without those for alignment."""
     rows = rows_of(box)
-    return rows.outer * rows.stretch * words_each
+    return rows.outer * rows.run * words_each
 
 
 def part_of_fill(
@@ -105,9 +103,9 @@ def part_of_fill(
     """The shard of a fill: an array of shape `box.local`.
 
     Args:
-        words: what the whole fill draws.
-        position: int64, the word of the stream at which the fill begins.
-        starts: int64, where the shard begins along each dimension; 0 where it is not cut.
+        words: the number of words that the whole fill draws.
+        position: int64, the fill's position in the stream.
+        starts: int64, the shard's offset in each dimension.
     """
     if 0 in box.local:
         return lax.full(box.local, 0, emitted(kernel.emit))
@@ -117,11 +115,11 @@ def part_of_fill(
     begin = first if aligned else first // np.int64(kernel.block) * np.int64(kernel.block)
     heads = source.windows(position, begin * np.int64(kernel.words_each))
     if math.prod(rows.kept) == rows.row:
-        out = _stretches(kernel, rows, heads, source, aligned, first - begin)
+        out = _draw_runs(kernel, rows, heads, source, aligned, first - begin)
     elif aligned:
         out = _columns(kernel, box, rows, heads, starts)
     else:
-        out = _stretches(kernel, rows, heads, source, aligned, first - begin)
+        out = _draw_runs(kernel, rows, heads, source, aligned, first - begin)
         out = _keep(out.reshape(rows.outer, rows.rows, *box.shape[rows.dim + 1 :]), box, rows, starts)
     out = out.reshape(box.local)
     if kernel.block > 1 and box.numel % kernel.block:
@@ -130,7 +128,7 @@ def part_of_fill(
 
 
 def _first_elements(box: ShardGeometry, rows: Rows, starts: Sequence[Any]) -> Any:
-    """Where each stretch begins in the whole: int64, shape (outer,)."""
+    """The index of the first element of each run: int64, shape (outer,)."""
     strides = box.strides
     grid = np.zeros((), np.int64)
     for d in range(rows.dim):
@@ -143,7 +141,7 @@ def _first_elements(box: ShardGeometry, rows: Rows, starts: Sequence[Any]) -> An
 
 
 def _aligned(box: ShardGeometry, rows: Rows, block: int) -> bool:
-    """Whether every stretch begins at a whole block, on whatever device."""
+    """Whether every run begins at a block boundary, on all devices."""
     strides = box.strides
     return all(
         (d not in box.cut or box.local[d] * strides[d] % block == 0)
@@ -153,18 +151,18 @@ def _aligned(box: ShardGeometry, rows: Rows, block: int) -> bool:
     )
 
 
-def _stretches(kernel: FillKernel, rows: Rows, heads: Any, source: WordSource, aligned: bool, skip: Any) -> Any:
-    """All of each stretch: shape (outer, stretch)."""
-    count = rows.stretch if aligned else rows.stretch + kernel.block
+def _draw_runs(kernel: FillKernel, rows: Rows, heads: Any, source: WordSource, aligned: bool, skip: Any) -> Any:
+    """Draw whole runs: shape (outer, run)."""
+    count = rows.run if aligned else rows.run + kernel.block
     out = _in_lanes(kernel, heads, count, source)
     if aligned:
         return out
-    parts = [lax.dynamic_slice(out[i], (skip[i],), (rows.stretch,)) for i in range(rows.outer)]
+    parts = [lax.dynamic_slice(out[i], (skip[i],), (rows.run,)) for i in range(rows.outer)]
     return jnp.stack(parts)
 
 
 def _in_lanes(kernel: FillKernel, heads: Any, count: int, source: WordSource) -> Any:
-    """What each of the windows draws, `count` elements: by several lanes each if there is enough for them."""
+    """Draw `count` elements from each window, with several lanes per window if there are enough."""
     each = source.lane_words // kernel.words_each
     lanes = -(-count // each) if each else 1
     if lanes < 2:
@@ -176,43 +174,43 @@ def _in_lanes(kernel: FillKernel, heads: Any, count: int, source: WordSource) ->
 
 
 def _columns(kernel: FillKernel, box: ShardGeometry, rows: Rows, heads: Any, starts: Sequence[Any]) -> Any:
-    """The columns that are kept, of blocks of rows: shape (outer, rows, *kept)."""
+    """Draw blocks of rows, and keep the shard's columns: shape (outer, rows, *kept)."""
     each = N // kernel.words_each
-    unit = each // math.gcd(each, rows.row)  # rows after which a block of words ends where a row does
-    block = unit * max(1, -(-_ROWS // (unit * rows.row)))
+    unit = each // math.gcd(each, rows.row)  # the number of rows that is a multiple of a block of words
+    block = unit * max(1, -(-_MIN_BLOCK_SIZE // (unit * rows.row)))
     whole, rest = divmod(rows.rows, block)
     inner = box.shape[rows.dim + 1 :]
 
-    def some(windows: Any, count: int) -> tuple[Any, Any]:
+    def draw_rows(windows: Any, count: int) -> tuple[Any, Any]:
         values, windows = draw(windows, count * rows.row, kernel.emit, kernel.words_each, kernel.block)
         return _keep(values.reshape(rows.outer, count, *inner), box, rows, starts), windows
 
     if whole == 0:
-        return some(heads, rest)[0]
+        return draw_rows(heads, rest)[0]
     out = lax.empty((rows.outer, rows.rows, *rows.kept), emitted(kernel.emit))
     zeros = (np.int32(0),) * len(rows.kept)
 
     def step(i: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         windows, out = carry
-        values, windows = some(windows, block)
+        values, windows = draw_rows(windows, block)
         return windows, lax.dynamic_update_slice(out, values, (np.int32(0), i * np.int32(block), *zeros))
 
     windows_, out = lax.fori_loop(np.int32(0), np.int32(whole), step, (heads, out))
     if rest:
-        last = some(windows_, rest)[0]
+        last = draw_rows(windows_, rest)[0]
         out = lax.dynamic_update_slice(out, last, (np.int32(0), np.int32(whole * block), *zeros))
     return out
 
 
 def _keep(values: Any, box: ShardGeometry, rows: Rows, starts: Sequence[Any]) -> Any:
-    """Of rows, shape (outer, rows, *the whole's inner dimensions), the part that belongs to the shard."""
+    """The part of rows, shape (outer, rows, *inner dimensions of the weight), that belongs to the shard."""
     begin = [starts[d] if d in box.cut else np.int64(0) for d in range(rows.dim + 1, len(box.shape))]
     zero = np.int64(0)
     return lax.dynamic_slice(values, (zero, zero, *begin), (*values.shape[:2], *rows.kept))
 
 
 def flat_indices(box: ShardGeometry, starts: Sequence[Any]) -> Any:
-    """For each element of the shard its place in the whole: int64, shape `box.local`."""
+    """The flat index in the weight of each element of the shard: int64, shape `box.local`."""
     total: Any = np.int64(0)
     for d, stride in enumerate(box.strides):
         index = lax.broadcasted_iota(np.int64, box.local, d) + (starts[d] if d in box.cut else np.int64(0))
@@ -221,7 +219,7 @@ def flat_indices(box: ShardGeometry, starts: Sequence[Any]) -> Any:
 
 
 def _with_end(kernel: FillKernel, box: ShardGeometry, out: Any, window: Any, starts: Sequence[Any]) -> Any:
-    """PyTorch makes the last 16 elements of a ragged fill anew, of the last 16 words it draws."""
+    """Replace the last 16 elements of a ragged fill, which PyTorch redraws from the last 16 words."""
     end: Callable[[Any], Any] = draw(window, BLOCK, kernel.emit, 1, BLOCK)[0][0].__getitem__
-    place = flat_indices(box, starts) - np.int64(box.numel - BLOCK)
-    return jnp.where(place >= 0, end(jnp.clip(place, 0, BLOCK - 1)), out)
+    index = flat_indices(box, starts) - np.int64(box.numel - BLOCK)
+    return jnp.where(index >= 0, end(jnp.clip(index, 0, BLOCK - 1)), out)

@@ -1,8 +1,7 @@
 """Shards computed by PyTorch's kernels directly in the memory of JAX's CPU devices.
 
-What lies together in the stream is drawn together, whichever devices it is for: rows are drawn once, and the columns
-of each device copied out of blocks of them. Where the devices are not this machine's CPU, shards are made on the host
-and sent.
+Elements that are adjacent in the stream are drawn together, even for different devices: rows are drawn once, and each
+device's columns are copied from blocks of rows. For devices other than CPUs, shards are computed on the host and sent.
 """
 
 from __future__ import annotations
@@ -20,23 +19,27 @@ from ...engine.splits import Box
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
 from ...program.graph import Ref
-from .shard_memory import ArraySpec, tensor_at, unwritten
+from .shard_memory import ArraySpec, allocate, tensor_at
 
 K = TypeVar("K")
 
 
 def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[int] = ()) -> dict[K, jax.Array]:
-    """Arrays of what is `wanted`, by the same keys: each with what its Ref shows, sharded as its sharding says.
+    """Compute Refs as sharded arrays.
 
     Args:
-        niceness: as in `engine.run.run`.
+        wanted: a Ref and a sharding by key.
+        niceness: as in `cpu_engine.materialize_parts`.
+
+    Returns:
+        The arrays by key.
     """
     out: dict[K, jax.Array] = {}
     sent: list[tuple[K, dict[Any, torch.Tensor]]] = []
     parts: list[tuple[Ref, list[WantedPart]]] = []
-    ours = [key for key, (_, sharding) in wanted.items() if _ours(sharding)]
-    kinds = [ArraySpec(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, ours)]
-    made = dict(zip(ours, unwritten(kinds), strict=True))
+    on_cpu = [key for key, (_, sharding) in wanted.items() if _is_on_cpu(sharding)]
+    specs = [ArraySpec(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, on_cpu)]
+    made = dict(zip(on_cpu, allocate(specs), strict=True))
     out.update((key, array) for key, (array, _) in made.items())
     with DisableTorchDispatch():
         for key, (ref, sharding) in wanted.items():
@@ -57,7 +60,7 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
     return out
 
 
-def _ours(sharding: Sharding) -> bool:
+def _is_on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 

@@ -1,7 +1,7 @@
 """A constructor as one StableHLO module: its outputs are the weights, each device computing its own shards.
 
-Equal recipes are one private function, called with each weight's own place in the random stream and with where the
-device's shard begins. The module holds all it needs: the state that the stream starts from, and a table of jumps.
+Equal recipes share one private function, which is called with each weight's stream positions and the offset of the
+device's shard. The module is self-contained: it has the stream's initial state and a table for jump-ahead.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from .evaluate import name_of, part
 from .fill import WordSource
 from .plan import ShardingPlan, Weight, plan
 
-# Words that a lane of a device other than a CPU draws: a jump costs what some hundred thousand words do.
+# Words per lane on a device other than a CPU; a jump costs as much as some hundred thousand words.
 LANE_WORDS = 1 << 16
 
 
 class Functions:
-    """The functions that make shards, one for each key; jitted, so that equal ones are traced and lowered once.
+    """The jitted functions that compute shards, one for each `Weight.key`.
 
-    Each is called with (origins, table, positions, starts): tuples of arrays, and the starts of dimensions that are
-    cut alone.
+    Each is called with (origins, table, positions, starts): tuples of arrays, with starts of sharded dimensions only.
     """
 
     def __init__(self, lane_words: int = 0) -> None:
@@ -43,8 +42,8 @@ class Functions:
     def __len__(self) -> int:
         return len(self._made)
 
-    def of(self, weight: Weight) -> Callable:
-        """The function of a weight."""
+    def function_of(self, weight: Weight) -> Callable:
+        """The function for a weight."""
         found = self._made.get(weight.key)
         if found is None:
             found = self._made[weight.key] = self._make(weight)
@@ -53,19 +52,19 @@ class Functions:
     def _make(self, weight: Weight) -> Callable:
         sketch, local = weight.sketch, weight.local
         assert sketch is not None
-        counted = [isinstance(place.stream, CounterStream) for place in sketch.places]
-        cut = [d for d, entry in enumerate(weight.placed.spec) if entry]
+        counter_policy = [isinstance(origin.stream, CounterStream) for origin in sketch.origins]
+        sharded = [d for d, entry in enumerate(weight.sharding.spec) if entry]
         lanes = self._lane_words
 
         def make(origins: tuple, jumps: Any, positions: tuple, begin: tuple) -> Any:
-            where: list[Any] = [np.int64(0)] * len(local)
-            for d, start in zip(cut, begin, strict=True):
-                where[d] = start
+            offsets: list[Any] = [np.int64(0)] * len(local)
+            for d, start in zip(sharded, begin, strict=True):
+                offsets[d] = start
             draws = [
                 (origin if by_counter else WordSource(origin, jumps, lanes), position)
-                for origin, by_counter, position in zip(origins, counted, positions, strict=True)
+                for origin, by_counter, position in zip(origins, counter_policy, positions, strict=True)
             ]
-            return part(sketch, local, draws, where)
+            return part(sketch, local, draws, offsets)
 
         name = name_of(sketch, local)
         number = self._names[name] = self._names.get(name, 0) + 1
@@ -74,35 +73,34 @@ class Functions:
 
 
 class Streams:
-    """Where the streams of a plan begin, and the table that reaches their furthest position."""
+    """The origins of a plan's streams, and a jump table that reaches their furthest position."""
 
     def __init__(self, weights: ShardingPlan) -> None:
         self._origins: dict[Stream, Any] = {}
         furthest = 1
         for weight in weights.weights:
-            for place in weight.sketch.places if weight.sketch is not None else ():
-                if place.stream not in self._origins:
-                    self._origins[place.stream] = _origin(place.stream)
-                if not isinstance(place.stream, CounterStream):
-                    furthest = max(furthest, place.position + 4 * weight.recipe.numel + 64)
+            for origin in weight.sketch.origins if weight.sketch is not None else ():
+                if origin.stream not in self._origins:
+                    self._origins[origin.stream] = _origin(origin.stream)
+                if not isinstance(origin.stream, CounterStream):
+                    furthest = max(furthest, origin.position + 4 * weight.recipe.numel + 64)
         self.table = table(bits_for(furthest))
-        # A lane's step has to be in the table as well.
         self.jumps = any(not isinstance(stream, CounterStream) for stream in self._origins)
 
-    def of(self, weight: Weight) -> tuple[Any, ...]:
-        """The origins of a weight's draws."""
+    def origins(self, weight: Weight) -> tuple[Any, ...]:
+        """The origins of the streams of a weight's draws."""
         assert weight.sketch is not None
-        return tuple(self._origins[place.stream] for place in weight.sketch.places)
+        return tuple(self._origins[origin.stream] for origin in weight.sketch.origins)
 
     @staticmethod
     def positions(weight: Weight) -> tuple[Any, ...]:
         """The positions of a weight's draws."""
         assert weight.sketch is not None
-        return tuple(np.int64(place.position) for place in weight.sketch.places)
+        return tuple(np.int64(origin.position) for origin in weight.sketch.origins)
 
 
 def _origin(stream: Stream) -> Any:
-    """What positions count from: a window, or a seed."""
+    """The origin of a stream: a window, or under the counter policy a seed."""
     if isinstance(stream, CounterStream):
         return np.uint64(stream.seed)
     return rewind(*stream.origin_block())
@@ -114,38 +112,37 @@ def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any
     for weight in made.weights:
         if weight.sketch is None:
             raise LoweringError(
-                f"{weight.name}: {weight.why}. A module cannot hold it; program.run() makes it on the host. Or fill it "
-                "with uniform_ or normal_ of 16 elements and more, or leave it out"
+                f"{weight.name}: {weight.why}, so it cannot be part of a module. program.run() computes it on the "
+                "host; or initialize it with uniform_ or normal_ of at least 16 elements, or remove it"
             )
     with jax.enable_x64(True):
         return _text(made, abstract(made.axes))
 
 
 def abstract(axes: Axes) -> AbstractMesh | None:
-    """A mesh of no devices in particular."""
+    """A mesh without devices."""
     return AbstractMesh(tuple(axes.values()), tuple(axes)) if axes else None
 
 
 def partition_spec(weight: Weight) -> PartitionSpec:
-    """As JAX has it."""
-    return PartitionSpec(*[entry if len(entry) > 1 else entry[0] if entry else None for entry in weight.placed.spec])
+    """The sharding of a weight as a PartitionSpec."""
+    return PartitionSpec(*[entry if len(entry) > 1 else entry[0] if entry else None for entry in weight.sharding.spec])
 
 
 def shard_maker(made: ShardingPlan, streams: Streams, functions: Functions, jumps: Any) -> Callable[[], dict[str, Any]]:
-    """A function that makes one device's shard of every weight, to be called in a manual computation over the mesh."""
+    """A function that computes one device's shard of every weight, to be called inside shard_map."""
 
     def make() -> dict[str, Any]:
         where = {axis: lax.convert_element_type(lax.axis_index(axis), np.int64) for axis in made.axes}
-        known: dict[Any, tuple[Any, ...]] = {}  # weights alike share their arithmetic
+        offsets: dict[Any, tuple[Any, ...]] = {}  # shared by weights with the same geometry
         out = {}
         for weight in made.weights:
-            geometry = weight.recipe.shape, weight.placed.spec
-            if geometry not in known:
+            geometry = weight.recipe.shape, weight.sharding.spec
+            if geometry not in offsets:
                 begin = starts(*geometry, made.axes, where)
-                known[geometry] = tuple(b for b, entry in zip(begin, weight.placed.spec, strict=True) if entry)
-            cut = known[geometry]
-            make_one = functions.of(weight)
-            out[weight.name] = make_one(streams.of(weight), jumps, streams.positions(weight), cut)
+                offsets[geometry] = tuple(b for b, entry in zip(begin, weight.sharding.spec, strict=True) if entry)
+            function = functions.function_of(weight)
+            out[weight.name] = function(streams.origins(weight), jumps, streams.positions(weight), offsets[geometry])
         return out
 
     return make
@@ -166,7 +163,7 @@ def _text(made: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
 
 
 def _named(lowered: Any, made: ShardingPlan) -> str:
-    """The module's text; its outputs are named as the weights are, and it says for how many devices it is."""
+    """The module's text, with the names of the weights and the number of devices."""
     from ...compat.jax_names import ir
 
     module = lowered.compiler_ir("stablehlo")

@@ -1,4 +1,4 @@
-"""Run a saved module, without PyTorch and without the model's code."""
+"""Run a saved StableHLO module, without PyTorch and without the model's code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...errors import ModuleTextError, ShardingError
 
 
 class _Outputs(NamedTuple):
-    """What a module says of its outputs; `specs` names the mesh axes that cut each of their dimensions."""
+    """The outputs of a module; `specs` has the mesh axes that shard each of their dimensions."""
 
     axes: dict[str, int]
     names: list[str]
@@ -30,7 +30,7 @@ class _Outputs(NamedTuple):
 
 
 def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None = None) -> dict[str, jax.Array]:
-    """Run a module that `program.to_stablehlo` or `firstloss stablehlo` wrote: the weights by name.
+    """Run a module written by `program.to_stablehlo` or `firstloss stablehlo`, and return its weights.
 
     Examples:
         >>> program = fl.init_program(fl.deferred_init(nn.Linear, 8, 4))
@@ -41,28 +41,28 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
         (4,)
 
     Args:
-        path: of the file.
-        devices: in the mesh's order, as many as it has; default the first ones there are. Of several processes each
-            makes the shards of its own devices.
+        path: the path of the file.
+        devices: as many as the mesh has, in its order; defaults to the first ones. With several processes, each one
+            computes the shards of its own devices.
 
     Returns:
-        `{qualified name: jax.Array}`, each sharded over `devices` as the module says.
+        `{qualified name: jax.Array}`, each sharded over `devices` as specified in the module.
 
     Raises:
         ShardingError: if there are fewer devices than the module was written for, or one is given twice.
-        ModuleTextError: if the file is no such module, or has been cut short.
+        ModuleTextError: if the file is not such a module, or is truncated.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read()
     with mlir.make_ir_context():
         module = _parsed(path, text)
         outputs = _outputs_of(path, module)
-        own = _enough(path, outputs.axes, devices)
-        shards = _execute(module, own)
+        selected = _select_devices(path, outputs.axes, devices)
+        shards = _execute(module, selected)
     return {
         name: jax.make_array_from_single_device_arrays(shape, sharding, parts)
         for name, shape, sharding, parts in zip(
-            outputs.names, outputs.shapes, outputs.shardings(own), shards, strict=True
+            outputs.names, outputs.shapes, outputs.shardings(selected), shards, strict=True
         )
     }
 
@@ -73,12 +73,12 @@ def _parsed(path: str | os.PathLike, text: str) -> Any:
     try:
         return ir.Module.parse(text)
     except ir.MLIRError as error:
-        what = " ".join(str(error).split())
-        raise ModuleTextError(f"{os.fspath(path)} is damaged or cut short: {what:.200}. Write it again") from None
+        reason = " ".join(str(error).split())
+        raise ModuleTextError(f"{os.fspath(path)} is damaged or truncated: {reason:.200}. Write it again") from None
 
 
 def _no_module(path: str | os.PathLike) -> ModuleTextError:
-    return ModuleTextError(f"{os.fspath(path)} is no module of weights. Write one with `firstloss stablehlo`")
+    return ModuleTextError(f"{os.fspath(path)} is not a module of weights. Write one with `firstloss stablehlo`")
 
 
 def _outputs_of(path: str | os.PathLike, module: Any) -> _Outputs:
@@ -105,24 +105,26 @@ def _spec(sharding: Any) -> list[tuple[str, ...] | None]:
     return [tuple(sdy.AxisRefAttr(axis).name for axis in axes) or None for axes in cuts]
 
 
-def _enough(path: str | os.PathLike, axes: dict[str, int], devices: Sequence[jax.Device] | None) -> list[jax.Device]:
-    """As many devices as the mesh has, all different."""
+def _select_devices(
+    path: str | os.PathLike, axes: dict[str, int], devices: Sequence[jax.Device] | None
+) -> list[jax.Device]:
+    """As many distinct devices as the mesh has."""
     count = int(np.prod(list(axes.values()), dtype=int))
-    own = list(jax.devices() if devices is None else devices)
-    if len(own) < count:
+    found = list(jax.devices() if devices is None else devices)
+    if len(found) < count:
         sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ShardingError(
-            f"{os.fspath(path)} was written for a mesh of {count} devices ({sizes}), and there are {len(own)}. Write "
-            "it again for a smaller mesh, or run it where there are as many"
+            f"{os.fspath(path)} was written for a mesh of {count} devices ({sizes}), but there are {len(found)}. Write "
+            "it again for a smaller mesh, or run it on as many devices"
         )
-    own = own[:count]
-    if len(set(own)) < count:
-        raise ShardingError(f"{os.fspath(path)}: a device is given twice. Give {count} different ones")
-    return own
+    found = found[:count]
+    if len(set(found)) < count:
+        raise ShardingError(f"{os.fspath(path)}: a device is given twice. Pass {count} different ones")
+    return found
 
 
 def _execute(module: Any, devices: list[jax.Device]) -> list[list[jax.Array]]:
-    """For each output the parts of this process' devices."""
+    """The shards of each output on this process's devices."""
     client = devices[0].client
     options = compiler.get_compile_options(
         num_replicas=1,

@@ -1,4 +1,4 @@
-"""What each device will compute: the sketch and sharding of every weight, and their cost. Nothing is computed here."""
+"""Plan sharded initialization: the sketch and sharding of every weight, and their cost. Computes nothing."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from .build_sketch import Unsketchable, known, sketch
 from .fill import ShardGeometry, words_drawn
 from .sketch import Apply, Masked, RandomFill, Sketch, Truncated, WholeSketch
 
-# Weights of so few elements are made here and written down, where they are more than a fill.
+# Weights of up to this many elements are computed here and become constants, unless they are plain fills.
 _SMALL = 1 << 12
 
 
 class Weight(NamedTuple):
-    """One weight of a plan. `why` says what keeps a device from making it; then there is no sketch."""
+    """One weight of a plan. If a device cannot compute it, `sketch` is None and `why` gives the reason."""
 
     name: str
     recipe: Recipe
-    placed: WeightSharding
+    sharding: WeightSharding
     local: tuple[int, ...]
     sketch: Sketch | None
     why: str = ""
 
     @property
     def key(self) -> Any:
-        """Equal for weights that one compiled function makes."""
+        """A key that is equal for weights that share a compiled function."""
         assert self.sketch is not None
-        return self.sketch.tree, self.sketch.shape, self.sketch.order, self.placed.spec
+        return self.sketch.tree, self.sketch.shape, self.sketch.order, self.sharding.spec
 
 
 class ShardingPlan:
-    """The shardings of a program's weights, and what a device does for them.
+    """The shardings of a program's weights, and the work of each device.
 
     Attributes:
         axes: the mesh's; empty without one.
-        weights: one for each weight; tied ones once.
-        aliases: further names of tied weights, and the name they are listed under.
+        weights: each weight; tied ones once.
+        aliases: other names of tied weights, each with the name that it is listed under.
     """
 
     def __init__(self, axes: Axes, weights: list[Weight], aliases: dict[str, str]) -> None:
@@ -56,31 +56,31 @@ class ShardingPlan:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """The number of devices in the mesh."""
         return math.prod(self.axes.values())
 
     @property
     def bytes(self) -> int:
-        """That each device holds in the end."""
+        """The bytes of the shards of each device."""
         return sum(math.prod(w.local) * w.recipe.dtype.itemsize for w in self.weights)
 
     @property
     def draws(self) -> int:
-        """32-bit words that each device draws, those of weights that cannot be cut included."""
+        """The 32-bit words that each device draws, including those of weights that cannot be computed by shard."""
         return sum(0 if w.sketch is None else _words(w.sketch, w.local) for w in self.weights)
 
     @property
     def compile_units(self) -> int:
-        """Distinct functions: what is compiled, however many weights call each."""
+        """The number of distinct functions to compile."""
         return len({w.key for w in self.weights if w.sketch is not None})
 
     @property
     def jumps(self) -> int:
-        """Draws that a device has to find its place for."""
-        return sum(len(w.sketch.places) for w in self.weights if w.sketch is not None)
+        """The number of draws that each device has to jump to."""
+        return sum(len(w.sketch.origins) for w in self.weights if w.sketch is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as a JSON-serializable dict."""
         return {
             "mesh": self.axes,
             "devices": self.devices,
@@ -92,7 +92,7 @@ class ShardingPlan:
             "compile_units": self.compile_units,
             "made_whole": [w.name for w in self.weights if w.sketch is not None and w.sketch.whole],
             "on_the_host": {w.name: w.why for w in self.weights if w.sketch is None},
-            "moved": {w.name: w.placed.moved for w in self.weights if w.placed.moved},
+            "moved": {w.name: w.sharding.moved for w in self.weights if w.sharding.moved},
         }
 
     def __str__(self) -> str:
@@ -107,67 +107,68 @@ def plan(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None
     """Decide the sharding of each weight of `program`.
 
     Args:
-        mesh: see `shardings.mark_sharding`; None is the mesh of the marks, or one device.
-        shardings: specs by name pattern. Without, the marks on the module count; without those, the default policy.
+        mesh: see `shardings.mark_sharding`; None for the mesh of the annotations, or one device.
+        shardings: specs by name pattern; None for the module's annotations, or without any, the default policy.
 
     Raises:
         ShardingError: if a spec does not fit its weight or the mesh.
-        LoweringError: if a weight is sparse, or otherwise no array.
+        LoweringError: if a weight cannot be an array, for example because it is sparse.
     """
     line = here()
     for name, kind in program.without.items():
         raise LoweringError(
-            f"{line}: {name}: a jax.Array cannot be made of this tensor ({kind}). Give the module a dense one, such as "
-            "its .to_dense(), or leave it out"
+            f"{line}: {name}: this tensor ({kind}) cannot be a jax.Array. Replace it by a dense one, such as its "
+            ".to_dense(), or remove it"
         )
     own = {name: recipe for name, recipe in program.recipes.items() if recipe.name == name}
     marks = {name: recipe.mark for name, recipe in own.items() if recipe.mark is not None}
     if mesh is None and shardings is None and marks:
         mesh = _mesh_of(marks)
     axes = {} if mesh is None else axes_of(mesh)
-    asked = _asked(program, shardings, marks, axes, line)
+    requested = _requested_specs(program, shardings, marks, axes, line)
     weights = []
     for name, recipe in own.items():
         shape = recipe.shape
-        if name in asked:
-            spec, where = asked[name]
-            placed = divided(shape, checked(name, shape, spec, axes, where), axes)
-        elif asked or not axes:
-            placed = WeightSharding(tuple(() for _ in shape))
+        if name in requested:
+            spec, where = requested[name]
+            sharding = divided(shape, checked(name, shape, spec, axes, where), axes)
+        elif requested or not axes:
+            sharding = WeightSharding(tuple(() for _ in shape))
         else:
-            placed = WeightSharding(by_default(shape, axes))
-        found, why = _sketched(recipe)
-        weights.append(Weight(name, recipe, placed, local_shape(shape, placed.spec, axes), found, why))
-    moved = {w.placed.moved: w.name for w in reversed(weights) if w.placed.moved}
-    for what, name in moved.items():
-        message = f"{name}: {what}. A jax.Array's shards are equal."
+            sharding = WeightSharding(by_default(shape, axes))
+        found, why = _sketch_or_reason(recipe)
+        weights.append(Weight(name, recipe, sharding, local_shape(shape, sharding.spec, axes), found, why))
+    moved = {w.sharding.moved: w.name for w in reversed(weights) if w.sharding.moved}
+    for reason, name in moved.items():
+        message = f"{name}: {reason}. The shards of a jax.Array are equal."
         warnings.warn_explicit(message, UserWarning, line.file, line.line)
     aliases = {name: recipe.name for name, recipe in program.recipes.items() if recipe.name != name}
     return ShardingPlan(axes, weights, aliases)
 
 
 def _mesh_of(marks: Mapping[str, ShardingMark]) -> Any:
-    """The mesh of the marks, which has to be one."""
+    """The mesh of the annotations, which must be the same for all."""
     first, one = next(iter(marks.items()))
     for name, mark in marks.items():
         if axes_of(mark.mesh) != axes_of(one.mesh):
             raise ShardingError(
-                f"{mark.source}: {name}: the spec {mark.spec!r} is for a mesh of {axes_of(mark.mesh)}, and that of "
-                f"{first}, at {one.source}, for one of {axes_of(one.mesh)}. Mark all weights for one mesh, or give it"
+                f"{mark.source}: {name}: the spec {mark.spec!r} is for a mesh of {axes_of(mark.mesh)}, but that of "
+                f"{first}, at {one.source}, for one of {axes_of(one.mesh)}. Annotate all weights for one mesh, or pass "
+                "the mesh"
             )
     return one.mesh
 
 
-def _asked(
+def _requested_specs(
     program: Recipes, shardings: Mapping[str, Any] | None, marks: Mapping[str, Any], axes: Axes, line: Line
 ) -> dict[str, tuple[Sequence[Any], Line]]:
-    """The spec of each weight that has one, and the line that says so."""
+    """The spec of each weight that has one, and its source line."""
     if shardings is None:
         return {name: (mark.spec, mark.source) for name, mark in marks.items()}
     if not axes:
-        raise ShardingError(f"{line}: shardings without a mesh say nothing. Give the mesh too")
+        raise ShardingError(f"{line}: shardings have no meaning without a mesh. Pass the mesh, too")
     found = match(program.recipes, shardings, line)
-    # A tied weight may be named by any of its names; the first that is matched holds.
+    # A tied weight may be matched by any of its names; the first match applies.
     out: dict[str, tuple[Sequence[Any], Line]] = {}
     for name, spec in found.items():
         checked(name, program.recipes[name].shape, spec, axes, line)
@@ -175,11 +176,11 @@ def _asked(
     return out
 
 
-def _sketched(recipe: Recipe) -> tuple[Sketch | None, str]:
-    """The weight's sketch, or why there is none."""
+def _sketch_or_reason(recipe: Recipe) -> tuple[Sketch | None, str]:
+    """The weight's sketch, or the reason why there is none."""
     try:
         found = sketch(recipe.ref)
-        if found.pure or found.places or recipe.numel > _SMALL:
+        if found.pure or found.origins or recipe.numel > _SMALL:
             return found, ""
     except Unsketchable as error:
         if recipe.numel > _SMALL:
@@ -197,7 +198,7 @@ def _words_in(tree: Any, box: ShardGeometry) -> int:
     if type(tree) is Truncated:
         return _words_in(tree.fill, box)
     if type(tree) is RandomFill:
-        if not tree.words:  # the counter policy draws what it keeps
+        if not tree.words:  # the counter policy draws only the shard
             return math.prod(box.local)
         made = kernel(tree.name, tree.dtype, dict(tree.arguments))
         assert made is not None

@@ -1,7 +1,7 @@
 """Uninitialized memory for all shards of a model, owned by CPU devices and allocated in one call.
 
-Memory that XLA allocates can be donated to a training step; memory that it was lent cannot. Weights alike are allocated
-by one executable, and where nobody has touched their pages yet, the system is asked for huge ones.
+Memory that XLA allocates can be donated to a training step; external memory cannot. Weights of the same kind are
+allocated by one executable, and huge pages are requested for memory that has not been touched yet.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from ...lower.unwritten import results as unwritten_results
 
 
 class ArraySpec(NamedTuple):
-    """What an array is to be like, before there is one."""
+    """The shape, dtype and sharding of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Sharding
 
 
-def unwritten(kinds: Sequence[ArraySpec]) -> list[tuple[jax.Array, dict[jax.Device, int]]]:
-    """Arrays of these kinds, on CPU devices of one mesh or on one CPU device, and where their parts' memory begins.
+def allocate(specs: Sequence[ArraySpec]) -> list[tuple[jax.Array, dict[jax.Device, int]]]:
+    """Allocate uninitialized arrays, on CPU devices of one mesh or on one CPU device.
 
-    Until an array has been given to anybody else, its memory may be written.
+    Returns:
+        Each array, with the address of its shard on each device. The memory may be written until the array is used.
     """
-    counts = Counter(kinds)
+    counts = Counter(specs)
     times = rounds(list(counts.values()))
-    calls = [(times, tuple(kind for kind, count in counts.items() for _ in range(count // times)))]
-    calls += [(1, tuple(kind for kind, count in counts.items() for _ in range(count % times)))]
+    calls = [(times, tuple(spec for spec, count in counts.items() for _ in range(count // times)))]
+    calls += [(1, tuple(spec for spec, count in counts.items() for _ in range(count % times)))]
     calls = [call for call in calls if call[1]]
-    registered_with_xla()  # once, and not by two threads
+    registered_with_xla()  # not concurrently
     with ThreadPoolExecutor(2, thread_name_prefix="firstloss-compile") as pool:
-        allocators = list(pool.map(_allocator, [wanted for _, wanted in calls]))
+        allocators = list(pool.map(_allocator, [results for _, results in calls]))
     made: dict[ArraySpec, list[jax.Array]] = {}
-    for (repeats, wanted), allocate in zip(calls, allocators, strict=True):
+    for (repeats, results), allocator in zip(calls, allocators, strict=True):
         for _ in range(repeats):
-            for kind, array in zip(wanted, allocate(), strict=True):
-                made.setdefault(kind, []).append(array)
-    arrays = [made[kind].pop() for kind in kinds]
+            for spec, array in zip(results, allocator(), strict=True):
+                made.setdefault(spec, []).append(array)
+    arrays = [made[spec].pop() for spec in specs]
     jax.block_until_ready(arrays)
     out = []
     ranges = []
@@ -64,9 +65,10 @@ def unwritten(kinds: Sequence[ArraySpec]) -> list[tuple[jax.Array, dict[jax.Devi
 
 
 def rounds(counts: Sequence[int]) -> int:
-    """How often to make some of each kind, so that what is compiled for that, and for the rest, has fewest results.
+    """The number of rounds in which to allocate the arrays, so that executables have few results.
 
-    To compile an executable takes as long as the square of its results: a model of 22 layers is made in 22 rounds.
+    Compile time is quadratic in the number of results: a model of 22 layers is allocated in 22 rounds, and the rest by
+    a second executable.
     """
     return min(
         range(1, max(counts, default=1) + 1),
@@ -75,7 +77,7 @@ def rounds(counts: Sequence[int]) -> int:
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the memory there, which it does not own."""
+    """A tensor on memory at `address`, which it does not own."""
     count = math.prod(shape) * dtype.itemsize
     if count == 0:
         return torch.empty(shape, dtype=dtype)
@@ -83,17 +85,17 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 
 
 @lru_cache(maxsize=64)
-def _allocator(kinds: tuple[ArraySpec, ...]) -> Any:
-    """The executable whose results are these arrays, which are all on one mesh or one device."""
-    sharding = kinds[0].sharding
+def _allocator(specs: tuple[ArraySpec, ...]) -> Any:
+    """An executable that returns uninitialized arrays, all on one mesh or one device."""
+    sharding = specs[0].sharding
     with jax.enable_x64(True):
-        local = [(k.sharding.shard_shape(k.shape), k.dtype) for k in kinds]
+        local = [(spec.sharding.shard_shape(spec.shape), spec.dtype) for spec in specs]
 
         def make() -> tuple[Any, ...]:
             return tuple(unwritten_results(local))
 
         if not isinstance(sharding, NamedSharding):
             return jax.jit(make, out_shardings=sharding).lower().compile()
-        specs = tuple(k.sharding.spec for k in kinds)
-        whole = jax.shard_map(make, mesh=sharding.mesh, in_specs=(), out_specs=specs, check_vma=False)
-        return jax.jit(whole).lower().compile()
+        out_specs = tuple(spec.sharding.spec for spec in specs)
+        mapped = jax.shard_map(make, mesh=sharding.mesh, in_specs=(), out_specs=out_specs, check_vma=False)
+        return jax.jit(mapped).lower().compile()

@@ -1,8 +1,8 @@
-"""Sketches: recipes without stream positions. Recipes that differ only in those have equal sketches, compiled once.
+"""Sketches: recipes without stream positions. Recipes that differ only in these have equal sketches, compiled once.
 
-A sketch is a tree of tuples that can be hashed: it is the key under which one function of a module, or one executable,
-serves all weights alike. Most recipes go element by element (fills, arithmetic, a row that is zeroed), and such a
-sketch can be evaluated for any box of the weight alone; the others are evaluated whole and cut.
+A sketch is a hashable tree of tuples: the key of a function of a module, or of an executable, that all such weights
+share. Most recipes are elementwise (fills, arithmetic, a row that is zeroed); their sketches can be evaluated for any
+box of the weight. The others are evaluated as a whole and sliced.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ...rng.stream import Stream
 
 
 class RandomFill(NamedTuple):
-    """A random fill of the whole weight. `draw` numbers the recipe's places in the stream."""
+    """A random fill of the whole weight. `draw` is an index of `Sketch.origins`."""
 
     draw: int
     name: str
     arguments: tuple[tuple[str, Any], ...]
     dtype: torch.dtype
-    words: int  # drawn in all; 0 under the counter policy, which has no use for it
+    words: int  # drawn in total; 0 under the counter policy
 
 
 class Truncated(NamedTuple):
-    """Normals drawn anew until they lie inside the bounds: the fill is its first round."""
+    """Normals drawn by rejection: redrawn until they are within the bounds. `fill` is the first round."""
 
     fill: RandomFill
     low: float
@@ -35,7 +35,7 @@ class Truncated(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """One number everywhere. Its kind tells 1 from 1.0 and True."""
+    """A constant fill. `kind` distinguishes 1 from 1.0 and True."""
 
     kind: type
     value: Any
@@ -43,7 +43,7 @@ class Constant(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Values known at capture, by their digest; see `Sketch.data`."""
+    """Values known at capture, by digest: see `Sketch.data`."""
 
     digest: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Data(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """An operation that goes element by element."""
+    """An elementwise operation."""
 
     op: Any
     args: tuple
@@ -60,7 +60,7 @@ class Apply(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """`new` at the elements [begin, end), as they lie in memory; elsewhere `old`."""
+    """`new` for elements [begin, end) in memory order, else `old`."""
 
     begin: int
     end: int
@@ -69,17 +69,17 @@ class Masked(NamedTuple):
 
 
 class SketchStep(NamedTuple):
-    """One operation of a `WholeSketch`: a node's template and its operands, which are numbers of earlier results."""
+    """One operation of a `WholeSketch`: a node's template, and its operands as indices of earlier results."""
 
     template: Template
     inputs: tuple[int, ...]
-    fill: Any  # of a draw: a RandomFill, and the view that is filled
+    fill: Any  # for a draw: a RandomFill or Truncated of the view
     size: tuple[int, ...]
     view: View | None
 
 
 class WholeSketch(NamedTuple):
-    """A recipe that is evaluated whole: its constants (or unwritten memory), its operations, and what is shown."""
+    """A recipe that is evaluated as a whole: its constants (or uninitialized memory), operations, and result."""
 
     inputs: tuple[Any, ...]
     steps: tuple[SketchStep, ...]
@@ -89,38 +89,38 @@ class WholeSketch(NamedTuple):
 
 
 class DrawOrigin(NamedTuple):
-    """Where a draw begins: a word of a stream, or the number of a draw under the counter policy."""
+    """The beginning of a draw: a word of a stream, or the number of a draw under the counter policy."""
 
     stream: Stream
     position: int
 
 
 class Sketch:
-    """One recipe's sketch, with what is its own.
+    """The sketch of one recipe, with its own origins and data.
 
     Attributes:
-        tree: what it does: equal for recipes alike.
-        shape: of the weight in memory, where it lies row-major.
-        order: how the weight's dimensions are ordered in memory, the slowest first.
-        places: where its draws begin.
-        data: the arrays that `Data` in the tree names.
+        tree: the operations.
+        shape: of the weight in memory, where it is row-major.
+        order: of the weight's dimensions in memory, from major to minor.
+        origins: the origins of its draws.
+        data: the arrays of the tree's `Data`, by digest.
     """
 
     def __init__(
-        self, tree: Any, shape: tuple[int, ...], order: tuple[int, ...], places: list[DrawOrigin], data
+        self, tree: Any, shape: tuple[int, ...], order: tuple[int, ...], origins: list[DrawOrigin], data
     ) -> None:
         self.tree = tree
         self.shape = shape
         self.order = order
-        self.places = places
+        self.origins = origins
         self.data: dict[str, np.ndarray] = data
 
     @property
     def whole(self) -> bool:
-        """Whether shards of it cannot be made alone."""
+        """Whether it can only be evaluated as a whole."""
         return type(self.tree) is WholeSketch
 
     @property
     def pure(self) -> bool:
-        """Whether it is a fill or a number, with nothing else to it."""
+        """Whether it is only a fill."""
         return type(self.tree) in (RandomFill, Truncated, Constant)

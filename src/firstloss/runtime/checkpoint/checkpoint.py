@@ -1,10 +1,9 @@
 """`firstloss.save` and `firstloss.load`: atomic checkpoints.
 
-A checkpoint is a folder: `checkpoint.json` has the structure of the object and the names of the files with its tensors,
-which are safetensors with checksums, one for each process. A new folder is written under a temporary name and renamed
-when it is complete. In an existing folder new files are written beside the old ones, `checkpoint.json` is replaced
-atomically, and the old ones are removed. So a process may be killed at any time: the checkpoint is the new one or the
-previous one.
+A checkpoint is a folder: `checkpoint.json` has the object's structure and the names of the files with its tensors, one
+safetensors file with checksums for each process. A new folder is written under a temporary name and renamed when it is
+complete. In an existing folder new files are written beside the old ones, `checkpoint.json` is replaced atomically, and
+the old files are removed. So a process may be killed at any time: the checkpoint is either the new or the previous one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import atomic_write, locked, placed, sync_folder
+from ...files import atomic_write, locked, replacing, sync_folder
 from ...init.materialize_module import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
@@ -42,9 +41,9 @@ _TORCH = (".pt", ".pth", ".bin")
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """Write `obj` to `path`: the state of a training run, or a part of it.
 
-    Tensors are written one after another: host memory holds at most one copy of a tensor that is on a device. Tensors
-    that share memory are stored once. If the process is killed, `path` is unchanged. Several processes must all call
-    this with the same objects; each writes the shards that it owns, so `path` must be on a shared file system.
+    Tensors are written one after another: host memory holds at most one copy of a device tensor. Tensors that share
+    memory are stored once. If the process is killed, `path` is unchanged. Several processes must all call this with the
+    same objects; each writes the shards that it owns, so `path` must be on a shared file system.
 
     Examples:
         >>> model = nn.Linear(8, 4)
@@ -60,11 +59,11 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             folder with a flat dict of tensors, such as a module's state dict, is readable by Hugging Face libraries.
 
     Raises:
-        UnsavableError: if the object contains anything else; the error names where.
+        UnsavableError: if the object contains anything else; the error names its path in the object.
         SaveError: if the files cannot be written, or another process is writing there.
     """
     target = os.path.abspath(os.fspath(path))
-    with timeline.span("save"), _explained(target):
+    with timeline.span("save"), _errors_as_save_errors(target):
         if target.endswith(_TORCH):
             if processes().index == 0:
                 with atomic_write(target) as file:
@@ -99,16 +98,16 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
     Args:
         path: written by `save` or `save_initialized`; or a safetensors file, a Hugging Face folder, or a file of
             `torch.save`, of which only data is loaded: no code in it is ever run.
-        map_location: None: as described. A device such as "cpu": all tensors are read now and moved there; "meta": none
-            is read, they have shapes and dtypes only.
+        map_location: by default as described. A device such as "cpu": read all tensors now and move them there; "meta":
+            read none of them, only shapes and dtypes.
 
     Returns:
-        The object that was given to `save`: tensors in the same dicts, lists and tuples.
+        The object that was passed to `save`: tensors in the same dicts, lists and tuples.
 
     Raises:
         CheckpointError: for another `map_location`.
         CheckpointMissingError: if there is no complete checkpoint at `path`.
-        CheckpointError: if it is damaged or of an unknown format, naming the file and the tensor. Damage within a
+        CheckpointError: if it is damaged or of an unknown format; names the file and the tensor. Damage within a
             tensor is found when that is read.
     """
     if map_location is not None:
@@ -121,8 +120,8 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
             return _load_folder(target)
         if any(map(_DATA.fullmatch, os.listdir(target))):
             raise CheckpointMissingError(
-                f"{os.path.join(target, INDEX)} is missing: the tensors of a checkpoint are there, and what said how "
-                "they belong together is not"
+                f"{os.path.join(target, INDEX)} is missing: the folder has a checkpoint's tensors, but not the index "
+                "that describes them"
             )
         return foreign.load_folder(target)
 
@@ -130,32 +129,32 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
 def _on_device(loaded: Any, map_location: Any) -> Any:
     if not isinstance(map_location, (str, torch.device)):
         raise CheckpointError(
-            f"map_location={map_location!r}: give a device, or its name. To put tensors in several places, load "
+            f"map_location={map_location!r}: pass a device or its name. To put tensors on several devices, load "
             "without it, which reads nothing yet, and move each."
         )
     try:
         device = torch.device(map_location)
     except RuntimeError as error:
-        raise CheckpointError(f"map_location={map_location!r} is no device: {error}") from None
+        raise CheckpointError(f"map_location={map_location!r} is not a device: {error}") from None
 
-    def there(tensor: torch.Tensor) -> torch.Tensor:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
         if device.type == "meta":
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return materialize_tensor(tensor).to(device)
 
-    return pytree.tree_map_only(torch.Tensor, there, loaded)
+    return pytree.tree_map_only(torch.Tensor, move, loaded)
 
 
-# -- a folder ----------------------------------------------------------------------------------------------------------
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def _save_folder(tree: Any, sources: Sources, target: str, all_of_us: Processes) -> None:
-    number = all_of_us.agree(uuid.uuid4().hex[:12])
-    with _folder(target, number, all_of_us) as folder:
-        names = [f"tensors-{number}-{k:05d}.safetensors" for k in range(all_of_us.count)]
-        write(os.path.join(folder, names[all_of_us.index]), sources.owned_by(all_of_us.index))
-        all_of_us.wait("written")
-        if all_of_us.index == 0:
+def _save_folder(tree: Any, sources: Sources, target: str, group: Processes) -> None:
+    number = group.agree(uuid.uuid4().hex[:12])
+    with _folder(target, number, group) as folder:
+        names = [f"tensors-{number}-{k:05d}.safetensors" for k in range(group.count)]
+        write(os.path.join(folder, names[group.index]), sources.owned_by(group.index))
+        group.wait("written")
+        if group.index == 0:
             files = [_description(os.path.join(folder, name)) for name in names]
             content = {"format": _FORMAT, "files": files, "object": tree}
             _write_json(os.path.join(folder, INDEX), {**content, "crc32": _checksum(content)})
@@ -163,17 +162,17 @@ def _save_folder(tree: Any, sources: Sources, target: str, all_of_us: Processes)
 
 
 @contextmanager
-def _folder(target: str, number: str, all_of_us: Processes) -> Iterator[str]:
-    """The folder to write in; when the block ends, it becomes the checkpoint `target`."""
-    new = all_of_us.agree(str(int(not os.path.isdir(target)))) == "1"
+def _folder(target: str, number: str, group: Processes) -> Iterator[str]:
+    """Yield the folder to write to; at the end of the block it becomes the checkpoint `target`."""
+    new = group.agree(str(int(not os.path.isdir(target)))) == "1"
     parent, name = os.path.split(target)
     folder = os.path.join(parent, f".{name}.{number}.part") if new else target
-    if all_of_us.index == 0:
+    if group.index == 0:
         os.makedirs(folder, exist_ok=True)
-    all_of_us.wait("folder")
-    if all_of_us.index != 0:
+    group.wait("folder")
+    if group.index != 0:
         yield folder
-        all_of_us.wait("named")
+        group.wait("named")
         return
     with locked(folder):
         yield folder
@@ -182,7 +181,7 @@ def _folder(target: str, number: str, all_of_us: Processes) -> Iterator[str]:
             os.rename(folder, target)
             sync_folder(parent)
         _remove_leftovers(target)
-    all_of_us.wait("named")
+    group.wait("named")
 
 
 def _remove_leftovers(target: str) -> None:
@@ -227,13 +226,13 @@ def _flat(tree: Any) -> dict[str, Any] | None:
 
 
 def _write_hub_index(folder: str, tree: Any, files: list[dict[str, Any]]) -> None:
-    """Write the index by which Hugging Face libraries find the tensors of a flat dict."""
+    """Write the index with which Hugging Face libraries find the tensors of a flat dict."""
     path = os.path.join(folder, foreign.HUB_INDEX)
     flat = _flat(tree) or {}
     open_files = [TensorFile(os.path.join(folder, about["name"])) for about in files]
     named = {v.get("$tensor") if isinstance(v, dict) else None: k for k, v in flat.items()}
     if not flat or None in named or any(name not in flat for name in named) or any(f.parts for f in open_files):
-        if os.path.exists(path):  # of an earlier save of something else
+        if os.path.exists(path):  # from an earlier save of another object
             os.unlink(path)
         return
     where = {key: os.path.basename(file.path) for file in open_files for key in file.entries}
@@ -249,9 +248,11 @@ def _load_folder(target: str) -> Any:
         stored = content.pop("crc32")
         damaged = content["format"] == _FORMAT and stored != _checksum(content)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged, or of something else ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{path} is damaged or not a checkpoint index ({type(error).__name__}: {error})"
+        ) from error
     if damaged:
-        raise CheckpointError(f"{path} is damaged: it has another checksum than when it was written")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
     if content["format"] != _FORMAT:
         raise CheckpointError(f"{path} is of format {content['format']!r}; this version reads {_FORMAT!r}")
     files = []
@@ -262,9 +263,9 @@ def _load_folder(target: str) -> Any:
         except FileNotFoundError:
             raise CheckpointError(f"{place}, a file of the checkpoint, is missing") from None
         if found.size != about["size"]:
-            raise CheckpointError(f"{place} has {found.size:,} bytes, and had {about['size']:,} when it was written")
+            raise CheckpointError(f"{place} has {found.size:,} bytes instead of {about['size']:,}")
         if zlib.crc32(found.head) != about["head"]:
-            raise CheckpointError(f"{place} is damaged: its head has another checksum than when it was written")
+            raise CheckpointError(f"{place} is damaged: the checksum of its header does not match")
         files.append(found)
     tensors = Tensors(files)
     try:
@@ -274,18 +275,18 @@ def _load_folder(target: str) -> Any:
 
 
 def _check_data(written: str, target: str) -> None:
-    """Raise an error if a file of `torch.save` cannot be loaded without running code; reads no tensor."""
+    """Raise an error if a file of `torch.save` could not be loaded without running code; reads no tensor."""
     try:
         foreign.load_torch(written, lazily=True)
     except CheckpointError as error:
         raise UnsavableError(
-            f"{target}: a file of torch.save is to hold tensors, numbers, strings, None, and dicts, lists and tuples "
-            f"of them. In this object is what torch.load refuses ({error.__cause__ or error}). Save it in a folder: "
-            "leave out the ending."
+            f"{target}: torch.save files must hold tensors, numbers, strings, None, and dicts, lists and tuples of "
+            f"them. This object holds something that torch.load rejects ({error.__cause__ or error}). Save it in a "
+            "folder: leave out the suffix."
         ) from error
 
 
-# -- a file ------------------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def _save_single(tree: Any, sources: Sources, target: str) -> None:
@@ -293,23 +294,23 @@ def _save_single(tree: Any, sources: Sources, target: str) -> None:
     if flat is None or any(not isinstance(v, dict) or "$tensor" not in v for v in flat.values()):
         raise UnsavableError(
             f"{target}: a safetensors file holds one flat dict of tensors. Save this object in a folder: leave out the "
-            "ending '.safetensors'."
+            "suffix '.safetensors'."
         )
     if processes().index != 0:
         return
     ties = {name: value["$tensor"] for name, value in flat.items() if value["$tensor"] != name}
-    for name, kept in ties.items():
-        if kept not in flat or name in RESERVED:
+    for name, stored in ties.items():
+        if stored not in flat or name in RESERVED:
             raise UnsavableError(
-                f"{target}: a safetensors file cannot hold a tensor of the name {name!r}. Give it another, or save in "
-                "a folder: leave out the ending '.safetensors'."
+                f"{target}: a safetensors file cannot hold a tensor with the name {name!r}. Rename it, or save in a "
+                "folder: leave out the suffix '.safetensors'."
             )
-    with placed(target) as aside:
-        write(aside, sources.whole(), ties)
+    with replacing(target) as temporary:
+        write(temporary, sources.whole(), ties)
 
 
 @contextmanager
-def _explained(target: str) -> Iterator[None]:
+def _errors_as_save_errors(target: str) -> Iterator[None]:
     try:
         yield
     except (SaveError, CheckpointMissingError):

@@ -1,14 +1,14 @@
-"""A file of a checkpoint: safetensors, with checksums.
+"""Files of a checkpoint: safetensors with checksums.
 
-It is an ordinary safetensors file (https://github.com/huggingface/safetensors#format) that other libraries can read.
-Its metadata has, under `firstloss.crc32`, the CRC-32 of each `PIECE` bytes of each tensor; under `firstloss.head`, that
-of the header (computed with zeros in its own place); and under `firstloss.parts`, for entries that are shards of a
+They are ordinary safetensors files (https://github.com/huggingface/safetensors#format) that other libraries can read.
+The metadata has, under `firstloss.crc32`, the CRC-32 of every `PIECE` bytes of each tensor; under `firstloss.head`,
+that of the header (computed with zeros in its place); and under `firstloss.parts`, for entries that are shards of a
 tensor, the tensor's name and the shard's offsets.
 
 Files are not read through `safetensors.safe_open` or `torch.load(mmap=True)`, which map them. Loading 256 MiB into
-fresh memory takes all three the same time; into existing memory, the maps take twice as long (measured on 2 cores).
-When a mapped file is truncated or its disk fails, the process dies of SIGBUS, where this reader raises an error that
-names the tensor. And neither of them verifies checksums.
+fresh memory takes all three the same time; into existing memory, the maps take twice as long (measured on 2 cores). If
+a mapped file is truncated or its disk fails, the process dies of SIGBUS, whereas this reader raises an error that names
+the tensor. And neither of them verifies checksums.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ...init.disk.safetensors_file import DTYPES, FileLayout, TensorMeta
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
 _CRC, _PARTS, _HEAD = "firstloss.crc32", "firstloss.parts", "firstloss.head"
-_NO_SUM = "0" * 8  # in place of the header's checksum while that is computed
-RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # keys of the metadata with a meaning of their own
+_NO_SUM = "0" * 8  # placeholder for the header's checksum while it is computed
+RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # metadata keys with a special meaning
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30
 
 
 class TensorPart(NamedTuple):
-    """An entry to be written: a whole tensor, or the shard of it that begins at `begin`."""
+    """An entry to be written: a whole tensor, or its shard that begins at `begin`."""
 
     tensor: str
     dtype: torch.dtype
@@ -63,28 +63,28 @@ class TensorPart(NamedTuple):
 
 
 def write(path: str, parts: list[TensorPart], metadata: dict[str, str] | None = None) -> None:
-    """Write `parts` to `path`, reading one after another; synced to disk when this returns."""
+    """Write `parts` to `path`, reading them one after another; synced to disk on return."""
     layout = FileLayout([TensorMeta(part.key, part.dtype, part.shape, part.nbytes) for part in parts])
     sums = {p.key: "0" * 8 * -(-p.nbytes // PIECE) for p in parts}  # of the final length
     about = {p.key: {"of": p.tensor, "shape": p.whole, "begin": p.begin} for p in parts if p.shape != p.whole}
 
     def head() -> bytes:
-        said = {_HEAD: _NO_SUM, "format": "pt", **(metadata or {}), _CRC: json.dumps(sums), _PARTS: json.dumps(about)}
-        text = layout.head(said)
+        header = {_HEAD: _NO_SUM, "format": "pt", **(metadata or {}), _CRC: json.dumps(sums), _PARTS: json.dumps(about)}
+        text = layout.head(header)
         return text.replace(_head_mark(_NO_SUM), _head_mark(f"{zlib.crc32(text):08x}"), 1)
 
     begin = len(head())
     with layout.written(path, head) as out, _BufferedWriter(out, begin) as stream:
         for which, _, _ in layout.extents:
-            sums[parts[which].key] = _checked(parts[which], stream)
+            sums[parts[which].key] = _write_part(parts[which], stream)
 
 
 def _head_mark(value: str) -> bytes:
     return f'"{_HEAD}":"{value}"'.encode()
 
 
-def _checked(part: TensorPart, stream: _BufferedWriter) -> str:
-    """Write a part; returns its checksums."""
+def _write_part(part: TensorPart, stream: _BufferedWriter) -> str:
+    """Write a part and return its checksums."""
     if not part.nbytes:
         return ""
     data = raw_bytes(part.read())
@@ -97,14 +97,14 @@ def _checked(part: TensorPart, stream: _BufferedWriter) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a host tensor in row-major order, as bytes: uint8, one-dimensional."""
+    """The elements of a host tensor in row-major order, as a flat uint8 tensor."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # the stride of a lone element may be anything
+    flat = flat.as_strided(flat.shape, (1,))  # a single element may have any stride
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
 class _BufferedWriter:
-    """Writes bytes to a file with two buffers: one is filled while the other is written."""
+    """Writes to a file with double buffering: one buffer is filled while the other is written."""
 
     def __init__(self, out: DirectFile, offset: int) -> None:
         self._out, self._offset = out, offset
@@ -146,7 +146,7 @@ class _BufferedWriter:
 
 
 class Entry(NamedTuple):
-    """A tensor as the file's header describes it; `sums` are the checksums of its pieces, empty if there are none."""
+    """A tensor as described in the file's header; `sums` are the checksums of its pieces, empty if there are none."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -159,7 +159,7 @@ class TensorFile:
     """A safetensors file, open for reading; it stays readable if it is replaced or removed.
 
     Raises:
-        CheckpointError: if it is another kind of file, or damaged; names the file and the tensor.
+        CheckpointError: if it is not a safetensors file or is damaged; names the file and the tensor.
     """
 
     def __init__(self, path: str) -> None:
@@ -169,17 +169,17 @@ class TensorFile:
         self.size = os.fstat(self._descriptor).st_size
         self.head = self._read_head()
         try:
-            said = json.loads(self.head[8:])
-            self.metadata: dict[str, str] = dict(said.pop("__metadata__", {}))
+            header = json.loads(self.head[8:])
+            self.metadata: dict[str, str] = dict(header.pop("__metadata__", {}))
             self._check_head(self.metadata.pop(_HEAD, None))
             sums = json.loads(self.metadata.pop(_CRC, "{}"))
             self.parts: dict[str, dict[str, Any]] = json.loads(self.metadata.pop(_PARTS, "{}"))
-            self.entries = {key: self._entry(key, about, sums.get(key, "")) for key, about in said.items()}
+            self.entries = {key: self._entry(key, about, sums.get(key, "")) for key, about in header.items()}
         except CheckpointError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} is not a safetensors file, or its head is damaged ({type(error).__name__}: {error})"
+                f"{path} is not a safetensors file, or its header is damaged ({type(error).__name__}: {error})"
             ) from error
 
     def _read_head(self) -> bytes:
@@ -189,17 +189,19 @@ class TensorFile:
             raise CheckpointError(f"{self.path} is not a safetensors file: it begins with {start!r}")
         if 8 + length > self.size:
             raise CheckpointError(
-                f"{self.path} is cut short or no safetensors file: its head takes {8 + length:,} bytes, and the file "
-                f"has {self.size:,}"
+                f"{self.path} is truncated or not a safetensors file: its header takes {8 + length:,} bytes, but the "
+                f"file has {self.size:,}"
             )
         return os.pread(self._descriptor, 8 + length, 0)
 
-    def _check_head(self, said: str | None) -> None:
+    def _check_head(self, stored: str | None) -> None:
         """Verify the header's checksum; files of other libraries have none."""
-        if said is None and _CRC not in self.metadata:
+        if stored is None and _CRC not in self.metadata:
             return
-        if said is None or zlib.crc32(self.head.replace(_head_mark(said), _head_mark(_NO_SUM), 1)) != int(said, 16):
-            raise CheckpointError(f"{self.path} is damaged: its head has another checksum than when it was written")
+        if stored is None or zlib.crc32(self.head.replace(_head_mark(stored), _head_mark(_NO_SUM), 1)) != int(
+            stored, 16
+        ):
+            raise CheckpointError(f"{self.path} is damaged: the checksum of its header does not match")
 
     def _entry(self, key: str, about: dict[str, Any], sums: str) -> Entry:
         if about["dtype"] not in _NAMES:
@@ -213,28 +215,28 @@ class TensorFile:
             )
         if end > self.size:
             raise CheckpointError(
-                f"{self.path} is cut short: {key} ends at byte {end:,}, and the file has {self.size:,} bytes"
+                f"{self.path} is truncated: {key} ends at byte {end:,}, but the file has {self.size:,} bytes"
             )
         if sums and len(sums) != 8 * -(-count // PIECE):
-            raise CheckpointError(f"{self.path}: {key} has checksums of another length")
+            raise CheckpointError(f"{self.path}: {key} has the wrong number of checksums")
         return Entry(dtype, shape, begin, end, sums)
 
     def read(self, key: str) -> torch.Tensor:
-        """The tensor `key`, in fresh memory; verifies its checksums."""
+        """Read the tensor `key` into fresh memory, and verify its checksums."""
         entry = self.entries[key]
         data = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
         self._fill(key, entry, data, 0)
         return data.view(entry.dtype).reshape(entry.shape)
 
     def rows(self, key: str, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of the tensor `key`; reads only the pieces that contain them."""
+        """Read rows [first, last) of the tensor `key`: only the pieces that contain them."""
         entry = self.entries[key]
         row = (entry.end - entry.begin) // max(entry.shape[0], 1)
         low = first * row // PIECE * PIECE
         high = min(-(-last * row // PIECE) * PIECE, entry.end - entry.begin)
         data = torch.empty(max(high - low, 0), dtype=torch.uint8)
         self._fill(key, entry, data, low)
-        # A copy, because the rows may begin at an address that is not aligned for the dtype.
+        # Clone, because the rows may not be aligned for the dtype.
         inside = data[first * row - low : last * row - low].clone() if last > first else data[:0]
         return inside.view(entry.dtype).reshape(last - first, *entry.shape[1:])
 
@@ -246,14 +248,13 @@ class TensorFile:
             number = (low + at) // PIECE
             if entry.sums and f"{zlib.crc32(piece):08x}" != entry.sums[8 * number : 8 * number + 8]:
                 raise CheckpointError(
-                    f"{self.path}: {key} is damaged: bytes {entry.begin + low + at:,} to "
-                    f"{entry.begin + low + at + len(piece):,} of the file have another checksum than when they were "
-                    "written"
+                    f"{self.path}: {key} is damaged: the checksum of bytes {entry.begin + low + at:,} to "
+                    f"{entry.begin + low + at + len(piece):,} of the file does not match"
                 )
 
     def _read_into(self, key: str, view: memoryview, offset: int) -> None:
         while view:
             count = os.preadv(self._descriptor, [view], offset)
             if count == 0:
-                raise CheckpointError(f"{self.path} was cut short while it was open: {key} ends behind its end")
+                raise CheckpointError(f"{self.path} was truncated while it was open: {key} lies beyond its end")
             view, offset = view[count:], offset + count

@@ -1,4 +1,4 @@
-"""Read the files of other libraries: safetensors, Hugging Face folders, `torch.save`."""
+"""Reading of other libraries' files: safetensors, Hugging Face folders, `torch.save`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INDICES = (HUB_INDEX, "pytorch_model.bin.index.json")
 
 
 def load_folder(folder: str) -> dict[str, torch.Tensor]:
-    """The weights in a Hugging Face folder, by name."""
+    """Load the weights in a Hugging Face folder, by name."""
     for name in _SINGLE:
         if os.path.exists(os.path.join(folder, name)):
             return load_file(os.path.join(folder, name))
@@ -40,7 +40,7 @@ def load_folder(folder: str) -> dict[str, torch.Tensor]:
                 raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
             return _load_indexed(folder, path, where)
     raise CheckpointMissingError(
-        f"{folder} has no complete checkpoint: neither checkpoint.json nor a Hugging Face model is in it"
+        f"{folder} has no complete checkpoint: it contains neither checkpoint.json nor a Hugging Face model"
     )
 
 
@@ -50,12 +50,12 @@ def _load_indexed(folder: str, index: str, where: dict[str, str]) -> dict[str, t
         if os.path.basename(name) != name:
             raise CheckpointError(f"{index} names {name!r}, which is not in its folder")
         if not os.path.exists(os.path.join(folder, name)):
-            raise CheckpointError(f"{os.path.join(folder, name)}, which {index} names, is missing")
+            raise CheckpointError(f"{os.path.join(folder, name)}, which {index} refers to, is missing")
         files[name] = load_file(os.path.join(folder, name))
     out = {}
     for key, name in where.items():
         if key not in files[name]:
-            raise CheckpointError(f"{os.path.join(folder, name)} has no tensor {key}, which {index} says it has")
+            raise CheckpointError(f"{os.path.join(folder, name)} has no tensor {key}, to which {index} refers")
         out[key] = files[name][key]
     for loaded in files.values():
         out.update({key: tensor for key, tensor in loaded.items() if key not in out})  # ties
@@ -63,7 +63,7 @@ def _load_indexed(folder: str, index: str, where: dict[str, str]) -> dict[str, t
 
 
 def load_file(path: str) -> Any:
-    """The content of a safetensors file or a file of `torch.save`."""
+    """Load a safetensors file or a file of `torch.save`."""
     try:
         with open(path, "rb") as file:
             start = file.read(9)
@@ -79,8 +79,10 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
     tensors = Tensors([file])
     out = {name: tensors.get(name) for name in tensors.names()}
     # safetensors' `save_model`, and `save_initialized`, list tied names in the metadata.
-    ties = {tied: kept for tied, kept in file.metadata.items() if kept in out and tied not in out and tied != "format"}
-    out.update({tied: out[kept] for tied, kept in ties.items()})
+    ties = {
+        tied: stored for tied, stored in file.metadata.items() if stored in out and tied not in out and tied != "format"
+    }
+    out.update({tied: out[stored] for tied, stored in ties.items()})
     return out
 
 
@@ -88,7 +90,7 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def load_torch(path: str, lazily: bool) -> Any:
-    """Load data only: PyTorch's reader refuses all that would run code. Tensors stay in the file if it is a zip."""
+    """Load data only: PyTorch's reader rejects anything that would run code. Tensors in a zip file are read lazily."""
     try:
         if not lazily:
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -100,7 +102,7 @@ def load_torch(path: str, lazily: bool) -> Any:
     except Exception as error:  # a damaged pickle may raise anything
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise CheckpointError(
-            f"{path} is damaged, or holds more than data, which is never run ({type(error).__name__}: {reason})"
+            f"{path} is damaged, or holds code, which is never run ({type(error).__name__}: {reason})"
         ) from error
     return map_tensors(loaded, archive.tensor)
 
@@ -118,13 +120,13 @@ class _Archive:
                 if "/data/" not in member.filename:  # the pickle, whose checksum PyTorch's reader does not verify
                     archive.read(member)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-            raise CheckpointError(f"{path} is damaged or cut short ({error})") from error
+            raise CheckpointError(f"{path} is damaged or truncated ({error})") from error
         self._members = sorted(members, key=lambda m: m.header_offset)
         self._offsets = [m.header_offset for m in self._members]
         self._stores: dict[int, DeferredStorage] = {}
 
     def tensor(self, fake: torch.Tensor, name: str) -> torch.Tensor:
-        """The tensor for `fake`; tensors that share a storage still share it."""
+        """The real or deferred tensor for `fake`; tensors that share a storage still share it."""
         storage: Any = fake.untyped_storage()
         offset, nbytes = checkpoint_offset(storage), storage.nbytes()
         ref_geometry = (tuple(fake.shape), fake.stride(), int(fake.storage_offset()), fake.dtype)
@@ -153,9 +155,7 @@ class _Archive:
         count = os.preadv(self._file.fileno(), [memoryview(data.numpy())], offset) if nbytes else 0
         member = self._members[bisect_right(self._offsets, offset) - 1]
         if count < nbytes:
-            raise CheckpointError(f"{self._path} is cut short: {name} ({member.filename}) ends behind its end")
+            raise CheckpointError(f"{self._path} is truncated: {name} ({member.filename}) lies beyond its end")
         if nbytes and member.CRC and zlib.crc32(memoryview(data.numpy())) != member.CRC:
-            raise CheckpointError(
-                f"{self._path}: {name} is damaged: {member.filename} has another checksum than when it was written"
-            )
+            raise CheckpointError(f"{self._path}: {name} is damaged: {member.filename} has the wrong checksum")
         return data

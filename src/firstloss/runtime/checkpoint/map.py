@@ -1,4 +1,4 @@
-"""Map a function over the tensors of nested data."""
+"""A map over the tensors of nested data."""
 
 from __future__ import annotations
 

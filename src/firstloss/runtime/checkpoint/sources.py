@@ -1,4 +1,4 @@
-"""The distinct tensors of an object that is saved, and how to read them."""
+"""The distinct tensors of an object to be saved, and how to read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .map import map_tensors
 
 
 class _Owned(NamedTuple):
-    owner: int  # number of the process that writes it
+    owner: int  # index of the process that writes it
     part: TensorPart
 
 
@@ -27,7 +27,7 @@ class Sources:
         self._names: dict[Any, str] = {}  # by memory and geometry
 
     def store(self, tensor: torch.Tensor, where: str) -> str:
-        """Add a tensor that was found at `where`; returns the name under which it is stored.
+        """Add a tensor with the path `where`; returns the name under which it is stored.
 
         Raises:
             UnsavableError: if a safetensors file cannot hold it.
@@ -52,14 +52,14 @@ class Sources:
         return [_whole_part(name, tensor) for name, tensor in self._tensors.items()]
 
     def owned_by(self, index: int) -> list[TensorPart]:
-        """The parts that process number `index` writes."""
+        """The parts that process `index` writes."""
         return [
             part for name, tensor in self._tensors.items() for owner, part in _parts(name, tensor) if owner == index
         ]
 
 
 def on_host(obj: Any) -> Any:
-    """`obj` with ordinary tensors in place of deferred ones; they share the device's memory where possible."""
+    """`obj` with ordinary tensors instead of deferred ones; they share the device's memory if possible."""
     return map_tensors(obj, lambda tensor, _: content(tensor) if type(tensor) is DeferredTensor else tensor)
 
 
@@ -72,8 +72,8 @@ def _parts(name: str, tensor: torch.Tensor) -> list[_Owned]:
     if on_backend(tensor) and tensor._ref().whole:
         shape = tuple(tensor.shape)
         return [
-            _Owned(piece.owner, TensorPart(name, tensor.dtype, shape, piece.begin, piece.shape, piece.read))
-            for piece in tensor._storage.resident.pieces()
+            _Owned(owned.owner, TensorPart(name, tensor.dtype, shape, owned.begin, owned.shape, owned.read))
+            for owned in tensor._storage.resident.owned_parts()
         ]
     return [_Owned(0, _whole_part(name, tensor))]
 

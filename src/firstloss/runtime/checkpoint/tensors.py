@@ -1,4 +1,4 @@
-"""The tensors in a checkpoint's files, by name; they are read when they are used."""
+"""The tensors in a checkpoint's files, read lazily."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...errors import CheckpointError
 from ...program.graph import contiguous_stride
 from .file import TensorFile
 
-# Smaller tensors are read at once: nothing would be gained by waiting, and code that bypasses PyTorch's dispatcher,
-# such as `torch.set_rng_state`, finds real memory.
+# Smaller tensors are read at once: waiting would gain nothing, and code that bypasses PyTorch's dispatcher, such as
+# `torch.set_rng_state`, finds real memory.
 SMALL_BYTES = 1 << 16
 
 
@@ -35,7 +35,7 @@ class _StoredTensor(NamedTuple):
 
 
 class Tensors:
-    """Tensors by name; the same object each time."""
+    """Tensors by name; `get` returns the same object each time."""
 
     def __init__(self, files: list[TensorFile]) -> None:
         self._saved: dict[str, _StoredTensor] = {}
@@ -48,7 +48,7 @@ class Tensors:
                 begin = (0,) * len(shape) if about is None else tuple(about["begin"])
                 saved = self._saved.setdefault(name, _StoredTensor(name, entry.dtype, shape, []))
                 if (entry.dtype, shape) != (saved.dtype, saved.shape):
-                    raise CheckpointError(f"{file.path}: {key} is no part of the {name} of {saved.boxes[0].file.path}")
+                    raise CheckpointError(f"{file.path}: {key} is not a part of {name} in {saved.boxes[0].file.path}")
                 saved.boxes.append(_StoredBox(file, key, begin, entry.shape))
 
     def names(self) -> list[str]:
@@ -56,7 +56,7 @@ class Tensors:
         return list(self._saved)
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor of this name; a small one is read now.
+        """The tensor with this name; small ones are read now.
 
         Raises:
             CheckpointError: if the files have no such tensor, or only parts of it.
@@ -69,7 +69,7 @@ class Tensors:
     def _make(self, name: str) -> torch.Tensor:
         saved = self._saved.get(name)
         if saved is None:
-            raise CheckpointError(f"the tensor {name} is in none of the checkpoint's files")
+            raise CheckpointError(f"the tensor {name} is not in the checkpoint's files")
         if sum(math.prod(box.shape) for box in saved.boxes) != math.prod(saved.shape):
             raise CheckpointError(f"the files of the checkpoint have only parts of the tensor {name}")
         if math.prod(saved.shape) * saved.dtype.itemsize <= SMALL_BYTES:
@@ -87,7 +87,7 @@ def _read(saved: _StoredTensor) -> torch.Tensor:
 
 
 def _read_box(saved: _StoredTensor, begin: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """The part of a tensor that begins at `begin`; reads only the rows that it needs."""
+    """Read the part of a tensor that begins at `begin`: only the rows that it needs."""
     out = torch.empty(shape, dtype=saved.dtype)
     for box in saved.boxes:
         low = [max(a, b) for a, b in zip(begin, box.begin, strict=True)]
@@ -97,7 +97,7 @@ def _read_box(saved: _StoredTensor, begin: tuple[int, ...], shape: tuple[int, ..
         if not shape:
             return box.file.read(box.key)
         rows = box.file.rows(box.key, low[0] - box.begin[0], high[0] - box.begin[0])
-        there = [slice(a - b, c - b) for a, b, c in zip(low[1:], box.begin[1:], high[1:], strict=True)]
-        place = [slice(a - b, c - b) for a, b, c in zip(low, begin, high, strict=True)]
-        out[tuple(place)] = rows[(slice(None), *there)]
+        inside = [slice(a - b, c - b) for a, b, c in zip(low[1:], box.begin[1:], high[1:], strict=True)]
+        target = [slice(a - b, c - b) for a, b, c in zip(low, begin, high, strict=True)]
+        out[tuple(target)] = rows[(slice(None), *inside)]
     return out

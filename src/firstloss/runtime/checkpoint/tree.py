@@ -1,7 +1,7 @@
-"""Encode nested Python data as JSON, and decode it to the same types and values.
+"""Encoding of nested Python data as JSON that decodes to the same types and values.
 
-Lists, None, booleans, integers, strings and dicts with string keys are JSON's own. All else is an object with one key
-that begins with "$": {"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$float": "nan"}. Tensors are stored
+Lists, None, booleans, integers, strings and dicts with string keys are JSON's own. Anything else is an object with one
+key that begins with "$": {"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$float": "nan"}. Tensors are stored
 elsewhere, by name: {"$tensor": "model.weight"}.
 """
 
@@ -22,7 +22,7 @@ from ...errors import CheckpointError, UnsavableError
 _PLAIN = (type(None), bool, int, str)
 
 
-_DEEPEST = 200  # containers within each other; more of them end in RecursionError, here or in json
+_MAX_DEPTH = 200  # of nested containers; deeper ones would end in a RecursionError, here or in json
 
 
 class Encoder:
@@ -33,7 +33,7 @@ class Encoder:
         self._open: set[int] = set()
 
     def encode(self, obj: Any, where: str = "") -> Any:
-        """The JSON for `obj`, whose path is `where`.
+        """Encode `obj`, whose path is `where`.
 
         Raises:
             UnsavableError: for anything that a checkpoint cannot hold, with its path.
@@ -48,8 +48,10 @@ class Encoder:
         if kind in _CONTAINERS:
             if id(obj) in self._open:
                 raise UnsavableError(f"{where or 'the object'} contains itself, which a checkpoint cannot hold.")
-            if len(self._open) == _DEEPEST:
-                raise UnsavableError(f"{where[:80]}... is below {_DEEPEST} others, and a checkpoint holds no more.")
+            if len(self._open) == _MAX_DEPTH:
+                raise UnsavableError(
+                    f"{where[:80]}... is nested more than {_MAX_DEPTH} levels deep, which a checkpoint cannot hold."
+                )
             self._open.add(id(obj))
             try:
                 return _CONTAINERS[kind](self, obj, where)
@@ -109,7 +111,7 @@ _CONTAINERS: dict[type, Callable[[Encoder, Any, str], Any]] = {
 
 
 def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The object that was encoded as `data`; `tensor` returns tensors by name.
+    """Decode `data`; `tensor` returns tensors by name.
 
     Raises:
         CheckpointError: if `data` was not written by an Encoder.
@@ -160,7 +162,7 @@ def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         except CheckpointError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            raise CheckpointError(f"{mark} of {content!r:.80} means nothing here") from error
+            raise CheckpointError(f"{mark} of {content!r:.80} cannot be decoded") from error
 
     return walk(data)
 
@@ -176,7 +178,9 @@ def _as_tensor(array: np.ndarray, where: str) -> torch.Tensor:
     try:
         return torch.from_numpy(array.copy(order="C"))
     except TypeError:
-        raise UnsavableError(f"{where or 'the array'} is a numpy array of {array.dtype}, unknown to torch.") from None
+        raise UnsavableError(
+            f"{where or 'the array'} is a numpy array of {array.dtype}, which torch does not have."
+        ) from None
 
 
 def _join(where: str, key: Any) -> str:

@@ -1,4 +1,4 @@
-/* Memory that is mapped by itself, so that its pages can be moved beneath other addresses without a copy. */
+/* Anonymous mappings whose pages can be moved to other addresses without a copy. */
 
 #define _GNU_SOURCE
 #include <stdint.h>
@@ -8,9 +8,9 @@
 
 #define API __attribute__((visibility("default")))
 
-/* As `Mapping` in pages.py. */
+/* Like `Mapping` in pages.py. */
 struct mapping {
-    char *address; /* NULL: there is none, or no more */
+    char *address; /* NULL: not mapped, or no longer */
     size_t size;
 };
 
@@ -31,11 +31,11 @@ API void firstloss_unmap(struct mapping *made)
     made->address = NULL;
 }
 
-/* Move `size` bytes at `from`, in `made`, to `to`, and unmap the rest of `made`: whole pages by the page tables, what is
- * before the first and behind the last by a copy.
+/* Move `size` bytes from `from`, in `made`, to `to`, and unmap the rest of `made`. Whole pages are moved by `mremap`,
+ * partial pages at both ends are copied.
  *
- * One call, so that no signal handler of Python's runs within. Returns 0 if that was done, 1 if nothing was, 2 if the
- * system has taken the pages at `to` away and gives none. */
+ * A single C call, so that no Python signal handler runs in between. Returns 0 on success, 1 if nothing was moved, 2 if
+ * the pages at `to` are lost and could not be mapped again. */
 API int firstloss_move(struct mapping *made, char *from, char *to, size_t size)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -46,14 +46,14 @@ API int firstloss_move(struct mapping *made, char *from, char *to, size_t size)
     char *begin = made->address, *end = made->address + made->size;
     char *moved = from + head, *behind = moved + whole;
     if (mremap(moved, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED, to + head) == MAP_FAILED) {
-        /* It may have unmapped what was there. */
+        /* mremap may have unmapped what was there. */
         void *again = mmap(to + head, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
         return again == MAP_FAILED ? 2 : 1;
     }
     memcpy(to, from, head);
     memcpy(to + head + whole, behind, size - head - whole);
     made->address = NULL;
-    /* In whole pages: `from` lies in one that is not moved, and so does the end. */
+    /* In whole pages: the page of `from` is not moved, nor is that of the end. */
     char *low = (char *)((uintptr_t)moved / page * page), *high = behind;
     if (low > begin)
         munmap(begin, (size_t)(low - begin));

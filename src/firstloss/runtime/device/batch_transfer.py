@@ -1,4 +1,4 @@
-"""Transfer batches to the device ahead of the step."""
+"""Transfer of batches to the device, ahead of the step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .numpy_arrays import from_numpy
 
 
 def put(batch: Any) -> Any:
-    """`batch` with its tensors on the current backend's device; the transfer goes on while Python does.
+    """Move the tensors in `batch` to the current backend's device; the transfer is asynchronous.
 
-    Tensors in lists, tuples, dicts (a tokenizer's too), named tuples and dataclasses are found, and NumPy's arrays of
-    numbers become tensors; everything else stays as it is. On the XLA backend they become tensors of the backend, in
-    memory of their own: the loader may use its own again.
+    Tensors are found in lists, tuples, dicts (including a tokenizer's), named tuples and dataclasses, and NumPy arrays
+    of numbers become tensors; other objects are kept. On the XLA backend the tensors get memory of their own, so that
+    the loader can reuse its memory.
     """
     backend = backends.current_backend(raise_exception=False)
     leaves, spec = flatten(batch)
@@ -34,7 +34,7 @@ def put(batch: Any) -> Any:
 
 
 def as_tensor(leaf: Any) -> Any:
-    """The tensor of an array of numbers, in its memory where that can be; anything else as it is."""
+    """Convert an array of numbers to a tensor, without a copy if possible; return anything else unchanged."""
     if type(leaf) is not np.ndarray or leaf.dtype.kind not in "biufcV":
         return leaf
     return from_numpy(leaf)
@@ -51,7 +51,7 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
 
     mesh = backends.current_backend().mesh
     if mesh is not None and processes().count > 1:
-        # It may be what this process has read for itself, for `global_batch`: the step sends it if it is all of it.
+        # This may be only this process's part of the batch, for `global_batch`; otherwise the step transfers it.
         return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
     if mesh is not None:
         sharding = mesh.batch_sharding(tuple(tensor.shape))

@@ -1,4 +1,4 @@
-"""A weight on the device: the array that holds it now, and how the host reads and edits it."""
+"""Device buffers: the content of a weight on the device, and how the host reads and edits it."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ if TYPE_CHECKING:
 
     from ..mesh.mesh import MeshSharding
 
-# Smaller weights are copied from host memory: asking the device for memory takes longer.
+# Smaller weights are copied from host memory: allocating device memory for them takes longer.
 _DIRECT_BYTES = 1 << 16
 
 
 def is_direct(value: Value) -> bool:
-    """Whether a weight is made directly in the device's memory."""
+    """Whether a weight is materialized directly in the device's memory."""
     return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
-_edits = threading.Lock()  # of who brings an edit to the device
+_edits = threading.Lock()  # held while an edit is transferred to the device
 _last_edited: weakref.ref[DeviceBuffer] | None = None  # by the host
 
 
 class OwnedPart(NamedTuple):
-    """A part of a buffer's content, and the process that saves it."""
+    """A part of a buffer's content and the process that saves it."""
 
-    owner: int  # its process
+    owner: int  # the index of that process
     begin: tuple[int, ...]
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]  # the content, on the host
 
 
 class DeviceBuffer:
-    """Owns the content of one storage on the device.
+    """The content of one storage on the device.
 
     Each step that changes the weight replaces the array. `host()` is a copy on the host; after `begin_edit()` that copy
-    is the content, and is sent to the device before the next step. Once code that bypasses PyTorch's dispatcher has
-    asked for the memory itself (`memory()`: `numpy()`, `data_ptr()`), no array is kept between steps: the content lives
-    in host memory, which each step borrows, and into which its result is written before the call returns.
+    is the content, and is transferred to the device before the next step. Once code that bypasses PyTorch's dispatcher
+    has asked for the memory itself (`memory()`: `numpy()`, `data_ptr()`), no array is kept between steps: the content
+    lives in host memory, which each step borrows, and to which its result is written back before the call returns.
 
     Attributes:
-        current: the array, if it exists and the host has neither read nor edited it since. A plain attribute and no
+        current: the array, if it exists and the host has neither read nor edited it since. A plain attribute, not a
             property, because each step reads it for every weight.
     """
 
-    # A step touches a thousand of these, none of them in the CPU's caches: keep them small, and what it reads together.
+    # A step touches a thousand of these, none in the CPU's caches: keep them small, and what it reads together.
     __slots__ = (
         "current",
         "_array",
@@ -85,51 +85,51 @@ class DeviceBuffer:
         pending: Future | None = None,
         sharding: MeshSharding | NamedSharding | None = None,
     ) -> None:
-        """`sharding` is that of the content on a mesh; None for the default device."""
+        """`sharding` is the content's sharding on a mesh; None for the default device."""
         self.value = value  # for its geometry
         self.sharding = sharding
         self._array = self.current = array
-        self._pending = pending  # gives {Value: array} when the materialization under way is through
+        self._pending = pending  # resolves to {Value: array}
         self._host: torch.Tensor | None = None
-        self.fresh = pending is not None  # what its recipe makes of it, not read from a file, is what is here
+        self.fresh = pending is not None  # the content is what the recipe makes (not read from a file)
         self._edited = False
-        self._written: jax.Array | None = None  # of an edit, what `_host` looks at, if that is the device's own memory
-        self._memory: HostMemory | None = None  # where the content lives, if its memory was handed out
-        self._copy: ReadOnlyCopy | None = None  # what was handed out where the memory is elsewhere
+        self._written: jax.Array | None = None  # of an edit: the array whose memory `_host` is
+        self._memory: HostMemory | None = None  # where the content lives, if its memory was exported
+        self._copy: ReadOnlyCopy | None = None  # exported if the memory itself is elsewhere
 
     # -- host memory, for code that bypasses PyTorch's dispatcher --
 
     @classmethod
     def from_host_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> DeviceBuffer:
-        """A buffer whose content lives in host memory that other code holds too, laid out as `value` is.
+        """Create a buffer whose content lives in host memory that other code holds too, with the layout of `value`.
 
         Args:
-            lasting: its holders cannot be counted.
+            lasting: whether its holders cannot be counted.
         """
         buffer = cls(value)
         buffer._memory = HostMemory(memory, lasting, is_direct(value))
         return buffer
 
     def memory(self, lasting: bool) -> torch.Tensor:
-        """Host memory, laid out as `value` is, in which the content lives from now on: the next step sees what is
-        written there, and each step's result appears there. Where the content is on another device or on a mesh, a
-        read-only copy of it, which lives as long as this buffer.
+        """Host memory with the layout of `value`, in which the content lives from now on: the next step sees writes to
+        it, and each step's result is written to it. If the content is on another device or on a mesh, a read-only copy
+        of it, which lives as long as this buffer.
 
         Args:
-            lasting: the caller keeps the address, so the content stays there as long as this buffer lives; otherwise,
-                as long as a tensor of that memory exists.
+            lasting: whether the caller keeps the address, so that the content stays there as long as this buffer lives;
+                otherwise, as long as a tensor of that memory exists.
         """
         if not self.in_host_memory:
             if self._copy is None:
                 self._copy = ReadOnlyCopy(self.value)
-            return self._copy.showing(self.read())
+            return self._copy.updated(self.read())
         memory = self._memory
         if memory is None:
             tensor = self._host if self._edited and self._written is None else None
             if tensor is None:
                 tensor = allocate_huge(self.value).copy_(self.host())
             memory = HostMemory(tensor, lasting, is_direct(self.value))
-            self._live_in(memory)
+            self._use_memory(memory)
         memory.lasting |= lasting
         return memory.content()
 
@@ -144,20 +144,20 @@ class DeviceBuffer:
         return self.sharding is None and on_cpu()
 
     @property
-    def handed_out(self) -> HostMemory | None:
-        """The exported memory that the content lives in, if any."""
+    def exported_memory(self) -> HostMemory | None:
+        """The exported memory in which the content lives, if any."""
         return self._memory
 
     @property
-    def lent(self) -> bool:
+    def is_exported(self) -> bool:
         """Whether the content lives in exported memory."""
         return self._memory is not None
 
     def argument(self, donated: bool = False) -> jax.Array:
-        """As `array`, as an argument of a step. If the content is `lent`, wait for the step and call `settle`.
+        """The array as an argument of a step. If `is_exported`, wait for the step afterwards and call `settle`.
 
         Args:
-            donated: the step may overwrite the array.
+            donated: whether the step may overwrite the array.
         """
         dispatch.settled()
         memory = self._memory
@@ -186,7 +186,7 @@ class DeviceBuffer:
         return self._memory.address, self._memory.address + self.value.nbytes
 
     def exchange(self, tensor: torch.Tensor) -> bool:
-        """Take over the memory of the real `tensor`, with its content. Memory exported before stays as it is.
+        """Adopt the memory of the real `tensor`, with its content. Memory exported before keeps its content.
 
         Returns whether that was possible.
         """
@@ -204,22 +204,22 @@ class DeviceBuffer:
             memory = HostMemory(tensor.detach(), not is_countable(tensor), is_direct(value))
         if self._memory is not None:
             self._memory.content()
-        self._live_in(memory)
+        self._use_memory(memory)
         return True
 
     def release_exported_memory(self) -> None:
-        """Stop using the exported memory: its holders keep it, and the next content lives elsewhere."""
+        """Stop using the exported memory: it stays with its holders, and the next content lives elsewhere."""
         self._memory = None
 
     def take_memory(self, memory: HostMemory) -> None:
-        """Use exported memory that another buffer has left."""
+        """Use exported memory that another buffer has released."""
         memory.arriving = self._array
-        self._live_in(memory)
+        self._use_memory(memory)
         memory.content()
 
-    def _live_in(self, memory: HostMemory) -> None:
+    def _use_memory(self, memory: HostMemory) -> None:
         self.fresh = False
-        self._memory = memory  # first: while it is set, nothing else is read
+        self._memory = memory  # set first: while it is set, no other attribute is read
         self._array = self.current = self._pending = self._host = self._written = None
         self._edited = False
 
@@ -230,7 +230,7 @@ class DeviceBuffer:
         dispatch.settled()
         if (memory := self._memory) is not None:
             return self._put(memory.content())
-        while True:  # another thread may be here too: each attribute is read once
+        while True:  # other threads may be here too: read each attribute once
             array, pending = self._array, self._pending
             if self._edited:
                 with _edits:
@@ -250,23 +250,22 @@ class DeviceBuffer:
                 self.current = array if self._host is None else None
                 return array
 
-    def take(self, use: Callable[[jax.Array], Any]) -> Any:
-        """`use(array)`; repeated if another thread's step has donated the array meanwhile."""
+    def with_array(self, use: Callable[[jax.Array], Any]) -> Any:
+        """Return `use(array)`; repeated if another thread's step donates the array meanwhile."""
         while True:
             array = self.array()
             try:
                 return use(array)
             except (RuntimeError, ValueError) as error:
-                from ..mesh.peers import lost
+                from ..mesh.peers import explain_loss
 
                 if not array.is_deleted() or self.array() is array:
-                    if (told := lost(error)) is not error:
-                        raise told from error
+                    if (explained := explain_loss(error)) is not error:
+                        raise explained from error
                     raise
 
-    def later(self) -> LazyArray | None:
-        """The content that a pending materialization will produce, or that is on the host; None if it is in an array
-        already."""
+    def lazy_array(self) -> LazyArray | None:
+        """The content as a LazyArray, if it is still being materialized or on the host; None if there is an array."""
         pending, value, array = self._pending, self.value, self._array
         if type(array) is LazyArray and array.content is not None and not self._edited and self._memory is None:
             return array
@@ -280,13 +279,13 @@ class DeviceBuffer:
         return LazyArray(lambda: ready(pending.result()[value]), borrow=borrow)
 
     def snapshot(self) -> jax.Array:
-        """A copy of the array that no step will donate. Does not wait for a running step."""
+        """A copy of the array, which no step will donate. Does not wait for a running step."""
         import jax
 
-        return self.array() if self._memory is not None else self.take(jax.numpy.copy)
+        return self.array() if self._memory is not None else self.with_array(jax.numpy.copy)
 
     def set(self, array: jax.Array | LazyArray) -> None:
-        """Replace the content by a step's result, which may still be computed."""
+        """Replace the content by a step's result, which may still be being computed."""
         self.fresh = False
         if self._memory is not None:
             if self._memory.held():
@@ -297,15 +296,15 @@ class DeviceBuffer:
         self._pending = None
         self._host = self._written = None
         self._edited = False
-        self.current = None if type(array) is LazyArray else array  # last: once it is set, nothing else is read
+        self.current = None if type(array) is LazyArray else array  # set last: other attributes are not read then
 
     def lose(self, error: BaseException) -> None:
-        """The device failed after the array had been donated: there is no content until it is written again."""
+        """Drop the content, lost in a failed step to which it was donated; reading raises until it is set again."""
 
         def gone() -> jax.Array:
             raise StateLostError(
-                "the device failed in the middle of a step, when it had been given the memory of weights and "
-                "optimizer state, so there are none any more. Load a checkpoint (load_state_dict), or start again."
+                "the device failed during a step, after weights and optimizer state had been donated to it, so their "
+                "content is lost. Load a checkpoint (load_state_dict), or start again."
             ) from error
 
         self.set(LazyArray(gone))
@@ -327,7 +326,7 @@ class DeviceBuffer:
         return sharded_arrays.put(tensor, self.sharding)
 
     def read(self) -> torch.Tensor:
-        """As `host`, without keeping the copy."""
+        """Like `host`, without keeping the copy."""
         dispatch.settled()
         if (memory := self._memory) is not None:
             return memory.content()
@@ -335,7 +334,7 @@ class DeviceBuffer:
             return host
         if (content := self._content()) is not None:
             return content
-        return self.take(self._read)
+        return self.with_array(self._read)
 
     def _read(self, array: jax.Array) -> torch.Tensor:
         from ..jax_support import to_host
@@ -344,14 +343,14 @@ class DeviceBuffer:
         return laid_out(to_host(sharded_arrays.readable(array)), self.value)
 
     def _content(self) -> torch.Tensor | None:
-        """The content, where it is on the host and there is no array of it yet."""
+        """The content, if it is on the host and there is no array yet."""
         array = self._array
         if type(array) is not LazyArray or array.content is None:
             return None
         return laid_out(array.content, self.value)
 
     def gathered(self) -> torch.Tensor:
-        """As `read`, including the shards of other processes; a collective call of all of them."""
+        """Like `read`, including the shards of other processes; a collective call of all of them."""
         if self.sharding is None or self._edited:
             return self.read()
         from ..jax_support import to_host
@@ -359,8 +358,8 @@ class DeviceBuffer:
 
         return laid_out(to_host(sharded_arrays.readable(sharded_arrays.gather(self.array()))), self.value)
 
-    def pieces(self) -> list[OwnedPart]:
-        """The parts of the content, each with the process that saves it; together they are all of it, once."""
+    def owned_parts(self) -> list[OwnedPart]:
+        """Partition the content into parts, each with the process that saves it."""
         shape = tuple(self.value.shape)
         if self.sharding is None or self._edited:
             return [OwnedPart(0, (0,) * len(shape), shape, self.read)]
@@ -375,7 +374,7 @@ class DeviceBuffer:
         ]
 
     def host(self) -> torch.Tensor:
-        """The content on the host, laid out as `value` is. Not to be written, but after `begin_edit`."""
+        """The content on the host, with the layout of `value`. It must not be written to except after `begin_edit`."""
         dispatch.settled()
         if (memory := self._memory) is not None:
             return memory.content()
@@ -383,15 +382,15 @@ class DeviceBuffer:
         if host is None and (content := self._content()) is not None:
             return content
         if host is None:
-            array, host = self.take(lambda array: (array, self._read(array)))
-            if self._array is array:  # else another thread's step has made a new one meanwhile
+            array, host = self.with_array(lambda array: (array, self._read(array)))
+            if self._array is array:  # otherwise another thread's step has set a new one meanwhile
                 self._host, self.current = host, None
         return host
 
     def begin_edit(self, whole: bool = False) -> bool:
-        """The host is about to write to `host()`. If it writes all of it (`whole`), the old content is not read.
+        """Prepare for a write to `host()`. If all of it is overwritten (`whole`), the old content is not read.
 
-        Returns whether it was skipped; then `cancel_edit` undoes this, should the write fail.
+        Returns whether reading was skipped; then `cancel_edit` must undo this if the write fails.
         """
         if self._edited or self._memory is not None:
             return False
@@ -410,13 +409,13 @@ class DeviceBuffer:
         return whole
 
     def cancel_edit(self) -> None:
-        """Go back to the content before an edit of the whole that failed."""
+        """Restore the content after a failed edit with `whole`."""
         self._host, self._edited, self._written = None, False, None
         if self._array is not None:
             self.set(self._array)
 
     def end_edit(self) -> None:
-        """The host has written. An edit of another buffer goes to the device now: the host keeps one copy at a time."""
+        """Finish a write. A pending edit of another buffer goes to the device now: the host keeps one copy only."""
         global _last_edited
         if self._memory is not None:
             return
@@ -428,11 +427,11 @@ class DeviceBuffer:
 
 
 def replace_arrays(buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
-    """`set` for many buffers, fast for those that have not been read or edited since the last step."""
+    """`set` for many buffers, fast for those that were not read or edited since the last step."""
     for buffer, array in zip(buffers, arrays, strict=True):
         if buffer is None:
             continue
-        if type(array) is LazyArray or buffer.current is None:  # the lazy ones first: another thread may read `current`
+        if type(array) is LazyArray or buffer.current is None:  # lazy first: another thread may read `current`
             buffer.set(array)
         else:
             buffer.current = buffer._array = array
@@ -445,7 +444,7 @@ def _read_part(data: Mapping[jax.Device, jax.Array], device: jax.Device) -> torc
 
 
 def laid_out(logical: torch.Tensor, value: Value) -> torch.Tensor:
-    """`logical` with the strides of `value`."""
+    """`logical`, with the strides of `value`."""
     if logical.stride() == value.stride:
         return logical
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(logical)

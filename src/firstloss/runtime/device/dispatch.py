@@ -1,17 +1,17 @@
-"""Execute a step as a transaction: it donates the old state and commits the new one, or neither.
+"""Execution of a step as a transaction: it donates the old state and commits the new one, or neither.
 
 The memory of weights and optimizer state is donated to a compiled step, which writes the new state there. From then
-until the last device buffer has its new array, the old state is gone and the new one has no owner. Python can raise
-KeyboardInterrupt, or whatever a signal handler raises, between any two instructions, there too. Therefore
+until every device buffer has its new array, the old state is gone and the new one has no owner. KeyboardInterrupt, or
+whatever a signal handler raises, may be raised between any two instructions, there too. Therefore
 
-- a compiled function is called and its results are stored by a single instruction (an assignment to a slice from an
-  iterator written in C): either it has not been called, or its results are stored;
+- a compiled function is called and its results are stored by a single instruction (a slice assignment from an iterator
+  written in C): either it has not been called, or its results are stored;
 - the stored results tell which functions have been called, so that an interrupted step can be resumed;
-- a step is the open transaction from its first donation until it is committed. The handler of an interrupt settles it:
-  nothing was donated, and the state is the old one; or the step is finished, and the state is the new one. If that is
-  interrupted too, the next access to a weight settles it.
+- a step is the open transaction from its first donation until it is committed. On an interrupt it is settled: if
+  nothing was donated, the state is the old one; otherwise the step is finished, and the state is the new one. If that
+  is interrupted too, the next access to a weight settles it.
 
-Transactions run one at a time, whichever threads they are in: no thread sees half of another's.
+Transactions run one at a time, also across threads: no thread sees a partial one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ...compat.python_names import getframe
 from ...errors import StateLostError
 from ..lazy_jax import is_array, is_imported
 
-lock = session.tracing  # held by transactions and traces: a trace must not see half a step's gradients
+lock = session.tracing  # held by transactions and traces: a trace must not see the gradients of a partial step
 
 
 class StepRun(Protocol):
     """One execution of a compiled step."""
 
     def advance(self) -> None:
-        """Run what has not been run yet. May be called again after an interrupt."""
+        """Run what has not run yet. May be called again after an interrupt."""
 
     def begun(self) -> bool:
-        """After an interrupt: whether state has been donated, so that the rest has to be run."""
+        """After an interrupt: whether state has been donated, so that the step must be finished."""
 
     def outputs(self) -> Sequence[Sequence[Any]]:
         """The step's outputs, in groups, of which the first is the new state."""
 
 
 class Transaction:
-    """One execution of a step, and its effect on the state of weights, optimizers and gradients."""
+    """One execution of a step, including its effect on weights, optimizer state and gradients."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Transaction:
         Args:
             state: the arrays that are donated.
             commit: stores the outputs; may be called twice.
-            lose: called if the device fails after the old state has been donated: there is no state any more.
+            lose: called if the device fails after the old state has been donated, so that no state is left.
         """
         self._run = run
         self._state = state
@@ -75,29 +75,29 @@ class Transaction:
         return outputs
 
     def execute_or_settle(self) -> Sequence[Sequence[Any]]:
-        """As `execute`; if it is interrupted, the state is the one before the step or the one after it.
+        """Like `execute`; if it is interrupted, the state is the one before the step or the one after it.
 
-        (A function of its own: in Python 3.11, an exception raised in the very line of a `try` does not reach a `with`
-        around it.)
+        (A separate function: in Python 3.11, an exception raised on the line of a `try` does not reach an enclosing
+        `with`.)
         """
         try:
             return self.execute()
         except BaseException as error:
             self.settle(error)
             if is_imported():
-                from ..mesh.peers import lost
+                from ..mesh.peers import explain_loss
 
-                if (told := lost(error)) is not error:
-                    raise told from error
+                if (explained := explain_loss(error)) is not error:
+                    raise explained from error
             raise
 
     def settle(self, error: BaseException) -> None:
-        """After `error`, restore the state before the step or complete the one after it."""
+        """After `error`, restore the state before the step or complete the step."""
         global _open
         if _open is not self:  # already committed
             return
         if self._run.begun():
-            for _ in range(3):  # the error may be a signal handler's and no failure of the step
+            for _ in range(3):  # the error may come from a signal handler rather than the step
                 try:
                     self._run.advance()
                     break
@@ -114,8 +114,8 @@ class Transaction:
 
 
 _open: Transaction | None = None
-_latest: Any = None  # the smallest array of the last execution, which is running until that is ready
-_finishes = False  # whether the exit has been told of
+_latest: Any = None  # the smallest array of the last execution, to wait for
+_finish_registered = False
 
 
 def _executed(outputs: Sequence[Sequence[Any]]) -> None:
@@ -127,10 +127,10 @@ def _executed(outputs: Sequence[Sequence[Any]]) -> None:
 
 
 def finish_at_exit() -> None:
-    """Have the exit wait for the device. To be called when JAX is there: what it does at the exit itself comes last."""
-    global _finishes
-    if not _finishes:
-        _finishes = True
+    """Wait for the device at exit. Call this once JAX is imported, so that it runs before JAX's own exit handlers."""
+    global _finish_registered
+    if not _finish_registered:
+        _finish_registered = True
         atexit.register(_finish)
 
 
@@ -139,11 +139,11 @@ def _size(array: Any) -> int:
 
 
 def _finish() -> None:
-    """At exit, wait for the device. Otherwise an array that somebody still holds would keep the device from shutting
-    down in order, and its threads would go on in freed memory."""
+    """At exit, wait for the device. Otherwise a live array could keep the device from shutting down in order, and its
+    threads would go on in freed memory."""
     import jax
 
-    with contextlib.suppress(Exception):  # of a failed step; raised where its results are used
+    with contextlib.suppress(Exception):  # a failed step raises where its results are used
         jax.block_until_ready([_latest] if is_array(_latest) and not _latest.is_deleted() else [])
     for array in jax.live_arrays():
         with contextlib.suppress(Exception):
@@ -151,7 +151,7 @@ def _finish() -> None:
 
 
 def settled() -> None:
-    """Wait for another thread's transaction, and settle one that an interrupt has left open."""
+    """Wait for another thread's transaction, and settle one that an interrupt left open."""
     if _open is not None:
         with lock:
             if _open is not None and not _in_progress():
@@ -159,7 +159,7 @@ def settled() -> None:
 
 
 def _in_progress() -> bool:
-    """Whether this thread is inside a transaction, in which a finalizer, say, reads a weight."""
+    """Whether this thread is inside a transaction (for example, in a finalizer that reads a weight)."""
     frame: Any = getframe(1)
     while frame is not None:
         if frame.f_code in _EXECUTING:

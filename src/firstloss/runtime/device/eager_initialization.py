@@ -1,7 +1,7 @@
-"""Move weights to the device while the model is constructed: `lazy_initialization = False`.
+"""Transfer of weights to the device during construction, for `lazy_initialization = False`.
 
-Constructors run eagerly. When a module registers a weight, the weights of the previous modules are complete and move to
-the device, so that host memory holds those of one module at a time. Code that returns to an earlier weight
+Constructors run eagerly. When a module registers a weight, the weights of previous modules are complete and are moved
+to the device, so that host memory holds those of one module at a time. Code that returns to an earlier weight
 (`apply(init_weights)`) finds a tensor on the backend, which can be edited like any other.
 """
 
@@ -21,12 +21,12 @@ from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import buffers_of, parameters_of, storage_use_count
 
 # A tensor is moved only while nothing else shares its memory: later writes there would be lost.
-_OWN_HOLDERS = 2  # the tensor, and the storage handle that counts
+_OWN_HOLDERS = 2  # the tensor, and the storage handle used to count
 
 
 @contextmanager
 def moving_eagerly(backend: Any) -> Iterator[None]:
-    """Move the weights of modules that are constructed in the block to `backend`, each as soon as possible."""
+    """Move the weights of modules constructed in the block to `backend`, each as soon as possible."""
     moving = _WeightMover(backend)
     handles = [
         hooks.register_module_parameter_registration_hook(moving.registered),
@@ -44,10 +44,10 @@ def moving_eagerly(backend: Any) -> Iterator[None]:
 class _WeightMover:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._module: Any = lambda: None  # the one that is registering weights
-        # Weights by module and name: `torch.utils.swap_tensors` refuses tensors that have weak references.
-        self._here: list[_Registration] = []  # its weights
-        self._shared: list[_Registration] = []  # of earlier modules, whose memory was shared
+        self._module: Any = lambda: None  # the module that is registering weights
+        # Stored by module and name: `torch.utils.swap_tensors` rejects tensors with weak references.
+        self._current: list[_Registration] = []  # its weights
+        self._shared: list[_Registration] = []  # weights of earlier modules whose memory was shared
 
     def registered(self, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         """Called when `module` registers `tensor` as a parameter or buffer."""
@@ -56,18 +56,18 @@ class _WeightMover:
         if self._module() is not module:
             self._move()
             self._module = weakref.ref(module)
-        self._here.append(_Registration(weakref.ref(module), name))
+        self._current.append(_Registration(weakref.ref(module), name))
 
     def _move(self) -> None:
         """Move the previous module's weights, except those that other code may still write to."""
-        here, self._here = self._here, []
-        own = [place for place in here if (tensor := place.tensor()) is not None and _is_sole_owner(tensor)]
-        self._shared += [place for place in here if place not in own]
+        current, self._current = self._current, []
+        own = [each for each in current if (tensor := each.tensor()) is not None and _is_sole_owner(tensor)]
+        self._shared += [each for each in current if each not in own]
         self._backend.move_to_device(_alive(own))
 
     def move_all(self) -> None:
-        """Move all that is left: construction is over."""
-        self._backend.move_to_device(_alive([*self._shared, *self._here]))
+        """Move all remaining weights, at the end of construction."""
+        self._backend.move_to_device(_alive([*self._shared, *self._current]))
 
 
 class _Registration(NamedTuple):
@@ -84,12 +84,12 @@ class _Registration(NamedTuple):
 
 
 def _needs_no_move(tensor: torch.Tensor | None) -> bool:
-    """Whether there is nothing to move here."""
+    """Whether there is nothing to move."""
     return tensor is None or type(tensor) is DeferredTensor or isinstance(tensor, UninitializedTensorMixin)
 
 
-def _alive(places: list[_Registration]) -> list[torch.Tensor]:
-    return [tensor for place in places if (tensor := place.tensor()) is not None]
+def _alive(registrations: list[_Registration]) -> list[torch.Tensor]:
+    return [tensor for each in registrations if (tensor := each.tensor()) is not None]
 
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Call executables so that an interrupt loses no results, and no more of them at a time than XLA can run."""
+"""Calls of executables: interrupts lose no results, and the number in flight stays within XLA's limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...compat.jax_names import ExecuteReplicated, executable_of, make_cpp_call
 from ...errors import StepMemoryError
 from ..jax_support import on_cpu, x64
 
-called = itertools.starmap  # yields the results of calls, from C
+called = itertools.starmap  # calls functions and yields their results, all in C
 flat = itertools.chain.from_iterable
 
 
@@ -30,53 +30,53 @@ _this_thread = _ThreadLocal()
 
 
 def calling(run: Any) -> None:
-    """Note that `run` is about to call compiled functions in this thread; None when it is done."""
+    """Note that `run` is about to call compiled functions in this thread; None when it has."""
     _this_thread.run = run
 
 
-# XLA's CPU client lets each device have 32 executions begun, and launches the 33rd in a thread that the others need to
-# end: with several devices in a process all would wait forever.
-_MOST_BEGUN = 16
+# XLA's CPU client runs up to 32 executions per device, and launches the 33rd in a thread that the others need to
+# finish: several devices in one process would deadlock.
+_MAX_IN_FLIGHT = 16
 
 
-class _Begun:
-    """The latest executions on a mesh of CPU devices, of which so many are under way at a time."""
+class _InFlight:
+    """The executions in flight on a mesh of CPU devices, limited in number."""
 
     def __init__(self) -> None:
         self._arrays: collections.deque[jax.Array] = collections.deque()
 
     def wait(self) -> None:
-        """Until another one may begin."""
-        while len(self._arrays) >= _MOST_BEGUN:
+        """Wait until another execution may begin."""
+        while len(self._arrays) >= _MAX_IN_FLIGHT:
             array = self._arrays.popleft()
-            if array.is_deleted():  # donated to a later one, which is waited for
+            if array.is_deleted():  # donated to a later execution
                 continue
-            with contextlib.suppress(Exception):  # raised where what it makes is needed
+            with contextlib.suppress(Exception):  # errors are raised where the result is used
                 array.block_until_ready()
 
     def add(self, array: jax.Array) -> None:
-        """One has begun that makes `array`."""
+        """Register an execution that produces `array`."""
         self._arrays.append(array)
 
 
-begun = _Begun()
+begun = _InFlight()
 
 
 class Shield:
-    """A call through JAX's Python code, in a thread of its own, where nothing interrupts it.
+    """A call through JAX's Python code, made in its own thread, where nothing interrupts it.
 
-    From the second call on, with arguments of the same types, a compiled function runs in C++ only. The first call runs
-    Python code of JAX, where an interrupt would lose the results; so they are kept here.
+    From the second call on with the same argument types, a compiled function runs entirely in C++. The first call runs
+    Python code of JAX, in which an interrupt would lose the results; so they are kept here.
     """
 
     def __init__(self, number: int) -> None:
-        self.number = number  # of the call within the run
+        self.number = number  # the call's number within the run
         self._decided = threading.Lock()  # never released: the first to acquire it makes the call, or cancels it
         self._done = threading.Event()
         self._outcome: tuple[Any, BaseException | None] = (None, None)
 
     def call(self, function: Callable[..., Any], args: tuple) -> Any:
-        """`function(*args)`."""
+        """Return `function(*args)`."""
         threading.Thread(target=self._work, args=(function, args), name="firstloss-dispatch").start()
         return self.result()
 
@@ -86,13 +86,13 @@ class Shield:
         try:
             with x64():
                 self._outcome = function(*args), None
-        except BaseException as error:  # raised by `result`
+        except BaseException as error:  # re-raised by `result`
             self._outcome = None, error
         del function, args
         self._done.set()
 
     def result(self) -> Any:
-        """What the call has returned; waits for that."""
+        """Wait for the call and return its results."""
         self._done.wait()
         results, error = self._outcome
         if error is not None:
@@ -100,7 +100,7 @@ class Shield:
         return results
 
     def rescued(self) -> Any:
-        """After an interrupt: the results in a flat list; None if the call has not begun, which cancels it."""
+        """After an interrupt: the results as a flat list; None if the call has not begun, which cancels it."""
         if self._decided.acquire(blocking=False):
             return None
         self._done.wait()
@@ -108,7 +108,7 @@ class Shield:
 
 
 class _Shielded(ExecuteReplicated):
-    """JAX's Python entry to an executable, shielded while a run is calling compiled functions."""
+    """JAX's Python entry point of an executable, shielded while a run is calling compiled functions."""
 
     __slots__ = ()
 
@@ -125,7 +125,7 @@ def _shield(function: Callable[..., Any], args: tuple) -> Any:
 
 
 def direct(compiled: Any) -> Callable[..., Any]:
-    """A function that calls `compiled` without Python in between; first calls are shielded."""
+    """A function that calls `compiled` without Python code in between; first calls are shielded."""
     executable: Any = executable_of(compiled)
     execute = getattr(executable, "unsafe_call", None)
     if getattr(execute, "has_host_callbacks", False):
@@ -134,14 +134,14 @@ def direct(compiled: Any) -> Callable[..., Any]:
         execute.__class__ = _Shielded
     if type(execute) is _Shielded and (call := make_cpp_call(compiled, executable)) is not None:
         return call
-    return lambda *args: _shield(compiled, args)  # a version of JAX that is not known
+    return lambda *args: _shield(compiled, args)  # an unknown version of JAX
 
 
 def probe_memory(executables: Iterable[Any]) -> None:
-    """Check that there is memory for the temporaries of these, before state is donated to them.
+    """Check that there is memory for the executables' temporaries, before state is donated to them.
 
     Raises:
-        StepMemoryError: if there is not. When a device runs out of memory within a step, the state is gone already.
+        StepMemoryError: if there is not. If a device ran out of memory within a step, the state would be lost.
     """
     if not on_cpu():
         return

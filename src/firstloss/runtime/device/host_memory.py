@@ -1,4 +1,4 @@
-"""Host memory of a tensor on the backend, exported to code that bypasses PyTorch's dispatcher."""
+"""Host memory of tensors on the backend, exported to code that bypasses PyTorch's dispatcher."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .lazy_array import LazyArray, ready
 if TYPE_CHECKING:
     import jax
 
-# The references to a storage that are ours: a tensor, and the handle through which we count.
+# Our own references to a storage: a tensor, and the handle with which we count.
 _OWN_HOLDERS = 2
 
 
 class HostMemory:
     """Host memory in which a weight's content lives from step to step.
 
-    It is allocated by PyTorch and never by XLA: a step reads it, or a copy, and its result is written back. So it stays
-    valid for all who hold it, whatever a step does with its own buffers.
+    It is allocated by PyTorch, never by XLA: a step reads it or a copy of it, and its result is written back. So it
+    stays valid for all holders, whatever a step does with its own buffers.
 
     Attributes:
-        lasting: its address has been given away, and such users cannot be counted.
+        lasting: whether its address has been given away, so that its users cannot be counted.
         arriving: the last step's result, if it has not been written back yet.
     """
 
     __slots__ = ("_tensor", "lasting", "arriving", "_direct", "_last")
 
     def __init__(self, tensor: torch.Tensor, lasting: bool, direct: bool = False) -> None:
-        """`direct`: the device's arrays are row-major memory on this host."""
+        """`direct`: whether the device's arrays are row-major memory on this host."""
         self._tensor = tensor
         self.lasting = lasting
         self.arriving: jax.Array | LazyArray | None = None
@@ -45,11 +45,11 @@ class HostMemory:
 
     @property
     def address(self) -> int:
-        """Its address."""
+        """The memory's address."""
         return self._tensor.data_ptr()
 
     def content(self) -> torch.Tensor:
-        """The memory, with the last step's result written back; waits for it."""
+        """The memory, after waiting for and writing back the last step's result."""
         if self.arriving is not None:
             array: Any = ready(self.arriving)
             array.block_until_ready()
@@ -65,20 +65,20 @@ class HostMemory:
         return self._tensor
 
     def on_device(self) -> jax.Array | None:
-        """The content, in the array of the last step's result if nothing else uses that: allocating new memory for each
+        """The content in the array of the last step's result, if nothing else uses it: allocating new memory at each
         step would take longer than everything else."""
         array, self._last = self._last, None
-        if array is None or sys.getrefcount(array) > 2 or array.is_deleted():  # `array`, and the count's own
+        if array is None or sys.getrefcount(array) > 2 or array.is_deleted():  # `array`, and getrefcount's argument
             return None
         self._move(array.unsafe_buffer_pointer(), self._tensor.data_ptr())
         return array
 
     def _move(self, to: int, source: int) -> None:
-        """Copy by one thread: PyTorch's copy waits for all cores, which takes 20 times as long on a busy machine."""
+        """Copy in this thread: PyTorch's copy waits for all cores, which takes 20 times as long on a busy machine."""
         ctypes.memmove(to, source, self._tensor.numel() * self._tensor.itemsize)
 
     def held(self) -> bool:
-        """Whether anybody else holds the memory."""
+        """Whether anything else holds the memory."""
         return self.lasting or has_other_owners(self._tensor)
 
 
@@ -90,14 +90,14 @@ def has_other_owners(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _own_handles() -> int:
-    """Python's reference count of a storage handle that no other object references; PyTorch may hold one itself."""
+    """The Python reference count of a storage handle that nothing else references; PyTorch may hold one itself."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
 
 
 class MappedWeights:
-    """Addresses at which this process has mapped weight files, read when first needed."""
+    """The address ranges at which this process has mapped weight files; read when first needed."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] | None = None
@@ -115,13 +115,13 @@ def _mapped_weights() -> Iterator[tuple[int, int]]:
                 if line.rstrip().endswith((".safetensors", ".pt", ".pth", ".bin", ".ckpt")):
                     begin, end = line.split(" ", 1)[0].split("-")
                     yield int(begin, 16), int(end, 16)
-    except OSError:  # this system has no such file
+    except OSError:  # not on this system
         return
 
 
 def is_countable(tensor: torch.Tensor, mapped: MappedWeights | None = None) -> bool:
     """Whether all holders of the memory of `tensor` hold its storage, so that they can be counted: PyTorch has
-    allocated it, or a checkpoint's file is mapped there. Memory that PyTorch has borrowed, from NumPy say, may have
+    allocated it, or a checkpoint file is mapped there. Memory that PyTorch borrows, for example from NumPy, may have
     others.
     """
     storage = tensor.untyped_storage()
@@ -129,8 +129,8 @@ def is_countable(tensor: torch.Tensor, mapped: MappedWeights | None = None) -> b
 
 
 class ReadOnlyCopy:
-    """A copy of a weight that is on another device or sharded on a mesh. Writing to it ends the process, as it does for
-    a file mapped read-only: an edit that no step would see must not get lost silently."""
+    """A copy of a weight that is on another device or sharded over a mesh. Writing to it ends the process, like writing
+    to a file mapped read-only: an edit that no step would see must not be lost silently."""
 
     def __init__(self, value: Value) -> None:
         self._map = mmap.mmap(-1, max(value.nbytes, 1))
@@ -139,8 +139,8 @@ class ReadOnlyCopy:
         flat = torch.frombuffer(self._map, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
         self._tensor = flat.as_strided(value.shape, value.stride)
 
-    def showing(self, content: torch.Tensor) -> torch.Tensor:
-        """The copy, updated to `content`."""
+    def updated(self, content: torch.Tensor) -> torch.Tensor:
+        """The copy, after updating it to `content`."""
         with DisableTorchDispatch(), torch.no_grad():
             if not self._tensor.numel():
                 return self._tensor

@@ -1,5 +1,7 @@
-"""Weights in host memory, for PyTorch's kernels: before JAX is imported, which later makes arrays of that memory
-without a copy, or on a mesh, over whose devices they are sharded later.
+"""Weights materialized in host memory for PyTorch's kernels, and turned into XLA arrays later.
+
+Either JAX is not imported yet, and arrays are later made of that memory without a copy, or they are sharded over a
+mesh.
 """
 
 from __future__ import annotations
@@ -37,59 +39,59 @@ def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]
 
     buffers = materialize_values(values, allocate=allocate, niceness=niceness)
     drawn = {value: HostWeight(value, buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}
-    pages.clear()  # of what is no weight, too
-    return _lazily(drawn, _Together([each for each in drawn.values() if each.pages is not None]))
+    pages.clear()  # also those of intermediate values
+    return _lazy_arrays(drawn, _SingleDevice([each for each in drawn.values() if each.pages is not None]))
 
 
-def make_whole(shardings: Mapping[Value, MeshSharding], niceness: Sequence[int]) -> dict[Value, LazyArray]:
-    """As `make`, of weights that go to several devices of this machine's CPU. The first loss needs all of each weight;
-    to draw it so takes no longer than to draw its parts."""
+def make_unsharded(shardings: Mapping[Value, MeshSharding], niceness: Sequence[int]) -> dict[Value, LazyArray]:
+    """Like `make`, for weights to be sharded over CPU devices of this machine. The first loss needs the whole weights,
+    and drawing them whole takes no longer than drawing the shards."""
     buffers = materialize_values(list(shardings), allocate=allocate_huge, niceness=niceness)
     drawn = {value: HostWeight(value, buffer) for value, buffer in buffers.items()}
-    return _lazily(drawn, _OnMesh(shardings))
+    return _lazy_arrays(drawn, _OnMesh(shardings))
 
 
-def _lazily(drawn: dict[Value, HostWeight], together: _Together | _OnMesh) -> dict[Value, LazyArray]:
+def _lazy_arrays(drawn: dict[Value, HostWeight], allocator: _SingleDevice | _OnMesh) -> dict[Value, LazyArray]:
     for each in drawn.values():
-        each.together = together
+        each.allocator = allocator
     return {value: LazyArray(each.array, borrow=each.borrow) for value, each in drawn.items()}
 
 
 class HostWeight:
-    """The content of one weight, until it is an array of XLA's."""
+    """The content of one weight until it becomes an XLA array."""
 
     def __init__(self, value: Value, content: torch.Tensor, pages: Pages | None = None) -> None:
         self.value = value
         self.pages = pages
-        self.together: _Together | _OnMesh | None = None
+        self.allocator: _SingleDevice | _OnMesh | None = None
         self._content: torch.Tensor | None = content
         self._array: jax.Array | None = None
         self._lock = threading.Lock()
 
     def borrow(self) -> torch.Tensor | None:
-        """The content; None once there is an array. While anybody holds it, it stays where it is."""
+        """The content; None once there is an array. While it is borrowed, it stays where it is."""
         with self._lock:
             if self._content is None or self.pages is not None and self.pages.moved:
                 return None
             return self._content.detach()
 
     def array(self) -> jax.Array:
-        """The content as an array, in memory that XLA has allocated. Where this was interrupted, it goes on."""
+        """The content as an array in memory allocated by XLA. After an interrupt it can be called again."""
         with self._lock:
             if self._array is None:
-                self._array = self._made()
-            if self.together is not None:
-                self.together.forget(self)
-            self._content = self.pages = self.together = None
+                self._array = self._to_array()
+            if self.allocator is not None:
+                self.allocator.forget(self)
+            self._content = self.pages = self.allocator = None
             return self._array
 
-    def _made(self) -> jax.Array:
-        assert self._content is not None and self.together is not None
-        return self.together.array(self, self._content)
+    def _to_array(self) -> jax.Array:
+        assert self._content is not None and self.allocator is not None
+        return self.allocator.array(self, self._content)
 
 
-class _Together:
-    """Arrays for several weights, allocated in one call, of which each new kind takes XLA some 20 ms."""
+class _SingleDevice:
+    """Makes arrays on one device, allocated in one call because XLA takes some 20 ms for each new shape and dtype."""
 
     def __init__(self, drawn: list[HostWeight]) -> None:
         self._kinds = {
@@ -99,20 +101,20 @@ class _Together:
         self._lock = threading.Lock()
 
     def array(self, drawn: HostWeight, content: torch.Tensor) -> jax.Array:
-        """The array of one, which is small, or one of them."""
+        """The array of a weight, with its pages moved into the allocated memory if possible."""
         from ..jax_support import to_device
 
         pages = drawn.pages
         if pages is None:
             return to_device(content)
         array, memory = self._allocate(drawn)
-        pages.tensor = content  # one tensor, and not two, so that others can be counted
+        pages.tensor = content  # one tensor rather than two, so that owners can be counted
         if not pages.moved and (has_other_owners(content) or not pages.move(memory)):
             memory.copy_(content)
         return array
 
     def _allocate(self, drawn: HostWeight) -> tuple[jax.Array, torch.Tensor]:
-        """The array for one of them, and its memory, which nobody has written."""
+        """The allocated array for a weight, and its uninitialized memory."""
         from ..jax_support import empties
 
         with self._lock:
@@ -121,14 +123,14 @@ class _Together:
             return self._made[id(drawn)]
 
     def forget(self, drawn: HostWeight) -> None:
-        """It has its array."""
+        """Release the weight's allocation: it has its array."""
         with self._lock:
             if self._made is not None:
                 self._made.pop(id(drawn), None)
 
 
 class _OnMesh:
-    """As `_Together`, on a mesh."""
+    """Makes arrays sharded over a mesh."""
 
     def __init__(self, shardings: Mapping[Value, MeshSharding]) -> None:
         self._shardings = shardings
@@ -136,7 +138,7 @@ class _OnMesh:
         self._lock = threading.Lock()
 
     def array(self, drawn: HostWeight, content: torch.Tensor) -> jax.Array:
-        """The array of one."""
+        """The sharded array of a weight."""
         with self._lock:
             if self._whole is None:
                 from ..mesh.sharded_weights import WholeArrays
@@ -145,6 +147,6 @@ class _OnMesh:
         return self._whole.array(drawn.value, content)
 
     def forget(self, drawn: HostWeight) -> None:
-        """It has its array."""
+        """Release the weight's data: it has its array."""
         if self._whole is not None:
             self._whole.forget(drawn.value)

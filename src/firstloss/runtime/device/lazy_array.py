@@ -1,4 +1,4 @@
-"""`LazyArray`: arrays that are still being computed, by a materialization or the rest of a first step."""
+"""`LazyArray`: device arrays that are still being computed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class LazyArray:
-    """Stands for a device array that is still being computed, or that is on the host only until somebody asks for it
-    as an array.
+    """Stands in for a device array that is still being computed, or that stays on the host until it is needed as an
+    array.
 
     Attributes:
-        content: the values, where they are on the host; not to be written.
+        content: the values, if they are on the host; read-only.
     """
 
     __slots__ = ("wait", "content", "_borrow")
@@ -33,26 +33,26 @@ class LazyArray:
     ) -> None:
         """
         Args:
-            wait: returns the array, or raises the error that prevented it; it may be called again.
-            borrow: as the method.
+            wait: returns the array, or raises the error that prevented it; may be called repeatedly.
+            borrow: implements the method of that name.
         """
         self.wait = wait
         self.content = content
         self._borrow = borrow
 
     def borrow(self) -> torch.Tensor | None:
-        """The values, to be read and let go of, where there is no array yet: one is made without a copy only as long
-        as nobody holds them. Waits for them."""
+        """Wait for the values and return them if there is no array yet. Release them soon: the array is made without a
+        copy only if nobody holds them."""
         return self.content if self._borrow is None else self._borrow()
 
-    # -- as of an array: of results that are on the host --
+    # -- methods of jax.Array, for results on the host --
 
     def is_ready(self) -> bool:
         """Whether the values are available."""
         return self.content is not None
 
     def is_deleted(self) -> bool:
-        """It is never donated."""
+        """False: it is never donated."""
         return False
 
     def block_until_ready(self) -> LazyArray:
@@ -62,16 +62,16 @@ class LazyArray:
         return self
 
     def copy_to_host_async(self) -> None:
-        """They are available."""
+        """Nothing to do."""
 
 
 def ready(array: Any) -> Any:
-    """The array itself; waits for a lazy one."""
+    """The array itself, after waiting if it is lazy."""
     return array.wait() if type(array) is LazyArray else array
 
 
 def copied_later(content: torch.Tensor) -> LazyArray:
-    """`content`, which becomes an array by a copy."""
+    """A LazyArray of `content`, which is copied to the device when an array is needed."""
 
     def copied() -> jax.Array:
         from ..jax_support import to_device
@@ -82,7 +82,7 @@ def copied_later(content: torch.Tensor) -> LazyArray:
 
 
 def share_later(content: torch.Tensor) -> LazyArray:
-    """`content`, whose own bytes become an array; they must not change while that lives."""
+    """A LazyArray of `content`, whose memory becomes the array without a copy; it must not change while that lives."""
 
     def lent() -> jax.Array:
         from ..jax_support import share_memory
@@ -93,7 +93,7 @@ def share_later(content: torch.Tensor) -> LazyArray:
 
 
 def to_device_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array | LazyArray:
-    """A copy of `tensor`, cut over a mesh; where there is no JAX yet, lazily."""
+    """Shard a copy of `tensor` over a mesh; lazily if JAX is not imported yet."""
     if is_imported():
         from ..mesh.sharded_arrays import put
 

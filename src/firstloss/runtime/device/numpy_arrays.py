@@ -1,4 +1,4 @@
-"""Convert between tensors and NumPy arrays, including bfloat16, which NumPy gets from `ml_dtypes`."""
+"""Conversion between tensors and NumPy arrays, including bfloat16 by way of `ml_dtypes`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
-    """The tensor in an array's memory; in a copy of it, where that may not be written to or runs backwards.
+    """Convert a NumPy array to a tensor that shares its memory; read-only or reversed arrays are copied.
 
     Examples:
         >>> import numpy as np
@@ -22,10 +22,10 @@ def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
         torch.float64
 
     Args:
-        array: of numbers, of `ml_dtypes.bfloat16` too. A tensor is returned as it is.
+        array: an array of numbers, possibly of `ml_dtypes.bfloat16`. Tensors are returned unchanged.
 
     Returns:
-        Of the array's shape and dtype.
+        A tensor of the array's shape and dtype.
     """
     if isinstance(array, torch.Tensor):
         return array
@@ -37,18 +37,19 @@ def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
-    """The array in a tensor's memory; of a tensor of another device, a copy. A bfloat16 tensor's has the dtype
-    `ml_dtypes.bfloat16`.
+    """Convert a tensor to a NumPy array that shares its memory; tensors on other devices are copied.
+
+    bfloat16 tensors become arrays of dtype `ml_dtypes.bfloat16`.
 
     Examples:
         >>> fl.to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype
         dtype(bfloat16)
 
     Args:
-        tensor: an array is returned as it is.
+        tensor: a tensor. Arrays are returned unchanged.
 
     Returns:
-        Of the tensor's shape and dtype.
+        An array of the tensor's shape and dtype.
 
     Raises:
         MissingDependencyError: for bfloat16 without `ml_dtypes`, which comes with JAX.
@@ -62,6 +63,6 @@ def to_numpy(tensor: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
         import ml_dtypes
     except ImportError as error:
         raise MissingDependencyError(
-            "NumPy has no bfloat16 of its own: pip install ml_dtypes, or convert with tensor.float() first."
+            "NumPy has no bfloat16: pip install ml_dtypes, or convert with tensor.float() first."
         ) from error
     return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

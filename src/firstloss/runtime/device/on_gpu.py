@@ -1,8 +1,8 @@
-"""JAX's GPU, used by PyTorch's kernels and by ours too: one memory for both, and no copies.
+"""Memory on a GPU shared between JAX and PyTorch's kernels, and Firstloss's own, without copies.
 
-What a step may donate is memory that XLA has allocated. It is written there through a tensor that DLPack makes of the
-array; no such tensor may live on when the array is donated, or XLA copies. A tensor waits for XLA when it is made; in
-the other direction nothing waits by itself, so PyTorch's stream is waited for here.
+Memory to be donated to a step must be allocated by XLA. It is written through a tensor that DLPack makes of the array;
+that tensor must be gone when the array is donated, or XLA copies. Creating such a tensor waits for XLA; in the other
+direction nothing synchronizes, so `wait` waits for PyTorch's stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..lazy_jax import on_cpu
 if TYPE_CHECKING:
     import jax
 
-# What a user may have said of the part of the memory that XLA takes.
+# Environment variables with which users choose XLA's share of the memory.
 _SHARES = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
@@ -31,16 +31,16 @@ _SHARES = (
 )
 
 
-def leave_memory_to_pytorch() -> None:
-    """To be called before JAX looks for its devices: it would take three quarters of the memory of each GPU. Now it
-    takes what it needs, as PyTorch does; but what the environment says is left alone."""
+def disable_preallocation() -> None:
+    """Stop XLA from preallocating three quarters of each GPU's memory, unless the environment configures it. Must be
+    called before JAX initializes its devices."""
     if torch.cuda.is_available() and not any(name in os.environ for name in _SHARES):
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 @functools.cache
 def device() -> torch.device | None:
-    """JAX's default device as PyTorch calls it; None where that is no GPU which this PyTorch can use."""
+    """JAX's default device as a torch.device; None if it is not a GPU that this PyTorch can use."""
     if on_cpu() or not torch.cuda.is_available():
         return None
     import jax
@@ -51,49 +51,48 @@ def device() -> torch.device | None:
 
 
 def view(array: jax.Array) -> torch.Tensor:
-    """A tensor of the array's own memory, which waits for what XLA is writing there. Let go of it before the array is
-    donated."""
+    """A tensor that shares the array's memory, after waiting for XLA. Release it before the array is donated."""
     return torch.from_dlpack(array)
 
 
-def given(tensor: torch.Tensor) -> jax.Array:
-    """An array of the memory of a tensor on the GPU, which must not change while it lives."""
+def share_tensor(tensor: torch.Tensor) -> jax.Array:
+    """An array that shares the memory of a tensor on the GPU; it must not change while the array lives."""
     import jax
 
     return jax.dlpack.from_dlpack(tensor.detach().contiguous())
 
 
-def wait(where: torch.device) -> None:
-    """Wait for PyTorch's kernels, and give back the memory that PyTorch keeps for its next ones."""
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
+def wait(target: torch.device) -> None:
+    """Wait for PyTorch's kernels, and release the memory cached by PyTorch's allocator."""
+    if target.type == "cuda":
+        torch.cuda.synchronize(target)
         torch.cuda.empty_cache()
 
 
 def make(values: Iterable[Value]) -> dict[Value, jax.Array]:
-    """Those of `values` that kernels of ours make, in XLA's memory; all at once."""
-    where = device()
-    if where is None:
+    """Materialize those of `values` that Firstloss's GPU kernels support, in XLA's memory."""
+    target = device()
+    if target is None:
         return {}
     from ...gpu import fill_slices, weights
 
-    some = [v for v in values if is_contiguous(v.shape, v.stride) and fill_slices.recipe_of(v) is not None]
-    if not some:
+    supported = [v for v in values if is_contiguous(v.shape, v.stride) and fill_slices.recipe_of(v) is not None]
+    if not supported:
         return {}
-    arrays = dict(zip(some, _empties(some), strict=True))
+    arrays = dict(zip(supported, _empties(supported), strict=True))
     views: dict[Value, torch.Tensor] = {}
     with DisableTorchDispatch():
         for value, array in arrays.items():
-            with contextlib.suppress(RuntimeError, TypeError, ValueError, BufferError):  # a dtype that DLPack has not
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, BufferError):  # a dtype that DLPack lacks
                 views[value] = view(array)
-        found = list(weights.make(list(views), where, allocate=views.__getitem__))
+        found = list(weights.make(list(views), target, allocate=views.__getitem__))
         views.clear()
-        wait(where)
+        wait(target)
     return {value: arrays[value] for value in found}
 
 
 def _empties(values: list[Value]) -> list[jax.Array]:
-    """Arrays on the GPU, in memory that nobody has written."""
+    """Uninitialized arrays on the GPU."""
     import jax
     from jax import lax
 

@@ -1,4 +1,4 @@
-"""Place weights on the device: materialize deferred ones there, in the background, and move real ones."""
+"""Placement of weights on the device: deferred ones are materialized there in the background, real ones are moved."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
     from .lazy_array import LazyArray
 
-# Niceness of the threads that make weights: one yields its core to the thread that traces and lowers meanwhile.
+# Niceness of threads that materialize weights: one of them yields its core to the thread that traces and lowers.
 BESIDE_TRACING = (5,)
 
 
 class _Materialization(Future):
-    """A materialization in a thread of its own, started by `begin` or by the first wait for its result."""
+    """A materialization in its own thread, started by `begin` or by the first wait for its result."""
 
     def __init__(self, make: Callable[[], dict[Value, Any]]) -> None:
         super().__init__()
@@ -69,9 +69,9 @@ class _Materialization(Future):
 
     def _work(self) -> None:
         try:
-            with switch_interval.often(), timeline.span("materialize"):
+            with switch_interval.shortened(), timeline.span("materialize"):
                 self.set_result(self._make())
-        except BaseException as error:  # raised in the thread that waits for the weights
+        except BaseException as error:  # re-raised in the thread that waits for the weights
             self.set_exception(error)
 
 
@@ -80,10 +80,10 @@ _in_progress: set[Future] = set()
 
 
 def start_waiting_materializations() -> None:
-    """Begin with the weights that the first loss does not need: it is there, or waits for all."""
+    """Start materializing the weights that the first loss does not need."""
     while _pending_after_first_loss:
         materialization = _pending_after_first_loss.pop(0)()
-        if materialization is not None:  # nobody holds the state of a step that could not be traced
+        if materialization is not None:  # None after a trace failed
             materialization.begin()
 
 
@@ -92,20 +92,20 @@ def move_to_device(
     mesh: Mesh | None = None,
     behind: bool = False,
     on_demand: bool = False,
-    multiplied: bool = False,
+    for_kernels: bool = False,
 ) -> None:
     """Move `tensors` to the device or the mesh. Returns at once; reading a deferred one waits for it.
 
     Args:
-        behind: the first loss does not need these; those that it needs are made first.
-        on_demand: make deferred ones only when one of them is read.
-        multiplied: PyTorch's kernels may be given them, for the first loss: deferred ones are made where those can read
-            them whole.
+        behind: whether the first loss does not need these; those that it needs are made first.
+        on_demand: whether to materialize deferred ones only when one of them is read.
+        for_kernels: whether PyTorch's kernels may compute the first loss with them, so that deferred ones are made
+            unsharded, in memory that these can read.
     """
     disable_first_use()
     pending: list[DeferredStorage] = []
     real: list[torch.Tensor] = []
-    for tensor in without_bits(tensors):
+    for tensor in movable(tensors):
         if type(tensor) is DeferredTensor:
             storage = tensor._storage
             if storage.resident is None and storage not in pending:
@@ -116,7 +116,7 @@ def move_to_device(
         with timeline.span("move"):
             _move(real, mesh)
     if pending:
-        _materialize_in_background(pending, mesh, behind, on_demand, multiplied)
+        _materialize_in_background(pending, mesh, behind, on_demand, for_kernels)
 
 
 def _is_copied(value: Value) -> bool:
@@ -131,21 +131,21 @@ def _is_copied(value: Value) -> bool:
 
 
 def _materialize_in_background(
-    storages: list[DeferredStorage], mesh: Mesh | None, behind: bool, on_demand: bool, multiplied: bool
+    storages: list[DeferredStorage], mesh: Mesh | None, behind: bool, on_demand: bool, for_kernels: bool
 ) -> None:
     shardings = {storage.value: mesh.storage_sharding(storage) if mesh is not None else None for storage in storages}
     niceness = (19,) * default_threads() if behind else BESIDE_TRACING
-    before_us = list(_in_progress) if behind else []
+    earlier = list(_in_progress) if behind else []
 
     def make() -> dict[Value, Any]:
-        wait(before_us)
+        wait(earlier)
         if mesh is None:
             return _make(list(shardings), niceness)
         made: dict[Value, Any] = {}
         sharded = {value: sharding for value, sharding in shardings.items() if sharding is not None}
-        if multiplied and not behind and on_cpu() and process_count() == 1:
-            whole = {value: sharded.pop(value) for value in list(sharded) if not _is_copied(value)}
-            made = host_weights.make_whole(whole, niceness)
+        if for_kernels and not behind and on_cpu() and process_count() == 1:
+            unsharded = {value: sharded.pop(value) for value in list(sharded) if not _is_copied(value)}
+            made = host_weights.make_unsharded(unsharded, niceness)
         if sharded:
             from ..mesh import sharded_weights as mesh_placement
 
@@ -167,8 +167,8 @@ def _materialize_in_background(
 
 
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
-    """Run the recipes of `values`; on a CPU, directly into the device's memory, or where there is no JAX yet, into
-    memory that becomes the device's; on a GPU that PyTorch has too, by kernels of ours what those can make."""
+    """Run the recipes of `values`: on a CPU, directly in the device's memory, or before JAX is imported, in memory that
+    becomes the device's; on a GPU shared with PyTorch, with Firstloss's kernels as far as these support them."""
     if not is_imported() and on_cpu() and pages.are_available():
         return host_weights.make(values, niceness)
     from ..jax_support import empties, empty, to_device
@@ -204,7 +204,7 @@ def _kind(value: Value) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
-    """Move real tensors to the device: the Python objects stay, and tensors that share memory still share it."""
+    """Move real tensors to the device: Python objects keep their identity, and shared memory stays shared."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(storage_address(tensor.untyped_storage()), []).append(tensor)
@@ -223,7 +223,7 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
             _become_resident(tensor, storage, geometry_of(tensor))
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
-            if lasting or has_other_owners(base):  # by a NumPy array, or a tensor that is not moved
+            if lasting or has_other_owners(base):  # such as a NumPy array, or a tensor that is not moved
                 storage.resident = DeviceBuffer.from_host_memory(value, base, lasting)
                 record_exported_memory(storage)
                 continue
@@ -254,7 +254,7 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
 
 
 def to_backend(tensor: torch.Tensor) -> DeferredTensor:
-    """A tensor on the backend that shares the memory of `tensor`; where that is impossible, a copy."""
+    """A tensor on the backend that shares the memory of `tensor`, or if that is impossible, has a copy."""
     found = storage_at(tensor)
     if found is not None:
         return DeferredTensor.wrap(found[0], *found[1])
@@ -276,10 +276,10 @@ Hooks.register(to_backend=to_backend)
 
 
 def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
-    """Turn `tensor`, the Python object, into a view of `storage`.
+    """Turn the Python object `tensor` into a view of `storage`.
 
-    Its autograd state is kept: hooks, gradient, and the graphs that it is part of, so that views of weights and losses
-    computed earlier still work.
+    Its autograd state is kept: hooks, gradient, and the graphs that it is part of, so that existing views of weights
+    and losses still work.
     """
     leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad = tensor.grad if leaf else _gradient_of_a_result(tensor)
@@ -287,7 +287,7 @@ def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: G
     new: Any
     if leaf:
         new = DeferredTensor.wrap(storage, *geometry)
-        _lead_on(tensor)
+        _redirect_gradients(tensor)
     else:
         with torch.enable_grad():
             new = _Moved.apply(tensor, storage, geometry)
@@ -308,7 +308,7 @@ def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: G
         tensor.grad = grad
     set_hook_tables(tensor, hooks)
     if leaf and requires_grad:
-        setattr(new, HOOK_TABLES[1], {})  # graphs that end there are led on to `tensor`, whose hooks run
+        setattr(new, HOOK_TABLES[1], {})  # gradients that arrive there are redirected to `tensor`, whose hooks run
 
 
 def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -318,21 +318,21 @@ def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.grad
 
 
-def _lead_on(weight: torch.Tensor) -> None:
-    """Let graphs that end in the present tensor below the Python object `weight` lead on to its successor."""
+def _redirect_gradients(weight: torch.Tensor) -> None:
+    """Make graphs that end in the tensor now behind the Python object `weight` continue to its successor."""
     if not weight.requires_grad or use_count(weight)() < 2:
         return
 
-    def lead_on(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+    def redirect(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
         if grads[0] is not None:
             get_gradient_edge(weight).node(grads[0])  # type: ignore[operator]
         return (None,)
 
-    get_gradient_edge(weight).node.register_prehook(lead_on)
+    get_gradient_edge(weight).node.register_prehook(redirect)
 
 
 class _Moved(torch.autograd.Function):
-    """Moves a tensor that has a graph to the backend, within the graph."""
+    """Moves a non-leaf tensor to the backend, within its autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> torch.Tensor:
@@ -343,27 +343,27 @@ class _Moved(torch.autograd.Function):
         return grad, None, None
 
 
-def without_bits(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `tensors` that can be moved to a backend.
+def movable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `tensors` that can be moved to a backend, with conjugate and negative bits resolved.
 
-    A conjugated or negated one that has its memory to itself gets the numbers that it shows. One that shares it stays
-    what it is, a real view: a step that uses it finds what it is of.
+    A conjugated or negated tensor that owns its memory is resolved in place. One that shares memory stays a real view,
+    whose base a step finds when it uses it.
 
     Raises:
-        BackendError: if a parameter is such a view of memory that others share.
+        BackendError: if a parameter is such a view of shared memory.
     """
     tensors = list(tensors)
     for tensor in tensors:
         if type(tensor) is DeferredTensor and tensor._storage.resident is None and tensor._storage.mirrors is not None:
-            Hooks.materialize_storages([tensor._storage])  # with all that shares its memory
-    lazy = [t for t in tensors if type(t) is not DeferredTensor and (t.is_conj() or t.is_neg())]
-    left = {id(tensor) for tensor in lazy if not _resolved(tensor, tensors)}
-    return [tensor for tensor in tensors if id(tensor) not in left]
+            Hooks.materialize_storages([tensor._storage])  # with everything that shares its memory
+    with_bits = [t for t in tensors if type(t) is not DeferredTensor and (t.is_conj() or t.is_neg())]
+    unresolved = {id(tensor) for tensor in with_bits if not _resolved(tensor, tensors)}
+    return [tensor for tensor in tensors if id(tensor) not in unresolved]
 
 
 def _resolved(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Whether `tensor` has been given memory of its own with what it shows."""
-    if not tensor.is_conj() and not tensor.is_neg():  # met before in the list
+    """Whether `tensor` could be given memory of its own with the values that it shows."""
+    if not tensor.is_conj() and not tensor.is_neg():  # already resolved
         return True
     others = (t for t in tensors if t is not tensor and type(t) is not DeferredTensor)
     at = storage_address(tensor.untyped_storage())
@@ -371,7 +371,7 @@ def _resolved(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
         if isinstance(tensor, torch.nn.Parameter):
             raise BackendError(
                 f"{here()}: a parameter of shape {list(tensor.shape)} is a conjugated or negated view of memory that "
-                "another tensor shares, and what lives on a backend is plain. Give it memory of its own: "
+                "another tensor shares, which a backend does not support. Give it memory of its own: "
                 "nn.Parameter(tensor.resolve_conj().resolve_neg())."
             )
         return False

@@ -1,4 +1,4 @@
-"""Tensors on the backend, made of device arrays."""
+"""Tensors on the backend, made from device arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lazy_array import LazyArray
 def resident(
     array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, sharding: Any = None
 ) -> DeferredTensor:
-    """A tensor on the backend that holds `array`; shape, dtype and on a mesh sharding must be given for a lazy one."""
+    """A tensor on the backend that holds `array`; a LazyArray needs shape, dtype and, on a mesh, sharding."""
     shape = tuple(array.shape) if shape is None else shape
     if dtype is None:
         from ...lower.dtypes import to_torch
@@ -26,7 +26,7 @@ def resident(
 
 
 def deferred_storage_of(array: Any, like: Value, sharding: Any = None) -> DeferredStorage:
-    """A storage on the backend, laid out as `like`, that holds `array`; on a mesh, sharding of a lazy one."""
+    """A storage on the backend with the layout of `like` that holds `array`; on a mesh, a LazyArray needs sharding."""
     value = Value(like.shape, like.stride, like.dtype, like.device)
     storage = DeferredStorage(value)
     storage.resident = DeviceBuffer(value, sharding=mesh_sharding(array) if sharding is None else sharding)
@@ -35,7 +35,7 @@ def deferred_storage_of(array: Any, like: Value, sharding: Any = None) -> Deferr
 
 
 def mesh_sharding(array: Any) -> Any:
-    """The sharding of an array on a mesh; None for one device."""
+    """An array's sharding on a mesh; None on one device."""
     if type(array) is LazyArray:
         return None
     return array.sharding if len(array.sharding.device_set) > 1 else None

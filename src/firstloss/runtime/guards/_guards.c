@@ -1,11 +1,11 @@
-/* What guards ask at every call, without a Python instruction for each: have these dicts, lists, variables and classes
- * changed? What is recorded while a step is traced is in _recording.h.
+/* Guard checks that run at every call, without a Python instruction for each: whether dicts, lists, closure cells,
+ * objects' classes and functions have changed. Recording during a trace is in _recording.h.
  *
- * A dict tells by its version, which Python counts up whenever the dict changes. That is private to Python 3.11 to 3.13:
- * `versions_work` tries it out before it is trusted, and guard_set.py does without where it does not work.
+ * Changes of dicts are detected by their version tag, which is private to Python 3.11 to 3.13: `_versions_work` in
+ * guard_set.py tests it before it is trusted, and there is a fallback.
  *
- * A Watch borrows the dicts, lists, cells, objects and functions that it looks at; whoever makes one keeps those alive.
- * What it compares by address it holds: else another object could come to lie there.
+ * A Watch borrows references to the dicts, lists, cells, objects and functions that it watches; its creator keeps
+ * them alive. It owns the values that it compares by address, so that their addresses are not reused.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -70,7 +70,7 @@ static int watch_traverse(Watch *self, visitproc visit, void *arg) {
     return 0;
 }
 
-static void let_items_go(List *list) {
+static void release_items(List *list) {
     PyObject **items = list->items;
     Py_ssize_t count = list->count;
     list->items = NULL;
@@ -79,11 +79,11 @@ static void let_items_go(List *list) {
     PyMem_Free(items);
 }
 
-/* Nothing is watched after it. */
+/* The Watch watches nothing afterwards. */
 static int watch_clear(Watch *self) {
     Py_ssize_t n = self->n_lists;
     self->n_lists = self->n_dicts = 0;
-    for (Py_ssize_t i = 0; i < n; i++) let_items_go(&self->lists[i]);
+    for (Py_ssize_t i = 0; i < n; i++) release_items(&self->lists[i]);
     n = self->n_cells;
     self->n_cells = 0;
     for (Py_ssize_t i = 0; i < n; i++) Py_CLEAR(self->cells[i].held);
@@ -113,7 +113,7 @@ static void watch_dealloc(Watch *self) {
     Py_DECREF(type);
 }
 
-/* Memory for what is said of each thing in `list`; -1 with an error set if there is none. */
+/* Allocates one entry of `size` for each item of `list`; -1 with an error set on failure. */
 static int space_for(PyObject *list, size_t size, void *out) {
     Py_ssize_t n = PyList_GET_SIZE(list);
     *(void **)out = PyMem_Calloc(n ? n : 1, size);
@@ -122,17 +122,17 @@ static int space_for(PyObject *list, size_t size, void *out) {
     return -1;
 }
 
-static int wrong(const char *message) {
+static int type_error(const char *message) {
     PyErr_SetString(PyExc_TypeError, message);
     return -1;
 }
 
-/* A list of pairs (object, held) as an array; -1 with an error set if it is none. */
+/* Converts a list of pairs (object, held) to an array; -1 with an error set on failure. */
 static int pairs_of(PyObject *list, Pair **out, Py_ssize_t *count) {
     if (space_for(list, sizeof(Pair), out) < 0) return -1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *pair = PyList_GET_ITEM(list, i);
-        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) return wrong("a pair is a tuple of two");
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) return type_error("expected tuples of two");
         (*out)[i].object = PyTuple_GET_ITEM(pair, 0);
         (*out)[i].held = Py_NewRef(PyTuple_GET_ITEM(pair, 1));
         *count = i + 1;
@@ -144,7 +144,7 @@ static int dicts_of(Watch *self, PyObject *list) {
     if (space_for(list, sizeof(Dict), &self->dicts) < 0) return -1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *dict = PyList_GET_ITEM(list, i);
-        if (!PyDict_Check(dict)) return wrong("not a dict");
+        if (!PyDict_Check(dict)) return type_error("not a dict");
         self->dicts[i] = (Dict){dict, version_of(dict)};
         self->n_dicts = i + 1;
     }
@@ -167,7 +167,7 @@ static int lists_of(Watch *self, PyObject *lists) {
     if (space_for(lists, sizeof(List), &self->lists) < 0) return -1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists); i++) {
         self->lists[i].list = PyList_GET_ITEM(lists, i);
-        if (!PyList_Check(self->lists[i].list)) return wrong("not a list");
+        if (!PyList_Check(self->lists[i].list)) return type_error("not a list");
         if (hold_items(&self->lists[i]) < 0) return -1;
         self->n_lists = i + 1;
     }
@@ -186,7 +186,7 @@ static int functions_of(Watch *self, PyObject *list) {
     if (space_for(list, sizeof(Function), &self->functions) < 0) return -1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
         PyObject *function = PyList_GET_ITEM(list, i);
-        if (!PyFunction_Check(function)) return wrong("not a function");
+        if (!PyFunction_Check(function)) return type_error("not a function");
         self->functions[i].function = (PyFunctionObject *)function;
         hold_definition(&self->functions[i]);
         self->n_functions = i + 1;
@@ -229,7 +229,7 @@ static int function_changed(const Function *function) {
            (now->func_kwdefaults != NULL && version_of(now->func_kwdefaults) != function->version);
 }
 
-static PyObject *numbered(Py_ssize_t n, PyObject *found, char kind) {
+static PyObject *append_index(Py_ssize_t n, PyObject *found, char kind) {
     PyObject *item = Py_BuildValue("(Cn)", kind, n);
     if (item == NULL || PyList_Append(found, item) < 0) {
         Py_XDECREF(item);
@@ -239,10 +239,10 @@ static PyObject *numbered(Py_ssize_t n, PyObject *found, char kind) {
     return found;
 }
 
-/* None if nothing has changed; else a list of (kind, number): which dicts 'd', lists 'l', cells 'c', objects 'o',
- * functions 'f'. */
+/* None if nothing has changed; else a list of (kind, index): 'd' for dicts, 'l' for lists, 'c' for cells, 'o' for
+ * objects, 'f' for functions. */
 static PyObject *watch_changed(Watch *self, PyObject *unused) {
-    uint64_t differ = 0; /* without a branch for each: the loads do not wait for one another */
+    uint64_t differ = 0; /* accumulated without branches, so that the loads do not wait for one another */
     for (Py_ssize_t i = 0; i < self->n_dicts; i++)
         differ |= version_of(self->dicts[i].dict) ^ self->dicts[i].version;
     uintptr_t other = 0;
@@ -257,23 +257,23 @@ static PyObject *watch_changed(Watch *self, PyObject *unused) {
     PyObject *found = PyList_New(0);
     if (found == NULL) return NULL;
     for (Py_ssize_t i = 0; i < self->n_dicts; i++)
-        if (version_of(self->dicts[i].dict) != self->dicts[i].version && !numbered(i, found, 'd')) goto fail;
+        if (version_of(self->dicts[i].dict) != self->dicts[i].version && !append_index(i, found, 'd')) goto fail;
     for (Py_ssize_t i = 0; i < self->n_lists; i++)
-        if (list_changed(&self->lists[i]) && !numbered(i, found, 'l')) goto fail;
+        if (list_changed(&self->lists[i]) && !append_index(i, found, 'l')) goto fail;
     for (Py_ssize_t i = 0; i < self->n_cells; i++)
-        if (PyCell_GET(self->cells[i].object) != self->cells[i].held && !numbered(i, found, 'c')) goto fail;
+        if (PyCell_GET(self->cells[i].object) != self->cells[i].held && !append_index(i, found, 'c')) goto fail;
     for (Py_ssize_t i = 0; i < self->n_objects; i++)
-        if ((PyObject *)Py_TYPE(self->objects[i].object) != self->objects[i].held && !numbered(i, found, 'o'))
+        if ((PyObject *)Py_TYPE(self->objects[i].object) != self->objects[i].held && !append_index(i, found, 'o'))
             goto fail;
     for (Py_ssize_t i = 0; i < self->n_functions; i++)
-        if (function_changed(&self->functions[i]) && !numbered(i, found, 'f')) goto fail;
+        if (function_changed(&self->functions[i]) && !append_index(i, found, 'f')) goto fail;
     return found;
 fail:
     Py_DECREF(found);
     return NULL;
 }
 
-/* Something has changed, but nothing that counts: from here on it is compared with what it is now. */
+/* Accepts a change that does not matter: later checks compare with the present state. */
 static PyObject *watch_settle(Watch *self, PyObject *args) {
     int kind;
     Py_ssize_t i;
@@ -284,7 +284,7 @@ static PyObject *watch_settle(Watch *self, PyObject *args) {
                        : kind == 'f' ? self->n_functions
                                      : 0;
     if (i < 0 || i >= count) {
-        PyErr_SetString(PyExc_IndexError, "no such thing is watched");
+        PyErr_SetString(PyExc_IndexError, "index out of range");
         return NULL;
     }
     if (kind == 'd') {
@@ -296,21 +296,22 @@ static PyObject *watch_settle(Watch *self, PyObject *args) {
     } else {
         List *list = &self->lists[i], before = *list;
         if (PyList_GET_SIZE(list->list) != list->count) {
-            PyErr_SetString(PyExc_ValueError, "a list of another length");
+            PyErr_SetString(PyExc_ValueError, "the list's length has changed");
             return NULL;
         }
         if (hold_items(list) < 0) {
             *list = before;
             return NULL;
         }
-        let_items_go(&before);
+        release_items(&before);
     }
     Py_RETURN_NONE;
 }
 
 static PyMethodDef watch_methods[] = {
-    {"changed", (PyCFunction)watch_changed, METH_NOARGS, "None, or what has changed as a list of (kind, number)."},
-    {"settle", (PyCFunction)watch_settle, METH_VARARGS, "settle(kind, number): compare it with what it is now from here on."},
+    {"changed", (PyCFunction)watch_changed, METH_NOARGS, "None, or a list of (kind, index) of what has changed."},
+    {"settle", (PyCFunction)watch_settle, METH_VARARGS,
+     "settle(kind, index): compare with the present state from here on."},
     {NULL},
 };
 
@@ -320,7 +321,7 @@ static PyType_Slot watch_slots[] = {
     {Py_tp_clear, watch_clear},
     {Py_tp_dealloc, watch_dealloc},
     {Py_tp_methods, watch_methods},
-    {Py_tp_doc, "Watch(dicts, lists, cells, objects, functions): whether any of these has changed since."},
+    {Py_tp_doc, "Watch(dicts, lists, cells, objects, functions): detects changes of any of these since its creation."},
     {0, NULL},
 };
 
@@ -348,7 +349,7 @@ static PyObject *same_items(PyObject *module, PyObject *args) {
         n == 0 || memcmp(((PyListObject *)a)->ob_item, ((PyListObject *)b)->ob_item, n * sizeof(PyObject *)) == 0);
 }
 
-/* The objects of which one of these attributes is something. */
+/* The objects that have a true value in one of these attributes. */
 static PyObject *with_any(PyObject *module, PyObject *args) {
     PyObject *objects, *names;
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &objects, &PyTuple_Type, &names)) return NULL;
@@ -369,16 +370,17 @@ static PyObject *with_any(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"note_attributes", note_attributes, METH_VARARGS,
-     "note_attributes(type, read): call read(object, name) before each look-up of an attribute, with \"__dict__\" where "
-     "all are compared or shown; None for no more."},
-    {"dict_version", dict_version, METH_O, "A number that is another one after each change of the dict."},
+     "note_attributes(type, read): call read(object, name) before each attribute look-up, with \"__dict__\" where all "
+     "are compared or printed; None to stop."},
+    {"dict_version", dict_version, METH_O, "The version tag of a dict, which differs after each change."},
     {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},
-    {"with_any", with_any, METH_VARARGS, "with_any(objects, names): those of which an attribute so named is true."},
+    {"with_any", with_any, METH_VARARGS,
+     "with_any(objects, names): those that have a true value in one of these attributes."},
     {"start", start, METH_VARARGS,
-     "start(codes, whole, called): note in `codes`, by its address, the code that this thread runs from here on, with "
-     "its globals; in `whole` the globals of code that asks for all of them; and call called(function, frame) before "
-     "each call of a function written in C, until it gives False for it. A profiler waits meanwhile."},
-    {"stop", stop, METH_NOARGS, "Note no more."},
+     "start(codes, whole, called): record the code that this thread runs from here on, with its globals, in `codes`, "
+     "by its address, and the globals of code that asks for all of them in `whole`; and call called(function, frame) "
+     "before each call of a C function, until it returns False for it. Suspends an active profiler."},
+    {"stop", stop, METH_NOARGS, "Stop recording."},
     {NULL},
 };
 

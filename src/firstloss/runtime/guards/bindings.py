@@ -1,4 +1,4 @@
-"""Bindings: what a call does at its end for one name, item or collection that the step has changed."""
+"""Bindings: how a call updates one name, item or collection that the step has changed, once the step has run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .introspection import set_items
 from .object_kinds import ObjectKind, kind_of
 from .reconstruct import CallFrame, Make
 
-# What binds something: done twice, it has the same effect as done once.
+# Executes a binding. Idempotent.
 Bind = Callable[[], None]
 
 
@@ -22,7 +22,7 @@ def always(bind: Bind) -> Callable[[CallFrame], Bind]:
 
 
 def setting(put: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bind]:
-    """Sets what `make` returns."""
+    """Sets the value that `make` returns."""
     return lambda env: functools.partial(put, make(env))
 
 
@@ -43,7 +43,7 @@ def removing_from(place: Make, name: str) -> Callable[[CallFrame], Bind]:
 
 
 def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
-    """Delete a name that may be gone already."""
+    """Delete a name unless it is gone already."""
     if name in table:
         delete(name)
 
@@ -59,11 +59,11 @@ def adding(container: Any, items: list) -> Bind:
 
 
 def added_to(container: Any, before: list, now: list) -> list | None:
-    """The items that were appended; None if anything else has changed."""
+    """The items that were appended; None if there are other changes."""
     if kind_of(type(container)) is ObjectKind.SET:
         return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
     if getattr(container, "maxlen", None) is not None:
-        for count in range(1, len(now) + 1):  # so many were added, and so many fell out
+        for count in range(1, len(now) + 1):  # as many were appended at one end as were dropped at the other
             kept = before[max(0, len(before) + count - container.maxlen) :]
             if len(kept) + count == len(now) and all(map(operator.is_, kept, now)):
                 return now[len(kept) :]
@@ -72,7 +72,7 @@ def added_to(container: Any, before: list, now: list) -> list | None:
 
 
 def repeated(counted: tuple, now: Any) -> Callable[[Any], Any] | None:
-    """The binding that repeats `n += 1` at each call; None if the number has changed in another way."""
+    """The binding that repeats `n += 1` at each call; None if the number has changed otherwise."""
     before, updates, once = counted
     if type(before) is int and type(now) is int and all(type(u.constant) is int for u in updates):
         difference = now - before

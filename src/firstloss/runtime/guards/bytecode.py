@@ -1,7 +1,7 @@
-"""What Python code does with a name, from its bytecode.
+"""How Python code uses a name, found in its bytecode.
 
-Most uses are reads. Three are not, since nothing is decided by what they find: a number's own update (`n += 1`), that
-of a number in a dict or a list (`counts["steps"] += 1`), and adding to a collection (`losses.append(loss)`).
+Most uses are reads. Three are not, since the step does not depend on the value: the update of a number (`n += 1`), also
+in a dict or a list (`counts["steps"] += 1`), and adding to a collection (`losses.append(loss)`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...program.source import Source
 
 
 class Update(NamedTuple):
-    """`n += 1`: what is combined with the number, and how."""
+    """`n += 1`: the operator and the other operand."""
 
     combine: Callable[[Any, Any], Any]
     constant: Any
@@ -33,7 +33,7 @@ class Collect(NamedTuple):
 
 
 class ItemUpdate(NamedTuple):
-    """`counts["steps"] += 1`: what is done to which item."""
+    """`counts["steps"] += 1`: the item's key and its update."""
 
     key: Any
     update: Update
@@ -52,7 +52,7 @@ _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 
 
 class Instruction(NamedTuple):
-    """An instruction, without those that do nothing."""
+    """An instruction. No-ops are left out."""
 
     offset: int
     name: str
@@ -74,7 +74,7 @@ def _instructions(code: types.CodeType) -> list[Instruction]:
 
 
 def raises_again(code: types.CodeType) -> bool:
-    """Whether it has a bare `raise`, which raises the exception that is being handled."""
+    """Whether `code` has a bare `raise`, which raises the exception that is being handled."""
     return any(step.name == "RAISE_VARARGS" and step.argument == 0 for step in _instructions(code))
 
 
@@ -95,7 +95,7 @@ def _use(steps: list[Instruction], i: int) -> Use:
     return None
 
 
-# What `counts["steps"] += 1` is, after `counts` has been loaded.
+# The instructions of `counts["steps"] += 1` after `counts` has been loaded.
 _ITEM_UPDATE = ("LOAD_CONST", "COPY", "COPY", "BINARY_SUBSCR", "LOAD_CONST", "BINARY_OP", "SWAP", "SWAP",
                 "STORE_SUBSCR")  # fmt: skip
 
@@ -112,13 +112,13 @@ def _item_update(after: list[Instruction]) -> ItemUpdate | None:
 
 @functools.lru_cache(maxsize=65536)
 def _uses(code: types.CodeType) -> dict[int, Use]:
-    """How the value of each instruction that loads a name is used, by its offset."""
+    """How the value that each load instruction loads is used, by the instruction's offset."""
     steps = _instructions(code)
     return {step.offset: _use(steps, i) for i, step in enumerate(steps) if step.name in _LOADS}
 
 
 def use_at(code: types.CodeType, offset: int) -> Use:
-    """How this instruction uses the attribute that it looks up."""
+    """How the attribute that the instruction at `offset` looks up is used."""
     return _uses(code).get(offset)
 
 
@@ -152,7 +152,7 @@ def stored_attributes(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=65536)
 def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
-    """The paths that `code` itself sets or deletes through a global, as in `torch.nn.functional.gelu = ...`."""
+    """The dotted paths that `code` itself sets or deletes from a global, as in `torch.nn.functional.gelu = ...`."""
     steps = _instructions(code)
     found = []
     for i, step in enumerate(steps):
@@ -166,11 +166,11 @@ def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
 
 
 def imports(code: types.CodeType, table: dict) -> list[str]:
-    """The modules that `code` itself imports, run with the globals in `table`, and those that it may import by a
-    computed name."""
+    """The modules that `code` itself imports with the globals in `table`, and those that it may import by a computed
+    name."""
     found = []
     for name, level, names in _import_statements(code):
-        with contextlib.suppress(ImportError):  # a relative one of code that is in no package
+        with contextlib.suppress(ImportError):  # a relative import outside of a package
             module = importlib.util.resolve_name("." * level + name, _package(table)) if level else name
             parts = module.split(".")
             found += [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -218,7 +218,7 @@ class NameLines(NamedTuple):
 
 @functools.lru_cache(maxsize=65536)
 def lines(code: types.CodeType) -> NameLines:
-    """The lines where `code` reads and writes names, for messages; a name that is only updated counts as written."""
+    """The lines where `code` reads and writes names, for messages; a mere update counts as a write."""
     reads: dict[str, Source] = {}
     writes: dict[str, Source] = {}
     steps = _instructions(code)

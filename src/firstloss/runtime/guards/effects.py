@@ -1,8 +1,8 @@
-"""Side effects of a step on Python objects: found by comparing with the snapshot, and repeated at each call.
+"""Side effects of a step on Python objects: found by comparing with the snapshot, and replayed at each call.
 
-After a call every name holds what eager PyTorch would have bound: new tensors where the step makes new ones, the same
-objects where it only moves them about, new containers where it makes those. What is found is undone first, so that the
-call in which a step is traced ends as every other does.
+After a call every name holds what eager PyTorch would have bound: new tensors where the step creates them, the same
+objects where it only moves them, new containers where it creates those. After the trace the effects are undone, so that
+the traced call ends as every later one does.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Effects:
     """The changes that a traced step has made to Python objects.
 
     Attributes:
-        places: the ids of the dicts, lists, variables and objects in which something has changed.
-        retrace_reason: a change that cannot be repeated, so that the step has to be traced at each call; None if there
+        places: the ids of the dicts, lists, cells and objects that have changed.
+        retrace_reason: a change that cannot be replayed, so that the step has to be traced at each call; None if there
             is no such change.
     """
 
     def __init__(self, snapshot: Snapshot, reads: GuardSources | None, left: Reconstructor) -> None:
         """
         Args:
-            reads: what the step has read; None where it is only to be undone.
+            reads: what the step has read; None if the effects are only to be undone.
         """
         self.places: set[int] = set()
         self.retrace_reason: str | None = None
@@ -71,12 +71,12 @@ class Effects:
         for slotted in snapshot.slotted.values():
             for name, before in zip(slotted.names, slotted.before, strict=True):
                 self._slot(slotted.owner, name, before, reads)
-        for what, cls in snapshot.types:
-            if type(what) is not cls:
-                self.places.add(id(what))
-                self._undo.append(functools.partial(object.__setattr__, what, "__class__", cls))
-                new = type(what)
-                self._apply.append(always(functools.partial(object.__setattr__, what, "__class__", new)))
+        for obj, cls in snapshot.types:
+            if type(obj) is not cls:
+                self.places.add(id(obj))
+                self._undo.append(functools.partial(object.__setattr__, obj, "__class__", cls))
+                new = type(obj)
+                self._apply.append(always(functools.partial(object.__setattr__, obj, "__class__", new)))
         for module, name, old in snapshot.module_names.values():
             if (now := vars(module).get(name, MISSING)) is not old:
                 self._module_name(vars(module), name, old, now)
@@ -101,22 +101,20 @@ class Effects:
             elif reads is not None and (_has_run(content, reads) or not same(before, read())):
                 self._content(content, before, read(), reads)
 
-    def _again(self, what: Any, put: Callable[[Any], Any], before: Any, after: Any) -> None:
-        """A change that is repeated by setting the value after the step, and undone by setting the value before it."""
-        self.places.add(id(what))
+    def _again(self, obj: Any, put: Callable[[Any], Any], before: Any, after: Any) -> None:
+        """A change that is replayed by setting the value after the step, and undone by setting the value before it."""
+        self.places.add(id(obj))
         self._undo.append(functools.partial(put, before))
         self._apply.append(always(functools.partial(put, after)))
 
     def _content(self, content: Any, before: Any, after: Any, reads: GuardSources) -> None:
-        """The content of an array, a buffer or a generator has changed."""
+        """The contents of an array, a buffer or a generator have changed."""
         reads.guard_content(content)
-        if mutable_state.put_back(content, after):
-            self._again(content, functools.partial(mutable_state.put_back, content), before, after)
+        if mutable_state.restore_contents(content, after):
+            self._again(content, functools.partial(mutable_state.restore_contents, content), before, after)
         else:
             self.places.add(id(content))
-            self.retrace_reason = (
-                f"it takes something from {with_article(type(content).__qualname__)}, or changes what is in it"
-            )
+            self.retrace_reason = f"it consumes or changes {with_article(type(content).__qualname__)}"
 
     def _module_name(self, table: dict, name: str, old: Any, now: Any) -> None:
         self.places.add(id(table))
@@ -126,7 +124,7 @@ class Effects:
         self._apply.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
 
     def add(self, undo: Bind, apply: Callable[[CallFrame], Bind]) -> None:
-        """A change that another part of the step has found."""
+        """Register a change that another part of the step has found."""
         self._undo.append(undo)
         self._apply.append(apply)
 
@@ -134,13 +132,13 @@ class Effects:
         """Undo all changes."""
         for undo in reversed(self._undo):
             undo()
-        self._undo.clear()  # what was there before is nobody's any more
+        self._undo.clear()  # releases the former values
 
     def bindings(self, env: CallFrame) -> list[Bind]:
-        """The bindings of this call: all are created before the first is executed."""
+        """The bindings of this call, all created before the first is executed."""
         return [apply(env) for apply in self._apply]
 
-    # -- what has changed --
+    # -- comparing with the snapshot --
 
     def _names(self, table: dict, before: dict, owner: Any, reads: GuardSources | None) -> None:
         if _unchanged(table, before):
@@ -148,7 +146,7 @@ class Effects:
         self.places.add(id(table))
         put: Callable[[Any, Any], None] = table.__setitem__
         delete: Callable[[Any], None] = table.__delitem__
-        if isinstance(owner, type):  # a class tells its interpreter
+        if isinstance(owner, type):  # assignments to a class must go through `setattr`
             put, delete = functools.partial(type.__setattr__, owner), functools.partial(type.__delattr__, owner)
         given = self._left.holds_arguments(table)
         place = self._left.place(table)
@@ -156,7 +154,7 @@ class Effects:
             old = before.get(name, MISSING)
             if now is old:
                 continue
-            if isinstance(name, str) and name.startswith("_firstloss"):  # our own notes
+            if isinstance(name, str) and name.startswith("_firstloss"):  # ours
                 continue
             self._undo.append(functools.partial(delete, name) if old is MISSING else functools.partial(put, name, old))
             if given:
@@ -256,7 +254,7 @@ class Effects:
         )
 
     def _counted(self, container: Any, before: Any, now: Any, reads: GuardSources | None) -> bool:
-        """Whether all that the step has done to a dict or a list is to count in it, so that each call does that."""
+        """Whether the step only updates numbers in a dict or a list; each call then repeats the updates."""
         found = None if reads is None else reads.updates.item_updates(container, before, now)
         if found is None:
             return False
@@ -299,18 +297,18 @@ class Effects:
 
 
 def _has_run(content: Any, reads: GuardSources) -> bool:
-    """Whether it is a generator that may have run, even if its position looks the same."""
+    """Whether it is a generator that may have run, even if its position is the same."""
     return isinstance(content, types.GeneratorType) and content.gi_code in reads.ran
 
 
-def put_back(snapshot: Snapshot) -> bool:
-    """Restore arrays, buffers and the like; returns whether nothing else has changed, such as the position of an
-    iterator, which cannot be restored."""
+def restore_contents(snapshot: Snapshot) -> bool:
+    """Restore arrays, buffers and the like. Returns whether nothing else has changed that cannot be restored, such as
+    the position of an iterator."""
     done = True
     for content, read, before in snapshot.opaque.values():
-        bound = id(content) in snapshot.sequences or id(content) in snapshot.tables  # those are undone as all effects
+        bound = id(content) in snapshot.sequences or id(content) in snapshot.tables  # undone with the other effects
         if not bound and not isinstance(content, contextvars.ContextVar) and not same(before, read()):
-            done = mutable_state.put_back(content, before) and done
+            done = mutable_state.restore_contents(content, before) and done
     return done
 
 

@@ -1,4 +1,4 @@
-"""Equality of values as far as a step's Python can tell."""
+"""Equality of values as far as the Python code of a step can tell."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .native import native
 
 
 class ComparedState(str):
-    """The state of something, compared as text.
+    """A state that is compared as text.
 
     Attributes:
-        state: what it is a text of.
+        state: the state that the text describes.
     """
 
     state: Any
@@ -27,7 +27,7 @@ class ComparedState(str):
         return text
 
 
-# Compared by content. Objects of subclasses may have attributes, and say themselves what they equal.
+# Compared by content. Instances of subclasses may have attributes, and an `__eq__` of their own.
 _PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size, ComparedState}
 
 
@@ -54,7 +54,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_items(a: list, b: list) -> bool:
-    """Whether two lists hold the same items. (`==` would compare tensors, and takes True for 1.)"""
+    """Whether two lists hold the same items. (`==` would compare tensors, and considers True equal to 1.)"""
     return _identical(a, b) or len(a) == len(b) and all(map(same, a, b))
 
 
@@ -62,5 +62,5 @@ def _same_objects(a: list, b: list) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-# The C part compares addresses, eight bytes at a time.
+# The C function compares addresses, eight bytes at a time.
 _identical = getattr(native, "same_items", _same_objects)

@@ -1,4 +1,4 @@
-"""The code that ran while a step was traced: the names in it, and their lines."""
+"""The code that ran while a step was traced: the names that it mentions, and their lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .object_kinds import INSTALLED_FOLDERS, is_closed_function, is_installed, o
 from .recording import Recording
 from .snapshot import Snapshot
 
-# Code of the user's that mentions one of these may look at all attributes of an object.
+# User code that mentions one of these may read all attributes of an object.
 _ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcaller", "asdict", "astuple", "format",
                   "format_map", "eval", "exec", "getmembers", "pickle", "deepcopy", "copy"}  # fmt: skip
 _TELL_FIELDS = {"dataclasses", "typing", "inspect"}
@@ -22,18 +22,18 @@ _BY_STRING = {"getattr", "setattr", "hasattr", "delattr"}
 
 
 class Executed:
-    """The code that a step's Python has executed.
+    """The code that the Python part of a step has executed.
 
     Attributes:
-        code: each with the globals that it ran with.
-        cached: functions behind `lru_cache` whose results were there already.
-        mentioned: all names in what is not an installed package's.
-        any_attribute: some of that may look at all attributes of an object.
-        reads_past_classes: some of that looks attributes up by a method of a class, `object.__getattribute__` mostly.
-        stores_past_classes: some of that sets attributes by a method of a class, `object.__setattr__` mostly.
-        modules: the names of the modules whose code that is, libraries' as well.
-        may_read_fields: modules have run that look at the annotations of classes, and at the fields of dataclasses.
-        lines: where it does so.
+        code: the code objects, each with the globals that it ran with.
+        cached: functions behind an `lru_cache` that held results before the step.
+        mentioned: all names in code that does not belong to an installed package.
+        any_attribute: some of that code may read all attributes of an object.
+        reads_past_classes: some of it looks attributes up by a method of a class, mostly `object.__getattribute__`.
+        stores_past_classes: some of it sets attributes by a method of a class, mostly `object.__setattr__`.
+        modules: the names of the modules of the code, libraries included.
+        may_read_fields: modules have run that read the annotations of classes and the fields of dataclasses.
+        lines: the lines where the code reads and writes names.
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
@@ -61,7 +61,7 @@ class Executed:
         self._own = own
 
     def reads_handled_exception(self) -> bool:
-        """Whether user code may look at the exception that is being handled, or raise it again."""
+        """Whether user code may inspect the exception that is being handled, or raise it again."""
         return any(not _HANDLED.isdisjoint(code.co_names) or bytecode.raises_again(code) for code in self._own)
 
 
@@ -100,7 +100,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _computes(code: types.CodeType) -> bool:
-    """Whether it names attributes by strings that it computes."""
+    """Whether it accesses attributes by names that it computes."""
     if _BY_STRING.isdisjoint(code.co_names):
         return False
     return not any(isinstance(c, str) and c.isidentifier() for c in code.co_consts)

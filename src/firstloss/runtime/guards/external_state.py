@@ -1,10 +1,10 @@
 """External state that a step reads: files, clocks, the operating system.
 
-The answers can be something else at the next call without any object having changed, so that the step has to be traced
-at each call. Settings of the process's are no matter of this: see `step/process_settings.py`.
+It can change between calls although no object does, so that a step that reads it has to be traced at each call.
+Settings of the process are handled in `step/process_settings.py`.
 
-Seen while a step is traced: each function written in C that its Python calls, by name. Those of unknown modules count,
-since nobody can say what they look at. What only writes does not: it is done where the step is traced.
+Detected while a step is traced, by the name of each C function that its Python code calls. Functions of unknown modules
+count as reads, since nothing is known about them. Mere writes do not: they happen only where the step is traced.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .object_kinds import PACKAGE, is_closed, is_harmless_module, is_installed, 
 
 
 class ExternalCall(NamedTuple):
-    """A call of a function whose result no guard can check."""
+    """A call of a function whose result cannot be guarded."""
 
-    what: str
+    function: str
     where: Source | None  # the line of the user's code that called it
 
 
@@ -40,20 +40,20 @@ class Outside:
     """The external calls of one trace.
 
     Attributes:
-        asked: the functions whose answers cannot be watched, by name.
-        sets_by_string: the user's code calls `setattr` or `delattr`.
-        warns: a warning is issued, by Python.
-        kept: the modules in C whose functions look at what they keep for the process, as `KEPT` says.
+        asked: the calls whose results cannot be guarded, by the function's name.
+        sets_by_string: user code calls `setattr` or `delattr`.
+        warns: Python issues a warning.
+        process_state: the C modules among `PROCESS_STATE` whose functions were called.
         handling: the caller of the step is handling an exception.
-        generators: PyTorch's, by id, whose states are asked for or set, each with the state that it had.
-        initial_seed: PyTorch's own generator is asked for the seed that it was given.
+        generators: PyTorch generators, by id, whose states are read or set, each with its former state.
+        initial_seed: the initial seed of PyTorch's default generator is read.
     """
 
     def __init__(self) -> None:
         self.asked: dict[str, ExternalCall] = {}
         self.sets_by_string = False
         self.warns = False
-        self.kept: set[str] = set()
+        self.process_state: set[str] = set()
         self.handling = is_handling()
         self.generators: dict[int, tuple[torch.Generator, bytes]] = {}
         self.initial_seed = False
@@ -61,14 +61,14 @@ class Outside:
     def ran(self, codes: Iterable[types.CodeType]) -> None:
         """Record Python code that has run, if it reads external state."""
         for code in codes:
-            if code in _IN_PYTHON:
-                self.asked.setdefault(_IN_PYTHON[code], ExternalCall(_IN_PYTHON[code], None))
+            if code in _PYTHON_FUNCTIONS:
+                self.asked.setdefault(_PYTHON_FUNCTIONS[code], ExternalCall(_PYTHON_FUNCTIONS[code], None))
 
     def called(self, function: Any, frame: types.FrameType) -> bool:
         """Record a call of a C function by the code of `frame`.
 
         Returns:
-            Whether its next call is to be noted as well.
+            Whether to report further calls of this function.
         """
         if function in _BY_STRING:
             name = frame.f_globals.get("__name__") or ""
@@ -78,25 +78,25 @@ class Outside:
         if owner is torch.default_generator and function.__name__ == "initial_seed":
             self.initial_seed |= not _is_of_runtime(frame)
             return True
-        if isinstance(owner, torch.Generator) and function.__name__ in _OF_GENERATORS:
+        if isinstance(owner, torch.Generator) and function.__name__ in _GENERATOR_METHODS:
             if id(owner) not in self.generators and owner is not torch.default_generator:
                 self.generators[id(owner)] = (owner, state_of(owner))
             return True
-        module, what = _name_of(function)
+        module, called = _name_of(function)
         if function in _WARN:
             self.warns |= not _is_of_runtime(frame)
             return not self.warns
-        if module in KEPT:
-            self.kept.add(module)
+        if module in PROCESS_STATE:
+            self.process_state.add(module)
             return False
-        if function in _OF_HANDLED and not self.handling:
+        if function in _READ_HANDLED_EXCEPTION and not self.handling:
             return False
         if not _is_external_call(function, module, frame):
             return False
-        if what not in self.asked:
-            asks, where = _asked_by(frame, module in _OF_NO_LIBRARY)
-            if asks:
-                self.asked[what] = ExternalCall(what, where)
+        if called not in self.asked:
+            counts, where = _called_by(frame, module in _IGNORED_IN_LIBRARIES)
+            if counts:
+                self.asked[called] = ExternalCall(called, where)
         return True
 
 
@@ -107,23 +107,23 @@ def is_handling() -> bool:
 
 _BY_STRING = (setattr, delattr)
 _WARN = (warnings.warn, warnings.warn_explicit)
-_OF_HANDLED = (sys.exc_info, sys.exception)
-_OF_GENERATORS = {"manual_seed", "seed", "initial_seed", "get_state", "set_state"}
+_READ_HANDLED_EXCEPTION = (sys.exc_info, sys.exception)
+_GENERATOR_METHODS = {"manual_seed", "seed", "initial_seed", "get_state", "set_state"}
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """The state of a PyTorch generator, to be compared."""
+    """The state of a PyTorch generator, in a form that can be compared."""
     with DisableTorchDispatch():
         return generator.get_state().numpy().tobytes()
 
 
 def set_state(generator: torch.Generator, state: bytes) -> None:
-    """Set it."""
+    """Restore what `state_of` returned."""
     with DisableTorchDispatch():
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-# Modules of Python's own, in C, whose functions look at what they are given, and at nothing else.
+# C modules of the standard library whose functions depend on their arguments only.
 _PURE = {"builtins", "math", "cmath", "_operator", "operator", "itertools", "_functools", "functools", "_collections",
          "collections", "_abc", "abc", "_sre", "re", "_struct", "struct", "_json", "json", "array", "copy", "_codecs",
          "codecs", "zlib", "binascii", "_bisect", "bisect", "_heapq", "heapq", "_random", "random", "unicodedata",
@@ -135,8 +135,9 @@ _PURE = {"builtins", "math", "cmath", "_operator", "operator", "itertools", "_fu
          "_bz2", "_lzma", "_lsprof", "inspect", "_imp", "_frozen_importlib", "importlib", "_queue", "queue", "sys",
          "gc", "_io", "io", "_ctypes", "ctypes", "_suggestions", "_sysconfig", "_interpreters", "uuid",
          "_testcapi"}  # fmt: skip
-# All functions of the others ask, but for these, which write, convert or wait.
-_ALL_BUT: dict[str, set[str]] = {
+# In other C modules of the standard library all functions read external state, except these, which write, convert or
+# wait.
+_NOT_READING: dict[str, set[str]] = {
     "posix": {"fspath", "_path_normpath", "_path_splitroot", "_path_splitroot_ex", "getpid", "cpu_count", "strerror",
               "write", "close", "mkdir", "remove", "unlink", "rename", "replace", "rmdir", "chmod", "chown", "link",
               "symlink", "truncate", "ftruncate", "fsync", "fdatasync", "utime", "kill", "putenv", "unsetenv", "isatty",
@@ -152,10 +153,10 @@ _ALL_BUT: dict[str, set[str]] = {
     "faulthandler": {"enable", "disable"},
     "_tracemalloc": {"start", "stop"},
 }  # fmt: skip
-_ALL_BUT["nt"] = _ALL_BUT["posix"]
-_ALL_BUT["socket"] = _ALL_BUT["_socket"]
-# Modules of which some functions ask.
-_SOME: dict[str, set[str]] = {
+_NOT_READING["nt"] = _NOT_READING["posix"]
+_NOT_READING["socket"] = _NOT_READING["_socket"]
+# Modules of which only some functions read external state.
+_READING: dict[str, set[str]] = {
     "_io": {"open", "open_code", "read", "readline", "readlines", "readinto", "readinto1", "read1", "readall", "peek"},
     "builtins": {"open", "input"},
     "gc": {"get_objects", "get_referrers", "get_referents", "get_count", "get_stats"},
@@ -185,16 +186,16 @@ _SOME: dict[str, set[str]] = {
 
 
 def _csv_dialects() -> tuple:
-    kept = [csv.get_dialect(name) for name in csv.list_dialects()]
+    dialects = [csv.get_dialect(name) for name in csv.list_dialects()]
     fields = [(d.delimiter, d.doublequote, d.escapechar, d.lineterminator, d.quotechar, d.quoting, d.skipinitialspace)
-              for d in kept]  # fmt: skip
+              for d in dialects]  # fmt: skip
     return csv.field_size_limit(), *csv.list_dialects(), *fields
 
 
-# Modules in C whose functions look at what they keep for the process, and how that is read.
-KEPT: dict[str, Callable[[], tuple]] = {"_csv": _csv_dialects}
-# Python's own and NumPy's, in Python, that ask for what they keep for the process or the thread, or set it.
-_IN_PYTHON: dict[types.CodeType, str] = {
+# C modules whose functions read state that the module keeps for the process, and how to read that state.
+PROCESS_STATE: dict[str, Callable[[], tuple]] = {"_csv": _csv_dialects}
+# Python functions of the standard library, NumPy and PyTorch that read or set state of the process or the thread.
+_PYTHON_FUNCTIONS: dict[types.CodeType, str] = {
     function.__code__: f"{function.__module__}.{function.__name__}"
     for function in (
         threading.active_count,
@@ -206,15 +207,15 @@ _IN_PYTHON: dict[types.CodeType, str] = {
     )
     if isinstance(function, types.FunctionType)
 }
-_SOME["io"] = _SOME["_io"]
+_READING["io"] = _READING["_io"]
 _CLOCKS = {"time", "datetime"}
-# What libraries look at for messages, and for locks.
-_OF_NO_LIBRARY = {*_CLOCKS, "sys", "_thread", "_weakref"}
+# Read by libraries for messages and locks only: not counted if a library calls them.
+_IGNORED_IN_LIBRARIES = {*_CLOCKS, "sys", "_thread", "_weakref"}
 _NOW = {"now", "utcnow", "today"}
-# What these look at decides what they write: messages, progress bars.
+# What these read affects only what they write: messages, progress bars.
 _WRITERS = {"logging", "warnings", "traceback", "linecache", "importlib", "tokenize", "tqdm", "rich", "tensorboard",
             "tensorboardX", "wandb", "mlflow", "loguru"}  # fmt: skip
-# Parts of libraries that read files for whoever calls them.
+# Parts of libraries that read files for their callers.
 _READERS = ("torch.serialization", "torch.hub", "numpy.lib", "safetensors")
 
 
@@ -236,7 +237,7 @@ def _defining(cls: type, method: Any) -> type:
 def _is_external_call(function: Any, module: str, frame: types.FrameType) -> bool:
     name, owner = function.__name__, function.__self__
     if module == "_thread" and (caller := frame.f_globals.get("__name__")) in sys.stdlib_module_names:
-        if caller != "threading":  # to know that it is not within itself, as in `repr`
+        if caller != "threading":  # detects recursion, as in `repr`
             return False
     if isinstance(owner, (io.StringIO, io.BytesIO)):
         return False
@@ -245,51 +246,51 @@ def _is_external_call(function: Any, module: str, frame: types.FrameType) -> boo
     if module == "builtins" and owner is not None and not isinstance(owner, types.ModuleType):
         if _is_foreign(_defining(owner if isinstance(owner, type) else type(owner), function)):
             return True
-    if module in _SOME:
-        return name in _SOME[module]
+    if module in _READING:
+        return name in _READING[module]
     top = module.partition(".")[0]
     if not module:
         return name == "from_file"  # of PyTorch's storages
     if top in _PURE:
         return False
     if top in sys.stdlib_module_names:
-        return name not in _ALL_BUT.get(top, ())
+        return name not in _NOT_READING.get(top, ())
     return not is_closed(module) and not is_harmless_module(module)
 
 
 def _is_foreign(cls: type) -> bool:
-    """Whether a class that claims to be one of Python's own belongs to an extension that does not say so
+    """Whether a class that claims to be a builtin belongs to an extension module that does not set `__module__`
     (safetensors)."""
     return bool(cls.__flags__ & _MADE_AT_RUN_TIME) and vars(builtins).get(cls.__name__) is not cls
 
 
-_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which nearly all of Python's own have not
+_MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which few of the builtin classes have
 
 
 def _is_of_runtime(frame: types.FrameType | None) -> bool:
-    """Whether our own code makes a call, directly or through PyTorch."""
+    """Whether the runtime itself makes a call, directly or through PyTorch."""
     while frame is not None and (frame.f_globals.get("__name__") or "").startswith("torch."):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
 
-def _asked_by(frame: types.FrameType | None, of_no_library: bool) -> tuple[bool, Source | None]:
-    """Whether user code makes the call of `frame`, directly or through a library, and the user's line."""
-    asks = False
+def _called_by(frame: types.FrameType | None, not_in_libraries: bool) -> tuple[bool, Source | None]:
+    """Whether user code makes the call of `frame`, directly or through a library, and the line of user code."""
+    counts = False
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
         if is_ours(name) or frame.f_code.co_filename.startswith(PACKAGE):
-            return asks, None
-        if not asks and top in _WRITERS:
+            return counts, None
+        if not counts and top in _WRITERS:
             return False, None
         if not is_closed(name) and not is_installed(name):
             return True, Source(frame.f_code.co_filename, frame.f_lineno)
         if name.startswith(_READERS):
-            asks = True
-        elif not asks and top not in sys.stdlib_module_names:
-            if is_closed(name) or of_no_library:
+            counts = True
+        elif not counts and top not in sys.stdlib_module_names:
+            if is_closed(name) or not_in_libraries:
                 return False, None
-            asks = True
+            counts = True
         frame = frame.f_back
-    return asks, None
+    return counts, None

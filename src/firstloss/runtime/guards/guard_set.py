@@ -1,4 +1,4 @@
-"""The guards of one traced step: checked at each call, and explained."""
+"""The guards of one traced step: checked at each call, with an explanation of what has changed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class GuardSet:
     """The guards of one traced step.
 
     Attributes:
-        unwatched: what is too large to be compared at each call, by name, and as people say it.
-        unwatchable: what nobody can tell of whether it has changed.
-        unknown: functions that ran, and that were not known before: what they read before is not known either.
-        lines: of the code that ran.
-        weak: the step reads something by a weak reference.
+        unwatched: containers that are too large to be compared at each call, by name, with a description.
+        unwatchable: objects whose changes cannot be detected, by id, each with a description.
+        unknown: the code of functions that ran but are not in the snapshot, so that what they read is not guarded.
+        lines: the lines where the code that ran reads and writes names.
+        weak: the step reads an object by a weak reference.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class GuardSet:
     ) -> None:
         """
         Args:
-            unknown: code that was not known before: what it read before is not known either.
-            asked: what the step has asked that cannot be watched.
-            weights: the ids of tensors whose gradients others watch.
+            unknown: see the attribute.
+            asked: external calls whose results cannot be guarded.
+            weights: the ids of tensors whose gradients are guarded elsewhere.
         """
         self.asked = asked
         self.weak = values.weak
@@ -63,10 +63,10 @@ class GuardSet:
         leaves = list(values.leaves.values())
         self._weights = [t for t in leaves if t.requires_grad]
         self._hooked = _hooks(self._weights)
-        self._apart = [t for t in leaves if id(t) not in weights]
-        self._facts = _facts(self._apart)
-        self._watch: Any = None  # made when all is found to fit: the step may have changed what it reads itself
-        self.tensors: dict[int, list[tuple[Any, Any]]] = {}  # by id, the places that hold a tensor
+        self._with_facts = [t for t in leaves if id(t) not in weights]
+        self._facts = _facts(self._with_facts)
+        self._watch: Any = None  # created once all guards pass: the step itself may have changed what it reads
+        self.tensors: dict[int, list[tuple[Any, Any]]] = {}  # by id, the guards and keys that hold a tensor
         guard: Any
         for guard in (*self.tables, *self.lists, *self.cells):
             if is_shared(guard.expected):
@@ -75,18 +75,26 @@ class GuardSet:
             for key, value in entries:
                 if isinstance(value, torch.Tensor):
                     self.tensors.setdefault(id(value), []).append((guard, key))
-                if isinstance(key, torch.Tensor):  # nothing stands in for it there
+                if isinstance(key, torch.Tensor):  # a key cannot be replaced by another tensor
                     self.tensors.setdefault(id(key), []).append((guard, key))
 
-    def let_go(self) -> None:
-        """Check nothing any more, and keep nothing alive."""
+    def release(self) -> None:
+        """Stop checking, and release everything that is guarded."""
         kept: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._functions, self._reads]
-        for collection in (*kept, self._orders, self._weights, self._hooked, self._apart, self._facts, self.tensors):
+        for collection in (
+            *kept,
+            self._orders,
+            self._weights,
+            self._hooked,
+            self._with_facts,
+            self._facts,
+            self.tensors,
+        ):
             collection.clear()
         self._watch = None
 
-    def _watched(self) -> None:
-        """Everything fits now: compare with the present state from here on."""
+    def _start_watch(self) -> None:
+        """All guards pass: from here on watch for changes of the present state."""
         if self._watch is None and native is not None and _versions_work():
             self._watch = native.Watch(
                 [guard.table for guard in self.tables],
@@ -100,7 +108,8 @@ class GuardSet:
         """What the step reads and has changed since it was traced; mostly nothing.
 
         Args:
-            move: told which tensors stand now in place of which; says whether the compiled step can take them.
+            move: called with pairs of replaced tensors and their replacements; returns whether the compiled step
+                accepts the replacements.
         """
         watch = self._watch
         if watch is None:
@@ -119,16 +128,16 @@ class GuardSet:
         for guard in self._reads:
             now = guard.read()
             if not same(guard.expected, now):
-                found.append(Change(guard.what, guard.name, guard.expected, now, guard.place))
+                found.append(Change(guard.description, guard.name, guard.expected, now, guard.place))
         for table, order in self._orders:
             if not same(order, tuple(table.table)):
                 found.append(table.change(MISSING, order, tuple(table.table)))
         if _hooks(self._weights) != self._hooked:
             found.append(Change("the hooks of a tensor", "register_hook", None, None))
-        if self._apart and _facts(self._apart) != self._facts:
+        if self._with_facts and _facts(self._with_facts) != self._facts:
             found.append(Change("the shape, dtype, gradient or memory of a tensor", "", None, None))
         if not found:
-            self._watched()
+            self._start_watch()
         return found
 
     def _differing(self, hits: list[tuple[str, int]], move: Any) -> list[Change]:
@@ -156,22 +165,22 @@ class GuardSet:
         return kinds[kind][n]
 
     def _moved(self, found: list[tuple[Any, tuple]], move: Any) -> bool:
-        """Whether the only change is that tensors were replaced by equivalent ones."""
+        """Whether the only change is that the compiled step's tensors were replaced by equivalent ones."""
         new_of: dict[int, torch.Tensor] = {}
         old_of: dict[int, torch.Tensor] = {}
         count: dict[int, int] = {}
         for guard, (key, old, new) in found:
-            if guard is None or key is MISSING or not _alike(old, new):
+            if guard is None or key is MISSING or not _interchangeable(old, new):
                 return False
             if new_of.setdefault(id(old), new) is not new:
                 return False
             old_of[id(old)] = old
             count[id(old)] = count.get(id(old), 0) + 1
         if any(len(self.tensors[i]) != n for i, n in count.items()):
-            return False  # it is still in another place as well
+            return False  # the old tensor is still held elsewhere
         now = [id(new_of[i]) if i in new_of else i for i in self.tensors]
         if len(set(now)) != len(now):
-            return False  # two places hold one tensor now, and held two before
+            return False  # one tensor has replaced two
         if not move([(old_of[i], new) for i, new in new_of.items()]):
             return False
         places = {i: self.tensors.pop(i) for i in new_of}
@@ -179,8 +188,8 @@ class GuardSet:
             self.tensors[id(new_of[i])] = where
             for guard, key in where:
                 guard.expected[key] = new_of[i]
-        self._apart = [new_of.get(id(t), t) for t in self._apart]
-        self._facts = _facts(self._apart)
+        self._with_facts = [new_of.get(id(t), t) for t in self._with_facts]
+        self._facts = _facts(self._with_facts)
         return True
 
 
@@ -200,7 +209,7 @@ _with_any = getattr(native, "with_any", _some_attribute)
 
 
 def _facts(tensors: list[torch.Tensor]) -> list[tuple]:
-    """The properties of tensors, beside their content, that a step may depend on."""
+    """The properties of tensors, beside their contents, that a step may depend on."""
     return [
         (t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype, _layout(t))
         for t in tensors
@@ -213,11 +222,11 @@ def _layout(tensor: torch.Tensor) -> Any:
 
 
 def _own_class(tensor: torch.Tensor) -> type:
-    """The class that user code sees of a tensor, whatever the backend makes of it."""
+    """The class of a tensor as user code sees it, whatever class the backend has given it."""
     return torch.Tensor if type(tensor) is DeferredTensor else type(tensor)
 
 
-def _alike(old: Any, new: Any) -> bool:
+def _interchangeable(old: Any, new: Any) -> bool:
     """Whether a tensor can replace another as an input."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
@@ -239,7 +248,7 @@ _works: list[bool] = []
 
 
 def _versions_work() -> bool:
-    """Whether this Python has version tags of dicts: tried out, since they are private."""
+    """Whether version tags of dicts work in this Python. Tested, since they are private."""
     if not _works:
         _works.append(_try_versions())
     return _works[0]
@@ -266,7 +275,7 @@ def _try_versions() -> bool:
     ]
     thing: Any = Thing()
     thing.n = 0
-    for _ in range(50):  # until the interpreter has specialized it
+    for _ in range(50):  # until the interpreter has specialized the bytecode
         count(thing)
     own = thing.__dict__
     found += [seen(lambda: count(thing), own) for _ in range(50)]

@@ -1,4 +1,4 @@
-"""The kinds of guards: each stores what the step saw when it was traced, and reports what has changed since."""
+"""The kinds of guards. Each stores what the step saw when it was traced, and reports what has changed since."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .pytorch_namespaces import undisguised
 
 
 class Change(NamedTuple):
-    """Something that a step reads and that has changed."""
+    """A change of something that a step reads."""
 
-    what: str  # for people
-    name: str  # as the code mentions it
+    description: str  # for messages
+    name: str  # as mentioned in the code
     old: Any
     new: Any
     place: int = 0  # the id of the dict, list, variable or object that holds it
 
 
 class TableGuard:
-    """Names in a dict: all of them (`whole`), in order, or some."""
+    """Guards names in a dict: all of them in order (`whole`), or some."""
 
     __slots__ = ("table", "expected", "whole", "_describe", "name")
 
@@ -34,15 +34,15 @@ class TableGuard:
         self.expected: dict[Any, Any] = {}
         self.whole = False
         self._describe = describe
-        self.name = name  # as the code mentions the dict, where its keys are not names
+        self.name = name  # of the dict in the code, if its keys are not names themselves
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Key, old and new content of what has changed; the key is MISSING for the dict as a whole."""
+        """Yields key, old and new value of each change; the key is MISSING for the dict as a whole."""
         plain = type(self.table) is dict
         get = self.table.get if plain else lambda key, default: dict.get(self.table, key, default)
         found = map(self.table.get, self.expected, itertools.repeat(MISSING))
         if plain and all(map(operator.is_, found, self.expected.values())):
-            entries: Iterable[tuple[Any, Any]] = ()  # there may be thousands, as in PyTorch's modules
+            entries: Iterable[tuple[Any, Any]] = ()  # skips a loop over thousands of names, as in PyTorch's modules
         else:
             entries = self.expected.items()
         for key, old in entries:
@@ -56,34 +56,34 @@ class TableGuard:
                 yield MISSING, before, now
 
     def change(self, key: Any, old: Any, new: Any) -> Change:
-        """In words."""
+        """The change, with a description."""
         name = self.name if self.name is not None else str(key)
         return Change(self._describe(key), name, old, new, id(self.table))
 
 
 class _ObjectGuard:
-    """The content of an object that is not a dict."""
+    """Guards the content of an object that is not a dict."""
 
-    __slots__ = ("held", "expected", "what", "name")
+    __slots__ = ("held", "expected", "description", "name")
 
-    def __init__(self, held: Any, expected: Any, what: str, name: str) -> None:
+    def __init__(self, held: Any, expected: Any, description: str, name: str) -> None:
         self.held = held
         self.expected = expected
-        self.what = what
+        self.description = description
         self.name = name
 
     def change(self, key: Any, old: Any, new: Any) -> Change:
-        """As of a TableGuard."""
-        return Change(self.what, self.name, old, new, id(self.held))
+        """See `TableGuard.change`."""
+        return Change(self.description, self.name, old, new, id(self.held))
 
 
 class ListGuard(_ObjectGuard):
-    """The items of a list."""
+    """Guards the items of a list."""
 
     __slots__ = ()
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """As of a TableGuard."""
+        """See `TableGuard.changes`."""
         now = items_of(self.held)
         if len(now) != len(self.expected):
             yield MISSING, self.expected, now
@@ -94,49 +94,49 @@ class ListGuard(_ObjectGuard):
 
 
 class CellGuard(_ObjectGuard):
-    """A variable of an enclosing function."""
+    """Guards a variable of an enclosing function."""
 
     __slots__ = ()
 
-    def __init__(self, cell: types.CellType, expected: Any, what: str, name: str) -> None:
-        super().__init__(cell, {None: expected}, what, name)
+    def __init__(self, cell: types.CellType, expected: Any, description: str, name: str) -> None:
+        super().__init__(cell, {None: expected}, description, name)
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """As of a TableGuard."""
+        """See `TableGuard.changes`."""
         now = cell_content(self.held)
         if now is not self.expected[None] and not same(self.expected[None], now):
             yield None, self.expected[None], now
 
 
 class FunctionGuard(_ObjectGuard):
-    """The code of a function, and its default arguments."""
+    """Guards the code of a function, and its default arguments."""
 
     __slots__ = ()
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """As of a TableGuard."""
+        """See `TableGuard.changes`."""
         now = definition(self.held)
         if not same(self.expected, now):
             yield MISSING, self.expected, now
 
 
 class ReadGuard(NamedTuple):
-    """The result of a function, compared with its result when the step was traced."""
+    """Compares the result of a function with its result when the step was traced."""
 
     read: Callable[[], Any]
     expected: Any
-    what: str
+    description: str
     name: str
     place: int
 
 
 def describe_global(table: dict) -> Callable[[Any], str]:
-    """Describes a name among a module's globals."""
+    """Returns a function that describes a name among a module's globals."""
     return lambda name: f"the global {name} of {table.get('__name__', '?')}"
 
 
 def describe_attribute(owner: Any) -> Callable[[Any], str]:
-    """Describes a name among an object's attributes."""
+    """Returns a function that describes a name among an object's attributes."""
     if isinstance(owner, type):
         return lambda name: f"the attribute {name} of the class {owner.__qualname__}"
     if isinstance(owner, types.FunctionType):

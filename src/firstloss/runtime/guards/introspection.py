@@ -16,29 +16,29 @@ from .object_kinds import ObjectKind, kind_of
 MISSING: Any = object()
 
 
-def own_attributes(what: Any) -> dict | None:
-    """The dict of an object's own attributes, if it has one."""
-    if not type(what).__dictoffset__ and not isinstance(what, threading.local):
+def own_attributes(obj: Any) -> dict | None:
+    """The `__dict__` of an object itself, if it has one."""
+    if not type(obj).__dictoffset__ and not isinstance(obj, threading.local):
         return None
-    table = what.__dict__ if isinstance(what, threading.local) else object.__getattribute__(what, "__dict__")
+    table = obj.__dict__ if isinstance(obj, threading.local) else object.__getattribute__(obj, "__dict__")
     return table if isinstance(table, dict) else None
 
 
-def slot_value(what: Any, name: str) -> Any:
+def slot_value(obj: Any, name: str) -> Any:
     """The value of a slot, MISSING if it is empty."""
-    for base in type(what).__mro__:
+    for base in type(obj).__mro__:
         member = base.__dict__.get(name)
         if isinstance(member, types.MemberDescriptorType):
             try:
-                return member.__get__(what)
+                return member.__get__(obj)
             except AttributeError:
                 return MISSING
     return MISSING
 
 
-def slot_reader(what: Any, name: str) -> Callable[[], Any]:
+def slot_reader(obj: Any, name: str) -> Callable[[], Any]:
     """A function that returns the value of the slot."""
-    return functools.partial(slot_value, what, name)
+    return functools.partial(slot_value, obj, name)
 
 
 def cell_content(cell: types.CellType) -> Any:
@@ -67,14 +67,14 @@ def define(function: types.FunctionType, made_of: tuple) -> None:
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """Every global and attribute that `code`, or a function within it, names, as a name or in a string."""
+    """Every global and attribute that `code`, or a function defined in it, mentions, as a name or in a string."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_in(constant)
         elif isinstance(constant, str) and constant.isidentifier():
             yield constant
-        elif isinstance(constant, tuple):  # of a match statement, or of keywords
+        elif isinstance(constant, tuple):  # names in a match statement, or of keyword arguments
             yield from (c for c in constant if isinstance(c, str))
 
 

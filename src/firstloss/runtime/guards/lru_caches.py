@@ -1,6 +1,6 @@
 """Guards on `functools.lru_cache`: cached results, which a step may read without running any code.
 
-Python shows of such a cache how many results it holds, and not which; the garbage collector can say.
+Python reveals only the number of cached results; the results themselves are found by the garbage collector.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def results(cached: Any) -> list[Any]:
         return []
     if cached.cache_info().maxsize is None:
         return list(islice(dict.values(table), LARGEST))
-    # The type of the function; of each entry its key, its result and its type; the table; ...
+    # The function's type; key, result and type of each entry; the table; ...
     entries = [referents[at : at + 3] for at in range(1, next(i for i, r in enumerate(referents) if r is table), 3)]
     types = {type(entry) for entry in dict.values(table)}
     return [entry[1] for entry in entries[:LARGEST] if len(entry) == 3 and entry[2] in types]
 
 
 def unchanged(cached: Any) -> Callable[[], bool]:
-    """A function that tells whether all entries that the cache has now are still in it."""
+    """A function that returns whether all entries that are cached now are still cached."""
     before = _entries(cached)
 
     def read() -> bool:
@@ -38,15 +38,15 @@ def unchanged(cached: Any) -> Callable[[], bool]:
 
 
 def _entries(cached: Any) -> list[Any]:
-    """Keys and results of the oldest entries: the same objects as long as they are cached."""
+    """Keys and results of the oldest entries: the same objects while they are cached."""
     _, table = _parts(cached)
-    if table is None:  # another Python's: how many there are, then
+    if table is None:  # another layout of the cache: only the count of results is known
         return [cached.cache_info()[1:]]
     return [_Identity(value) for value in islice(dict.values(table), LARGEST)]
 
 
 class _Identity:
-    """Equal to another that holds the same object, which is kept alive, so that its address is not reused."""
+    """Compares by identity, and keeps the object alive, so that its address is not reused."""
 
     __slots__ = ("value",)
 
@@ -60,9 +60,9 @@ class _Identity:
 
 
 def _parts(cached: Any) -> tuple[list[Any], dict | None]:
-    """All objects that the garbage collector sees behind the function, the cache's table among them."""
+    """The objects that the garbage collector finds behind the function, and the cache's table."""
     referents = gc.get_referents(cached)
     own = cached.__dict__
     size = cached.cache_info().currsize
     tables = [part for part in referents if type(part) is dict and part is not own and len(part) == size]
-    return referents, tables[-1] if tables else None  # results may be dicts, and come before it
+    return referents, tables[-1] if tables else None  # cached results that are dicts come before the table

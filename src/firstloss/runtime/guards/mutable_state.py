@@ -1,7 +1,7 @@
 """State of objects beside their attributes: items, bytes, the positions of iterators.
 
-`reader(held)` says whether a step's Python may find something else in an object although no name is rebound, and
-how to look; `inside(held)` gives what can be reached through it.
+`reader(held)` returns a function that reads this state, if a step's Python code could find it changed although no name
+is rebound; `inside(held)` returns the objects that are reached through `held`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ import torch
 from ...compat.python_names import environment_of, is_python_class
 from .equality import ComparedState, same_items
 
-# Of what holds more items than this, the items are watched, but not what is in them.
+# Of containers with more items than this, the items are watched, but not their contents.
 LARGEST = 1024
-# What holds more items or bytes than this is not compared in full at each call (65,536 items or 4 MiB take a quarter of
-# a millisecond): its length is, and so many items or bytes spread over it.
-MOST_ITEMS = 1 << 16
-_MOST_BYTES = 4 << 20
+# Containers with more items or bytes than this are not compared in full at each call (65,536 items or 4 MiB take a
+# quarter of a millisecond), but by length and a sample of `_SAMPLED` items or blocks.
+MAX_ITEMS = 1 << 16
+_MAX_BYTES = 4 << 20
 _SAMPLED = 1 << 10
-_BLOCK = 64  # bytes of an array for each
+_BLOCK = 64  # bytes of an array for each sample
 
 _SEQUENCES = (list, collections.deque)
 _SETS = (set, frozenset)
 _BUFFERS = (bytearray, array.array)
 _SIMPLE: Any = ctypes.c_int.__base__
 C_DATA: Any = (ctypes.Structure, ctypes.Union, ctypes.Array, _SIMPLE)
-# Functions of C libraries, which may do anything, and pointers, which lead to memory that is not theirs.
+# Functions of C libraries, which can do anything, and pointers, which refer to memory that they do not own.
 FOREIGN: Any = (
     type(ctypes.pythonapi.Py_IncRef).__mro__[1],
     type(ctypes.pointer(ctypes.c_int())).__mro__[1],
@@ -55,7 +55,7 @@ FOREIGN: Any = (
 
 
 def has_pointers(cls: Any) -> bool:
-    """Whether data of a ctypes class points to memory that is not its own."""
+    """Whether data of a ctypes class refers to memory that it does not own."""
     if issubclass(cls, FOREIGN):
         return True
     if issubclass(cls, ctypes.Array):
@@ -70,7 +70,7 @@ _WRAPPERS = (collections.UserDict, collections.UserList)
 
 
 def reader(held: Any) -> Callable[[], Any] | None:
-    """A function that returns the present state of `held`, to be compared later; None if nothing but attributes can
+    """A function that returns the present state of `held`, for comparison; None if only attributes of `held` can
     change."""
     kind = type(held)
     if kind in _FIXED:
@@ -94,7 +94,7 @@ def reader(held: Any) -> Callable[[], Any] | None:
     if isinstance(held, logging.Logger):
         return lambda: (held.getEffectiveLevel(), held.disabled, held.manager.disable)
     if isinstance(held, types.GeneratorType):
-        return lambda: _place_of(held)
+        return lambda: _position_of_generator(held)
     if isinstance(held, random.Random):
         return held.getstate
     if isinstance(held, np.random.Generator):
@@ -105,15 +105,15 @@ def reader(held: Any) -> Callable[[], Any] | None:
         return environment
     if is_iterator_of_c(kind):
         return lambda: _position(held)
-    # Of the package tokenizers; all of it takes milliseconds to write down.
+    # Of the tokenizers package. Serializing all of it takes milliseconds.
     if str(getattr(kind, "__module__", "")).partition(".")[0] == "tokenizers" and hasattr(kind, "get_vocab_size"):
         return lambda: (held.get_vocab_size(), repr(held.padding), repr(held.truncation))
     return None
 
 
-def put_back(held: Any, before: Any) -> bool:
+def restore_contents(held: Any, before: Any) -> bool:
     """Restore the state that `reader` returned before; False where that is impossible."""
-    if isinstance(held, np.ndarray) and not held.dtype.hasobject and held.nbytes <= _MOST_BYTES:
+    if isinstance(held, np.ndarray) and not held.dtype.hasobject and held.nbytes <= _MAX_BYTES:
         if held.shape != before[0] or held.dtype != before[1] or not held.flags.writeable:
             return False
         held[...] = np.frombuffer(bytes(before[2]), held.dtype).reshape(held.shape)
@@ -153,14 +153,14 @@ def filters() -> tuple:
 
 
 def raising(among: Iterable[tuple]) -> tuple:
-    """The filters of `among` that turn a warning into an error; the others only decide what is printed."""
+    """The filters in `among` that turn warnings into errors; the others only affect what is printed."""
     return tuple([entry for entry in among if entry[0] == "error"])
 
 
 def set_filters(wanted: tuple) -> None:
     """Restore what `filters` returned."""
-    warnings.resetwarnings()  # what it has noted of which warnings were shown is void
-    warnings.filters[:] = wanted  # type: ignore[index]  # a list, whatever typeshed says
+    warnings.resetwarnings()  # also invalidates the record of warnings that were shown already
+    warnings.filters[:] = wanted  # type: ignore[index]  # a list at run time
 
 
 def environment_changes(before: tuple, after: tuple) -> dict[str, str | None]:
@@ -180,7 +180,7 @@ def set_environment(values: dict[str, str | None]) -> None:
 
 
 def value_in(variable: contextvars.ContextVar) -> Any:
-    """The value of a variable in this context; None if it has none."""
+    """The value of a context variable in this context; None if it has none."""
     try:
         return variable.get()
     except LookupError:
@@ -188,7 +188,8 @@ def value_in(variable: contextvars.ContextVar) -> Any:
 
 
 def _items_of(held: Any) -> Callable[[], Any]:
-    """Returns a tuple of up to `LARGEST` items; for more items, the same object as long as they are the same."""
+    """Returns a function that reads up to `LARGEST` items as a tuple; for more items, it returns the same object as
+    long as they are the same."""
     last: list = []
 
     def read() -> Any:
@@ -196,7 +197,7 @@ def _items_of(held: Any) -> Callable[[], Any]:
         length = len(held)
         if length <= LARGEST:
             return (*dict.keys(held), *dict.values(held)) if isinstance(held, dict) else tuple(held)
-        if length > MOST_ITEMS:
+        if length > MAX_ITEMS:
             return length, *_sample(held, length)
         items = [*dict.keys(held), *dict.values(held)] if isinstance(held, dict) else list(held)
         if not same_items(last, items):
@@ -211,30 +212,31 @@ def _sample(held: Any, length: int) -> tuple:
         return tuple(held[:: length // _SAMPLED])
     if isinstance(held, set):
         return ()
-    ends = (held, reversed(held))  # where a dict, a deque grows
+    ends = (held, reversed(held))  # where dicts and deques grow
     keys = [key for end in ends for key in itertools.islice(end, _SAMPLED // 2)]
     return (*keys, *(dict.__getitem__(held, key) for key in keys)) if isinstance(held, dict) else tuple(keys)
 
 
 def _array_of(held: np.ndarray) -> Callable[[], Any]:
-    """Returns shape, dtype and bytes; for an array of objects, these. Attributes of subclasses are separate."""
+    """Returns a function that reads shape, dtype and bytes, or the objects in an array of objects. Attributes of
+    subclasses are handled elsewhere."""
     held = np.asarray(held)
     if held.dtype.hasobject:
-        return lambda: (held.shape, *(held.ravel().tolist() if held.size <= MOST_ITEMS else ()))
+        return lambda: (held.shape, *(held.ravel().tolist() if held.size <= MAX_ITEMS else ()))
     if held.flags.c_contiguous and held.dtype.itemsize:
         read = _bytes_of(held, lambda: held.reshape(-1).view(np.uint8))
         return lambda: (held.shape, held.dtype, read())
-    if held.nbytes <= _MOST_BYTES:
+    if held.nbytes <= _MAX_BYTES:
         return lambda: (held.shape, held.dtype, held.tobytes())
     return lambda: (held.shape, held.dtype, held.flat[:: held.size // _SAMPLED].tobytes())
 
 
 def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callable[[], Any]:
-    """Returns the bytes of a buffer: the same object as long as they are the same, so that they are not copied each
-    time.
+    """Returns a function that reads the bytes of a buffer. It returns the same object as long as they are unchanged, so
+    that they are not copied each time.
 
     Args:
-        view: gives the bytes of `held`.
+        view: returns the bytes of `held` as an array.
     """
     last = bytearray()
 
@@ -244,7 +246,7 @@ def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callab
     def read() -> Any:
         nonlocal last
         now = (view or whole)()
-        if len(now) > _MOST_BYTES:
+        if len(now) > _MAX_BYTES:
             apart = len(now) // _SAMPLED
             return len(now), now[: apart * _SAMPLED].reshape(_SAMPLED, apart)[:, :_BLOCK].tobytes()
         if not bytearray.__eq__(last, now):
@@ -255,24 +257,24 @@ def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callab
 
 
 def unwatched(held: Any) -> str | None:
-    """A description of `held` if something in it may change unnoticed; else None."""
+    """A description of `held` if something in it may change undetected; else None."""
     if isinstance(held, np.ndarray):
-        size, most = (held.size, MOST_ITEMS) if held.dtype.hasobject else (held.nbytes, _MOST_BYTES)
-        return f"an array of {held.nbytes:,} bytes" if size > most else None
+        size, limit = (held.size, MAX_ITEMS) if held.dtype.hasobject else (held.nbytes, _MAX_BYTES)
+        return f"an array of {held.nbytes:,} bytes" if size > limit else None
     if isinstance(held, _BUFFERS):
         size = memoryview(held).nbytes
-        return f"a {type(held).__name__} of {size:,} bytes" if size > _MOST_BYTES else None
+        return f"a {type(held).__name__} of {size:,} bytes" if size > _MAX_BYTES else None
     if not isinstance(held, (dict, *_SEQUENCES, *_SETS, tuple)) or len(held) <= LARGEST:
         return None
-    changes = not isinstance(held, (tuple, frozenset)) and len(held) > MOST_ITEMS
+    changes = not isinstance(held, (tuple, frozenset)) and len(held) > MAX_ITEMS
     items = [*dict.keys(held), *dict.values(held)] if isinstance(held, dict) else held
     others = {kind.__name__ for kind in _kinds(items)}
-    what = f"a {type(held).__name__} of {len(held):,} items"
-    return what + (f" ({', '.join(sorted(others))})" if others else "") if changes or others else None
+    description = f"a {type(held).__name__} of {len(held):,} items"
+    return description + (f" ({', '.join(sorted(others))})" if others else "") if changes or others else None
 
 
 def _kinds(items: Iterable[Any]) -> set[type]:
-    """The types of these items, and of the items of tuples, that are mutable."""
+    """The mutable types among these items and the items of tuples in them."""
     kinds = set(map(type, items))
     if tuple in kinds:
         kinds = (kinds | {type(x) for item in items if type(item) is tuple for x in item}) - {tuple}
@@ -280,7 +282,7 @@ def _kinds(items: Iterable[Any]) -> set[type]:
 
 
 def inside(held: Any) -> Iterable[Any]:
-    """The objects that are reached through `held` without naming an attribute."""
+    """The objects that are reached through `held` other than by an attribute."""
     if isinstance(held, dict):
         return [*dict.keys(held), *dict.values(held)] if len(held) <= LARGEST else ()
     if isinstance(held, (*_SEQUENCES, *_SETS, tuple)):
@@ -316,16 +318,16 @@ _FIXED = {int, float, bool, str, bytes, complex, type(None), types.FunctionType,
           types.ModuleType, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size}  # fmt: skip
 
 
-def _place_of(generator: types.GeneratorType) -> Any:
-    """The position of a generator, and its variables."""
+def _position_of_generator(generator: types.GeneratorType) -> Any:
+    """The position of a generator, and its local variables."""
     frame = generator.gi_frame
     return None if frame is None else (frame.f_lasti, *frame.f_locals.values())
 
 
 def is_iterator_of_c(cls: type) -> bool:
     """Whether it is one of Python's builtin iterator classes."""
-    # Not `hasattr`, for what a class of Python's would make of it: a mock's makes another mock.
-    # (A class of ctypes' may be of no module.)
+    # Not `hasattr`, which the metaclass of a Python class may override, as mocks do. (Some classes of ctypes have no
+    # module.)
     return (
         getattr(cls, "__module__", None) in _MODULES_OF_ITERATORS
         and not is_python_class(cls)
@@ -334,15 +336,15 @@ def is_iterator_of_c(cls: type) -> bool:
 
 
 def has_readable_position(cls: type) -> bool:
-    """Whether an iterator of this class, made in C, can be pickled."""
+    """Whether an iterator of this C class can be pickled."""
     return cls.__reduce__ is not object.__reduce__
 
 
 def _position(iterator: Any) -> Any:
-    """The position of a builtin iterator: what pickle would save, flattened; None if it cannot be pickled."""
+    """The position of a builtin iterator: its pickled state, flattened; its `repr` if it cannot be pickled."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of itertools, whose iterators cannot be pickled from Python 3.14 on
+            warnings.simplefilter("ignore")  # from itertools: its iterators cannot be pickled from Python 3.14 on
             return tuple(_flattened(iterator.__reduce__()[1:]))
     except (AttributeError, TypeError):
         return repr(iterator)

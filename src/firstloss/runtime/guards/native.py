@@ -1,4 +1,4 @@
-"""The C part of the guards: dictionary versions, and a record of what is read; None where there was no compiler."""
+"""The C part of the guards: version tags of dicts, and recording of reads; None if it was not compiled."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ from ...compat.python_names import has_managed_dict, is_python_class, lru_cache_
 from .mutable_state import C_DATA, FOREIGN, LOCKS, has_pointers, has_readable_position, is_iterator_of_c
 from .native import native
 
-# Code here reads no state of the user's.
+# The code of these packages reads no state of the user's.
 _LIBRARIES = {"torch", "torchgen", "numpy", "jax", "jaxlib", "firstloss", "safetensors", "sympy", "mpmath",
               "typing_extensions", "opt_einsum", "ml_dtypes", "triton", "packaging", "_pytest", "pytest"}  # fmt: skip
 _CLOSED = {*_LIBRARIES, *sys.stdlib_module_names}
-# Objects of these are not looked into: they are the runtime itself.
+# Objects of these packages are not walked: they are the runtime itself.
 _OURS = ("firstloss.", "jax.", "jaxlib.")
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep  # our own code
 INSTALLED_FOLDERS = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
@@ -51,26 +51,25 @@ WEAK = (weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
 class ObjectKind(Enum):
     """How the snapshot treats an object."""
 
-    LEAF = auto()  # nothing can change in it
+    LEAF = auto()  # immutable, with nothing in it
     TENSOR = auto()
     DICT = auto()
     LIST = auto()
     SET = auto()
     DEQUE = auto()
-    TUPLE = auto()  # or a frozenset: nothing can change in it, but in what it holds
+    TUPLE = auto()  # or a frozenset: immutable itself, but not what it holds
     FUNCTION = auto()
     CELL = auto()
-    BINDING = auto()  # a method, a partial, a property: it leads to others
+    BINDING = auto()  # a method, a partial, a property: refers to other objects
     CLASS = auto()
     MODULE = auto()  # a Python module
-    OPAQUE = auto()  # its content is not in attributes or items, but `mutable_state.py` can tell whether it has changed
-    OURS = auto()  # what the user holds of this package: schedules, metrics
+    OPAQUE = auto()  # its content is not in attributes or items, but `mutable_state.py` can detect changes
+    OURS = auto()  # an object of this package that users hold: schedules, metrics
     INSTANCE = auto()
-    UNKNOWN = auto()  # an object of C: nobody can tell whether it has changed
+    UNKNOWN = auto()  # a C object whose changes cannot be detected
 
 
-# In objects of these nothing changes, and from them nothing leads on. Each is named: a class made in C is not known by
-# the module that it says it is from.
+# Immutable, and refer to no other objects. Listed one by one, since the `__module__` of a C class is not reliable.
 LEAVES: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(...), type(NotImplemented), range, types.CodeType,
     types.WrapperDescriptorType, types.MethodDescriptorType,
@@ -81,18 +80,18 @@ LEAVES: tuple[type, ...] = (
     type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor), np.dtype, np.generic, np.ufunc,
     logging.Manager,
 )  # fmt: skip
-# Classes made in C from which others are made by Python, and in whose objects nothing is hidden.
+# C classes with Python subclasses whose instances have no hidden state.
 _PLAIN_BASES = {object, types.SimpleNamespace, datetime.tzinfo, zoneinfo.ZoneInfo}
-# Modules of packages whose classes, made in C, have objects in which nothing changes that decides anything.
+# Modules of packages whose C classes have no mutable state that matters.
 _HARMLESS = {"typing", "torch", "pybind11_builtins", "_abc", "_collections"}
-# What is held by objects of these, made in C, and cannot be exchanged: all that leads on from them.
+# C classes whose instances refer to other objects that cannot be exchanged.
 _HOLDERS: tuple[type, ...] = (
     slice, super, operator.itemgetter, operator.methodcaller, type(functools.cmp_to_key(lambda a, b: 0)),
     type({}.keys()), type({}.values()), type({}.items()),
 )  # fmt: skip
-# Of these nobody can tell what they hold, or what is in memory that they show.
+# C classes whose content, or the memory that they refer to, cannot be watched.
 _UNKNOWN: tuple[type, ...] = (
-    weakref.finalize,  # it looks at a table of Python's own
+    weakref.finalize,  # reads a registry of the standard library
     torch.jit.ScriptModule,  # its attributes are in C++
     torch.UntypedStorage, torch.TypedStorage, memoryview, types.FrameType, types.TracebackType, types.CoroutineType,
     types.AsyncGeneratorType, *FOREIGN,
@@ -100,7 +99,7 @@ _UNKNOWN: tuple[type, ...] = (
 
 
 def kind_of(cls: type) -> ObjectKind:
-    """The kind of the objects of a class. A container that has attributes as well is a container."""
+    """The kind of a class's instances. A container with attributes counts as a container."""
     kind = _kinds.get(cls)
     if kind is None:
         kind = _kinds[cls] = _kind_of(cls)
@@ -165,7 +164,7 @@ def _has_attributes(cls: type) -> bool:
 
 
 def _changes(cls: type[enum.Enum]) -> bool:
-    """Whether the values of an enumeration's members may change."""
+    """Whether the values of an enumeration's members are mutable."""
     return any(kind_of(type(value)) not in _PLAIN for value in _values(cls))
 
 
@@ -175,12 +174,12 @@ def _values(cls: type[enum.Enum]) -> Iterator[Any]:
         yield from member.value if type(member.value) is tuple else (member.value,)
 
 
-# Modules of Python's library whose objects lead everywhere, and hold nothing that decides what a step computes.
+# Modules of the standard library whose objects refer to everything, and have no effect on what a step computes.
 _STATELESS = {"typing", "importlib", "abc"}
 
 
 def is_of_python(cls: type) -> bool:
-    """Whether a class was made by Python code, so that its objects have nothing but attributes."""
+    """Whether a class was defined in Python, so that its instances have attributes only."""
     return has_managed_dict(cls) or "__slots__" in vars(cls)
 
 
@@ -201,20 +200,20 @@ def is_ours(module: str | None) -> bool:
 
 
 def is_closed(module: Any) -> bool:
-    """Whether the code of that module reads no state of the user's."""
-    # Of a class made in C it may be a descriptor.
+    """Whether the code of a module reads no state of the user's."""
+    # In a C class `__module__` may be a descriptor.
     return not isinstance(module, str) or module.partition(".")[0] in _CLOSED and module != "__main__"
 
 
 def module_of_class(cls: type) -> str:
-    """The module that a class says it is from. Some of ctypes say none; of one made in C it may be a descriptor."""
+    """The `__module__` of a class. Some classes of ctypes have none; in a C class it may be a descriptor."""
     module = getattr(cls, "__module__", None)
     return module if isinstance(module, str) else "builtins"
 
 
 def is_closed_class(cls: type) -> bool:
-    """As `is_closed`, of the module that a class is from: one that was made without a module says `builtins`, and one
-    of `dataclasses.make_dataclass` says `types`."""
+    """`is_closed` for the module that defines a class: a class that was created outside of a module has `builtins` as
+    its module, and one of `dataclasses.make_dataclass` has `types`."""
     module = module_of_class(cls)
     if module in ("builtins", "types") and is_python_class(cls):
         return vars(sys.modules[module]).get(cls.__qualname__) is cls
@@ -222,27 +221,28 @@ def is_closed_class(cls: type) -> bool:
 
 
 def own_module(function: types.FunctionType) -> str | None:
-    """The module in which a function was made, or that it says it is from, as where `functools.wraps` has made it: the
-    user's, if one of them is. None if it was made without."""
+    """The module that defines a function, or its `__module__`, which `functools.wraps` sets: the user's, if one of them
+    is. None if the function was created outside of a module."""
     names = [None if n == "builtins" else n for n in (function.__globals__.get("__name__"), function.__module__)]
     return next((n for n in names if n is None or not is_closed(n) and not is_installed(n)), names[1])
 
 
 def is_closed_function(function: types.FunctionType) -> bool:
-    """As `is_closed`, of that module."""
+    """`is_closed` for the module of a function."""
     module = own_module(function)
     return module is not None and is_closed(module)
 
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Whether a module belongs to an installed package, and not to the user."""
+    """Whether a module belongs to an installed package rather than to the user."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return file is not None and os.path.realpath(file).startswith(INSTALLED_FOLDERS)
 
 
 def can_be_instrumented(cls: type) -> bool:
-    """Whether attribute reads of its objects can be recorded: a class made by Python, whose look-up can be replaced."""
+    """Whether attribute reads of its instances can be recorded: whether it is a Python class whose look-up can be
+    replaced."""
     if cls is types.SimpleNamespace:
         return native is not None
     return (
@@ -253,7 +253,7 @@ def can_be_instrumented(cls: type) -> bool:
 
 
 def slots(cls: type) -> tuple[str, ...]:
-    """The names in the `__slots__` of a class made by Python."""
+    """The names in the `__slots__` of a Python class."""
     names = _slots.get(cls)
     if names is None:
         bases = [base for base in cls.__mro__ if is_python_class(base) and "__slots__" in vars(base)]
@@ -266,8 +266,8 @@ _slots: dict[type, tuple[str, ...]] = {}
 
 
 def may_expire(reference: Any) -> bool:
-    """Whether a weak reference may expire, as far as can be told. Not if its referent is a part of the training itself,
-    as an optimizer is to its schedulers."""
+    """Whether a weak reference may expire, as far as is known. References to parts of the training itself do not, such
+    as those of schedulers to their optimizer."""
     return any(
         held is not None
         and not isinstance(held, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, types.FunctionType))
@@ -275,7 +275,7 @@ def may_expire(reference: Any) -> bool:
     )
 
 
-# Methods of generators whose state is watched in any case.
+# Methods of generators whose state is guarded in any case.
 _OF_THE_PROCESS = {
     method
     for module in (random, np.random)
@@ -335,7 +335,7 @@ def table_of(table: dict) -> dict:
 
 
 class ModuleProxy:
-    """A proxy: its attributes, all but `_model`, are those of the module behind it."""
+    """A proxy for a module: all its attributes but `_model` are those of the module."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Reconstruct at each call what a step returns or leaves in Python: tensors, and containers and objects with them."""
+"""Recreate at each call what a step returns or leaves in Python: tensors, and containers and objects that hold them."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ Make = Callable[[CallFrame], Any]
 
 
 class ArgumentStandIns(NamedTuple):
-    """The traced tensors and containers that represent the arguments of a step while it is traced.
+    """The traced tensors and containers that stand for the arguments of a step while it is traced.
 
     Attributes:
-        tensors: by id, the traced tensors, each with the number of the argument that it stands for.
+        tensors: by id, the traced tensors, each with the number of its argument.
         storages: by id, their storages, likewise.
         containers: by id, the dicts, lists and objects that hold them, each with its number.
-        view: makes of an argument, and how a view of its stand-in looks at that, the same view of the argument.
-        outside: the tensor from outside, whole, that a storage stands for, if it does.
-        lent: whether a real tensor that the step has made lies in memory of an array that was there before.
+        view: returns the view of an argument that has the geometry of a view of its stand-in.
+        outside: the whole tensor from outside of the step that a storage stands for, if any.
+        shares_memory: whether a real tensor that the step has created shares memory with an array from before it.
     """
 
     tensors: dict[int, int]
@@ -58,18 +58,18 @@ class ArgumentStandIns(NamedTuple):
     containers: dict[int, int]
     view: Callable[[torch.Tensor, Any], torch.Tensor]
     outside: Callable[[Any], torch.Tensor | None]
-    lent: Callable[[torch.Tensor], bool]
+    shares_memory: Callable[[torch.Tensor], bool]
 
 
 NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda tensor, geometry: tensor, lambda storage: None, lambda tensor: False)
 
 
 class Reconstructor:
-    """The values that a step returns or leaves, as functions that recreate them at each call.
+    """Builds, for the values that a step returns or leaves, functions that recreate them at each call.
 
     Attributes:
-        tensors: the traced tensors among them, each once; `CallFrame.fresh` is asked for them by number.
-        retrace_reason: what cannot be recreated, in words; then the step has to be traced at each call.
+        tensors: the traced tensors among the values, each once; `CallFrame.fresh` returns their values by index.
+        retrace_reason: a description of what cannot be recreated, so that the step has to be traced at each call.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Reconstructor:
     ) -> None:
         """
         Args:
-            is_traced: whether a tensor was made by the step.
-            is_old: whether an object was there before the step.
-            given: what stands for the arguments.
+            is_traced: whether a tensor was created by the step.
+            is_old: whether an object existed before the step.
+            given: the stand-ins for the arguments.
         """
         self.tensors: list[DeferredTensor] = []
         self.retrace_reason: str | None = None
@@ -99,21 +99,21 @@ class Reconstructor:
         return self._numbers[id(tensor)]
 
     def release(self) -> None:
-        """All values are known: release the tensors."""
+        """Release the tensors, once all values have been added."""
         self.tensors.clear()
         self._kept.clear()
-        self._is_old = lambda what: True
-        self._given = NO_ARGUMENTS  # which knows all that was there before the step
+        self._is_old = lambda obj: True
+        self._given = NO_ARGUMENTS  # also releases what existed before the step
 
     def place(self, container: Any) -> Make:
-        """A function that returns `container` at each call: itself, unless it contains arguments."""
+        """A function that returns `container` at each call: itself, unless it stands for a container of arguments."""
         if id(container) not in self._given.containers:
             return _constant(container)
         number = self._given.containers[id(container)]
         return lambda env: env.containers()[number]
 
     def holds_arguments(self, container: Any) -> bool:
-        """Whether it represents a container of arguments, which differs at each call."""
+        """Whether it stands for a container of arguments, which differs at each call."""
         return id(container) in self._given.containers
 
     def make(self, value: Any) -> Make:
@@ -128,9 +128,9 @@ class Reconstructor:
             value.refuse()
         if kind is ObjectKind.LEAF or kind is not ObjectKind.TENSOR and self._is_old(value):
             return _constant(value)
-        self._kept.append(value)  # so that its id stays its own
+        self._kept.append(value)  # so that its id is not reused
         box: list[Make] = []
-        self._makes[id(value)] = lambda env: box[0](env)  # it may contain itself
+        self._makes[id(value)] = lambda env: box[0](env)  # the value may contain itself
         made = self._make(value, kind)
         box.append(made)
         self._makes[id(value)] = made
@@ -186,7 +186,7 @@ class Reconstructor:
         return self._once(value, lambda env: (new(env), lambda made: more(made, env)))
 
     def _new_tensor(self, value: torch.Tensor) -> Make:
-        """A tensor that the step has made, without attributes and gradient."""
+        """A tensor created by the step, without attributes and gradient."""
         if self._is_traced(value):
             assert type(value) is DeferredTensor
             if value._storage.mirrors is not None:
@@ -197,22 +197,22 @@ class Reconstructor:
             if shown is not None:
                 view = self._given.view
                 return lambda env: view(env.arguments[shown], geometry)
-            home = self._given.outside(value._storage)
-            if home is not None:
-                key = id(home)
-                return lambda env: same_memory(env.stand_in.get(key, home), geometry)
+            outer = self._given.outside(value._storage)
+            if outer is not None:
+                key = id(outer)
+                return lambda env: same_memory(env.stand_in.get(key, outer), geometry)
             number = self.number(value)
             return lambda env: env.fresh(number)
         if type(value) is not DeferredTensor:
-            if self._given.lent(value):
+            if self._given.shares_memory(value):
                 return lambda env: value.detach()
             with torch.no_grad():
                 kept = value.detach().clone()
             return lambda env: kept.clone()
-        if value._storage.resident is None and value._storage.value.known:  # the step has made it of constants
+        if value._storage.resident is None and value._storage.value.known:  # computed from constants
             known = Hooks.value_of(value)
             return lambda env: known.clone()
-        storage, geometry = value._storage, geometry_of(value)  # a view of a weight, which shows it as it will be
+        storage, geometry = value._storage, geometry_of(value)  # a view of a weight: shows later updates
         return lambda env: DeferredTensor.wrap(storage, *geometry)
 
     def _attributes_and_gradient(self, value: torch.Tensor) -> Callable[[torch.Tensor, CallFrame], None]:
@@ -222,7 +222,7 @@ class Reconstructor:
         kept = value.grad if value.is_leaf or value.retains_grad else None
         gradient = None if kept is None else self.make(kept)
 
-        def give(new: torch.Tensor, env: CallFrame) -> None:
+        def copy_to(new: torch.Tensor, env: CallFrame) -> None:
             if parts:
                 new.__dict__.update({key: part(env) for key, part in parts.items()})
             if leaf:
@@ -232,11 +232,11 @@ class Reconstructor:
                     new.retain_grad()
                 new.grad = gradient(env)
 
-        return give
+        return copy_to
 
     @staticmethod
     def _once(value: Any, how: Callable[[CallFrame], tuple[Any, Callable[[Any], None]]]) -> Make:
-        """Recreated once a call, even if it occurs in several places or contains itself."""
+        """Recreated once per call, even if it occurs in several places or contains itself."""
         key = id(value)
 
         def make(env: CallFrame) -> Any:
@@ -272,11 +272,11 @@ class Reconstructor:
         """Copies the attributes of `value` to the recreated container."""
         parts = {key: self.make(part) for key, part in (own_attributes(value) or {}).items()}
 
-        def give(new: Any, env: CallFrame) -> None:
+        def copy_to(new: Any, env: CallFrame) -> None:
             if parts:
                 own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
 
-        return give
+        return copy_to
 
     def _instance(self, value: Any) -> Callable[[CallFrame], tuple]:
         table = own_attributes(value) or {}
@@ -351,16 +351,16 @@ def _constant(value: Any) -> _Constant:
 
 
 class UnavailableNumber:
-    """Replaces a number in a parameter group, while a step is traced, that a scheduler sets after the step."""
+    """Replaces, while a step is traced, a number in a parameter group that a scheduler sets after the step."""
 
-    def __init__(self, what: str, scheduler: str) -> None:
+    def __init__(self, obj: str, scheduler: str) -> None:
         self._text = (
-            f"the traced step reads {what} after {scheduler}.step(), which runs in Python when the step has been run. "
+            f"the traced step reads {obj} after {scheduler}.step(), which runs in Python after the compiled step. "
             "Read it before, or outside of the traced step."
         )
 
     def refuse(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise the error for a read."""
+        """Raise the error on any use."""
         raise TraceError(f"{here()}: {self._text}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = refuse

@@ -1,5 +1,5 @@
-"""Record what a step reads and stores while it is traced: the code that runs, and the attributes that are looked up,
-set and deleted.
+"""Record what a step reads and stores while it is traced: the code that runs, and the attributes that are read, set and
+deleted.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from .external_state import Outside
 from .native import native
 from .object_kinds import PACKAGE, can_be_instrumented, is_closed, is_ours
 
-Site = tuple[types.CodeType, int]  # a piece of code, and the instruction in it
-# What stands for a model looks up, sets and deletes the model's attributes for whoever asks.
+Site = tuple[types.CodeType, int]  # a code object, and the offset of an instruction in it
+# A compiled model reads, sets and deletes the model's attributes for its callers.
 _THROUGH = os.path.join(PACKAGE, "runtime", "compiled_model.py")
 _RUNTIME = os.path.join(PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
-# nn.Module looks up its parameters and modules in its own __dict__.
+# Reads of parameters and modules from `__dict__` by nn.Module itself.
 _LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), PACKAGE)
 
 
 class Recording:
-    """The code that runs, and the attributes that are read and stored, from `begin` on, in one thread.
+    """Records the code that runs, and the attributes that are read and stored, in one thread, from `begin` on.
 
     Attributes:
-        reads: of each object (by id) and attribute, the object and the instructions that have read it.
+        reads: by object (its id) and attribute, the object and the instructions that have read it.
         stores: likewise, those that have set or deleted it; not of a `SimpleNamespace`.
         codes: by its address, code that has run, with its globals; None if that is not known.
-        whole: globals that were asked for as a dict.
-        outside: what is asked of the world outside of Python's objects; known where `codes` are.
-        computed: classes with a `__getattribute__` of their own, which may look at any attribute to find one.
+        whole: globals that were accessed as a dict.
+        outside: the external state that was read; known where `codes` are.
+        computed: classes that define `__getattribute__`, which may read any attribute.
     """
 
     def __init__(self, classes: Iterable[type], profile: bool) -> None:
         """
         Args:
-            classes: of the objects whose reads and stores are noted.
-            profile: note the code that runs and the functions in C that it calls as well. It costs some 15% of a
-                trace.
+            classes: the classes of the objects whose reads and stores are recorded.
+            profile: also record the code that runs and the C functions that it calls. It costs some 15% of a trace.
         """
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
@@ -56,7 +55,7 @@ class Recording:
         self.outside = Outside()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
         self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
-        self._profile = profile and (native is not None or sys.getprofile() is None)  # somebody else is profiling
+        self._profile = profile and (native is not None or sys.getprofile() is None)  # another profiler is active
 
     def begin(self, undo: Undo) -> None:
         """Record what this thread reads and runs, until `undo` is called."""
@@ -69,7 +68,7 @@ class Recording:
         plain = [(cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods]
         for cls, name, own, method in plain:
             undo(_restore_classes, cls, name, own)
-            with contextlib.suppress(TypeError, AttributeError):  # of a class that does not let itself be changed
+            with contextlib.suppress(TypeError, AttributeError):  # an immutable class
                 setattr(cls, name, methods[name](method))
         if native is not None:
             undo(native.note_attributes, types.SimpleNamespace, None)
@@ -83,26 +82,26 @@ class Recording:
                 sys.setprofile(_profiler(self.codes, self.whole, self.outside))
 
     def times_read(self, owner: Any) -> int:
-        """How often an attribute of an object has been looked up, except by `step`."""
+        """How often an attribute of an object has been read, except by `step`."""
         found = [sites for (which, name), (_, sites) in self.reads.items() if which == id(owner) and name != "step"]
         return sum(sum(sites.values()) for sites in found)
 
     def forget(self) -> None:
-        """Drop the records, which refer to objects that the step has made."""
+        """Drop the records, which refer to objects that the step has created."""
         self.reads.clear()
         self.stores.clear()
         self.codes = None
         self.whole.clear()
 
     def executed(self) -> list[tuple[types.CodeType, dict]] | None:
-        """The code that has run, without libraries' code; None if it was not recorded."""
+        """The code that has run, except for library code; None if it was not recorded."""
         if self.codes is None:
             return None
         return [(code, table) for code, table in self.codes.values() if not is_closed_code(code, table)]
 
 
 def is_closed_code(code: types.CodeType, table: dict) -> bool:
-    """Whether it is library code, which reads no state of the user's."""
+    """Whether it is library code that reads no state of the user's."""
     name = table.get("__name__")
     return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
 
@@ -113,7 +112,7 @@ def _overrides_lookup(cls: type) -> bool:
 
 
 def _restore_classes(cls: type, name: str, own: Any) -> None:
-    """Restore the method that `cls` itself defines, if any."""
+    """Restore the method that `cls` itself defined, if any."""
     if own is not None:
         setattr(cls, name, own)
     elif name in cls.__dict__:
@@ -152,7 +151,7 @@ def _noting_delete(note: Callable[[Any, str], None], delete: Callable) -> Callab
 
 
 def _noter(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
-    """A function that records a look-up or a store: of which object, by which instruction of the code `depth` frames
+    """A function that records a read or a store: of which object, and by which instruction of the code `depth` frames
     up."""
 
     def note(owner: Any, name: str) -> None:
@@ -188,7 +187,7 @@ def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
 
 
 def functions_of(codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
-    """The functions made of these code objects."""
+    """The functions with these code objects."""
     wanted = list(codes)
     if not wanted:
         return []

@@ -1,8 +1,8 @@
-"""A snapshot of everything that a step's Python can reach, before the step runs.
+"""A snapshot of everything that the Python code of a step can reach, before the step runs.
 
-Found without running or tracing anything: from the step to its arguments, globals and closure variables, to the
-functions, classes and objects that these are, and to all that is in those. Modules of PyTorch, JAX, NumPy and of
-Python's own library are not entered; of installed packages' modules what the code mentions is.
+Built without running or tracing anything, by walking from the step to its arguments, globals and closure variables, to
+their functions, classes and objects, and to the contents of those. Modules of PyTorch, JAX, NumPy and the standard
+library are not entered; of other installed packages, only what the code mentions is.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from .object_kinds import (
     table_of,
 )
 
-# What holds more items than this is data: it is copied, but what is in it is not looked into.
-_MOST_ITEMS = mutable_state.LARGEST
-# So many objects are no step's own: what is beyond is not known, and the step is traced each time.
-_MOST_OBJECTS = 2_000_000
+# Containers with more items are treated as data: copied, but their items are not walked.
+_MAX_ITEMS = mutable_state.LARGEST
+# The walk stops here. What is beyond is not known, and the step is traced at each call.
+_MAX_OBJECTS = 2_000_000
 
 
 class DictSnapshot(NamedTuple):
-    """A dict of attributes, variables or items, and its former content."""
+    """A dict of attributes, globals or items, and its former content."""
 
     table: dict
     before: dict
-    owner: Any  # whose attributes these are; the module's name for globals; None for a dict's own items
+    owner: Any  # the object with these attributes; the module's name for globals; None for a dict's own items
     kind: str  # "attributes", "globals", "items"
 
 
@@ -79,31 +79,31 @@ class SlotsSnapshot(NamedTuple):
 
 
 class Snapshot:
-    """Everything reachable from `roots`, as it was when this was created.
+    """Everything reachable from `roots`, as of the creation of the snapshot.
 
     Attributes:
-        tables: by the dict's id, dicts of attributes, globals and items.
+        tables: by id, dicts of attributes, globals and items.
         sequences: by id, lists, sets and deques, each with its items.
         cells: by id, variables of enclosing functions.
         slotted: by id, objects with `__slots__`.
-        opaque: by id, objects whose content only `mutable_state.py` can read: with a reader and what it gave.
-        functions: by their code, the functions that may run; `definitions` is what each was made of.
+        opaque: by id, objects whose content only `mutable_state.py` can read, each with a reader and its result.
+        functions: by code object, the functions that may run; `definitions` has the `definition` of each.
         modules: the `nn.Module`s.
         optimizers: the optimizers.
-        classes: the classes, made by Python, of the objects that were reached.
+        classes: the Python classes of the objects.
         tensors: by id.
-        types: objects whose class may become another one.
-        cached: functions behind a cache of `functools`, which may not run though the step calls them.
-        unknown: by id, objects of which nobody can say whether they have changed.
-        groups: by the optimizer's id, what was in its parameter groups.
-        states: likewise its state, by weight.
-        seed: of PyTorch's generator.
-        environment: what was in `os.environ`.
-        filters: of warnings.
+        types: objects whose class may be replaced, each with its class.
+        cached: functions behind an `lru_cache`, which may not run though the step calls them.
+        unknown: by id, objects whose changes cannot be detected.
+        groups: by the optimizer's id, its parameter groups.
+        states: by the optimizer's id, its state by weight.
+        seed: the initial seed of PyTorch's default generator.
+        environment: the variables in `os.environ`.
+        filters: the warning filters.
         ours: by id, objects of this package's classes, with their attributes that are plain values.
-        module_names: what the code sets in modules that are not entered, by the id of their dict and the name: the
-            module, the name and what was there.
-        hooks: where PyTorch keeps the hooks of all modules and of all optimizers: a module's globals, a name, a dict.
+        module_names: what the code sets in modules that are not entered: by the id of the module's dict and the name,
+            the module, the name and the former value.
+        hooks: global hooks of modules and optimizers: the globals of PyTorch's module, the name in them, and the dict.
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType] = ()) -> None:
@@ -130,13 +130,13 @@ class Snapshot:
         self.environment = mutable_state.environment()
         self.filters = mutable_state.filters()
         self._mentioned: set[tuple[int, str]] = set()
-        self._beyond: set[int] = set()  # the ids of what large containers hold
+        self._beyond: set[int] = set()  # the ids of the items of large containers
         self.roots = list(roots)
         self.hooks = list(_hook_tables())
         self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
 
     def add_root(self, root: Any) -> None:
-        """Walk what is reachable from one more root."""
+        """Also walk what is reachable from one more root."""
         self._walk([root])
 
     def weights(self) -> list[torch.Tensor]:
@@ -145,124 +145,124 @@ class Snapshot:
             tensors = [t for t in self.tensors.values() if t.is_leaf or t.retains_grad]
             return [t for t in tensors if t.is_leaf and t.requires_grad or t.grad is not None]
 
-    def holds(self, what: Any) -> bool:
+    def holds(self, obj: Any) -> bool:
         """Whether an object existed before the step."""
-        return id(what) in self.seen or id(what) in self._beyond
+        return id(obj) in self.seen or id(obj) in self._beyond
 
     def shares_memory(self, tensor: torch.Tensor, edited: bool = False) -> bool:
-        """Whether a real tensor is in the memory of an array that existed before the step; with `edited`, of one whose
-        content has changed."""
+        """Whether a real tensor shares memory with an array that existed before the step; with `edited`, with one whose
+        contents have changed."""
         arrays = [entry for entry in self.opaque.values() if isinstance(entry[0], (np.ndarray, bytearray, array.array))]
         held = [content for content, read, before in arrays if not edited or not same(before, read())]
         if not held or tensor.layout != torch.strided or owned_by_torch(tensor):
             return False
         with DisableTorchDispatch(), torch.no_grad():
-            own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # whatever its dtype
+            own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # for any dtype
         return any(np.may_share_memory(own, np.asarray(memoryview(content))) for content in held if len(content))
 
     # -- the walk --
 
     def _walk(self, todo: list[Any]) -> None:
-        while todo and len(self.seen) < _MOST_OBJECTS:
+        while todo and len(self.seen) < _MAX_OBJECTS:
             self._visit(todo.pop(), todo)
 
-    def _visit(self, what: Any, todo: list[Any]) -> None:
-        kind = kind_of(type(what))
+    def _visit(self, obj: Any, todo: list[Any]) -> None:
+        kind = kind_of(type(obj))
         if kind is ObjectKind.LEAF:
             return
-        if id(what) in self.seen:
+        if id(obj) in self.seen:
             return
-        self.seen[id(what)] = what
+        self.seen[id(obj)] = obj
         if kind is ObjectKind.TENSOR:
-            self.tensors[id(what)] = what
-            self._tensor(what, todo)
+            self.tensors[id(obj)] = obj
+            self._tensor(obj, todo)
             return
-        if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE) and len(what) > _MOST_ITEMS:
-            read = mutable_state.reader(what)
+        if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE) and len(obj) > _MAX_ITEMS:
+            read = mutable_state.reader(obj)
             assert read is not None
-            self.opaque[id(what)] = (what, read, read())
+            self.opaque[id(obj)] = (obj, read, read())
         if kind is ObjectKind.DICT:
-            self._table(what, None, "items", todo)
-            if isinstance(what, collections.defaultdict):
-                todo.append(what.default_factory)
+            self._table(obj, None, "items", todo)
+            if isinstance(obj, collections.defaultdict):
+                todo.append(obj.default_factory)
         elif kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
-            items = items_of(what)
+            items = items_of(obj)
             if kind is not ObjectKind.TUPLE:
-                self.sequences[id(what)] = (what, items)
-            if len(items) <= _MOST_ITEMS:
+                self.sequences[id(obj)] = (obj, items)
+            if len(items) <= _MAX_ITEMS:
                 todo += items
             else:
                 self._beyond.update(map(id, items))
         elif kind is ObjectKind.FUNCTION:
-            self._function(what, todo)
+            self._function(obj, todo)
             return
         elif kind is ObjectKind.CELL:
-            content = cell_content(what)
-            self.cells[id(what)] = (what, content)
+            content = cell_content(obj)
+            self.cells[id(obj)] = (obj, content)
             if content is not MISSING:
                 todo.append(content)
             return
         elif kind is ObjectKind.BINDING:
-            todo.extend(referents(what))
-            if isinstance(what, lru_cache_wrapper) and isinstance(what.__wrapped__, types.FunctionType):
-                self.cached.append(what.__wrapped__)
-                if not is_installed(what.__wrapped__.__module__):
-                    todo += lru_caches.results(what)
-            if isinstance(what, types.MappingProxyType):
-                self.opaque[id(what)] = (what, read := _proxy_reader(what), read())
+            todo.extend(referents(obj))
+            if isinstance(obj, lru_cache_wrapper) and isinstance(obj.__wrapped__, types.FunctionType):
+                self.cached.append(obj.__wrapped__)
+                if not is_installed(obj.__wrapped__.__module__):
+                    todo += lru_caches.results(obj)
+            if isinstance(obj, types.MappingProxyType):
+                self.opaque[id(obj)] = (obj, read := _proxy_reader(obj), read())
         elif kind is ObjectKind.CLASS:
-            self._class(what, todo)
+            self._class(obj, todo)
             return
         elif kind is ObjectKind.MODULE:
-            self._module(what, todo)
+            self._module(obj, todo)
             return
         elif kind is ObjectKind.OPAQUE:
-            read = mutable_state.reader(what)
+            read = mutable_state.reader(obj)
             if read is not None:
-                self.opaque[id(what)] = (what, read, read())
-            todo.extend(mutable_state.inside(what))
+                self.opaque[id(obj)] = (obj, read, read())
+            todo.extend(mutable_state.inside(obj))
         elif kind is ObjectKind.UNKNOWN:
-            self.unknown[id(what)] = what
+            self.unknown[id(obj)] = obj
             return
         elif kind is ObjectKind.OURS:
-            plain = {k: v for k, v in vars(what).items() if kind_of(type(v)) is ObjectKind.LEAF}
-            self.ours[id(what)] = (what, plain)
+            plain = {k: v for k, v in vars(obj).items() if kind_of(type(v)) is ObjectKind.LEAF}
+            self.ours[id(obj)] = (obj, plain)
             return
-        self._instance(what, todo)
+        self._instance(obj, todo)
 
-    def _instance(self, what: Any, todo: list[Any]) -> None:
+    def _instance(self, obj: Any, todo: list[Any]) -> None:
         """The attributes of an object."""
-        cls = type(what)
+        cls = type(obj)
         if issubclass(cls, ModuleProxy):
-            todo.append(module_of(what))
+            todo.append(module_of(obj))
             return
-        table = own_attributes(what)
-        if isinstance(what, torch.optim.Optimizer):  # its state and its groups are `optimizers.py`'s
-            self.optimizers.append(what)
-            self.groups[id(what)] = [{**group, "params": list(group["params"])} for group in what.param_groups]
-            state = what.state.items()
-            self.states[id(what)] = {p: dict(held) if isinstance(held, dict) else held for p, held in state}
+        table = own_attributes(obj)
+        if isinstance(obj, torch.optim.Optimizer):  # `optimizers.py` handles its state and groups
+            self.optimizers.append(obj)
+            self.groups[id(obj)] = [{**group, "params": list(group["params"])} for group in obj.param_groups]
+            state = obj.state.items()
+            self.states[id(obj)] = {p: dict(held) if isinstance(held, dict) else held for p, held in state}
             assert table is not None
             before = table_of(table)
-            self.tables[id(table)] = DictSnapshot(table, before, what, "attributes")
+            self.tables[id(table)] = DictSnapshot(table, before, obj, "attributes")
             self.seen[id(table)] = table
             todo += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
-            todo += [p for group in what.param_groups for p in group["params"]]
-            todo += schedules_of(what)
+            todo += [p for group in obj.param_groups for p in group["params"]]
+            todo += schedules_of(obj)
         elif table is not None:
-            self._table(table, what, "attributes", todo)
+            self._table(table, obj, "attributes", todo)
         names = slots(cls)
         if names:
-            values = tuple(slot_value(what, name) for name in names)
-            self.slotted[id(what)] = SlotsSnapshot(what, names, values)
+            values = tuple(slot_value(obj, name) for name in names)
+            self.slotted[id(obj)] = SlotsSnapshot(obj, names, values)
             todo += [value for value in values if value is not MISSING]
         if is_python_class(cls):
-            self.types.append((what, cls))
+            self.types.append((obj, cls))
             if cls not in self.classes:
                 self.classes.add(cls)
                 todo += [base for base in cls.__mro__ if not is_closed_class(base)]
-            if isinstance(what, torch.nn.Module):
-                self.modules.append(what)
+            if isinstance(obj, torch.nn.Module):
+                self.modules.append(obj)
 
     def _table(self, table: dict, owner: Any, kind: str, todo: list[Any]) -> None:
         before = table_of(table) if table else {}
@@ -271,43 +271,43 @@ class Snapshot:
             self.seen[id(table)] = table
         if kind == "attributes":
             todo += before.values()
-        elif len(before) <= _MOST_ITEMS:
+        elif len(before) <= _MAX_ITEMS:
             todo += before
             todo += before.values()
         else:
             self._beyond.update(map(id, before), map(id, before.values()))
 
-    def _tensor(self, what: torch.Tensor, todo: list[Any]) -> None:
-        if (what.is_leaf or what.retains_grad) and what.grad is not None:
-            todo.append(what.grad)
-        for hooks in (backward_hooks(what), post_accumulate_grad_hooks(what)) if what.requires_grad else ():
+    def _tensor(self, obj: torch.Tensor, todo: list[Any]) -> None:
+        if (obj.is_leaf or obj.retains_grad) and obj.grad is not None:
+            todo.append(obj.grad)
+        for hooks in (backward_hooks(obj), post_accumulate_grad_hooks(obj)) if obj.requires_grad else ():
             todo += (hooks or {}).values()
-        table = what.__dict__
+        table = obj.__dict__
         if table and not table.keys() <= _OUR_ATTRIBUTES:
-            self._table(table, what, "attributes", todo)
+            self._table(table, obj, "attributes", todo)
 
-    def _function(self, what: types.FunctionType, todo: list[Any]) -> None:
-        code = what.__code__
-        own = own_module(what)
+    def _function(self, obj: types.FunctionType, todo: list[Any]) -> None:
+        code = obj.__code__
+        own = own_module(obj)
         if is_ours(own) or own is not None and is_closed(own):
-            if what.__closure__ and not is_ours(own):  # a decorator of a library around a user's function
-                todo += [content for cell in what.__closure__ if callable(content := cell_content(cell))]
+            if obj.__closure__ and not is_ours(own):  # a library's decorator around a user's function
+                todo += [content for cell in obj.__closure__ if callable(content := cell_content(cell))]
             return
-        if what.__dict__ or not is_installed(own):
-            self._table(what.__dict__, what, "attributes", todo)
-        self.functions.setdefault(code, []).append(what)
-        self.definitions[id(what)] = (what, definition(what))
-        self._globals(what.__globals__, set(names_in(code)), is_installed(own), todo)
-        if not is_installed(own):  # what a package imports, the user seldom changes
-            self._set_in_modules(what)
-            imported = {name for inner in with_inner(code) for name in imports(inner, what.__globals__)}
+        if obj.__dict__ or not is_installed(own):
+            self._table(obj.__dict__, obj, "attributes", todo)
+        self.functions.setdefault(code, []).append(obj)
+        self.definitions[id(obj)] = (obj, definition(obj))
+        self._globals(obj.__globals__, set(names_in(code)), is_installed(own), todo)
+        if not is_installed(own):  # users seldom change what a package imports
+            self._set_in_modules(obj)
+            imported = {name for inner in with_inner(code) for name in imports(inner, obj.__globals__)}
             todo += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
-        todo.extend(what.__closure__ or ())
-        todo.extend(what.__defaults__ or ())
-        todo.extend((what.__kwdefaults__ or {}).values())
+        todo.extend(obj.__closure__ or ())
+        todo.extend(obj.__defaults__ or ())
+        todo.extend((obj.__kwdefaults__ or {}).values())
 
     def _set_in_modules(self, function: types.FunctionType) -> None:
-        """`torch.nn.functional.gelu = ...`."""
+        """Record what a function sets in modules, as in `torch.nn.functional.gelu = ...`."""
         for first, *path, name in {path for code in with_inner(function.__code__) for path in attributes_set(code)}:
             module = function.__globals__.get(first)
             for part in path:
@@ -322,26 +322,26 @@ class Snapshot:
             place = (id(table), name)
             if place not in self._mentioned:
                 self._mentioned.add(place)
-                # What installed packages define leads to all of them; what they hold may be changed from outside.
+                # Definitions of installed packages would lead to all of the package; their instances may be mutated.
                 if not installed or kind_of(type(table[name])) is ObjectKind.INSTANCE:
                     todo.append(table[name])
 
-    def _class(self, what: type, todo: list[Any]) -> None:
-        if is_closed_class(what):
+    def _class(self, obj: type, todo: list[Any]) -> None:
+        if is_closed_class(obj):
             return
-        table = class_table(what)
-        self.tables[id(table)] = DictSnapshot(table, table.copy(), what, "attributes")
-        skipped = _NOT_THE_USERS if is_installed(module_of_class(what)) else _NOT_THE_USERS - OF_FIELDS
+        table = class_table(obj)
+        self.tables[id(table)] = DictSnapshot(table, table.copy(), obj, "attributes")
+        skipped = _IMPLICIT_ATTRIBUTES if is_installed(module_of_class(obj)) else _IMPLICIT_ATTRIBUTES - OF_FIELDS
         todo += [value for name, value in table.items() if name not in skipped]
-        todo += [base for base in (type(what), *what.__mro__[1:]) if not is_closed_class(base)]
+        todo += [base for base in (type(obj), *obj.__mro__[1:]) if not is_closed_class(base)]
 
-    def _module(self, what: types.ModuleType, todo: list[Any]) -> None:
-        if what is sys:
+    def _module(self, obj: types.ModuleType, todo: list[Any]) -> None:
+        if obj is sys:
             todo += [getattr(sys, name) for name in SETTINGS_OF_SYS]
-        if is_closed(what.__name__) or is_installed(what.__name__):
+        if is_closed(obj.__name__) or is_installed(obj.__name__):
             return
-        table = vars(what)
-        self.tables[id(table)] = DictSnapshot(table, table.copy(), what.__name__, "globals")
+        table = vars(obj)
+        self.tables[id(table)] = DictSnapshot(table, table.copy(), obj.__name__, "globals")
         todo += [v for v in table.values() if kind_of(type(v)) is not ObjectKind.MODULE]
 
 
@@ -355,15 +355,15 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
                 yield where, name, table
 
 
-SETTINGS_OF_SYS = ("argv", "path")  # lists that are there for anybody to change
+SETTINGS_OF_SYS = ("argv", "path")  # lists that any code may change
 _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
-_NOT_THE_USERS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
+_IMPLICIT_ATTRIBUTES = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                   "_abc_impl", "__dataclass_fields__"}  # fmt: skip
 
 
 def is_guarded_elsewhere(name: str) -> bool:
-    """Whether an attribute of optimizers is guarded by `optimizers.py`, or serves checkpoints."""
+    """Whether an attribute of optimizers is guarded by `optimizers.py`, or only used for checkpoints."""
     return name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_") and "state_dict" in name
 
 

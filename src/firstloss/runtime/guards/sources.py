@@ -1,8 +1,8 @@
-"""Guard sources: what a step has read, collected after its trace from the code that ran and the recorded look-ups.
+"""Guard sources: what a step has read, collected after its trace from the code that ran and the recorded reads.
 
-All that the step's Python has read counts: attributes that were looked up while it was traced, globals and variables
-that the code that ran names, what is in the containers that these hold, hooks, the functions themselves. A name that
-was not there counts as missing.
+This includes attributes that were read while the step was traced, globals and closure variables that the code
+mentions, the contents of containers that these hold, hooks, and the functions themselves. A name that did not exist is
+guarded as missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from . import bytecode, mutable_state
 from .bytecode import Use
 from .executed_code import Executed
-from .external_state import KEPT, ExternalCall, state_of
+from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
 from .guards import CellGuard, describe_attribute, describe_global, with_article
 from .introspection import MISSING, cell_content, own_attributes, slot_reader
@@ -42,11 +42,11 @@ class GuardSources:
     """What a step has read, from which its guards are made.
 
     Attributes:
-        updates: what decides nothing.
-        unknown: functions that ran, and that were not known before: what they read before is not known either.
-        ran: code that is known to have run, libraries' as well.
-        generators: PyTorch's, whose states the step asks for or sets, with the states that they had.
-        sets_filters: some of the user's code may set the filters of warnings.
+        updates: updates that the step does not depend on.
+        unknown: the code of functions that ran but are not in the snapshot, so that what they read is not guarded.
+        ran: code that is known to have run, libraries included.
+        generators: PyTorch generators whose states the step reads or sets, with their former states.
+        sets_filters: user code may set the warning filters.
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
@@ -73,16 +73,16 @@ class GuardSources:
         self._attributes(recording)
         guard_stored_names(snapshot, recording, self._executed, self._values)
         for known in list(snapshot.tables.values()):
-            if isinstance(known.owner, threading.local):  # each thread has other attributes there
-                whose = functools.partial(_held_attributes, known.owner)
-                what = f"whose attributes {with_article(type(known.owner).__qualname__)} shows, in this thread"
-                self._values.read((id(known.owner), "__dict__"), whose, (known.table,), what, "")
+            if isinstance(known.owner, threading.local):  # its attributes differ between threads
+                read = functools.partial(_held_attributes, known.owner)
+                description = f"the attributes of {with_article(type(known.owner).__qualname__)} in this thread"
+                self._values.read((id(known.owner), "__dict__"), read, (known.table,), description, "")
         for function in self._executed.cached:
             self._reads_of(function)
         for root in snapshot.roots:
             if kind_of(type(root)) in (ObjectKind.BINDING, ObjectKind.CLASS):  # a method, perhaps of a class
                 self._values.value(root, "the step or its arguments", "")
-        for cls, names in list(self._values.classes.items()):  # attributes that objects share, methods among them
+        for cls, names in list(self._values.classes.items()):  # attributes of classes, methods among them
             self._values.of_class(cls, names)
 
     def _functions(self, recording: Recording) -> None:
@@ -121,24 +121,26 @@ class GuardSources:
                 if not name.startswith("__"):
                     self._values.name(table, name, value, describe_global(table))
         if not _PRINTS_ARRAYS.isdisjoint(self._executed.modules):
-            self._values.read("numpy prints", _numpy_print_options, _numpy_print_options(), "how NumPy prints", "")
+            self._values.read("numpy prints", _numpy_print_options, _numpy_print_options(), "NumPy's print options", "")
         if not _READS_ENVIRONMENT.isdisjoint(self.ran) or {"environ", "getenv"} & self._executed.mentioned:
             self._values.read(
-                "environ", mutable_state.environment, snapshot.environment, "what is in os.environ", "environ"
+                "environ", mutable_state.environment, snapshot.environment, "the content of os.environ", "environ"
             )
         self.sets_filters = not _SETS_FILTERS.isdisjoint(self._executed.mentioned)
         if self.sets_filters or not _READS_FILTERS.isdisjoint(self.ran):
-            self._values.read("filters", mutable_state.filters, snapshot.filters, "the filters of warnings", "filters")
+            self._values.read("filters", mutable_state.filters, snapshot.filters, "the warning filters", "filters")
         elif recording.outside.warns or {"np", "numpy"} & self._executed.mentioned:
-            what, before = "which warnings are errors", mutable_state.raising(snapshot.filters)
+            description, before = "which warnings are errors", mutable_state.raising(snapshot.filters)
             self._values.read(
-                "filters", lambda: mutable_state.raising(mutable_state.filters()), before, what, "filters"
+                "filters", lambda: mutable_state.raising(mutable_state.filters()), before, description, "filters"
             )
-        for module in sorted(recording.outside.kept):
-            self._values.read(module, KEPT[module], KEPT[module](), f"what {module.strip('_')} keeps", "")
+        for module in sorted(recording.outside.process_state):
+            self._values.read(
+                module, PROCESS_STATE[module], PROCESS_STATE[module](), f"the state of {module.strip('_')}", ""
+            )
 
     def _reads_of(self, function: types.FunctionType) -> None:
-        """What a function that did not run may read of objects."""
+        """Guard what a function that did not run may read of objects."""
         names = [name for code in bytecode.with_inner(function.__code__) for name in bytecode.global_names(code)]
         held = [self._values.before(function.__globals__).get(name) for name in names]
         held += [cell_content(cell) for cell in function.__closure__ or ()]
@@ -164,22 +166,22 @@ class GuardSources:
         before = known[1] if known is not None else MISSING
         if self.updates.is_only_updated((id(cell), None), before, uses):
             return
-        what = f"the variable {name} that {function.__qualname__} uses"
-        self._values.cells[id(cell)] = CellGuard(cell, before, what, name)
+        description = f"the variable {name} that {function.__qualname__} uses"
+        self._values.cells[id(cell)] = CellGuard(cell, before, description, name)
         if not self.updates.collects(before, uses):
-            self._values.value(before, what, name)
+            self._values.value(before, description, name)
 
     def _attributes(self, recording: Recording) -> None:
         snapshot = self._snapshot
         for (_, name), (owner, sites) in list(recording.reads.items()):
-            if id(owner) not in snapshot.seen:  # made in the step
+            if id(owner) not in snapshot.seen:  # created in the step
                 continue
             if isinstance(owner, (logging.Handler, logging.Formatter)) and all(map(_is_of_logging, sites)):
-                continue  # it decides what is written
+                continue  # affects only what is logged
             uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
             self._values.of_object(owner)
             if isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name):
-                if any(not _is_closed_file(code) or code.co_name in _TELL_ALL for code, _ in sites):
+                if any(not _is_closed_file(code) or code.co_name in _READ_STATE for code, _ in sites):
                     self._of_optimizer(owner, name)
                 continue
             self._values.classes.setdefault(type(owner), set()).add(name)
@@ -189,7 +191,7 @@ class GuardSources:
                 if table is not None and not isinstance(owner, torch.nn.Module):
                     self._values.all_of(table, describe)
                 continue
-            if type(owner) in recording.computed or name in _OF_ALL_ATTRIBUTES:
+            if type(owner) in recording.computed or name in _READ_ALL_ATTRIBUTES:
                 self._any_attribute(owner)
             slotted = snapshot.slotted.get(id(owner))
             if slotted is not None and name in slotted.names:
@@ -205,7 +207,7 @@ class GuardSources:
             if not self.updates.is_only_updated((id(table), name), before, uses):
                 self._values.name(table, name, before, describe, uses)
 
-        if self._executed.reads_past_classes:  # nobody has noted which
+        if self._executed.reads_past_classes:  # these reads are not recorded
             for known in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
                 if not is_installed(module_of_class(type(known.owner))):
                     self._any_attribute(known.owner)
@@ -224,7 +226,7 @@ class GuardSources:
             self._values.all_of(table, describe)
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:
-        """Code of the user's reads what `optimizers.py` watches, for its own purposes."""
+        """Guard what user code reads of an optimizer that `optimizers.py` otherwise handles."""
         kind = with_article(type(optimizer).__qualname__)
         if name == "defaults":
             self._values.value(optimizer.defaults, f"the defaults of {kind}", name)
@@ -235,7 +237,7 @@ class GuardSources:
             self._values.read((id(optimizer), name), read, flat(before[id(optimizer)]), f"the {name} of {kind}", name)
 
     def _imported(self, name: str, code: types.CodeType) -> None:
-        """A module that code imports, each time that it runs."""
+        """Guard a module that code imports whenever it runs."""
         if is_closed(name) or is_ours(name) or is_installed(name):
             return
         module = sys.modules.get(name, MISSING)
@@ -246,31 +248,32 @@ class GuardSources:
         else:
             self._values.value(module, f"the module {name}", name)
 
-    # -- what effects find out --
+    # -- found by effects --
 
     def guard_content(self, container: Any) -> None:
-        """The step has changed what is in it, though it was seen to read nothing there: what was there counts."""
+        """Guard a container that the step has changed although no read of it was recorded."""
         self._values.looked_at.discard(id(container))
         self._values.value(container, f"{with_article(type(container).__qualname__)} that the step changes", "")
 
     def guard_collection(self, container: Any, before: list) -> None:
-        """It is only added to; but what a set holds already is not added, and a deque may be full of it."""
+        """Guard a container that is only added to: an item that a set already holds is not added, and a deque may be
+        full."""
         kind = with_article(type(container).__qualname__)
         if isinstance(container, set):
             held = set(before)
-            what = f"what {kind} holds that the step adds to"
-            self._values.read((id(container), "members"), lambda: held <= set(container), True, what, "")
+            description = f"the items of {kind} that the step adds to"
+            self._values.read((id(container), "members"), lambda: held <= set(container), True, description, "")
         elif getattr(container, "maxlen", None) is not None and len(before) == container.maxlen:
             if all(map(operator.is_, items_of(container), before)):
                 self.guard_content(container)
 
     def guard_number(self, place: tuple) -> None:
-        """A number whose own update cannot be repeated counts like any other."""
+        """Guard a number whose update cannot be repeated."""
         before, _, _ = self.updates.numbers.pop(place)
         where, name = place
         if where in self._snapshot.cells:
             cell, _ = self._snapshot.cells[where]
-            self._values.cells[where] = CellGuard(cell, before, "a variable that the step counts in", "")
+            self._values.cells[where] = CellGuard(cell, before, "a variable that the step updates", "")
         elif where in self._snapshot.slotted:
             owner = self._snapshot.slotted[where].owner
             self._values.read(place, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
@@ -279,19 +282,19 @@ class GuardSources:
             describe = describe_global(known.table) if known.kind == "globals" else describe_attribute(known.owner)
             self._values.name(known.table, name, before, describe)
 
-    # -- what there is to watch for at each call --
+    # -- the result --
 
     def guards(self, state_of_generators: list[Any], weights: set[int]) -> GuardSet:
-        """Everything is collected: the guards to check at each call.
+        """The guards to check at each call, once everything is collected.
 
         Args:
-            state_of_generators: as `generators()` gave it before the trace.
-            weights: the ids of tensors whose gradients others watch.
+            state_of_generators: the result of `generators()` before the trace.
+            weights: the ids of tensors whose gradients are guarded elsewhere.
         """
-        asked = {name for name, words in _ASK_OF_GENERATORS.items() if not words.isdisjoint(self._executed.mentioned)}
+        asked = {name for name, words in _GENERATOR_METHODS.items() if not words.isdisjoint(self._executed.mentioned)}
         for (name, read), before in zip(_GENERATORS.items(), state_of_generators, strict=True):
             if read() != before or name in asked:
-                self._values.read(name, read, before, f"the state of the random generator of Python's {name}", name)
+                self._values.read(name, read, before, f"the state of {name}'s random generator", name)
         for where, name, table in self._snapshot.hooks:
             before = self._values.before(table)
             self._values.read(
@@ -308,10 +311,10 @@ class GuardSources:
                 self._values.tables[id(namespace.table)].expected |= namespace.expected
             else:
                 self._values.table(namespace.table, namespace.describe, None).expected = namespace.expected
-        for module, name, old in self._snapshot.module_names.values():  # what was there before the step set it
+        for module, name, old in self._snapshot.module_names.values():  # the former values
             guard = self._values.tables.get(id(vars(module)))
             if guard is not None and name in guard.expected:
-                guard.expected = {**guard.expected, name: old}  # a copy: other guard sets share a namespace's
+                guard.expected = {**guard.expected, name: old}  # a copy, since guard sets share namespaces
         return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
 
 
@@ -326,7 +329,7 @@ def _numbers(groups: Any) -> tuple:
 
 
 def _entries(state: Any) -> tuple:
-    """The entries of an optimizer's state, and for which weights."""
+    """The entries of an optimizer's state, and their weights."""
     tables = [held if isinstance(held, dict) else {None: held} for held in state.values()]
     return (*state, *(part for table in tables for entry in table.items() for part in entry))
 
@@ -335,14 +338,14 @@ def _read_flat(optimizer: torch.optim.Optimizer, name: str, flat: Callable[[Any]
     return flat(getattr(optimizer, name))
 
 
-# PyTorch's methods of optimizers that give all of these.
-_TELL_ALL = {"__repr__", "state_dict", "__getstate__"}
-# Methods, in C, that look at all attributes: `copy` and `pickle` call them.
-_OF_ALL_ATTRIBUTES = {"__reduce__", "__reduce_ex__", "__getstate__", "__replace__"}
+# Methods of PyTorch optimizers that return all of these.
+_READ_STATE = {"__repr__", "state_dict", "__getstate__"}
+# C methods that read all attributes: `copy` and `pickle` call them.
+_READ_ALL_ATTRIBUTES = {"__reduce__", "__reduce_ex__", "__getstate__", "__replace__"}
 
 
 def generators() -> list[Any]:
-    """The states of generators other than PyTorch's, whose draws a trace cannot see."""
+    """The states of generators other than PyTorch's, which a trace cannot capture."""
     return [read() for read in _GENERATORS.values()]
 
 
@@ -363,20 +366,20 @@ def _set_numpy_state(state: tuple) -> None:
     np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
 
 
-# PyTorch's own are part of the Program.
+# PyTorch's generators are part of the Program.
 _GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
-# Methods that ask for the state, or set one that may be there already.
-_ASK_OF_GENERATORS = {"random": {"seed", "setstate", "getstate"}, "numpy": {"seed", "set_state", "get_state"}}
+# Methods that read the state, or set it.
+_GENERATOR_METHODS = {"random": {"seed", "setstate", "getstate"}, "numpy": {"seed", "set_state", "get_state"}}
 _SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "numpy": _set_numpy_state}
 
 
-_PRINTS_ARRAYS = {"numpy._core.arrayprint", "numpy.core.arrayprint"}  # the latter before NumPy 2
+_PRINTS_ARRAYS = {"numpy._core.arrayprint", "numpy.core.arrayprint"}  # the latter is of NumPy 1
 
 
-# Code that looks at what is in `os.environ`, and at the filters of warnings.
+# Code that reads `os.environ`, and the warning filters.
 _READS_ENVIRONMENT = {f.__code__ for f in vars(type(os.environ)).values() if isinstance(f, types.FunctionType)}
 _READS_FILTERS = {warnings.catch_warnings.__enter__.__code__}
-# Of the user's code: what modules set as they are imported is not the step's.
+# In user code: filters that modules set on import are not part of the step.
 _SETS_FILTERS = {"filters", "simplefilter", "filterwarnings", "resetwarnings"}
 
 
@@ -385,7 +388,7 @@ def _numpy_print_options() -> str:
 
 
 def _is_generated(code: types.CodeType, table: dict) -> bool:
-    """Whether it is a module's top-level code, or a named tuple's."""
+    """Whether it is a module's top-level code, or that of a named tuple."""
     return code.co_name == "<module>" or str(table.get("__name__")).startswith("namedtuple_")
 
 
@@ -395,5 +398,5 @@ def _is_of_logging(site: Site) -> bool:
 
 
 def _is_closed_file(code: types.CodeType) -> bool:
-    """Whether code is PyTorch's or ours."""
+    """Whether code belongs to PyTorch or to the runtime."""
     return is_closed_code(code, {"__name__": None}) or f"{os.sep}torch{os.sep}" in code.co_filename

@@ -1,8 +1,8 @@
 """Guards on names that a step sets or deletes without changing them.
 
-`model.train()` of a model that trains, `trainer.mode = "fast"` where that is what it is: no call needs to do this, as
-long as it is so when the call begins. So they are guarded as if they were read. What a step changes is no matter of
-this: each call changes it (`effects.py`).
+An example is `model.train()` for a model that is in training mode already: later calls need not repeat it, as long as
+the state is the same when they begin. So the names are guarded as if they were read. Changes are repeated at each call
+(`effects.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .value_guards import Values
 
 
 def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Executed, values: Values) -> None:
-    """Guard what the step has stored without a change; to be called before its effects are undone."""
+    """Guard what the step has stored without a change. Call it before the step's effects are undone."""
     stores = _Stores(snapshot, values)
     for code, table in executed.code:
         names, variables = bytecode.stored_names(code)
@@ -38,11 +38,11 @@ def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Execu
     for module, name, _ in snapshot.module_names.values():
         stores.name(vars(module), name, describe_global(vars(module)))
     for (_, attribute), (owner, _) in recording.stores.items():
-        if id(owner) in snapshot.seen:  # else the step has made it
+        if id(owner) in snapshot.seen:  # else created in the step
             method = type(owner).__setattr__
             translates = isinstance(method, types.FunctionType) and not is_closed(method.__module__)
             stores.attribute(owner, None if translates else attribute)
-    # Nobody has noted which, at least where the class is not instrumented.
+    # These stores are not recorded, at least where the class is not instrumented.
     attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
     if executed.stores_past_classes or recording.outside.sets_by_string:
         for known in attributes:
@@ -57,7 +57,7 @@ def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Execu
 
 
 def _stores_are_recorded(cls: type) -> bool:
-    """Whether all stores of its objects' attributes are recorded."""
+    """Whether all attribute stores of its instances are recorded."""
     return can_be_instrumented(cls) and cls is not types.SimpleNamespace
 
 
@@ -68,14 +68,14 @@ class _Stores:
         self._counted = values.updates.numbers
 
     def name(self, table: dict, name: str, describe: Callable[[Any], str]) -> None:
-        """In a dict."""
+        """Guard a name in a dict."""
         known = self._snapshot.module_names.get((id(table), name))
         before = known[2] if known is not None else self._values.before(table).get(name, MISSING)
         if table.get(name, MISSING) is before and (id(table), name) not in self._counted:
             self._values.table(table, describe, None).expected.setdefault(name, before)
 
     def table(self, known: DictSnapshot) -> None:
-        """Any name of an object's, or a class's."""
+        """Guard all names of an object or a class."""
         describe = describe_attribute(known.owner)
         for name in list(known.table):
             if isinstance(name, str) and not name.startswith("__"):
@@ -83,14 +83,14 @@ class _Stores:
                     self.name(known.table, name, describe)
 
     def variable(self, cell: types.CellType, name: str, function: types.FunctionType) -> None:
-        """Of an enclosing function."""
+        """Guard a variable of an enclosing function."""
         known = self._snapshot.cells.get(id(cell))
         if known is not None and known[1] is cell_content(cell) and (id(cell), None) not in self._counted:
-            what = f"the variable {name} that {function.__qualname__} sets"
-            self._values.cells.setdefault(id(cell), CellGuard(cell, known[1], what, name))
+            description = f"the variable {name} that {function.__qualname__} sets"
+            self._values.cells.setdefault(id(cell), CellGuard(cell, known[1], description, name))
 
     def attribute(self, owner: Any, name: str | None) -> None:
-        """Of an object; None if any may have been set."""
+        """Guard an attribute of an object; all of them if `name` is None."""
         describe = describe_attribute(owner)
         slotted = self._snapshot.slotted.get(id(owner))
         for slot, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():

@@ -1,5 +1,5 @@
-"""Counters that only their own updates read (`n += 1`), and collections that are only appended to: a change of them is
-no reason to retrace.
+"""Counters that are read only to be updated (`n += 1`), and collections that are only appended to: changes of these
+need no retrace.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _NUMBERS = (int, float)
 
 
 class Updates:
-    """What a step updates and does not read otherwise.
+    """What a step updates and does not otherwise read.
 
     Attributes:
-        numbers: by the id of their dict or cell and their name.
+        numbers: by the id of their dict or cell and their name, numbers with their updates.
     """
 
     def __init__(self, looked_at: set[int]) -> None:
-        """`looked_at` has the ids of what the step is known to read."""
+        """`looked_at` has the ids of the objects that the step is known to read."""
         self.numbers: dict[tuple[int, Any], tuple[Any, list[Update], bool]] = {}
         self._collected: dict[int, Any] = {}  # by id, the collections that were only added to
-        # By id, dicts and lists whose numbers only their own updates have read, with these by key.
+        # By id, dicts and lists whose numbers are read only by their own updates, with these by key.
         self._counted: dict[int, tuple[Any, dict[Any, list[Update]]]] = {}
         self._looked_at = looked_at
 
@@ -40,7 +40,7 @@ class Updates:
         return True
 
     def collects(self, before: Any, uses: list[Use] | None) -> bool:
-        """Whether a collection is only appended to, or only counted in."""
+        """Whether a collection is only appended to, or only has numbers updated in it."""
         kind = kind_of(type(before))
         if (
             uses
@@ -58,8 +58,8 @@ class Updates:
         return False
 
     def item_updates(self, container: Any, before: Any, now: Any) -> list[tuple[Any, tuple]] | None:
-        """If the step does nothing with a dict or a list but count in it: the keys of the items that have changed, each
-        with what `numbers` holds of a number."""
+        """The keys of the changed items of a dict or a list, each with what `numbers` holds of a number, if the step
+        only updates numbers in it."""
         if id(container) not in self._counted or id(container) in self._looked_at:
             return None
         updates = self._counted[id(container)][1]

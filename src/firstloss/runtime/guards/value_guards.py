@@ -1,4 +1,4 @@
-"""Make guards of what a step reads, and of what is reached through it."""
+"""Makes guards of what a step reads, and of everything reached from there."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Values:
 
     Attributes:
         tables, lists, cells, functions, reads: the guards, by what they guard.
-        objects: by id, those whose class counts.
-        leaves: by id, tensors, for what PyTorch keeps beside their content.
-        classes: with the names that are looked up on their objects.
-        looked_at: the ids of all that guards were made of.
-        updates: what decides nothing.
-        unwatched: what is too large to be compared at each call, by name, and as people say it.
-        unwatchable: what nobody can tell of whether it has changed.
-        weak: something is held by a weak reference, and may be gone.
+        objects: by id, objects whose class is guarded.
+        leaves: by id, tensors whose properties are guarded.
+        classes: the classes of these objects, with the names that are read on the objects.
+        looked_at: the ids of everything that was guarded.
+        updates: updates that the step does not depend on.
+        unwatched: containers that are too large to be compared at each call, by name, with a description.
+        unwatchable: objects whose changes cannot be detected, by id, each with a description.
+        weak: something is held by a weak reference, which may expire.
     """
 
     def __init__(self, snapshot: Snapshot, executed: Executed) -> None:
@@ -84,7 +84,7 @@ class Values:
         self.looked_at: set[int] = set()
         self.updates = Updates(self.looked_at)
         self._classes_seen: set[tuple[type, int]] = set()
-        self._in_class = 0  # what a class or an installed package holds is code, and no state of the step's
+        self._in_class = 0  # the contents of classes and installed packages are code, and not the step's state
 
     def before(self, table: dict) -> dict:
         known: DictSnapshot | None = self._snapshot.tables.get(id(table))
@@ -105,7 +105,7 @@ class Values:
         if before is not MISSING and not self.updates.collects(before, uses or [None]):
             self.value(before, describe(name), name)
 
-    def value(self, value: Any, what: str, name: str) -> None:
+    def value(self, value: Any, description: str, name: str) -> None:
         """Guard the content of a value that was read, and what is reached through it."""
         kind = kind_of(type(value))
         if kind is ObjectKind.LEAF or id(value) in self.looked_at:
@@ -115,9 +115,9 @@ class Values:
             self.leaves[id(value)] = value
             self._tensor_attributes(value)
             return
-        inside = f"what is in {what}"
+        inside = f"the content of {description}"
         if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
-            self._container(value, kind, what, inside, name)
+            self._container(value, kind, description, inside, name)
         elif kind is ObjectKind.FUNCTION:
             if not is_closed_function(value):
                 self.definition(value)
@@ -127,36 +127,36 @@ class Values:
                 self.read(id(value), read, reading, inside, name)
             if isinstance(value, WEAK) and may_expire(value):
                 self.weak = True
-                self.unwatchable[id(value)] = (value, f"{what}, by a weak reference")
+                self.unwatchable[id(value)] = (value, f"{description} (a weak reference)")
                 return
             for part in referents(value):
-                self.value(part, what, name)
+                self.value(part, description, name)
             if isinstance(value, functools.partial):
-                self._in_c(value, ("func", "args", "keywords"), what, name)
+                self._in_c(value, ("func", "args", "keywords"), description, name)
             if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
-                self._cached(value, f"what {what} has cached", name)
+                self._cached(value, f"the cached results of {description}", name)
         elif kind is ObjectKind.CELL:
             known = self._snapshot.cells.get(id(value))
             if known is not None:
-                self.cells.setdefault(id(value), CellGuard(value, known[1], what, name))
-                self.value(known[1], what, name)
+                self.cells.setdefault(id(value), CellGuard(value, known[1], description, name))
+                self.value(known[1], description, name)
         elif kind is ObjectKind.CLASS:
             if not is_closed_class(value):
                 self.of_class(value, set())
             if isinstance(value, abc.ABCMeta):
                 token = abc.get_cache_token
-                self.read("abc", token, token(), "what is registered of abstract base classes", name)
+                self.read("abc", token, token(), "the registry of abstract base classes", name)
         elif kind is ObjectKind.MODULE:
             if not is_closed(value.__name__) and not is_installed(value.__name__):
                 self.some(vars(value), describe_global(vars(value)))
             elif is_closed(value.__name__) and not is_ours(value.__name__):
-                self._of_library(vars(value))
+                self._library_module(vars(value))
         elif kind is ObjectKind.OPAQUE:
-            self._opaque(value, what, inside, name)
+            self._opaque(value, description, inside, name)
         elif kind is ObjectKind.OURS:
             self._ours(value)
         elif kind is ObjectKind.UNKNOWN and not self._in_class:
-            self.unwatchable[id(value)] = (value, what)
+            self.unwatchable[id(value)] = (value, description)
         if kind in (
             ObjectKind.INSTANCE,
             ObjectKind.DICT,
@@ -164,19 +164,19 @@ class Values:
             ObjectKind.SET,
             ObjectKind.DEQUE,
         ) and is_python_class(type(value)):
-            if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):  # of which not all counts: `of_object`
+            if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):  # see `of_object`
                 self.objects.setdefault(id(value), value)
             self.classes.setdefault(type(value), set())
         if isinstance(value, BaseException):
             fields: Any = type(value)
-            self._in_c(value, _fields_in_c(fields), what, name)
+            self._in_c(value, _fields_in_c(fields), description, name)
         if kind is ObjectKind.INSTANCE and not _reads_are_recorded(type(value)):
             table = own_attributes(value)
             if table is not None:
                 self.some(table, describe_attribute(value), all_of_them=True)
 
-    def _of_library(self, table: dict) -> None:
-        """A module of Python's own library, PyTorch or NumPy, in which user code may have set or replaced something."""
+    def _library_module(self, table: dict) -> None:
+        """A module of the standard library, PyTorch or NumPy, in which user code may have set or replaced something."""
         expected = self.table(table, describe_global(table), None).expected
         for name in self._executed.mentioned:
             found = undisguised(table.get(name, MISSING))
@@ -184,25 +184,25 @@ class Values:
             if table is vars(sys) and name in SETTINGS_OF_SYS or isinstance(found, types.ModuleType):
                 self.value(found, f"{table.get('__name__')}.{name}", name)
 
-    def _cached(self, function: Any, what: str, name: str) -> None:
-        """The results cached by a function behind `lru_cache`. Those of this trace could not be copied before it: the
-        step is traced once more."""
+    def _cached(self, function: Any, description: str, name: str) -> None:
+        """The cached results of a function behind an `lru_cache`. Those that this trace has added could not be copied
+        before it, so the step is traced again."""
         found = lru_caches.results(function)
         new = any(kind_of(type(r)) is not ObjectKind.LEAF and not self._snapshot.holds(r) for r in found)
-        self.read(id(function), lru_caches.unchanged(function), not new, what, name)
+        self.read(id(function), lru_caches.unchanged(function), not new, description, name)
         for result in found:
-            self.value(result, what, name)
+            self.value(result, description, name)
 
-    def _container(self, value: Any, kind: ObjectKind, what: str, inside: str, name: str) -> None:
+    def _container(self, value: Any, kind: ObjectKind, description: str, inside: str, name: str) -> None:
         large = mutable_state.unwatched(value)
         if large is not None and name:
-            self.unwatched.append((name, f"{what}, {large}"))
+            self.unwatched.append((name, f"{description}, {large}"))
         if kind is ObjectKind.DICT:
             if isinstance(value, defaultdict):
                 factory = operator.attrgetter("default_factory")
                 key = (id(value), "default_factory")
-                self.read(key, functools.partial(factory, value), factory(value), f"the factory of {what}", name)
-                self.value(factory(value), what, name)
+                self.read(key, functools.partial(factory, value), factory(value), f"the factory of {description}", name)
+                self.value(factory(value), description, name)
             before = self.before(value)
             if id(value) not in self._snapshot.opaque:
                 guard = self.table(value, lambda key: inside, name)
@@ -226,7 +226,7 @@ class Values:
             if len(items) > mutable_state.LARGEST:
                 return
         for item in items:
-            self.value(item, what, name)
+            self.value(item, description, name)
 
     def _ours(self, value: Any) -> None:
         """An object of this package: its plain attributes, except those that the step changes."""
@@ -236,30 +236,31 @@ class Values:
         expected.update({k: v for k, v in before.items() if same(v, table.get(k, MISSING))})
         expected.update(dict.fromkeys(self._executed.mentioned - table.keys(), MISSING))
 
-    def _in_c(self, value: Any, names: tuple[str, ...], what: str, name: str) -> None:
-        """Attributes that are not names in a dict: the objects, and their content."""
+    def _in_c(self, value: Any, names: tuple[str, ...], description: str, name: str) -> None:
+        """Attributes that are stored in C rather than in a dict: the objects, and their contents."""
         read = functools.partial(_attributes, value, names)
-        self.read((id(value), names), read, read(), f"what is in {what}", name)
+        self.read((id(value), names), read, read(), f"the content of {description}", name)
         for content in read():
             if content is not MISSING:
-                self.value(content, what, name)
+                self.value(content, description, name)
 
-    def _opaque(self, value: Any, what: str, inside: str, name: str) -> None:
+    def _opaque(self, value: Any, description: str, inside: str, name: str) -> None:
         large = mutable_state.unwatched(value)
         if large is not None and name:
-            self.unwatched.append((name, f"{what}, {large}"))
+            self.unwatched.append((name, f"{description}, {large}"))
         known = self._snapshot.opaque.get(id(value))
         if known is not None:
             self.read(id(value), known[1], known[2], inside, name)
         for part in mutable_state.inside(value):
-            self.value(part, what, name)
+            self.value(part, description, name)
 
     def some(self, table: dict, describe: Callable[[Any], str], all_of_them: bool = False) -> None:
-        """Of an object whose reads are not noted one by one: the attributes that the code mentions, or may."""
+        """For an object whose reads are not recorded one by one: the attributes that the code mentions, or all if it
+        may read any."""
         before = self.before(table)
         all_of_them = all_of_them or self._executed.any_attribute
         for name in before if all_of_them else self._executed.mentioned & before.keys():
-            if name not in _OF_EVERY_MODULE:
+            if name not in _IMPLICIT_MODULE_NAMES:
                 self.name(table, name, before[name], describe)
         guard = self.table(table, describe, None)
         guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
@@ -277,13 +278,13 @@ class Values:
         if known is not None:
             self.some(known.table, lambda key: f"the attribute {key} of a tensor")
 
-    def read(self, key: Any, read: Any, expected: Any, what: str, name: str) -> None:
+    def read(self, key: Any, read: Any, expected: Any, description: str, name: str) -> None:
         if read is not None and key not in self.reads:
             place = key if type(key) is int else key[0] if type(key) is tuple else 0
-            self.reads[key] = ReadGuard(read, expected, what, name, place)
+            self.reads[key] = ReadGuard(read, expected, description, name, place)
 
     def of_object(self, owner: Any) -> None:
-        """Guard an object of which something is read."""
+        """Guard an object of which something was read."""
         if id(owner) in self.objects:
             return
         self.objects[id(owner)] = owner
@@ -308,19 +309,19 @@ class Values:
         name = function.__name__
         known = self._snapshot.definitions.get(id(function))
         before = definition(function) if known is None else known[1]
-        what = f"the code of {function.__qualname__} or its default arguments"
-        for told in _TOLD & self._executed.mentioned:
-            read = functools.partial(operator.attrgetter(told), function)
-            self.read((id(function), told), read, read(), f"{told} of {function.__qualname__}", told)
-            self.value(read(), f"{told} of {function.__qualname__}", told)
+        description = f"the code of {function.__qualname__} or its default arguments"
+        for attribute in _FUNCTION_METADATA & self._executed.mentioned:
+            read = functools.partial(operator.attrgetter(attribute), function)
+            self.read((id(function), attribute), read, read(), f"{attribute} of {function.__qualname__}", attribute)
+            self.value(read(), f"{attribute} of {function.__qualname__}", attribute)
         if "__globals__" in self._executed.mentioned:
             self.some(function.__globals__, describe_global(function.__globals__), all_of_them=True)
-        if not _LOOKS_AT_VARIABLES.isdisjoint(self._executed.mentioned):
+        if not _READS_CELLS.isdisjoint(self._executed.mentioned):
             for cell in function.__closure__ or ():
                 self.value(cell, f"a variable that {function.__qualname__} uses", "")
         if id(function.__dict__) in self._snapshot.tables:
             self.some(function.__dict__, describe_attribute(function))
-        self.functions[id(function)] = FunctionGuard(function, before, what, name)
+        self.functions[id(function)] = FunctionGuard(function, before, description, name)
         positional, defaults = before[0].co_varnames[: before[0].co_argcount], before[1] or ()
         for name, default in (
             *zip(positional[len(positional) - len(defaults) :], defaults, strict=True),
@@ -335,11 +336,11 @@ class Values:
             return
         if not is_closed_class(cls) and not is_installed(module_of_class(cls)):
             bases = operator.attrgetter("__mro__")
-            what = f"the base classes of {cls.__qualname__}"
-            self.read((id(cls), "__mro__"), functools.partial(bases, cls), cls.__mro__, what, "__bases__")
-            for told in _TOLD_OF_CLASSES & self._executed.mentioned:
-                read = functools.partial(operator.attrgetter(told), cls)
-                self.read((id(cls), told), read, read(), f"{told} of {cls.__qualname__}", told)
+            description = f"the base classes of {cls.__qualname__}"
+            self.read((id(cls), "__mro__"), functools.partial(bases, cls), cls.__mro__, description, "__bases__")
+            for attribute in _CLASS_METADATA & self._executed.mentioned:
+                read = functools.partial(operator.attrgetter(attribute), cls)
+                self.read((id(cls), attribute), read, read(), f"{attribute} of {cls.__qualname__}", attribute)
         self._in_class += 1
         for base in (*cls.__mro__, *type.mro(type(cls))):
             self._base(base, names)
@@ -357,18 +358,18 @@ class Values:
             describe = describe_attribute(base)
             guard = self.table(table, describe, None)
             installed = is_installed(module_of_class(base))
-            told = OF_FIELDS if self._executed.may_read_fields else ()
+            attribute = OF_FIELDS if self._executed.may_read_fields else ()
             for name in before:
                 if installed and (name in names or _is_operator(name)):
                     guard.expected.setdefault(name, before[name])
-                elif name in names or name in self._executed.mentioned or _is_operator(name) or name in told:
+                elif name in names or name in self._executed.mentioned or _is_operator(name) or name in attribute:
                     self.name(table, name, before[name], describe)
-            missing = names | (_GIVEN_TO_OTHERS if installed else self._executed.mentioned | _OPERATORS)
+            missing = names | (_SET_ON_PACKAGE_CLASSES if installed else self._executed.mentioned | _OPERATORS)
             for name in missing - before.keys():
                 guard.expected.setdefault(name, MISSING)
 
     def _closed_base(self, base: type, names: set[str]) -> None:
-        """A class of PyTorch's, or of Python's own library, of which somebody may replace a method."""
+        """A class of PyTorch or the standard library, in which a method may be replaced."""
         if not is_python_class(base):
             return
         table = class_table(base)
@@ -384,19 +385,19 @@ def _attributes(value: Any, names: tuple[str, ...]) -> tuple:
 
 
 def _reads_are_recorded(cls: type) -> bool:
-    """Whether all that is read of its objects' attributes is noted; what a `SimpleNamespace` does in C is of that class
-    alone."""
+    """Whether all attribute reads of its instances are recorded. For a `SimpleNamespace`, the C part does that for the
+    class itself and not for subclasses."""
     return can_be_instrumented(cls) and (cls is types.SimpleNamespace or not issubclass(cls, types.SimpleNamespace))
 
 
 def _reading_of(container: Any, items: Any) -> Any:
-    """What `contents.reader` would have given when these were its items."""
+    """The result of `mutable_state.reader` if these were the container's items."""
     if isinstance(container, set):
         return mutable_state.reader(set(items))()  # type: ignore[misc]
     return mutable_state.reader(list(items))()  # type: ignore[misc]
 
 
-# The names by which Python looks, in a class, for what operators and statements do: a class has only some of them.
+# The names that Python looks up in a class for operators and statements.
 _OPERATORS = {
     *(name for kind in (object, type, int, float, list, dict, set, str, bytes, property, memoryview, io.StringIO)
       for name in dir(kind) if name.startswith("__") and callable(getattr(kind, name, None))),
@@ -407,12 +408,12 @@ _OPERATORS = {
     "__match_args__", "__matmul__", "__missing__", "__mro_entries__", "__rmatmul__", "__set__", "__set_name__",
     "__subclasscheck__", "__torch_dispatch__", "__torch_function__",
 } - {"__class__"}  # fmt: skip
-# Those of them that a package's class may be given.
-_GIVEN_TO_OTHERS = {"__call__", "__getattr__", "__getattribute__"}
+# Those that may be set on classes of installed packages.
+_SET_ON_PACKAGE_CLASSES = {"__call__", "__getattr__", "__getattribute__"}
 
 
 def _is_operator(name: Any) -> bool:
-    return isinstance(name, str) and name.startswith("__") and name.endswith("__") and name not in _NO_OPERATORS
+    return isinstance(name, str) and name.startswith("__") and name.endswith("__") and name not in _NOT_OPERATORS
 
 
 @functools.cache
@@ -424,11 +425,16 @@ def _fields_in_c(cls: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__traceback__"))
 
 
-# What Python's own machinery looks up in modules.
-_OF_EVERY_MODULE = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
-_LOOKS_AT_VARIABLES = {"__closure__", "cell_contents", "getclosurevars"}
-_TOLD_OF_CLASSES = {"__name__", "__qualname__"}
-_TOLD = {"__doc__", "__name__", "__qualname__", "__annotations__"}  # of functions, beside code and defaults
-_NO_OPERATORS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
+# Names that Python itself looks up in every module.
+_IMPLICIT_MODULE_NAMES = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
+_READS_CELLS = {"__closure__", "cell_contents", "getclosurevars"}
+_CLASS_METADATA = {"__name__", "__qualname__"}
+_FUNCTION_METADATA = {
+    "__doc__",
+    "__name__",
+    "__qualname__",
+    "__annotations__",
+}  # of functions, besides code and defaults
+_NOT_OPERATORS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
                  "__slots__", "__qualname__", "__dataclass_fields__", "__orig_bases__",
                  "__parameters__", "__firstlineno__", "__static_attributes__"}  # fmt: skip

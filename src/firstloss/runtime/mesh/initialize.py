@@ -1,4 +1,4 @@
-"""Join the processes of the run."""
+"""Joining of the processes of a run."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .launchers import LaunchedProcess
 
 
 def join(launch: LaunchedProcess, version: str, timeout: int, heartbeat: int) -> None:
-    """Wait for all processes, and see that they run the same versions; `version` is Firstloss'.
+    """Wait for all processes, and check that they run the same versions; `version` is Firstloss's.
 
-    If they do not all come in time, this process ends: JAX's client does so, without saying what has been waited for.
+    If they do not all join in time, this process is killed with a message. (JAX's client would do so without one.)
 
     Raises:
-        BackendError: if they do not run the same.
+        BackendError: if they run different versions.
     """
     who = f"process {launch.number} of {launch.processes}"
 
     def late() -> None:
         sys.stderr.write(
             f"firstloss: {who} ({launch.launcher}) has waited {timeout} s for the others at {launch.coordinator}, and "
-            "not all have come. Look whether each has been started, and whether that address can be reached from it; "
+            "not all have joined. Check that each has been started and can reach that address; "
             "fl.distributed.initialize(timeout=...) waits longer.\n"
         )
         sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)  # this thread cannot end the wait of the other otherwise
+        os.kill(os.getpid(), signal.SIGKILL)  # there is no other way to end the main thread's wait
 
     timer = threading.Timer(timeout, late)
     timer.daemon = True
@@ -54,17 +54,17 @@ def join(launch: LaunchedProcess, version: str, timeout: int, heartbeat: int) ->
     client.key_value_set(f"firstloss/versions/{launch.number}", versions(version))
     keys = [f"firstloss/versions/{number}" for number in range(launch.processes)]
     first, *others = [client.blocking_key_value_get(key, timeout * 1000) for key in keys]
-    differing = [(i, theirs) for i, theirs in enumerate(others, 1) if theirs != first]
+    differing = [(i, other) for i, other in enumerate(others, 1) if other != first]
     if differing:
-        number, theirs = differing[0]
+        number, other = differing[0]
         raise BackendError(
-            f"{who}: the processes run other versions: process 0 has {first}, and process {number} {theirs}"
+            f"{who}: the processes run different versions: process 0 has {first}, but process {number} has {other}"
             + (f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else "")
-            + ". Install the same in all of them."
+            + ". Install the same versions for all of them."
         )
 
 
 def versions(version: str) -> str:
-    """Of what this process runs."""
+    """The versions that this process runs."""
     parts = {"firstloss": version, "jax": jax.__version__, "torch": torch.__version__}
     return ", ".join(f"{name} {version}" for name, version in {**parts, "python": platform.python_version()}.items())

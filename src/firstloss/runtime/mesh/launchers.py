@@ -1,4 +1,4 @@
-"""Read the process count, index and coordinator from the environment variables of launchers."""
+"""Process count, index and coordinator from launchers' environment variables."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import NamedTuple
 from ...errors import BackendError
 from ...program.source import here
 
-# SLURM gives no port: one by the job's number, among those that nobody registers.
+# SLURM provides no port: choose one by the job's number, in the dynamic range.
 _PORTS = range(61440, 65536)
 # torchrun's own store is at MASTER_PORT.
-_BESIDE = 1
+_PORT_OFFSET = 1
 
 
 class LaunchedProcess(NamedTuple):
-    """One process of the run.
+    """This process as its launcher describes it.
 
     Attributes:
-        launcher: who has said so.
+        launcher: the launcher's name.
         coordinator: "host:port", where process 0 listens.
-        processes: how many there are.
-        number: which one this is.
+        processes: the number of processes.
+        number: the index of this process.
     """
 
     launcher: str
@@ -32,10 +32,10 @@ class LaunchedProcess(NamedTuple):
 
 
 def launch_of(environ: Mapping[str, str]) -> LaunchedProcess | None:
-    """What the launcher of this process says; None if none has started it, or it alone.
+    """Read the launcher's variables; None without a launcher, or if it started only this process.
 
     Raises:
-        BackendError: if a part of it is missing, or no number.
+        BackendError: if a variable is missing or not a number.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ and "JOB_COMPLETION_INDEX" in environ:
         found = _of_torchrun(environ)
@@ -46,25 +46,25 @@ def launch_of(environ: Mapping[str, str]) -> LaunchedProcess | None:
     if not 0 <= found.number < found.processes:
         raise BackendError(
             f"{here()}: {found.launcher} says that this is process {found.number} of {found.processes}, counted "
-            "from 0. Restart all of them, or give fl.distributed.initialize the numbers."
+            "from 0. Restart all processes, or pass the numbers to fl.distributed.initialize."
         )
     return found if found.processes > 1 else None
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> LaunchedProcess:
-    """torchrun's variables, which Kubeflow sets, too; a Kubernetes Job that is indexed has a name of its own for RANK,
-    and MASTER_ADDR, MASTER_PORT and WORLD_SIZE from whoever wrote the Job."""
+    """torchrun's variables, which Kubeflow sets as well. An indexed Kubernetes Job has another name for RANK, and gets
+    MASTER_ADDR, MASTER_PORT and WORLD_SIZE from the Job's author."""
     index = "RANK" if "RANK" in environ else "JOB_COMPLETION_INDEX"
     launcher = "torchrun" if index == "RANK" else "the Kubernetes Job"
-    port = _number(environ, "MASTER_PORT", launcher) + (_BESIDE if "TORCHELASTIC_RUN_ID" in environ else 0)
-    host = _said(environ, "MASTER_ADDR", launcher)
+    port = _number(environ, "MASTER_PORT", launcher) + (_PORT_OFFSET if "TORCHELASTIC_RUN_ID" in environ else 0)
+    host = _variable(environ, "MASTER_ADDR", launcher)
     return LaunchedProcess(
         launcher, f"{host}:{port}", _number(environ, "WORLD_SIZE", launcher), _number(environ, index, launcher)
     )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> LaunchedProcess:
-    nodes = environ.get("SLURM_STEP_NODELIST") or _said(environ, "SLURM_JOB_NODELIST", "SLURM")
+    nodes = environ.get("SLURM_STEP_NODELIST") or _variable(environ, "SLURM_JOB_NODELIST", "SLURM")
     job = _number(environ, "SLURM_JOB_ID", "SLURM")
     port = _PORTS[job % len(_PORTS)]
     count, index = (_number(environ, name, "SLURM") for name in ("SLURM_NTASKS", "SLURM_PROCID"))
@@ -72,24 +72,24 @@ def _of_slurm(environ: Mapping[str, str]) -> LaunchedProcess:
 
 
 def first_node(nodes: str) -> str:
-    """The first of a list of hosts as SLURM abbreviates it: "gpu1" of "gpu[1-3,7],cpu0"."""
+    """The first host of a list in SLURM's abbreviation: "gpu1" of "gpu[1-3,7],cpu0"."""
     found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
     if found is None:
-        raise BackendError(f"SLURM_STEP_NODELIST={nodes!r} is no list of hosts.")
+        raise BackendError(f"SLURM_STEP_NODELIST={nodes!r} is not a list of hosts.")
     return "".join(part or "" for part in found.groups())
 
 
-def _said(environ: Mapping[str, str], name: str, launcher: str) -> str:
+def _variable(environ: Mapping[str, str], name: str, launcher: str) -> str:
     if not environ.get(name):
         raise BackendError(
-            f"{here()}: {launcher} has started this process, and {name} is not in its environment. Set it, or give "
-            "fl.distributed.initialize the coordinator, the number of processes and this one's."
+            f"{here()}: {launcher} has started this process, but {name} is not in its environment. Set it, or pass "
+            "the coordinator, the number of processes and this one's index to fl.distributed.initialize."
         )
     return environ[name]
 
 
 def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
-    text = _said(environ, name, launcher)
+    text = _variable(environ, name, launcher)
     if not text.isdecimal():
-        raise BackendError(f"{here()}: {launcher} has set {name}={text!r}, which is no number.")
+        raise BackendError(f"{here()}: {launcher} has set {name}={text!r}, which is not a number.")
     return int(text)

@@ -1,9 +1,9 @@
-"""A backend's mesh: which device holds which part of each weight, of its optimizer's state and of the batch.
+"""A backend's mesh: the sharding of each weight, of its optimizer state and of the batch.
 
-Shardings say where arrays are and nothing about what is computed: the step is traced as for one device, and XLA's
-partitioner cuts it. So any sharding gives the same losses, up to the order in which sums are taken.
+Shardings say where arrays are, not what is computed: the step is traced as for one device, and XLA's partitioner
+divides it. So any sharding gives the same losses, up to the order of summation.
 
-Nothing here imports JAX before somebody asks for devices, or for a sharding of JAX's: the first loss needs neither.
+Nothing here imports JAX until devices or JAX's own shardings are needed: the first loss needs neither.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..lazy_jax import process_count
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-# Smaller weights are whole on each device, unless their sharding is said: to gather them costs more than they take.
+# Smaller weights are replicated unless marked otherwise: gathering them would cost more than it saves.
 SMALL = 4096  # elements
 
 
 class MeshSharding:
-    """How arrays are cut over a mesh. A mesh makes one for each spec."""
+    """A sharding on a mesh, made by the mesh once for each spec."""
 
     def __init__(self, mesh: Mesh, spec: shardings.Spec) -> None:
         self._mesh = mesh
@@ -39,7 +39,7 @@ class MeshSharding:
 
     @functools.cached_property
     def named(self) -> NamedSharding:
-        """The same in JAX's words."""
+        """The same as a NamedSharding."""
         from jax.sharding import NamedSharding, PartitionSpec
 
         entries = (entry if entry else None for entry in self._spec)
@@ -47,53 +47,53 @@ class MeshSharding:
 
 
 def named(sharding: MeshSharding | NamedSharding) -> NamedSharding:
-    """A sharding in JAX's words."""
+    """A sharding as a NamedSharding."""
     return sharding.named if isinstance(sharding, MeshSharding) else sharding
 
 
 class Mesh:
-    """Devices with named axes, and how arrays are cut over them.
+    """Devices with named axes, and the shardings of arrays on them.
 
     Attributes:
         axes: sizes of its axes by name.
-        data: the axes that the batch is cut over.
-        whole: the sharding of what is whole on each device.
+        data: the axes over which the batch is sharded.
+        whole: the sharding of replicated arrays.
     """
 
     def __init__(self, mesh: Any, put_off: bool = False) -> None:
         """
         Args:
-            put_off: JAX need not be asked for the devices yet. `mesh` are the sizes of axes.
+            put_off: do not ask JAX for the devices yet. `mesh` must be sizes of axes.
 
         Raises:
-            BackendError: if JAX has not so many devices.
-            ShardingError: if `mesh` is none.
+            BackendError: if JAX has too few devices.
+            ShardingError: if `mesh` is not a mesh.
         """
         self._shardings: dict[shardings.Spec, MeshSharding] = {}
         self.axes = shardings.axes_of(mesh)
-        self._given = dict(self.axes) if isinstance(mesh, Mapping) else mesh
+        self._mesh = dict(self.axes) if isinstance(mesh, Mapping) else mesh
         self._source = here()
         if not put_off:
             self.devices  # noqa: B018 - raises where there are none
         self.data = tuple(axis for axis in self.axes if axis in shardings.DATA_AXES)
-        self.whole = self._cut(())
+        self.whole = self._sharding(())
         self._ways = math.prod(self.axes[axis] for axis in self.data)
         self._warned: set[tuple[int, ...]] = set()
 
     @functools.cached_property
     def devices(self) -> Any:
         """The `jax.sharding.Mesh`; for a plan, an `AbstractMesh` of devices that need not exist."""
-        return _jax_mesh(self._given, self._source)
+        return _jax_mesh(self._mesh, self._source)
 
     @property
     def scatters(self) -> bool:
-        """Whether XLA has reduce-scatters there: not on a CPU. A mesh that is not there is taken for one that has."""
+        """Whether XLA uses reduce-scatters on it: not on CPUs; assumed for an abstract mesh."""
         return not self.is_there or self.devices.devices.flat[0].platform != "cpu"
 
     @property
     def is_there(self) -> bool:
-        """Whether it has devices."""
-        if isinstance(self._given, Mapping):
+        """Whether it has devices, rather than being abstract."""
+        if isinstance(self._mesh, Mapping):
             return True
         import jax
 
@@ -102,7 +102,7 @@ class Mesh:
     # -- shardings --
 
     def storage_sharding(self, storage: DeferredStorage) -> MeshSharding:
-        """The sharding of a weight or of state: as one of its names was marked, else by the default policy.
+        """The sharding of a weight or of optimizer state: as marked under one of its names, or by the default policy.
 
         Raises:
             ShardingError: for a mark that does not fit the tensor or this mesh.
@@ -113,38 +113,40 @@ class Mesh:
             if mark is None:
                 continue
             self._check_axes(mark)
-            said = shardings.checked(mark.name, tuple(tensor.shape), mark.spec, self.axes, mark.source)
-            spec = _spec_of_memory(tensor._ref(), said)
+            spec_marked = shardings.checked(mark.name, tuple(tensor.shape), mark.spec, self.axes, mark.source)
+            spec = _spec_of_memory(tensor._ref(), spec_marked)
             if spec is None:
                 warnings.warn(
                     f"{_at(mark)}the weight of shape {list(tensor.shape)} is a view of memory of shape "
-                    f"{list(value.shape)}, which cannot be cut as {mark.spec}: it is cut by the default policy. Make "
-                    "the weight in its own shape, or of a .clone().",
+                    f"{list(value.shape)}, which cannot be sharded as {mark.spec}, so it is sharded by the default "
+                    "policy. "
+                    "Make the weight in its own shape, or from a .clone().",
                     stacklevel=2,
                 )
                 break
             placed = shardings.divided(tuple(value.shape), spec, self.axes)
             if placed.moved:
                 warnings.warn(f"{_at(mark)}a weight of shape {list(value.shape)}: {placed.moved}.", stacklevel=2)
-            return self._cut(placed.spec)
+            return self._sharding(placed.spec)
         if value.numel < SMALL:
             return self.whole
-        return self._cut(shardings.by_default(tuple(value.shape), self.axes))
+        return self._sharding(shardings.by_default(tuple(value.shape), self.axes))
 
     def batch_sharding(self, shape: tuple[int, ...]) -> MeshSharding:
-        """The sharding of a tensor of the batch: its first dimension over the data axes, if they divide it."""
+        """The sharding of a tensor of the batch: its first dimension over the data axes, if divisible."""
         if not shape or self._ways == 1:
             return self.whole
         if shape[0] % self._ways:
             if shape[0] > 1 and shape not in self._warned:
                 self._warned.add(shape)
                 warnings.warn(
-                    f"a batch of shape {list(shape)} cannot be cut for {self._ways} devices, so each computes all of "
+                    f"a batch of shape {list(shape)} cannot be sharded over {self._ways} devices, so each computes all "
+                    "of "
                     f"it. Make its first dimension a multiple of {self._ways} (drop_last=True for a loader's last).",
                     stacklevel=2,
                 )
             return self.whole
-        return self._cut((self.data,))
+        return self._sharding((self.data,))
 
     def follow(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give gradients and optimizer state the shardings of their parameters, if these are marked."""
@@ -161,24 +163,24 @@ class Mesh:
                     shardings.copy_sharding_mark(tensor, mark)
 
     def _check_axes(self, mark: shardings.ShardingMark) -> None:
-        theirs = shardings.axes_of(mark.mesh)
+        marked = shardings.axes_of(mark.mesh)
         for axis in {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}:
-            if theirs.get(axis) != self.axes.get(axis):
+            if marked.get(axis) != self.axes.get(axis):
                 raise ShardingError(
-                    f"{_at(mark)}{mark.name}: the spec {mark.spec!r} is for a mesh of {theirs}, and the backend's is "
-                    f"{self.axes}. Give fl.shard the backend's mesh."
+                    f"{_at(mark)}{mark.name}: the spec {mark.spec!r} is for a mesh of {marked}, but the backend's is "
+                    f"{self.axes}. Pass the backend's mesh to fl.shard."
                 )
 
-    def _cut(self, spec: shardings.Spec) -> MeshSharding:
+    def _sharding(self, spec: shardings.Spec) -> MeshSharding:
         return self._shardings.setdefault(spec, MeshSharding(self, spec))
 
     def result_sharding(self) -> MeshSharding | None:
-        """The sharding of results: None is as they come; of several processes each has all of them, to read."""
+        """The sharding of results: with several processes replicated, so that each can read them; None: as computed."""
         return self.whole if process_count() > 1 else None
 
 
 def _spec_of_memory(ref: Ref, spec: shardings.Spec) -> shardings.Spec | None:
-    """The spec of a storage's Value by which `ref`, a view of all of it, is cut as `spec` says; None if none does."""
+    """The spec of a storage's Value by which `ref`, a view of all of it, has `spec`; None if there is none."""
     value = ref.value
     if not ref.covers:
         return None
@@ -198,7 +200,7 @@ def _spec_of_memory(ref: Ref, spec: shardings.Spec) -> shardings.Spec | None:
 
 
 def _jax_mesh(mesh: Any, source: Source) -> Any:
-    """`mesh`, given at `source`, whose axes XLA's partitioner deals with, whatever type they had."""
+    """A `jax.sharding.Mesh` of `mesh`, passed at `source`, with all axes of type Auto."""
     import jax
     import numpy as np
 
@@ -211,19 +213,19 @@ def _jax_mesh(mesh: Any, source: Source) -> Any:
         count, own = math.prod(axes.values()), jax.devices()
         if count > len(own) or jax.process_count() > 1 and count != len(own):
             raise BackendError(
-                f"{source}: a mesh of {axes} takes {count} devices, and JAX finds {len(own)} ({own[0].platform})."
+                f"{source}: a mesh of {axes} takes {count} devices, but JAX finds {len(own)} ({own[0].platform})."
                 + (_HOW.format(count) if own[0].platform == "cpu" else "")
             )
         if isinstance(mesh, Mapping):
             devices, names = np.array(own[:count]).reshape(tuple(axes.values())), tuple(axes)
         else:
             raise BackendError(
-                f"{source}: {mesh!r}: the XLA backend takes a jax.sharding.Mesh, or sizes of axes as {axes}."
+                f"{source}: {mesh!r}: the XLA backend takes a jax.sharding.Mesh, or sizes of axes such as {axes}."
             )
     return jax.sharding.Mesh(devices, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
 
 
-_HOW = ' Several on one CPU: jax.config.update("jax_num_cpu_devices", {}) before the backend is made.'
+_HOW = ' For several devices on one CPU: jax.config.update("jax_num_cpu_devices", {}) before creating the backend.'
 
 
 def _at(mark: shardings.ShardingMark) -> str:

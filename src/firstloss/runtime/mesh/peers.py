@@ -1,6 +1,6 @@
 """Coordination of processes that run the same steps: they agree on each step, and one compiles for all.
 
-What they tell each other goes by JAX's coordination service, which holds keys and values.
+They exchange messages through the key-value store of JAX's coordination service.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ...compat.jax_names import distributed_client
 from ...errors import BackendError, ProcessLostError
 from ...files import atomic_write
 
-_PATIENCE = 60  # seconds after which a process says for whom it waits
-_PIECE = 1 << 20  # bytes of a value: a message of the service has a limit
+_PATIENCE = 60  # seconds after which a process reports what it waits for
+_PIECE = 1 << 20  # bytes of a value: the service limits messages
 _steps = itertools.count()
 
 
 class Peers:
-    """The processes of a step, this one among them.
+    """The processes of a step, including this one.
 
-    Each process makes one of these for each step that it compiles, in the order in which the program comes to them: so
-    the number of a step is the same in all.
+    Each process creates one of these for each step that it compiles, in the program's order, so a step has the same
+    number in all processes.
     """
 
     def __init__(self, client: Any, index: int, count: int) -> None:
@@ -42,36 +42,36 @@ class Peers:
         self._step = f"firstloss/step{next(_steps)}"
 
     def agree(self, name: str, digest: str) -> None:
-        """Wait until all have come to this step, and see that it is the same in all.
+        """Wait until all processes have reached this step, and check that it is the same in all.
 
         Raises:
-            BackendError: if it is not, in each of them.
+            BackendError: in every process, if it is not.
         """
         client, folder = self._client, f"{self._step}/same"
         client.key_value_set(f"{folder}/{self._index}", f"{name} {digest}")
         if client.key_value_increment(f"{self._step}/come", 1) == self._count:
             client.key_value_set(f"{self._step}/all", "")
         self._wait(f"{self._step}/all", name)
-        found = {int(key.rsplit("/", 1)[1]): said.split() for key, said in client.key_value_dir_get(folder)}
-        differing = {number: said for number, said in sorted(found.items()) if said != found[0]}
+        found = {int(key.rsplit("/", 1)[1]): text.split() for key, text in client.key_value_dir_get(folder)}
+        differing = {number: text for number, text in sorted(found.items()) if text != found[0]}
         if differing:
             number, (other, _) = next(iter(differing.items()))
             ours = found[0][0]
             raise BackendError(
                 f"process {self._index} of {self._count}: the processes do not run the same program: process 0 has "
-                f"come to the step {ours}, and process {number} to "
+                f"reached the step {ours}, and process {number} has "
                 + (other if other != ours else "other operations, shapes or numbers in it")
                 + (f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else "")
-                + ". A step is one for all processes: the same code, the same numbers in it, batches of the same "
-                "shapes and dtypes. What only one of them does (a log, an evaluation) must not call a step."
+                + ". All processes must run the same step: the same code and numbers in it, and batches of the same "
+                "shapes and dtypes. Do not call a step in only one of them (for a log or an evaluation)."
             )
 
     def compile(self, number: int, name: str, lowered: Any, options: dict[str, Any], devices: Any) -> Any:
-        """The executable of function `number` of the step: process 0 compiles it, or finds it in the folder of those
-        compiled before; the others are given it.
+        """Return the executable of function `number` of the step. Process 0 compiles it, or reads it from the folder of
+        compiled executables, and sends it to the others.
 
         Raises:
-            BackendError: if process 0 has lowered something else.
+            BackendError: if process 0 has lowered another computation.
         """
         client, key = self._client, f"{self._step}/function{number}"
         text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
@@ -80,7 +80,7 @@ class Peers:
             try:
                 compiled, packed = _compiled(lowered, options, devices, text)
                 pieces = [packed[i : i + _PIECE] for i in range(0, len(packed), _PIECE)]
-            finally:  # nothing, if it has failed: the others will say of themselves why
+            finally:  # empty on failure: the others then compile and report it themselves
                 for n, piece in enumerate(pieces):
                     client.key_value_set_bytes(f"{key}/{n}", piece)
                 client.key_value_set(f"{key}/is", f"{len(pieces)} {text}")
@@ -88,9 +88,9 @@ class Peers:
         count, theirs = self._wait(f"{key}/is", f"{name}, which process 0 compiles").split()
         if theirs != text:
             raise BackendError(
-                f"process {self._index} of {self._count}: {name} has the operations and shapes of process 0's, and "
-                "other constants in it, which are not the same in all processes. What differs between them (the rows "
-                "that each reads) belongs into a batch of firstloss.distributed.global_batch."
+                f"process {self._index} of {self._count}: {name} has the same operations and shapes as in process 0, "
+                "but other constants. What differs between processes (the rows that each reads) belongs in a batch "
+                "made with firstloss.distributed.global_batch."
             )
         packed = b"".join(
             client.blocking_key_value_get_bytes(f"{key}/{n}", 1000 * _PATIENCE) for n in range(int(count))
@@ -100,13 +100,13 @@ class Peers:
         return _unpacked(packed, lowered, devices) if packed else lowered.compile(options)
 
     def _wait(self, key: str, what: str) -> str:
-        """The value of `key`, once it is set. If one of the processes dies, JAX ends those that wait."""
+        """Wait for the value of `key`. If a process dies, JAX ends those that wait."""
         for turn in itertools.count(1):
             try:
                 return self._client.blocking_key_value_get(key, 1000 * _PATIENCE)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    raise lost(error) from error
+                    raise explain_loss(error) from error
                 sys.stderr.write(
                     f"firstloss: process {self._index} of {self._count} has waited {turn * _PATIENCE} s for {what}\n"
                 )
@@ -115,7 +115,7 @@ class Peers:
 
 
 def peers_of(mesh: Any) -> Peers | None:
-    """Those who run steps on a `jax.sharding.Mesh`; None if this process does so alone, or does not know the others."""
+    """The processes that run steps on a `jax.sharding.Mesh`; None if only this one does, or the others are unknown."""
     client = distributed_client() if jax.process_count() > 1 else None
     if client is None:
         return None
@@ -124,16 +124,16 @@ def peers_of(mesh: Any) -> Peers | None:
 
 
 def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: str) -> tuple[Any, bytes]:
-    """The executable, and what the others make the same of; that is kept in the folder of what has been compiled.
+    """The executable, and its serialized form for the other processes, which is cached in the compilation cache folder.
 
-    JAX's own files there are not for several processes: on a CPU another one looks for another name, and what has been
-    read from such a file cannot be packed again.
+    JAX's own cache files cannot be shared by processes: on a CPU another process looks for another name, and what was
+    read from such a file cannot be serialized again.
     """
     places = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
     versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
     name = hashlib.sha256(repr((text, options, places, versions)).encode()).hexdigest()
     path = os.path.join(jax.config.jax_compilation_cache_dir or "", f"{name}.processes")
-    with contextlib.suppress(Exception), open(path, "rb") as file:  # a file that is none is recompiled
+    with contextlib.suppress(Exception), open(path, "rb") as file:  # recompile if there is no valid file
         packed = file.read()
         return _unpacked(packed, lowered, devices), packed
     _count_reads()
@@ -147,7 +147,7 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
 
 
 class _Reads(threading.local):
-    """How many executables this thread has read from JAX's files."""
+    """The number of executables that this thread has read from JAX's cache."""
 
     count = 0
 
@@ -157,7 +157,7 @@ _reads = _Reads()
 
 @functools.cache
 def _count_reads() -> None:
-    """From the first call on, `_reads` counts."""
+    """Make `_reads` count, from the first call on."""
 
     def note(event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":
@@ -168,7 +168,7 @@ def _count_reads() -> None:
 
 @functools.cache
 def _processor() -> str:
-    """What executables for this machine's processor may use."""
+    """The processor's features, which executables may depend on."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return platform.processor()
@@ -180,7 +180,7 @@ def _packed(compiled: Any) -> bytes:
     try:
         return serialize_executable.serialize(compiled)[0]
     except (ValueError, NotImplementedError, TypeError, AttributeError, RuntimeError, pickle.PicklingError):
-        return b""  # of a backend that cannot: each compiles
+        return b""  # not supported by this backend: each process compiles
 
 
 def _unpacked(packed: bytes, lowered: Any, devices: np.ndarray) -> Any:
@@ -191,16 +191,16 @@ def _unpacked(packed: bytes, lowered: Any, devices: np.ndarray) -> Any:
     )
 
 
-# What JAX, Gloo and NCCL say when the one at the other end is gone.
+# Parts of the messages of JAX, Gloo and NCCL when a peer is gone.
 _GONE = ("Connection reset", "Connection closed", "Broken pipe", "Connection refused", "unhealthy", "heartbeat", "NCCL")
 
 
-def lost(error: BaseException) -> BaseException:
-    """`error`, or, if that says that another process is gone, one that says so to whoever trains."""
+def explain_loss(error: BaseException) -> BaseException:
+    """`error`, or a ProcessLostError if it means that another process is gone."""
     if jax.process_count() == 1 or not any(words in str(error) for words in _GONE):
         return error
     return ProcessLostError(
-        f"process {jax.process_index()} of {jax.process_count()}: another process has ended, or cannot be reached any "
-        "more, so this one cannot go on. What that one has written last says why. Start all of them again; "
+        f"process {jax.process_index()} of {jax.process_count()}: another process has ended or can no longer be "
+        "reached, so this one cannot go on. See that process's last messages for the reason. Restart all processes; "
         "firstloss.load resumes from the last checkpoint."
     )

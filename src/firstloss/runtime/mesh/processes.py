@@ -1,4 +1,4 @@
-"""The processes of a run, and barriers among them."""
+"""The processes of a run, and their barriers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all that train together: number `index` of `count`."""
+    """This process among all that train together: `index` of `count`."""
 
     index: int
     count: int
 
-    def wait(self, what: str) -> None:
-        """Wait until all have come here."""
+    def wait(self, name: str) -> None:
+        """Wait until all processes have reached this point."""
         if self.count > 1:
             from jax.experimental import multihost_utils
 
-            multihost_utils.sync_global_devices(f"firstloss {what}")
+            multihost_utils.sync_global_devices(f"firstloss {name}")
 
     def agree(self, text: str) -> str:
-        """Process 0's `text` (up to 64 ASCII characters), for all."""
+        """Broadcast process 0's `text` (up to 64 ASCII characters)."""
         if self.count == 1:
             return text
         import numpy as np
@@ -32,7 +32,7 @@ class Processes:
         return bytes(np.asarray(multihost_utils.broadcast_one_to_all(line))).decode().strip()
 
     def highest(self, number: int) -> int:
-        """The largest of the numbers that the processes give."""
+        """The maximum of the processes' numbers."""
         if self.count == 1:
             return number
         import numpy as np
@@ -42,7 +42,7 @@ class Processes:
 
 
 def processes(backend: Any = None) -> Processes:
-    """As JAX counts them, where the backend (by default the current one) runs on JAX; else this one alone."""
+    """JAX's processes, if the backend (by default the current one) runs on JAX; otherwise this one alone."""
     from .. import backend as backends
 
     backend = backend or backends.current_backend(raise_exception=False)

@@ -18,10 +18,10 @@ from .mesh import Mesh, MeshSharding, named
 
 
 class Edges:
-    """The sharding of each array that goes from one segment to another.
+    """The sharding of each array that is passed between segments.
 
     Attributes:
-        cut: the segments; those of one number compute the same, and their inputs and outputs are sharded alike.
+        cut: the segments; those of the same function have equally sharded inputs and outputs.
     """
 
     def __init__(
@@ -35,32 +35,32 @@ class Edges:
         """
         Args:
             given: the shardings of the inputs.
-            batch: those of them that are the batch.
-            wanted: the shardings that outputs have to have; the others are as they come.
+            batch: the inputs that are the batch.
+            wanted: the required shardings of outputs; others are left to XLA.
         """
         self.whole = mesh.whole.named
         self._axes = mesh.axes
-        # Where a step is one segment, its weights would be whole from the forward pass to the backward pass.
+        # If the step is a single segment, gathered weights would live from the forward pass to the backward pass.
         self._gathers = len(cut.segments) > 1 and not mesh.scatters
-        places = {value: named(where) for value, where in given.items()}
-        ends = {value: named(where) for value, where in wanted.items()}
-        placed = {v: ArraySharding(spec_of(where, len(v.shape)), v in batch) for v, where in places.items()}
-        specs = {value: spec_of(where, len(value.shape)) for value, where in ends.items()}
+        inputs = {value: named(sharding) for value, sharding in given.items()}
+        outputs = {value: named(sharding) for value, sharding in wanted.items()}
+        placed = {v: ArraySharding(spec_of(s, len(v.shape)), v in batch) for v, s in inputs.items()}
+        specs = {value: spec_of(s, len(value.shape)) for value, s in outputs.items()}
         read_rules(cut.segments, self.whole)
         found = propagate(cut.segments, placed, specs, mesh.axes)
-        cut_so: dict[Spec, NamedSharding] = {}
+        by_spec: dict[Spec, NamedSharding] = {}
 
-        def sharding(spec: Spec) -> NamedSharding:
+        def sharding_of(spec: Spec) -> NamedSharding:
             while spec and not spec[-1]:
                 spec = spec[:-1]
             if not spec:
                 return self.whole
-            if spec not in cut_so:
+            if spec not in by_spec:
                 entries = (None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
-                cut_so[spec] = NamedSharding(mesh.devices, PartitionSpec(*entries))
-            return cut_so[spec]
+                by_spec[spec] = NamedSharding(mesh.devices, PartitionSpec(*entries))
+            return by_spec[spec]
 
-        self._where = {**{value: sharding(placed.spec) for value, placed in found.items()}, **places, **ends}
+        self._shardings = {**{value: sharding_of(placed.spec) for value, placed in found.items()}, **inputs, **outputs}
         self._of_batch = {value for value, placed in found.items() if placed.of_batch}
         numbers: dict[Hashable, int] = {}
         segments = []
@@ -70,15 +70,15 @@ class Edges:
         self.cut = cut._replace(segments=segments)
 
     def of(self, value: Value | int) -> NamedSharding:
-        """The sharding of a value; the number of a draw, and what the step's code holds, are on every device."""
-        return self.whole if isinstance(value, int) else self._where.get(value, self.whole)
+        """The sharding of a value; constants and numbers of draws are replicated."""
+        return self.whole if isinstance(value, int) else self._shardings.get(value, self.whole)
 
     def placed(self, value: Value) -> ArraySharding:
-        """The same, by dimensions."""
+        """The sharding of a value by dimension."""
         return ArraySharding(spec_of(self.of(value), len(value.shape)), value in self._of_batch)
 
     def gathers(self, segment: Segment) -> Gathers | None:
-        """What a segment gathers of its weights, where that is not left to XLA."""
+        """The weights that a segment gathers explicitly, if that is not left to XLA."""
         if not self._gathers:
             return None
         known = {value: self.placed(value) for value in (*segment.inputs, *segment.outputs) if isinstance(value, Value)}
@@ -90,14 +90,14 @@ class Edges:
         return self._gathers, tuple(None if isinstance(value, int) else self.placed(value) for value in crossing)
 
     def put(self, values: np.ndarray) -> Any:
-        """A copy of `values`, which every process has, on every device."""
+        """Replicate `values`, which every process has."""
         values = np.asarray(values)
         with x64():
             return jax.make_array_from_callback(values.shape, self.whole, lambda index: values[index])
 
 
-def spec_of(where: MeshSharding | NamedSharding, dims: int) -> Spec:
-    """For each of `dims` dimensions the axes that cut it."""
-    spec = named(where).spec
+def spec_of(sharding: MeshSharding | NamedSharding, dims: int) -> Spec:
+    """For each of `dims` dimensions, the axes over which it is sharded."""
+    spec = named(sharding).spec
     entries = (*spec, *(None,) * (dims - len(spec)))
     return tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in entries)

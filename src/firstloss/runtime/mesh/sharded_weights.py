@@ -1,4 +1,4 @@
-"""Initialize weights on a mesh: each device computes its own shards only."""
+"""Initialization of weights on a mesh: each device computes only its own shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...engine.cpu_engine import materialize_values
 from ...engine.plan import RangePlanner
 from ...init.stablehlo.host_shards import make_on_host
 from ...init.stablehlo.shard_memory import ArraySpec, tensor_at
-from ...init.stablehlo.shard_memory import unwritten as unwritten_shards
+from ...init.stablehlo.shard_memory import allocate as allocate_shards
 from ...lower import unwritten
 from ...lower.dtypes import to_jax
 from ...lower.program import constant
@@ -26,7 +26,7 @@ from ..jax_support import on_cpu, x64
 from .mesh import MeshSharding, named
 
 aten = torch.ops.aten
-# Bytes of weights made at a time, where they are made whole or in host memory first.
+# Bytes of weights made at a time, if they are made unsharded or in host memory first.
 _CHUNK = 256 << 20
 
 
@@ -38,7 +38,7 @@ class ArrayBox(NamedTuple):
 
 
 def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[ArrayBox, list[jax.Device]]:
-    """The distinct parts of an array of `shape`, each with the devices that hold it, in the order of their numbers."""
+    """The distinct shards of an array of `shape`, each with the devices that hold it, ordered by device id."""
     found: dict[ArrayBox, list[jax.Device]] = {}
     indices = sharding.devices_indices_map(shape)
     for device in sorted(indices, key=lambda device: device.id):
@@ -49,7 +49,7 @@ def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[ArrayBox, lis
 
 
 class WeightShard(NamedTuple):
-    """A part of `value` that devices of this process hold; `part` stands for it, a recipe of its own."""
+    """A shard of `value` on devices of this process; `part` is a Value with a recipe that makes only it."""
 
     value: Value
     part: Value
@@ -60,14 +60,14 @@ class WeightShard(NamedTuple):
 def make(
     shardings: Mapping[Value, MeshSharding | NamedSharding], niceness: Sequence[int] = ()
 ) -> dict[Value, jax.Array]:
-    """Run the recipes of the parts that devices of this process hold; `niceness` as in `engine.run.run`."""
+    """Run the recipes of the shards on devices of this process; `niceness` as in `engine.run.run`."""
     wanted = {value: named(sharding) for value, sharding in shardings.items()}
     planner = RangePlanner()
     drawn = {
-        value: sharding for value, sharding in wanted.items() if _is_straight(value) and planner.can_run(value, True)
+        value: sharding for value, sharding in wanted.items() if _is_sequential(value) and planner.can_run(value, True)
     }
     out: dict[Value, jax.Array] = {}
-    # On CPU devices all at once, straight into their memory.
+    # On CPU devices all at once, directly in their memory.
     for values in [list(drawn)] if drawn and on_cpu() else _chunks(drawn):
         with x64():
             refs = {v: (Ref.of(v), drawn[v]) for v in values}
@@ -78,25 +78,25 @@ def make(
         known = [shard for shard in shards if shard.value.known]
         made = [shard for shard in shards if not shard.value.known]
         for shard in known:
-            memory.take(shard, _read(shard))
+            memory.store(shard, _read(shard))
         with DisableTorchDispatch():
             parts = materialize_values([shard.part for shard in made], allocate=memory.allocate, niceness=niceness)
         for shard in made:
-            memory.take(shard, parts[shard.part])
+            memory.store(shard, parts[shard.part])
         out |= memory.arrays()
     return out
 
 
 class WholeArrays:
-    """Arrays on this machine's CPU devices of weights that have been drawn whole: allocated in one call."""
+    """Arrays on this machine's CPU devices for weights that were drawn unsharded; allocated in one call."""
 
     def __init__(self, shardings: Mapping[Value, MeshSharding]) -> None:
         kinds = [ArraySpec(tuple(v.shape), to_jax(v.dtype), sharding.named) for v, sharding in shardings.items()]
         with x64():
-            self._made = dict(zip(shardings, unwritten_shards(kinds), strict=True))
+            self._made = dict(zip(shardings, allocate_shards(kinds), strict=True))
 
     def array(self, value: Value, content: torch.Tensor) -> jax.Array:
-        """The array of one of them, which is given its content. May be called again until it is forgotten."""
+        """Fill the array of `value` with `content` and return it. May be called again until `forget`."""
         array, addresses = self._made[value]
         local = array.sharding.shard_shape(array.shape)
         with DisableTorchDispatch():
@@ -105,12 +105,12 @@ class WholeArrays:
         return array
 
     def forget(self, value: Value) -> None:
-        """Somebody else has its array."""
+        """Release the array of `value`: it has another owner."""
         self._made.pop(value, None)
 
 
-def _is_straight(value: Value) -> bool:
-    """Whether a recipe's elements are drawn in their order, so that any part of it may be drawn alone."""
+def _is_sequential(value: Value) -> bool:
+    """Whether a recipe's elements are drawn in memory order, so that any part may be drawn alone."""
     return not value.known and is_contiguous(value.shape, value.stride)
 
 
@@ -129,9 +129,9 @@ def _shards(value: Value, sharding: NamedSharding) -> list[WeightShard]:
     mine = sharding.addressable_devices
     out = []
     for box, devices in boxes(tuple(value.shape), sharding).items():
-        here = [device for device in devices if device in mine]
-        if here:
-            out.append(WeightShard(value, _part(value, box), box, here))
+        local = [device for device in devices if device in mine]
+        if local:
+            out.append(WeightShard(value, _part(value, box), box, local))
     return out
 
 
@@ -153,7 +153,7 @@ def _offset(value: Value, box: ArrayBox) -> int:
 
 
 def _read(shard: WeightShard) -> torch.Tensor:
-    """The part of a Value that is known."""
+    """The shard of a Value that is known."""
     if isinstance(shard.value, FileValue):
         return shard.value.box(*shard.box)
     real = shard.value.real
@@ -163,7 +163,7 @@ def _read(shard: WeightShard) -> torch.Tensor:
 
 
 class _Memory:
-    """Where the parts are made: on a CPU in the devices' own memory, elsewhere on the host first."""
+    """Where shards are made: on a CPU in the devices' own memory, elsewhere on the host first."""
 
     def __init__(self, shards: list[WeightShard], shardings: dict[Value, NamedSharding]) -> None:
         self._shardings = shardings
@@ -186,12 +186,12 @@ class _Memory:
         return array
 
     def allocate(self, part: Value) -> torch.Tensor:
-        """Memory for a part, or for anything else on the way to one."""
+        """Memory for a shard, or for an intermediate value."""
         memory = self._first.get(part)
         return part.empty() if memory is None or not part.numel else memory
 
-    def take(self, shard: WeightShard, made: torch.Tensor) -> None:
-        """Bring a part that has been made to all devices that hold it."""
+    def store(self, shard: WeightShard, made: torch.Tensor) -> None:
+        """Copy a shard that has been made to all devices that hold it."""
         if shard.value in self._arrays:
             for device in shard.devices:
                 memory = self._views[shard.value, device]
@@ -203,7 +203,7 @@ class _Memory:
             self._parts.setdefault(shard.value, []).extend(jax.device_put(host, device) for device in shard.devices)
 
     def arrays(self) -> dict[Value, jax.Array]:
-        """The arrays, all of whose parts have been taken."""
+        """The arrays, once all their shards have been stored."""
         with x64():
             for value, parts in self._parts.items():
                 shape, sharding = tuple(value.shape), self._shardings[value]

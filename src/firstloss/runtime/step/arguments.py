@@ -1,9 +1,9 @@
-"""The arguments of a call of a traced step: which are inputs, and which belong to the key of the compiled step.
+"""Arguments of a call of a traced step: which are inputs, and which are part of the compiled step's key.
 
-Data is read again at each call: while the step is traced, a tensor without a value stands for it. What is done to that
-(written to, given a gradient, put into one of the dicts and lists that were given) is done to the argument at each
-call. An argument that the step meets in another way as well, such as one of its weights, is itself an input, and the
-compiled step is for that one alone.
+Data is read anew at each call: while the step is traced, a tensor without a value stands in for it. What the step does
+to the stand-in (writing to it, giving it a gradient, replacing it in a dict or list) is done to the argument at each
+call. An argument that the step also reaches in another way, such as one of its weights, is itself an input, and the
+compiled step is for that object only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
 
 class Itself:
-    """An object as part of a key: equal to itself only."""
+    """An object as part of a key, compared by identity."""
 
     __slots__ = ("held",)
 
@@ -49,11 +49,11 @@ class Arguments:
     """The arguments of one call.
 
     Attributes:
-        leaves: what is in them, in the order of `spec`; then the gradients of those that are leaves of autograd.
-        spec: their structure.
-        gradients: by the number of a leaf, that of its gradient.
-        itself: the numbers of the leaves that are inputs themselves.
-        padded: the numbers of the leaves that are padded copies of what was given.
+        leaves: the leaves, in the order of `spec`, followed by the gradients of leaf tensors.
+        spec: their pytree structure.
+        gradients: the index of a leaf's gradient, by the index of the leaf.
+        itself: the indices of leaves that are inputs themselves.
+        padded: the indices of leaves that are padded copies.
     """
 
     __slots__ = ("leaves", "spec", "gradients", "itself", "padded", "_given", "_count", "_containers")
@@ -61,8 +61,8 @@ class Arguments:
     def __init__(self, given: tuple, leaves: list[Any], spec: Any, padded: frozenset[int] = frozenset()) -> None:
         """
         Args:
-            given: the arguments, positional and by name.
-            leaves: what is in them, padded.
+            given: the positional and keyword arguments.
+            leaves: their leaves, padded.
         """
         self.leaves = list(leaves)
         self.spec = spec
@@ -81,7 +81,7 @@ class Arguments:
                     self.leaves.append(leaf.grad)
 
     def key(self) -> tuple:
-        """What a compiled step for these arguments depends on, besides their kind."""
+        """The properties of these arguments, besides their kind, on which a compiled step depends."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
         shared = self._container_passed_twice()
@@ -101,40 +101,40 @@ class Arguments:
         return len({id(container) for container in held}) < len(held)
 
     def rebuilt(self, leaves: list[Any]) -> tuple:
-        """The arguments, positional and by name, with these leaves: new dicts and lists, as many as were given."""
+        """The arguments with other leaves, in new containers, shared as in the original."""
         made = pytree.tree_unflatten(leaves, self.spec)
         return _unified(self._given, made, {}) if self._container_passed_twice() else made
 
     def data(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors that are data."""
+        """The tensors that are data, with their indices."""
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor) and i not in self.itself:
                 yield i, leaf
 
     def guarded(self) -> list[Any]:
-        """The arguments that guards look into: all but data."""
+        """The arguments into which guards look: all except data."""
         return [leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor) or i in self.itself]
 
     @property
     def given(self) -> list[Any]:
-        """The leaves of what was given, without gradients."""
+        """The leaves as passed, without gradients."""
         return self.leaves[: self._count]
 
     def containers(self) -> list[Any]:
-        """The dicts, lists and objects that hold them; see `structures.containers`."""
+        """The dicts, lists and objects that contain them; see `pytrees.containers`."""
         if self._containers is None:
             self._containers = list(containers(self._given))
         return self._containers
 
 
 def _pattern(objects: list[Any]) -> tuple[int, ...]:
-    """For each, the index of the first that is the same object."""
+    """For each object, the index of its first occurrence."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(held), i) for i, held in enumerate(objects)])
 
 
 def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
-    """`made`, a copy of `given` with other leaves, with shared containers shared as in `given`."""
+    """`made`, a copy of `given` with other leaves, with containers shared as in `given`."""
     names = () if isinstance(given, (dict, list, tuple)) else flattened_attributes(given)
     if not isinstance(given, (dict, list, tuple)) and not names:
         return made
@@ -163,18 +163,17 @@ def is_unlike_others(tensor: torch.Tensor) -> bool:
 
 
 def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
-    """The owner of an argument's memory: the backend's storage, if it has exactly this memory; else the tensor
-    itself."""
+    """The owner of an argument's memory: the backend's storage if it has exactly this memory, else the tensor."""
     if type(tensor) is DeferredTensor and tensor._storage.resident is not None and tensor._ref().whole:
         return tensor._storage
     return tensor
 
 
 def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The view of an argument that a step has made of the traced tensor, whose strides are the argument's without gaps.
+    """The view of an argument that corresponds to a view `geometry` of the traced tensor, which has no gaps.
 
-    Where the argument has gaps, and the view runs through several of its dimensions at once, it is a copy: eager
-    PyTorch, too, can show that only as one.
+    If the argument has gaps, and the view merges several of its dimensions, it is a copy, as it would be in eager
+    PyTorch.
     """
     size, stride, offset, dtype = geometry
     tensor = tensor.detach()
@@ -198,8 +197,7 @@ def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def _places(
     shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> tuple[list[list[int]], list[int]] | None:
-    """Strides and offset of a view as steps along each dimension of the viewed tensor; None if it crosses
-    dimensions."""
+    """Strides and offset of a view as steps along each dimension of the viewed tensor; None if it merges dimensions."""
     begin = _digits(offset, shape)
     rows = [_digits(step if count > 1 else 0, shape) for count, step in zip(size, stride, strict=True)]
     for d, limit in enumerate(shape):
@@ -219,7 +217,7 @@ def _digits(number: int, shape: tuple[int, ...]) -> list[int]:
 
 
 def setting(tensor: torch.Tensor, name: str, value: Any) -> Callable[[], None]:
-    """Sets an attribute of an argument."""
+    """A function that sets an attribute of an argument."""
 
     def put() -> None:
         if name == "requires_grad":
@@ -231,10 +229,10 @@ def setting(tensor: torch.Tensor, name: str, value: Any) -> Callable[[], None]:
 
 
 class TracedArguments:
-    """Tensors without values in place of those that are data.
+    """Stand-ins without values for the arguments that are data.
 
     Attributes:
-        inputs: by the input that stands for it, the number of a leaf.
+        inputs: the index of a leaf, by the input that stands in for it.
     """
 
     def __init__(self, arguments: Arguments, tracing: StepTrace) -> None:
@@ -258,32 +256,31 @@ class TracedArguments:
         self._containers = list(containers(self._rebuilt[0]))
 
     def take(self) -> tuple:
-        """The arguments for the step's Python, positional and by name, in new dicts and lists. May be called once:
-        nothing here keeps them alive."""
+        """The arguments for the step's Python code, in new containers. May be called once: they are not kept alive."""
         return self._rebuilt.pop()
 
     def check(self, name: str) -> None:
-        """After the step's Python has run.
+        """Check the stand-ins after the step's Python code has run.
 
         Raises:
-            TraceError: if it has done what cannot be done to the caller's tensors.
+            TraceError: if it has done something that cannot be repeated on the caller's tensors.
         """
         for argument, i in self._made:
             before = self._before[i]
             if argument.shape != before.shape or argument.dtype != before.dtype:
                 raise TraceError(
-                    f"{here()}: {name} resizes its argument in place, or gives it other memory, and the caller's "
-                    "tensor would not see it. Resize a clone of it, or return it."
+                    f"{here()}: {name} resizes its argument in place, or swaps its memory, which the caller's tensor "
+                    "would not see. Resize a clone of it, or return it."
                 )
             if argument.grad is not None and not before.is_leaf:
                 raise TraceError(
-                    f"{here()}: {name} computes gradients for its argument {list(argument.shape)}, which was "
-                    "computed outside of the step and wants them too: what it was computed from would get none. "
+                    f"{here()}: {name} computes gradients for its argument {list(argument.shape)}, which was computed "
+                    "outside of the step and requires gradients: the tensors that it was computed from would get none. "
                     "Compute it in the step, or pass its detach()."
                 )
 
     def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> ArgumentStandIns:
-        """The stand-ins, by which what the step leaves is told from its arguments."""
+        """The stand-ins, by which arguments are recognized in what the step leaves."""
         return ArgumentStandIns(
             {id(made): i for made, i in self._made},
             {id(made._storage): i for made, i in self._made},
@@ -294,7 +291,7 @@ class TracedArguments:
         )
 
     def follow(self, effects: Effects, left: Reconstructor) -> None:
-        """Repeat at each call what the step has done to its arguments besides writing to them."""
+        """Repeat at each call what the step does to its arguments, other than writing to them."""
         for made, i in self._made:
             leaf = self._before[i]
             found = {k: v for k, v in made.__dict__.items() if k not in ("_storage", *leaf.__dict__)}

@@ -1,4 +1,4 @@
-"""A step whose first results PyTorch's kernels compute, while it is compiled in the background."""
+"""A step whose first results are computed by PyTorch's kernels while it is compiled in the background."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .segmented import SegmentedRun, SegmentedStep
 
 
-_LOOK_SECONDS = 0.05  # between two looks at whether a thread that lowers is still there
+_LOOK_SECONDS = 0.05  # interval of checks for a thread that is lowering
 
 
 class BackgroundCompiledStep:
-    """Like a `SegmentedStep`, which it becomes with its first run."""
+    """Like a `SegmentedStep`, which it uses from its first run on."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class BackgroundCompiledStep:
     ) -> None:
         """
         Args:
-            make: makes the other.
-            first_loss: computes the last group of the outputs.
-            groups: what it is given and makes.
+            make: creates the segmented step.
+            first_loss: computes the last group of outputs.
+            groups: its inputs and outputs.
         """
         self._make = make
         self._made: SegmentedStep | None = None
@@ -49,14 +49,14 @@ class BackgroundCompiledStep:
 
     @property
     def ran(self) -> bool:
-        """Whether all of it has been run."""
+        """Whether it has been run completely."""
         return self._made is not None and self._made.ran
 
     def made(self) -> SegmentedStep:
         """The segmented step, created at the first call."""
         with self._lock:
             if self._made is None:
-                from .. import jax_support  # noqa: F401 - and with it what was deferred until there is JAX
+                from .. import jax_support  # noqa: F401 - runs what was deferred until JAX is imported
 
                 finish_at_exit()
                 self._made = self._make()
@@ -68,7 +68,7 @@ class BackgroundCompiledStep:
         later.begin()
 
     def lower(self) -> SegmentedStep:
-        """Lower it and start compiling; returns the segmented step."""
+        """Lower the step and start compiling it; returns the segmented step."""
         try:
             with no_full_collections():
                 made = self.made()
@@ -79,8 +79,8 @@ class BackgroundCompiledStep:
             self._lowered.set()
 
     def wait_until_lowered(self) -> None:
-        """Wait while its first run lowers it. Both that and a trace are Python, which runs in one thread at a time; the
-        compiler, and all that a second call of the step waits for, comes behind the one and not behind the other."""
+        """Wait while the first run lowers the step, which holds the GIL like a trace: tracing beside it would only
+        delay the compiler, and thereby the second call of the step."""
         later = self._later
         while later is not None and not later.done() and not self._lowered.wait(_LOOK_SECONDS):
             pass
@@ -93,13 +93,13 @@ class BackgroundCompiledStep:
 
 
 class KernelsFirstRun:
-    """The first execution, a `StepRun` as in `dispatch.py`: it returns the results before anything is compiled."""
+    """The first execution, a `StepRun` (see `dispatch.py`): it returns the results before anything is compiled."""
 
     def __init__(self, step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
         self._step = step
         self._given = state, rest, seed
         self._results: list[LazyArray] | None = None
-        self._instead: SegmentedRun | None = None  # what runs it, where the kernels cannot
+        self._instead: SegmentedRun | None = None  # runs the step if the kernels cannot
         self._later: BackgroundWork | None = None
 
     @property
@@ -158,12 +158,12 @@ class KernelsFirstRun:
 def _finish(
     step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any
 ) -> dict[tuple[int, int], Any]:
-    """Run all of the step after its first results; returns the outputs by group and index."""
+    """Run the step after its first results; returns the outputs by group and index."""
     try:
         run = step.lower().begin(state, rest, seed)
         del state, rest
         outputs = run.all_at_once()
     except BaseException:
-        step.first_loss = None  # another time, it comes before the loss
+        step.first_loss = None  # from now on, run before returning the loss
         raise
     return {(group, i): array for group, arrays in enumerate(outputs) for i, array in enumerate(arrays)}

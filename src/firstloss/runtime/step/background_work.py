@@ -1,4 +1,4 @@
-"""The rest of a step after its first results, in a background thread."""
+"""The rest of a step after its first results, run in a background thread."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ... import timeline
 
 
 class BackgroundWork(Future):
-    """The results of the rest of a step, by key.
+    """A future of the results of the rest of a step, by key.
 
     Attributes:
-        failed: called when one is asked for and making it has failed.
+        failed: called when a result is requested and computing it has failed.
     """
 
     failed: Callable[[BaseException], None] = staticmethod(lambda error: None)
 
     def __init__(self, finish: Callable[[], dict[Any, Any]]) -> None:
-        """`finish` makes them; called in the thread."""
+        """`finish` computes the results; it is called in the thread."""
         super().__init__()
         self._finish: Callable[[], dict[Any, Any]] | None = finish
 
@@ -29,21 +29,21 @@ class BackgroundWork(Future):
         threading.Thread(target=self._work, name="firstloss-first-step").start()
 
     def _work(self) -> None:
-        finish, self._finish = self._finish, None  # what it holds is to be freed when it is through
-        if finish is None or not self.set_running_or_notify_cancel():  # interrupted, before it began
+        finish, self._finish = self._finish, None  # freed when it has run
+        if finish is None or not self.set_running_or_notify_cancel():  # interrupted before it began
             return
         try:
             from ..jax_support import x64
 
             with timeline.span("rest of the step"), x64():
                 made = finish()
-        except BaseException as error:  # raised where the state is needed
+        except BaseException as error:  # re-raised where the state is needed
             self.set_exception(error)
         else:
             self.set_result(made)
 
     def of(self, key: Any) -> Any:
-        """A result; waits for it."""
+        """Wait for a result."""
         try:
             return self.result()[key]
         except BaseException:

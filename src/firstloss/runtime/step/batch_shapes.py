@@ -1,4 +1,4 @@
-"""Batches of new shapes: compiled again, padded to a known shape, or refused."""
+"""Batches of new shapes: compiled again, padded to a known shape, or rejected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...capture.shapes import is_unusual
+from ...capture.shapes import is_not_strided
 from ...compat.torch_names import pytree
 from ...errors import GraphChangeWarning, ShapeError, TraceError
 from ...program.source import here, warn
@@ -19,11 +19,11 @@ from .arguments import Arguments, Itself
 
 @dataclass(frozen=True)
 class Pad:
-    """Pad batches of new shapes at the end of each dimension, up to a shape that is compiled already.
+    """Pad batches of new shapes at the end of each dimension to a shape that has been compiled already.
 
-    A batch that is larger than any before, in any dimension, is compiled for. The step has to be written so that
-    padding does not count, and gives results of the padded shape: pad labels with the number that the loss ignores
-    (`Pad(values={"labels": -100})` for `cross_entropy`), masks with 0.
+    A batch that is larger than all before, in any dimension, is compiled. The step must ignore padding, and returns
+    results of the padded shape: pad labels with the index that the loss ignores (`Pad(values={"labels": -100})` for
+    `cross_entropy`), masks with 0.
 
     Examples:
         >>> device = fl.backend("XLA")
@@ -34,10 +34,9 @@ class Pad:
         [8.0, 5.0, 7.0]
 
     Attributes:
-        value: what to pad with.
-        values: what to pad with instead, by a tensor's name: its key in the batch, or the argument's.
-        multiple_of: a shape that is recompiled is rounded up to multiples of this, in the dimensions that differ
-            from the shapes before.
+        value: the padding value.
+        values: padding values by a tensor's name: its key in the batch, or the argument's name.
+        multiple_of: new shapes are rounded up to multiples of this, in the dimensions that differ from earlier shapes.
     """
 
     value: float = 0
@@ -46,18 +45,18 @@ class Pad:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Mapping):
-            raise ShapeError(f"Pad(values={self.values!r}): give a dict of numbers by name, as {{'labels': -100}}.")
+            raise ShapeError(f"Pad(values={self.values!r}): pass a dict of numbers by name, as {{'labels': -100}}.")
         for value in (self.value, *self.values.values()):
             if not isinstance(value, (int, float)):
-                raise ShapeError(f"Pad pads with numbers, and not with {value!r}.")
+                raise ShapeError(f"Pad pads with numbers, not with {value!r}.")
         if not isinstance(self.multiple_of, int) or isinstance(self.multiple_of, bool) or self.multiple_of < 1:
-            raise ShapeError(f"Pad(multiple_of={self.multiple_of!r}): give a whole number from 1 on.")
+            raise ShapeError(f"Pad(multiple_of={self.multiple_of!r}): pass a positive integer.")
 
 
 class Shapes:
-    """The kinds of batch that a step has been called with, and how a new one is handled.
+    """The kinds of batches that a step has been called with, and the handling of new ones.
 
-    A kind is the structure of the arguments and of each leaf its shape and dtype, or its value if it is no tensor.
+    A kind is the structure of the arguments, with each leaf's shape and dtype, or its value if it is not a tensor.
     """
 
     def __init__(self, step: str, policy: Any) -> None:
@@ -65,13 +64,13 @@ class Shapes:
             raise TraceError(f"shapes={policy!r}: write 'recompile', 'refuse' or firstloss.Pad(...).")
         self._step = step
         self._policy = policy
-        self._met: dict[Any, tuple] = {}  # by structure and all but shapes: the kinds, as tuples of leaves' kinds
+        self._met: dict[Any, tuple] = {}  # kinds, by everything except shapes
 
     def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
-        """The arguments to run the step on, and their kind.
+        """The arguments to run the step on, padded if necessary, and their kind.
 
         Raises:
-            ShapeError: for a new kind, where those are refused.
+            ShapeError: for a new kind, if those are refused.
             TraceError: for an argument that is neither a tensor nor a constant.
         """
         leaves, spec = flatten(given := (args, kwargs))
@@ -81,7 +80,7 @@ class Shapes:
         if kind in kinds:
             return Arguments(given, leaves, spec), kind
         if kinds and self._policy == "refuse":
-            raise ShapeError(f"{here()}: {self._step} is called with {self._told(kinds[-1], kind, args, kwargs)}.")
+            raise ShapeError(f"{here()}: {self._step} is called with {self._change(kinds[-1], kind, args, kwargs)}.")
         if kinds and isinstance(self._policy, Pad):
             target = self._target(kinds, kind)
             if target is not None:
@@ -91,23 +90,23 @@ class Shapes:
                 if target in kinds:
                     return Arguments(given, leaves, spec, padded), target
                 kind, new = target, kind
-                self._say(self._told(kinds[-1], new, args, kwargs))
+                self._say(self._change(kinds[-1], new, args, kwargs))
         elif kinds:
-            self._say(self._told(kinds[-1], kind, args, kwargs))
-        certain = any(type(leaf[1]) is Itself for leaf in kind)  # objects may be others at each call
+            self._say(self._change(kinds[-1], kind, args, kwargs))
+        certain = any(type(leaf[1]) is Itself for leaf in kind)  # may be other objects at each call
         self._met[spec] = (kind,) if certain else (*kinds, kind)
         return Arguments(given, leaves, spec, padded), kind
 
     def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
-        """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known one is
+        """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known kind is
         similar."""
         fits = [known for known in kinds if _holds(known, kind)]
         if fits:
             return min(fits, key=_size)
-        alike = [known for known in kinds if _alike(known, kind)]
-        if not alike:
+        similar = [known for known in kinds if _same_but_sizes(known, kind)]
+        if not similar:
             return None
-        return tuple(self._rounded(k, alike[-1][i]) for i, k in enumerate(kind))
+        return tuple(self._rounded(k, similar[-1][i]) for i, k in enumerate(kind))
 
     def _rounded(self, leaf: tuple, before: tuple) -> tuple:
         if leaf[0] is not torch.Tensor:
@@ -125,7 +124,7 @@ class Shapes:
         value = self._policy.values.get(name, self._policy.value)
         return torch.nn.functional.pad(leaf, sizes, value=value)
 
-    def _told(self, before: tuple, now: tuple, args: tuple, kwargs: dict) -> str:
+    def _change(self, before: tuple, now: tuple, args: tuple, kwargs: dict) -> str:
         changed = [
             f"{name or 'its argument'} {_show(b)} (before: {_show(a)})"
             for name, a, b in zip(_names(args, kwargs), before, now, strict=True)
@@ -135,7 +134,7 @@ class Shapes:
         advice = (
             ": a number is part of the compiled step. Pass what changes as a tensor"
             if numbers
-            else ". Give batches of one shape (drop_last=True, padding in the loader), or write "
+            else ". Use batches of one shape (drop_last=True, padding in the loader), or write "
             "@fl.trace(shapes=fl.Pad(...))"
         )
         return "; ".join(changed) + advice
@@ -146,11 +145,11 @@ class Shapes:
 
 def _kind(leaf: Any) -> tuple:
     if isinstance(leaf, torch.Tensor):
-        if is_unusual(leaf):
+        if is_not_strided(leaf):
             layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise TraceError(
-                f"{here()}: a compiled step takes dense tensors, and one of its arguments is {layout}. Give it a dense "
-                "tensor, such as `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()` makes."
+                f"{here()}: a compiled step takes dense tensors, but one of its arguments is {layout}. Pass a dense "
+                "tensor, as made by `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()`."
             )
         return (torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     try:
@@ -165,8 +164,8 @@ def _kind(leaf: Any) -> tuple:
     return (type(leaf), leaf)
 
 
-def _alike(known: tuple, kind: tuple) -> bool:
-    """Whether two kinds differ in sizes only."""
+def _same_but_sizes(known: tuple, kind: tuple) -> bool:
+    """Whether two kinds differ only in sizes."""
     return all(
         a == b or a[0] is b[0] is torch.Tensor and a[2:] == b[2:] and len(a[1]) == len(b[1])
         for a, b in zip(known, kind, strict=True)
@@ -174,7 +173,7 @@ def _alike(known: tuple, kind: tuple) -> bool:
 
 
 def _holds(known: tuple, kind: tuple) -> bool:
-    return _alike(known, kind) and all(
+    return _same_but_sizes(known, kind) and all(
         all(n >= m for n, m in zip(a[1], b[1], strict=True))
         for a, b in zip(known, kind, strict=True)
         if a[0] is torch.Tensor
@@ -193,7 +192,7 @@ def _show(leaf: tuple) -> str:
 
 
 def _names(args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """For each leaf, the last key on the way to it that is a name."""
+    """For each leaf, the last key on the path to it that is a name."""
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
     out = []
     for path, _ in paths:

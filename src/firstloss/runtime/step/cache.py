@@ -1,4 +1,4 @@
-"""`StepCache`: the compiled steps of one traced step, one for each kind of call."""
+"""`StepCache`: the compiled steps of a traced step, one for each kind of call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...capture import session
-from ...gc_pause import pause, put_off
+from ...gc_pause import pause, paused_until
 from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
@@ -42,17 +42,17 @@ class StepCache:
         self._check = check
         self._seen: tuple[Backend, int] | None = None
         self._all: list[torch.nn.Parameter] = []
-        # By id, what arguments are that the step meets in another way, too.
+        # By id, arguments that the step also reaches in another way.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._read_later: dict[
             tuple[CacheEntries, int], bool
-        ] = {}  # whether they read the parameters from the int-th on
+        ] = {}  # whether they read the parameters from this index on
 
     def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple, backend: Backend) -> Any:
         """Call the compiled step.
 
         Args:
-            kind: of the arguments: their shapes and dtypes.
+            kind: the arguments' shapes and dtypes.
         """
         if self._found is not None:
             self._found.wait_until_lowered()
@@ -70,40 +70,40 @@ class StepCache:
                 arguments.itself.update(shared.leaves)
 
     def _call(self, request: Request, kind: tuple) -> Any:
-        """Find or make the compiled step, and call it.
+        """Find or create the compiled step, and call it.
 
         Raises:
-            Shared: if some of the arguments have to be inputs themselves.
+            Shared: if some arguments must be inputs themselves.
         """
         with Undo() as undo, undo:
             compiled = self.find(request, kind, undo)
             if not request.backend.is_e2e_execution:
                 return compiled.skip_execution(request.arguments)
-            # It tells the loop under way, so that that can fetch the next batch meanwhile.
+            # The call tells the current loop, which can fetch the next batch meanwhile.
             return compiled(request.arguments)
 
     def find(self, request: Request, kind: tuple, undo: Undo) -> CompiledStep:
-        """Find or make the compiled step.
+        """Find or create the compiled step.
 
         Raises:
-            Shared: if some of the arguments have to be inputs themselves.
+            Shared: if some arguments must be inputs themselves.
         """
         backend, arguments = request.backend, request.arguments
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
-        # Models of other threads are in reach as well, and their gradients come and go while these trace.
+        # Models of other threads are reachable as well, and their gradients come and go while these trace.
         with session.tracing:
             versions = self._fitting(setting, self._parameters(backend))
             fits = versions is not None
-            if versions is None:  # it may be that parameters were replaced
+            if versions is None:  # parameters may have been replaced
                 self._seen = None
                 key = setting, self._parameters(backend)
                 versions = self._fitting(*key) or self.kinds.setdefault(
                     key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
-            alike = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
-            (pause if fits else put_off)(undo)
-            compiled = self._found = versions.step(request, alike)
+            similar = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
+            (pause if fits else paused_until)(undo)
+            compiled = self._found = versions.step(request, similar)
             self._latest = versions
         return compiled
 
@@ -117,18 +117,18 @@ class StepCache:
         return [step for versions in self.kinds.values() for step in versions.steps()]
 
     def compilations(self) -> int:
-        """How many of the cached steps were compiled."""
+        """The number of cached steps that were compiled."""
         return sum(len({id(step.executable) for step in versions.steps()}) for versions in self.kinds.values())
 
     def _forget_some(self) -> None:
-        """Drop the oldest of those for certain objects, which they keep alive."""
+        """Drop the oldest steps that are specific to certain objects, which they keep alive."""
         certain = [key for key in self.kinds if _is_for_certain(*key[0][2:4])]
         for key in certain[:-_MOST_FOR_CERTAIN]:
             del self.kinds[key]
 
     def _fitting(self, setting: tuple, weights: tuple) -> CacheEntries | None:
-        """Those of which one does what the step's Python would do now: those traced with the same weights,
-        or those traced before there were models that they do not read."""
+        """The entries that fit the weights: traced with the same weights, or before there were models that they do not
+        read."""
         known = self.kinds.get((setting, weights))
         if known is not None and known.fits():
             return known
@@ -143,9 +143,9 @@ class StepCache:
         return None
 
     def _parameters(self, backend: Backend) -> tuple:
-        """For each parameter, whether it requires a gradient, and has one already: then the step adds to it.
+        """For each parameter, whether it requires a gradient, and whether it has one, to which the step then adds.
 
-        They are looked up when none fits: a parameter that is replaced is noticed as a change of its module.
+        Looked up when no step fits; a replaced parameter is noticed as a change of its module.
         """
         if self._seen is None or self._seen[0] is not backend or self._seen[1] != len(backend.models):
             self._seen = (backend, len(backend.models))
@@ -155,5 +155,5 @@ class StepCache:
 
 
 def _is_for_certain(kind: tuple, more: tuple) -> bool:
-    """Whether it is part of the key of steps that are specific to certain objects."""
+    """Whether a kind belongs to steps that are specific to certain objects."""
     return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)

@@ -1,4 +1,4 @@
-"""Step closures: functions called in a step, which run when its values are available."""
+"""Step closures: functions called in a step that run when its values are available."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from . import loop as loops
 def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
     """Make `closure` run after the step, with values: for logging, printing, metrics and checks.
 
-    Called inside a traced step, it is noted while the step is traced, and runs after each execution of the step; its
-    tensor arguments then hold what they held at the place of the call. Called beside the step, in the loop's body, it
-    runs once for that call. In a `DataExecutor`'s loop it runs when the values have arrived, while Python goes on: in
-    the thread of the loop, in the order of the calls, at most two steps late, on the executor's activation steps. What
-    it raises comes out of the loop there. Without an executor, and on the "CPU" and "GPU" backends, it runs at once.
+    A call inside a traced step is recorded when the step is traced, and runs after each execution of the step, with the
+    values that its tensor arguments have at that point of the step. A call in the loop's body runs once. In a
+    `DataExecutor`'s loop it runs when the values are available, without blocking Python: in the loop's thread, in the
+    order of the calls, at most two steps late, on the executor's activation steps. Its exceptions are raised out of the
+    loop. Without an executor, and on the "CPU" and "GPU" backends, it runs at once.
 
-    Tensor arguments arrive as tensors on the host, in memory of their own. Other arguments are kept as they are: inside
-    a step, as they were while it was traced. It returns nothing, since nobody could wait for it.
+    Tensor arguments are passed as tensors on the host, in memory of their own. Other arguments are passed as they are:
+    inside a step, as they were when it was traced. The call returns None.
 
     Examples:
         >>> device = fl.backend("XLA")
@@ -60,9 +60,9 @@ def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
 
 
 def checkpoint_closure(closure: Callable[..., Any]) -> Callable[..., None]:
-    """As `step_closure`, but it runs on the executor's checkpoint steps only, and before any further step.
+    """Like `step_closure`, but run it only on the executor's checkpoint steps, and before any further step.
 
-    So it may read weights and optimizer state (`model.state_dict()`): they are those that the step has left.
+    So it may read weights and optimizer state (`model.state_dict()`), which are those after the step.
 
     Examples:
         >>> device = fl.backend("XLA")
@@ -83,7 +83,7 @@ def checkpoint_closure(closure: Callable[..., Any]) -> Callable[..., None]:
         A function of the same arguments.
 
     Raises:
-        ClosureError: when it is called outside of a `DataExecutor`'s loop, which says what a checkpoint step is.
+        ClosureError: when it is called outside of a `DataExecutor`'s loop, which determines the checkpoint steps.
     """
     return _Closure(closure, checkpoint=True)
 
@@ -91,14 +91,14 @@ def checkpoint_closure(closure: Callable[..., Any]) -> Callable[..., None]:
 class _Closure:
     def __init__(self, closure: Callable[..., Any], checkpoint: bool) -> None:
         if not callable(closure):
-            raise ClosureError(f"a closure is a function, not an object of type {type(closure).__name__}.")
+            raise ClosureError(f"a closure must be a function, not an object of type {type(closure).__name__}.")
         self.closure = closure
         self.checkpoint = checkpoint
         self.name = getattr(closure, "__qualname__", repr(closure))
         functools.update_wrapper(self, closure)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """In a class, a closure is a method."""
+        """Bind a closure in a class like a method."""
         return self if instance is None else functools.partial(self.__call__, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class _Closure:
 
 
 class ClosureCall:
-    """One call of a closure: `leaves` are its arguments, `source` is the user's line."""
+    """A call of a closure: `leaves` are its arguments, `source` is the user's line."""
 
     def __init__(self, closure: _Closure, source: Source, leaves: list[Any], spec: Any) -> None:
         self.closure = closure
@@ -135,14 +135,14 @@ class ClosureCall:
         return [leaf for leaf in self.leaves if type(leaf) is Ref]
 
     def after_step(self, arrays: Sequence[Any]) -> None:
-        """The step has been dispatched; `arrays` are, or will be, the values of `refs`."""
+        """Queue the call after the step has been dispatched; `arrays` are, or will be, the values of `refs`."""
         fresh = iter(arrays)
         self._queue([next(fresh) if type(leaf) is Ref else leaf for leaf in self.leaves], list(arrays))
 
-    # -- beside a step --
+    # -- outside a step --
 
     def run_now(self) -> None:
-        """Called in the loop's body, or anywhere else: run on the present values."""
+        """Run on the current values."""
         if not self._due():
             return
         if not any(type(leaf) is DeferredTensor for leaf in self.leaves):
@@ -162,15 +162,15 @@ class ClosureCall:
             leaves.append(leaf)
         self._queue(leaves, arrays)
 
-    # -- both --
+    # -- inside and outside --
 
     def _queue(self, leaves: list[Any], arrays: list[Any]) -> None:
         loop = None if _in_closure() else loops.current()
         if loop is None:
             if self.closure.checkpoint and not _in_closure():
                 raise ClosureError(
-                    f"{self.source}: {self.closure.name} is a checkpoint closure, and runs on the checkpoint steps of "
-                    "a DataExecutor's loop; no such loop is under way. Loop over "
+                    f"{self.source}: {self.closure.name} is a checkpoint closure, which runs on the checkpoint steps "
+                    "of a DataExecutor's loop, but no such loop is running. Loop over "
                     "fl.utils.data.DataExecutor(loader, num_steps=..., checkpoint_steps=...), or call a plain function."
                 )
             self._run(leaves, None)
@@ -209,7 +209,7 @@ def _check(condition: torch.Tensor, message: str, source: Source) -> None:
         raise StepAssertionError(f"{source}: {message or 'the condition that this line asserts is false'}.")
 
 
-_assertion = _Closure(_check, checkpoint=False)  # which runs after each step, whatever the executor's activation steps
+_assertion = _Closure(_check, checkpoint=False)  # runs after every step, regardless of activation steps
 _assertion.name = "torch._assert_async"
 
 
@@ -221,7 +221,7 @@ Hooks.register(assert_later=_assert_later)
 
 
 class _ThreadLocal(threading.local):
-    """Per thread: how many closures it is in."""
+    """The depth of closures running in this thread."""
 
     depth = 0
 
@@ -234,7 +234,7 @@ def _in_closure() -> bool:
 
 
 class _StoredArray:
-    """The array behind a tensor of the backend, and the tensor's geometry in it."""
+    """The array behind a tensor on the backend, and the tensor's geometry in it."""
 
     def __init__(self, array: Any, ref: Ref) -> None:
         self.array = array
@@ -242,7 +242,7 @@ class _StoredArray:
 
 
 def _on_host(leaf: Any) -> Any:
-    """The argument that a closure receives: for an array, its values in memory of the closure's own."""
+    """The argument that a closure receives: for an array, its values in separate memory."""
     if type(leaf) is _StoredArray:
         value: Value = leaf.ref.value
         whole = torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(_values(leaf.array))

@@ -1,4 +1,4 @@
-"""`CompiledStep`: a step for one kind of batch, traced and compiled."""
+"""`CompiledStep`: a step, traced and compiled for one kind of batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..device.tensors import mesh_sharding
 from ..guards.bindings import Bind
 from ..guards.reconstruct import CallFrame
 from ..lazy_jax import is_array, is_imported
-from . import closures as _closures  # noqa: F401 - registers what an assertion in a step does
+from . import closures as _closures  # noqa: F401 - registers the handling of assertions
 from . import loop as loops
 from .arguments import Arguments
 from .background_compile import BackgroundCompiledStep, KernelsFirstRun
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
 
 
 class StepCall:
-    """One call of a step: its arguments, and what it returns and binds after the step has been run."""
+    """A call of a step: its arguments, and what it returns and binds after the step has run."""
 
     __slots__ = ("arguments", "owners", "result", "bindings", "schedules", "memory")
 
     def __init__(self, arguments: Arguments, owners: Iterable[Owner]) -> None:
         self.arguments = arguments
-        self.owners = owners  # of the state that it changes
+        self.owners = owners  # of the state that the step changes
         self.result: Any = None
         self.bindings: list[Bind] | None = None
-        self.schedules: list[Bind] = []  # what asks for its results
-        self.memory: dict[DeferredStorage, HostMemory] = {}  # that its weights have left to those who were handed it
+        self.schedules: list[Bind] = []  # schedulers that depend on its results
+        self.memory: dict[DeferredStorage, HostMemory] = {}  # exported memory that its weights leave to its holders
 
 
 class CompiledStep:
-    """Runs the step on the arguments, and returns what the step returns.
+    """Runs the step on the arguments, and returns its results.
 
-    Inputs are of two kinds: the state that the step changes, which is donated, so that its memory is updated in place;
-    and the rest: weights that are only read, the batch, numbers such as the learning rate.
+    Inputs are of two kinds: the state that the step changes, which is donated and updated in place; and the others:
+    weights that are only read, the batch, numbers such as the learning rate.
 
     Attributes:
-        traced: what it computes.
-        inputs: gives the array for each input at a call.
+        traced: the traced Program.
+        inputs: returns the array of each input at a call.
     """
 
     def __init__(
@@ -69,37 +69,37 @@ class CompiledStep:
         backend: Backend,
         ran: bool,
     ) -> None:
-        """`ran`: the executable has been run already, by another step that does the same."""
+        """`ran`: whether the executable has been run already, for another step that does the same."""
         self.traced = traced
         self.inputs = inputs
         self._executable = executable
         self._backend = backend
         self._ran = ran
-        self._reseated = session.reseated
+        self._rebinds = session.rebinds
 
     @property
     def executable(self) -> SegmentedStep:
-        """What executes it; waits for JAX where its import is deferred. See `compiling.compile_step`."""
+        """The executable; waits for JAX if its import is deferred. See `compiling.compile_step`."""
         executable = self._executable
         if isinstance(executable, BackgroundCompiledStep):
             executable = self._executable = executable.made()
         return executable
 
     def wait_until_lowered(self) -> None:
-        """Wait while its first run lowers it, before it is traced again."""
+        """Wait while the first run lowers the step, before it is traced again."""
         if isinstance(self._executable, BackgroundCompiledStep):
             self._executable.wait_until_lowered()
 
     def outdated(self) -> bool:
-        """Whether it was for a first step, or a number baked in, a weight's memory or the value of a tensor that
-        its Python has read has been changed since."""
-        if self.traced.optimizers.first_step_only and self._ran or session.reseated != self._reseated:
+        """Whether the compiled step no longer applies: it was for a first step, or a number baked in, a weight's
+        memory, or the value of a tensor that its Python code has read has changed."""
+        if self.traced.optimizers.first_step_only and self._ran or session.rebinds != self._rebinds:
             return True
         return self.traced.outdated()
 
     def skip_execution(self, arguments: Arguments) -> Any:
-        """Instead of a call, where steps are only compiled: what the step returns, without values. Python objects are
-        left as a call leaves them, and weights as they are."""
+        """In place of a call if steps are only compiled: return the step's results without values. Effects on Python
+        objects are applied, and weights are unchanged."""
         self.executable.compile_all()
         traced = self.traced
         call = StepCall(arguments, ())
@@ -115,7 +115,7 @@ class CompiledStep:
     def __call__(self, arguments: Arguments) -> Any:
         """
         Raises:
-            Shared: if some of the arguments have to be inputs themselves.
+            Shared: if some arguments must be inputs themselves.
         """
         traced, owners, backend = self.traced, self.traced.owners, self._backend
         shared = owners.shared(arguments)
@@ -123,8 +123,8 @@ class CompiledStep:
             raise Shared(shared)
         if not arguments.padded.isdisjoint(owners.edited):
             raise TraceError(
-                f"{here()}: {traced.name} edits its argument in place, of which it was given a padded copy: the "
-                "caller's tensor would not see it. Edit a clone of it, or return it."
+                f"{here()}: {traced.name} edits its argument in place, but got a padded copy of it, so the caller's "
+                "tensor would not change. Edit a clone of it, or return it."
             )
         leaves = arguments.leaves
         with Undo() as undo, undo, dispatch.lock:
@@ -136,7 +136,7 @@ class CompiledStep:
             traced.optimizers.groups.begin()
             if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
                 owners.moved()
-            wait = self._ran  # else the executable waits itself for what is to come
+            wait = self._ran  # otherwise the executable itself waits for pending arrays
             state_owners = owners.owners_at_call(leaves)
             state, buffers = self.inputs.state(state_owners, leaves, wait)
             rest = self.inputs.arrays(owners.read, leaves, wait)
@@ -190,12 +190,12 @@ class CompiledStep:
         made: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
-        """The step has been run: commit weights, state, side effects and settings. May be called twice."""
+        """Commit weights, state, side effects and settings after the run. May be called twice."""
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *made), strict=True))
         for storage, _ in traced.handed_out:
-            if storage.resident.handed_out is not None:
-                call.memory[storage] = storage.resident.handed_out
+            if storage.resident.exported_memory is not None:
+                call.memory[storage] = storage.resident.exported_memory
                 storage.resident.release_exported_memory()
         write_back(call.owners, buffers, new)
         for name, storage in traced.outputs.held.items():
@@ -209,14 +209,14 @@ class CompiledStep:
             env = self._env(call.arguments, arrays)
             call.result = traced.result(env)
             call.bindings = traced.effects.bindings(env)
-            call.bindings += [_taking(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
+            call.bindings += [_keeping(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
             call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
         for bind in call.bindings:
             bind()
         traced.modes.leave()
         self._backend.stepped = True
         if key is not None:
-            self._backend.keys.taken(key)
+            self._backend.keys.advance(key)
         self.inputs.settle(buffers, (*new, *made, *results))
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
@@ -232,7 +232,7 @@ class CompiledStep:
         key: np.ndarray | None,
         gradients: Any,
     ) -> None:
-        """The first loss has been returned, and the rest is running: if that fails, the state is as it was."""
+        """Commit after the first loss, while the rest is running; if that fails, the state is restored."""
         later = run.later
         if later is None:
             return
@@ -251,7 +251,7 @@ class CompiledStep:
                         buffer.set(old)
                 self.traced.gradients.back_to(gradients)
                 if key is not None:
-                    self._backend.keys.untaken(key)
+                    self._backend.keys.rewind(key)
                 self._ran = False
 
         later.failed = failed
@@ -261,34 +261,34 @@ def _is_gone(array: Any) -> bool:
     """Whether an array, or the array behind a lazy one, has been donated."""
     try:
         array = ready(array)
-    except Exception:  # it could not be made
+    except Exception:  # it could not be computed
         return False
     return is_array(array) and array.is_deleted()
 
 
 def _not_executed() -> Any:
-    """Stands for an array that will not be computed."""
+    """In place of an array that will not be computed."""
     raise BackendError(
-        "this has no value: the backend was made with compile_only or validate_only, so that steps are compiled and "
+        "this has no value: the backend was created with compile_only or validate_only, so steps are compiled but "
         "not executed."
     )
 
 
-def _taking(memory: HostMemory, kept: DeferredTensor) -> Bind:
-    """Lets the holders of a weight's former memory keep it."""
+def _keeping(memory: HostMemory, holder: DeferredTensor) -> Bind:
+    """Let the holders of a weight's former memory keep it."""
 
     def bind() -> None:
-        buffer = kept._storage.resident
-        if buffer.handed_out is None:
+        buffer = holder._storage.resident
+        if buffer.exported_memory is None:
             buffer.take_memory(memory)
-            record_exported_memory(kept._storage)
+            record_exported_memory(holder._storage)
 
     return bind
 
 
 @functools.cache
 def _no_seed(on_device: bool) -> Any:
-    """For a step without random operations."""
+    """The seed of a step without random operations."""
     import jax
 
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)

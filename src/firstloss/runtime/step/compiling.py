@@ -1,4 +1,4 @@
-"""`compile_step`: from a `TracedProgram` to what executes it."""
+"""`compile_step`: compilation of a `TracedProgram` to an executable step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> SegmentedStep | BackgroundCompiledStep:
-    """What executes the step: called with the state that it changes, its other inputs and a seed, it returns the new
-    state, what the step leaves, and results. The state is donated, so that its memory is updated in place.
+    """Compile a step. Called with the state that it changes, its other inputs and a seed, the executable returns the
+    new state, effects and results. The state is donated and updated in place.
 
     Raises:
-        BackendError: for a mesh that is not there.
+        BackendError: for an abstract mesh.
         LoweringError: for operations that have no lowering.
     """
     if backend.mesh is not None and not backend.mesh.is_there:
         raise BackendError(
-            f"{traced.name} cannot be compiled for an AbstractMesh, whose devices are not there: only planned, as "
-            f"{traced.name}.plan(batch). Give the backend sizes of axes, as mesh={backend.mesh.axes}."
+            f"{traced.name} cannot be compiled for an AbstractMesh, which has no devices: only planned, as "
+            f"{traced.name}.plan(batch). Pass the backend sizes of axes, as mesh={backend.mesh.axes}."
         )
     first_loss = _first_loss(traced, traced.results, backend)
     if first_loss is None or not all_have_rules(traced.program):
@@ -40,7 +40,7 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
         refuse_unsupported(traced)
 
     def make() -> SegmentedStep:
-        from .segmentation import segmented  # here, because it brings JAX
+        from .segmentation import segmented  # imported late, because it imports JAX
 
         return segmented(traced, inputs, backend, behind=first_loss is not None and not first_loss.failed)
 
@@ -50,16 +50,16 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
 
 
 def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -> FirstLoss | None:
-    """What computes the results of the first step without a compiler; for new weights only, not for those of a
-    checkpoint, so that a resumed run has the losses of one that was never interrupted."""
+    """The computation of the first step's results without a compiler; only for new weights, not for those of a
+    checkpoint, so that a resumed run has the same losses as an uninterrupted one."""
     if backend.first_loss != "eager" or backend.stepped or traced.raised is not None:
         return None
-    if backend.compile_only or backend.validate_only or processes().count > 1:  # each process has some of the parts
+    if backend.compile_only or backend.validate_only or processes().count > 1:  # each process has only some shards
         return None
-    where = on_gpu.device()
-    if where is not None and backend.mesh is not None:  # no GPU has all of each weight
+    device = on_gpu.device()
+    if device is not None and backend.mesh is not None:  # no GPU has whole weights
         return None
-    found = FirstLoss(traced.program, names, where)
+    found = FirstLoss(traced.program, names, device)
     owners = [traced.owners.inputs[value] for value in found.inputs]
     weights = [owner for owner in owners if isinstance(owner, DeferredStorage)]
     fresh = all(owner.resident is None or owner.resident.fresh for owner in weights)

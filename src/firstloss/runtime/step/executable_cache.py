@@ -1,13 +1,14 @@
-"""Compiled functions of steps in the artifact folder: a second start neither lowers nor compiles them.
+"""A cache of compiled functions in the artifact folder, with which a second start neither lowers nor compiles them.
 
-JAX's own cache is keyed by the lowered module, so a function must be lowered before it is found there. Here the key is
-what it is lowered from: the signature by which alike segments share a function (`lower/segments.py`), the order of its
-arguments and results, and all that lowering and compiling depend on besides. The signature comes from the step's
-Python, which runs at each start: only the very same Program finds an entry.
+JAX's own cache is keyed by the lowered module, so functions must be lowered to be found there. Here the key is what
+they
+are lowered from: the signature by which equal segments share a function (`lower/segments.py`), the order of its
+arguments and results, and everything else on which lowering and compiling depend. The signature comes from the step's
+Python code, which runs at each start: only the very same Program finds an entry.
 
-What cannot be written down in full has no key and is lowered: an operation with a lowering or a decomposition that is
-not Firstloss's own, an argument of an unknown type. What calls a library other than PyTorch, such as LAPACK, is lowered
-as well, since JAX prepares that when it lowers. An entry that cannot be read is ignored.
+What cannot be written out completely has no key and is lowered: an operation with a lowering or decomposition that is
+not Firstloss's own, or an argument of an unknown type. Code that calls libraries other than PyTorch, such as LAPACK, is
+lowered as well, since JAX prepares them when it lowers. Unreadable entries are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from jax.experimental import serialize_executable
 
 from ...compat.torch_names import OpOverload, schema_of
-from ...files import placed
+from ...files import replacing
 from ...lower import aten
 from ...lower.functional_overloads import functional
 from ...lower.registry import OF_USERS
@@ -45,7 +46,7 @@ _DIGEST_BYTES = 32
 
 
 class _ThisThread(threading.local):
-    misses = 0  # of JAX's cache: functions compiled
+    misses = 0  # misses of JAX's cache, that is, functions compiled
 
 
 _this_thread = _ThisThread()
@@ -60,15 +61,15 @@ jax.monitoring.register_event_listener(_note)
 
 
 class Unknown(Exception):
-    """Something that has no key."""
+    """Raised for something that has no key."""
 
 
 class Entry:
     """A compiled function in the folder, by its key.
 
     Attributes:
-        path: of its file.
-        found: whether there is one.
+        path: the file's path.
+        found: whether the file exists.
     """
 
     def __init__(self, folder: Path, key: str, devices: Sequence[jax.Device] | None = None) -> None:
@@ -78,50 +79,50 @@ class Entry:
         self._devices = devices
 
     def load(self) -> Any:
-        """The compiled function; None if the file is not what was written."""
+        """Load the compiled function; None if the file is not valid."""
         try:
             with open(self.path, "rb") as file:
                 if not _is_ours(os.fstat(file.fileno())):
                     raise OSError
                 digest, content = file.read(_DIGEST_BYTES), file.read()
             if hashlib.sha256(content).digest() == digest:
-                unloaded, takes, gives = pickle.loads(content)
+                unloaded, in_tree, out_tree = pickle.loads(content)
                 return serialize_executable.deserialize_and_load(
-                    unloaded, takes, gives, execution_devices=self._devices
+                    unloaded, in_tree, out_tree, execution_devices=self._devices
                 )
-        except Exception:  # of another build of XLA, say: compiled again, and written over
+        except Exception:  # from another build of XLA, for example: recompile and overwrite
             pass
         self.found = False
         return None
 
     def compile(self, lowered: Any, options: dict[str, Any]) -> Any:
-        """`lowered.compile(options)`, which is kept if XLA has compiled it there and then: what it has loaded from
-        JAX's cache it would write without complaint, and not find its kernels when that is run. Nor is one kept that
-        calls a library: JAX prepares LAPACK, say, when a call of it is lowered."""
+        """Compile, and store the result if XLA has just compiled it: an executable loaded from JAX's cache would
+        serialize without an error, but lack its kernels when run. Executables that call a library are not stored
+        either: JAX prepares LAPACK, for example, when a call of it is lowered."""
         misses = _this_thread.misses
         compiled = lowered.compile(options)
         if _this_thread.misses > misses and _custom_calls(lowered) <= set(aten.TARGETS):
-            with contextlib.suppress(Exception):  # what cannot be kept will be compiled again
+            with contextlib.suppress(Exception):  # without an entry it is compiled again
                 self._store(compiled)
         return compiled
 
     def _store(self, compiled: Any) -> None:
-        """Write the file. It has a digest, so that nobody need wait until it is on disk."""
+        """Write the file. It contains a digest, so that it need not be synced."""
         content = pickle.dumps(serialize_executable.serialize(compiled))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with placed(self.path) as aside, open(aside, "xb") as file:
+        with replacing(self.path) as aside, open(aside, "xb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(hashlib.sha256(content).digest())
             file.write(content)
 
 
 def _custom_calls(lowered: Any) -> set[str]:
-    """What a lowered function calls by name."""
+    """The names of custom calls in a lowered function."""
     return set(re.findall(r"custom_call\s*@\"?([^\s(\"]+)", lowered.as_text()))
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether only this user can have written a file: what it holds is run."""
+    """Whether only this user can have written a file, whose code will be run."""
     if not hasattr(os, "getuid"):
         return True
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -130,14 +131,14 @@ def _is_ours(status: os.stat_result) -> bool:
 def entry_of(
     name: str, signature: Any, order: tuple, mesh: jax.sharding.Mesh | None = None, shardings: tuple = ()
 ) -> Entry | None:
-    """The entry of a function; None where it can have none.
+    """The entry of a function; None if it has no key.
 
     Args:
-        name: of the function.
-        signature: what it computes from its inputs.
-        order: of its arguments and results, and how many of them are donated.
-        mesh: of devices of this process alone.
-        shardings: on the mesh, of all that goes in and comes out, and what else it is partitioned by.
+        name: the function's name.
+        signature: its computation, as a function of its inputs.
+        order: of its arguments and results, and how many arguments are donated.
+        mesh: the mesh it is partitioned over, whose devices all belong to this process.
+        shardings: on that mesh, of its inputs and outputs, and whatever else decides how it is partitioned.
     """
     folder, settings = lowering_markers.folder(), _settings()
     if folder is None or settings is None or not on_cpu():
@@ -162,16 +163,16 @@ def entry_of(
 
 
 def _text(part: Any) -> Iterator[str]:
-    """A signature in words, no two of which are the same for different ones.
+    """Serialize a signature to text, injectively.
 
     Raises:
-        Unknown: for what is not known to be told by its words.
+        Unknown: for objects whose text may be ambiguous.
     """
     kind = type(part)
     if kind is int or kind is bool or part is None or kind is str or kind is complex or kind is bytes:
         yield f"{kind.__name__} {part!r}"
     elif kind is float:
-        yield f"float {part.hex()} {np.float64(part).tobytes().hex()}"  # zeros and NaNs have signs, and NaNs bits
+        yield f"float {part.hex()} {np.float64(part).tobytes().hex()}"  # distinguishes signed zeros and NaNs
     elif kind in (torch.dtype, torch.layout, torch.memory_format, torch.device):
         yield f"{kind.__name__} {part}"
     elif kind is type:
@@ -193,7 +194,7 @@ def _text(part: Any) -> Iterator[str]:
 
 @functools.cache
 def _environment() -> bytes:
-    """All else that a compiled function depends on: versions, sources, settings, the processor."""
+    """Everything else on which a compiled function depends: versions, sources, settings, the processor."""
     found = hashlib.sha256()
     versions = (torch.__version__, torch.version.git_version, jax.__version__, jaxlib.__version__, np.__version__)
     found.update(repr((versions, platform.python_version(), _processor())).encode())
@@ -206,7 +207,7 @@ def _environment() -> bytes:
 
 
 def _settings() -> list[tuple[str, str]] | None:
-    """JAX's; None of a JAX that does not tell."""
+    """JAX's settings; None if this JAX does not list them."""
     config = getattr(jax.config, "values", None)
     if not isinstance(config, Mapping):
         return None
@@ -215,7 +216,7 @@ def _settings() -> list[tuple[str, str]] | None:
 
 
 def _processor() -> tuple:
-    """What XLA generates code for, and how many threads it divides work among."""
+    """What XLA's code generation depends on: the processor and the number of threads."""
     try:
         with open("/proc/cpuinfo") as file:
             first = file.read().partition("\n\n")[0]

@@ -1,8 +1,8 @@
-"""The first loss by PyTorch's own kernels, before anything is lowered or compiled.
+"""The first loss computed by PyTorch's own kernels, before anything is lowered or compiled.
 
-What a step returns is a slice of its Program, like any weight of its constructor's: the forward pass, mostly. It needs
-the weights and no compiler, so it is computed as soon as they are available; the step itself is lowered, compiled and
-run behind it. The first loss is then eager PyTorch's, bit for bit, and the training is the compiled step's as before.
+A step's result is a slice of its Program, like each weight of its constructor's: mostly the forward pass. It needs the
+weights but no compiler, so it is computed as soon as these are available; the step itself is lowered, compiled and run
+afterwards. The first loss is then bit-identical to eager PyTorch's, and training follows the compiled step as always.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...engine.replay import Replay
 from ...errors import FirstlossError
 from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
-from ...program.python_text import is_number
+from ...program.schemas import is_number_type
 from ..device import on_gpu
 from ..device.lazy_array import LazyArray, copied_later
 from ..lazy_jax import is_array
@@ -28,22 +28,21 @@ from ..lazy_jax import is_array
 if TYPE_CHECKING:
     from .first_loss_random import Draws
 
-# A slice with more than this part of a Program's nodes is no forward pass: the compiled step is as soon there.
+# A slice with more than this fraction of a Program's nodes is more than a forward pass: compiling is as fast.
 _MOST_OF_A_STEP = 0.6
 _ATTENTION_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Kernels(Replay):
-    """Replays nodes like recipes, with what only steps have: symbolic numbers, barriers, and random numbers from a
-    key."""
+    """Replays nodes like recipes, and what only steps have: symbolic numbers, barriers, random numbers from a key."""
 
     def __init__(self, draws: Draws | None = None, device: torch.device | None = None) -> None:
         """
         Args:
-            device: where to run them, if not where they were recorded.
+            device: where to run nodes, if not on the recorded device.
         """
         super().__init__(Value.empty if device is None else partial(_empty_on, device))
-        self._scratch = self.allocate
+        self._allocate_result = self.allocate
         self._draws = draws
         self._device = device
 
@@ -55,7 +54,7 @@ class Kernels(Replay):
             for value, content in zip(node.outputs, self._draws.run(node, self.buffer), strict=True):
                 self.buffers[value] = self.allocate(value).copy_(content.reshape(value.shape))
             return
-        if node.op is torch.ops.firstloss.barrier.default:  # its results are its operands
+        if node.op is torch.ops.firstloss.barrier.default:  # returns its operands
             for value, ref in zip(node.outputs, node.args[0], strict=True):
                 self.buffers[value] = self.allocate(value).copy_(ref.view(self.buffer(ref.value)))
             return
@@ -63,13 +62,13 @@ class Kernels(Replay):
             self._attention(node)
             return
         if node.op is torch.ops.aten._native_batch_norm_legit_no_training.default:
-            # It gives no statistics of the batch, which its backward pass is given and does not read.
+            # Its backward pass does not read the batch statistics, so they are not computed.
             super()._run_one(node)
             for value in node.outputs[1:]:
                 self.buffers[value] = self.allocate(value).fill_(torch.nan)
             return None
         schema = schema_of(node.op).arguments
-        numbers = {argument.name for argument in schema if is_number(argument.type)}
+        numbers = {argument.name for argument in schema if is_number_type(argument.type)}
         if not numbers or not any(True for _ in node.refs()):
             return super()._run_one(node)
         args = [self._number(a) if s.name in numbers else a for a, s in zip(node.args, schema, strict=False)]
@@ -79,7 +78,7 @@ class Kernels(Replay):
         return super()._run_one(plain)
 
     def _attention(self, node: Node) -> None:
-        """Of a CPU's kernel for attention, by that of the device; what it keeps for its backward pass nobody reads."""
+        """Run a node of the CPU's attention kernel by the device's; results for the backward pass are not read."""
         for value in node.reads():
             self.buffer(value)
         given = dict(zip((a.name for a in schema_of(node.op).arguments), map(self._real, node.args), strict=False))
@@ -93,7 +92,7 @@ class Kernels(Replay):
             is_causal=given.get("is_causal", False),
             scale=given.get("scale"),
         )
-        self._keep(node, node.outputs[:1], [made])
+        self._store_results(node, node.outputs[:1], [made])
         for value in node.outputs[1:]:
             self.buffers[value] = self.allocate(value).fill_(torch.nan)
 
@@ -109,7 +108,7 @@ class FirstLoss:
     def __init__(self, program: Program, names: Sequence[str], device: torch.device | None = None) -> None:
         """
         Args:
-            device: the GPU that the inputs are on; None for the CPU, or where PyTorch knows no such device.
+            device: the GPU that has the inputs; None for the CPU, or devices that PyTorch does not know.
         """
         self._device = device
         self._refs = [program.outputs[name] for name in names]
@@ -117,18 +116,18 @@ class FirstLoss:
         self._nodes = slice_for([ref.value for ref in self._refs], stop=inputs)
         read = {ref.value for node in self._nodes for ref in node.refs()} | {ref.value for ref in self._refs}
         self.inputs = read & inputs
-        # What is written in place is a copy.
+        # Mutated Values are copied.
         self._written = {ref.value for node in self._nodes for ref in node.writes} & inputs
         self._last = _last_reads(self._nodes, self._refs)
         self._random = [node for node in self._nodes if node.draw is not None]
-        self.failed = False  # an operation is one that only the compiler knows
+        self.failed = False  # an operation is supported only by the compiler
         self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
     def attempt(self, given: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
-        """Like `compute`, for inputs that are arrays or lazy. None if PyTorch's kernels cannot do it.
+        """Like `compute`, for inputs that are arrays or lazy arrays. None if PyTorch's kernels do not support it.
 
         Args:
-            seed: the two words of which the compiled step makes its random numbers.
+            seed: the two words from which the compiled step derives its random numbers.
         """
 
         def content(value: Value) -> torch.Tensor:
@@ -147,25 +146,25 @@ class FirstLoss:
             return to_host(found)
 
         try:
-            return self.compute(content, self._draws(seed))  # compiled while the weights are being drawn
+            return self.compute(content, self._draws(seed))  # random operations compile while the weights are drawn
         except FirstlossError:
             raise
-        except Exception:  # an operation that only the compiler knows
+        except Exception:  # an operation that only the compiler supports
             self.failed = True
             return None
 
     def _draws(self, seed: np.ndarray) -> Draws | None:
         if not self._random:
             return None
-        from .first_loss_random import Draws  # here, because it brings JAX
+        from .first_loss_random import Draws  # imported late, because it imports JAX
 
         return Draws(self._random, seed)
 
     def compute(self, content_of: Callable[[Value], torch.Tensor], draws: Draws | None = None) -> list[LazyArray]:
-        """The outputs, in host memory.
+        """Compute the outputs, in host memory.
 
         Args:
-            content_of: gives the content of an input, not to be written; waits for it.
+            content_of: waits for and returns the content of an input, which must not be written to.
             draws: runs the random operations, if there are any.
         """
         replay = Kernels(draws, self._device)
@@ -194,13 +193,13 @@ def _empty_on(device: torch.device, value: Value) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
 
 
-def _last_reads(nodes: Sequence[Node], kept: Sequence[Ref]) -> dict[int, list[Value]]:
-    """The Values that no later node reads, by the index of a node: their memory can be freed."""
+def _last_reads(nodes: Sequence[Node], outputs: Sequence[Ref]) -> dict[int, list[Value]]:
+    """For each node's index, the Values that no later node reads, whose memory can be freed."""
     last: dict[Value, int] = {}
     for node in nodes:
         for value in (*(ref.value for ref in node.refs()), *node.outputs):
             last[value] = node.index
-    for ref in kept:
+    for ref in outputs:
         last.pop(ref.value, None)
     found: dict[int, list[Value]] = {}
     for value, index in last.items():

@@ -1,8 +1,8 @@
-"""Random operations of a first loss, with the same numbers as the compiled step.
+"""Random operations of a first loss, with the same numbers as in the compiled step.
 
-A compiled step takes its random numbers from a key and the number of each draw, by `jax.random`. So where PyTorch's
-kernels compute the first loss, its random operations are run by the rules that the step is lowered by, each compiled by
-itself. That takes some 50 ms for each kind of them, of which a model has two or three.
+A compiled step draws its random numbers from a key and the index of each draw, by `jax.random`. So if PyTorch's kernels
+compute the first loss, its random operations are run by the rules with which the step is lowered, each compiled
+separately. That takes some 50 ms for each kind of operation, of which a model has two or three.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .segmented import step_key
 
 
 class Draws:
-    """The random operations of a step, compiled."""
+    """The compiled random operations of a step."""
 
     def __init__(self, nodes: Iterable[Node], seed: np.ndarray) -> None:
-        """`seed` is the call's."""
+        """`seed` is that of the call."""
         self._seed = seed
         self._compiled: dict[Any, Any] = {}
         for node in nodes:
@@ -35,10 +35,10 @@ class Draws:
                 self._compiled[call.kind] = _compiled(call)
 
     def run(self, node: Node, content_of: Callable[[Value], torch.Tensor]) -> list[torch.Tensor]:
-        """The content of each of the node's outputs.
+        """Return the content of each of the node's outputs.
 
         Args:
-            content_of: gives that of what it reads.
+            content_of: returns the content of what it reads.
         """
         call = call_of(node)
         with x64():

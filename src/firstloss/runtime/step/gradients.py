@@ -20,34 +20,34 @@ Inputs = dict[Value, Owner]
 
 
 class Gradients:
-    """The gradients of the weights of one traced step; at later calls no Python code of the step reads or sets them."""
+    """The gradients of a traced step's weights; at later calls no Python code of the step reads or sets them."""
 
     def __init__(self, weights: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
-        """To be made before the step is traced.
+        """To be created before the step is traced.
 
         Args:
-            others: what may come to want gradients, or want them no more.
+            others: tensors whose `requires_grad` may change.
         """
         self._before = {p: p.grad for p in weights}
         self._wanted = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
-        self._left: list[torch.Tensor] = []  # whose gradients it leaves or clears
-        # By the input that is their memory, weights, and how their gradients looked at it.
+        self._left: list[torch.Tensor] = []  # weights whose gradients the step leaves or clears
+        # By the input that is their memory: weights, and their gradients' views of it.
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
     def traced(self, inputs: Inputs, effects: Effects, left: Reconstructor) -> None:
-        """The step has been traced with these `inputs`; a gradient that it leaves is a side effect like others."""
+        """Record the trace's results, with these `inputs`; a gradient left by the step is a side effect like others."""
         self._record_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
-        whose: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
+        by_owner: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
         for parameter, gradient in self._before.items():
             if _is_real(gradient):
                 owner = real.get(storage_key(gradient))
-                whose.setdefault(id(owner), []).append(
+                by_owner.setdefault(id(owner), []).append(
                     (parameter, None if owner is gradient else geometry_of(gradient))
                 )
             elif gradient is not None:
-                whose.setdefault(id(storage_or_itself(gradient)), []).append((parameter, _view(gradient)))
-        self._read = {value: whose[id(owner)] for value, owner in inputs.items() if id(owner) in whose}
+                by_owner.setdefault(id(storage_or_itself(gradient)), []).append((parameter, _view(gradient)))
+        self._read = {value: by_owner[id(owner)] for value, owner in inputs.items() if id(owner) in by_owner}
         for parameter, before in self._before.items():
             if parameter.grad is not before:
                 self._left.append(parameter)
@@ -57,11 +57,11 @@ class Gradients:
                 effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
 
     def _record_new_gradients(self) -> None:
-        """Weights that required no gradient before the step, and have one now: the step has unfrozen them."""
+        """Record gradients of weights that required none before the step and have one now: the step unfreezes them."""
         self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
-        """The step could not be traced."""
+        """Restore the gradients after a failed trace."""
         self._record_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
@@ -70,8 +70,8 @@ class Gradients:
                 tensor.requires_grad_(wanted)
 
     def fit(self, inputs: Inputs) -> bool:
-        """Whether the step can be called with the gradients that are there now: each has the layout of the one that the
-        step was traced with, and shares memory with no other input."""
+        """Whether the step can be called with the current gradients: each must have the layout that it had in the
+        trace, and share memory with no other input."""
         others: set[int] | None = None
         memories: list[int] = []
         for value, readers in self._read.items():
@@ -95,10 +95,10 @@ class Gradients:
         return self._read
 
     def follow(self, inputs: Inputs, changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
-        """Before a later call: eager backward passes have made new gradients, which replace the inputs.
+        """Before a later call, replace inputs by gradients that eager backward passes have made.
 
         Returns:
-            Whether there were such.
+            Whether there were any.
         """
         others = False
         for value, readers in self._read.items():
@@ -123,7 +123,7 @@ class Gradients:
         return [(parameter, parameter.grad) for parameter in self._left]
 
     def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        """A call has failed: restore the gradients `before` it."""
+        """Restore the gradients `before` a failed call."""
         for parameter, gradient in before:
             parameter.grad = gradient
 
@@ -147,7 +147,7 @@ def _maker(parameter: torch.Tensor, make: Make) -> Callable[[CallFrame], Bind]:
 
 
 def _view(gradient: torch.Tensor) -> Ref | None:
-    """How a gradient looks at its storage: that of a Linear's weight is a product transposed. None of a real tensor."""
+    """A gradient's view of its storage (a Linear's weight gradient is a transposed product); None for a real tensor."""
     return gradient._ref() if type(gradient) is DeferredTensor else None
 
 
@@ -159,7 +159,7 @@ def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geomet
     if gradient is None:
         return False
     now = _view(gradient)
-    if view is not None and not isinstance(view, Ref):  # it was a part of a real tensor
+    if view is not None and not isinstance(view, Ref):  # it was a view of a real tensor
         return now is None and geometry_of(gradient) == view and _bytes_from(gradient) == value.nbytes
     if now is None:
         fits = gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)

@@ -1,9 +1,9 @@
-"""A traced step on the "GPU" backend: eager first, then its Program replayed as a CUDA graph.
+"""Traced steps on the "GPU" backend: run eagerly first, then replayed as a CUDA graph.
 
-The first call of a step runs as it is written: that is the first loss, and no Firstloss is between it and eager
-PyTorch. At the second the step is traced, its Program is rehearsed by the same kernels (`gpu/replay.py`), and what that
-returns is compared with the eager step's; from the third on they are a graph. What cannot be traced or recorded runs
-eagerly, and one line says why.
+The first call of a step runs as it is written: that is the first loss, just as in eager PyTorch. At the second call the
+step is traced, its Program is run once by the same kernels (`gpu/replay.py`), and the results are compared with the
+eager step's; from the third call on it is a graph. Steps that cannot be traced or recorded run eagerly, with one
+warning that says why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from ... import timeline
 from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
-from ...gpu.replay import Plan, Replayed
+from ...gpu.replay import Plan, ReplayedStep
 from ...program.graph import Value
 from ...program.source import warn
 from ...undo import Undo
@@ -31,19 +31,19 @@ from .retracing import Request
 from .trace_observer import TraceObserver
 from .tracing import Shared, TracedProgram
 
-# What a step returns, replayed and eager, of half precision perhaps: one place of bfloat16.
+# The tolerance of half-precision results, replayed and eager: one unit in the last place of bfloat16.
 _AGREE = 2.0**-7
 
 
 class GraphedStep:
     """A step for one kind of call on real tensors: the counterpart of `CompiledStep` on the "GPU" backend."""
 
-    def __init__(self, traced: TracedProgram, executable: Replayed) -> None:
+    def __init__(self, traced: TracedProgram, executable: ReplayedStep) -> None:
         self.traced = traced
         self.executable = executable
 
     def outdated(self) -> bool:
-        """Whether anything that the graph depends on has changed since."""
+        """Whether anything that the graph depends on has changed."""
         return self.traced.optimizers.first_step_only or self.traced.outdated()
 
     @property
@@ -53,20 +53,22 @@ class GraphedStep:
         return self.executable.how if failed is None else f"replay, not recorded: {failed}"
 
     def rehearsed(self, arguments: Arguments) -> Callable[[Any], None]:
-        """Run the step as far as it changes nothing, before it is run eagerly; returns what compares that with what
-        the eager step has returned, and raises a TraceError if it is something else. (The same kernels were called:
-        what may differ is what a kernel adds in another order each time.)"""
+        """Run the step without its effects before it is run eagerly; returns a function that compares the results with
+        the eager step's, and raises a TraceError if they differ. (The same kernels are called; they may differ in the
+        order of atomic additions.)"""
         made = self.executable.rehearse(*self._given(arguments))
         complete = all(name in made for name in self.traced.outputs.out)
 
         def compare(result: Any) -> None:
             if not complete:
                 return
-            ours = self.traced.result(self._env(made, arguments))
+            replayed = self.traced.result(self._env(made, arguments))
             with torch.no_grad():
-                for a, b in zip(_tensors(ours), _tensors(result), strict=False):
+                for a, b in zip(_tensors(replayed), _tensors(result), strict=False):
                     if a.shape != b.shape or not torch.allclose(a, b, rtol=_AGREE, atol=_AGREE, equal_nan=True):
-                        raise TraceError(f"replayed, a tensor {list(a.shape)} that it returns is not eager PyTorch's")
+                        raise TraceError(
+                            f"when it is replayed, a result of shape {list(a.shape)} differs from eager PyTorch's"
+                        )
 
         return compare
 
@@ -96,17 +98,17 @@ class GraphedStep:
         if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
             owners.moved()
         numbers = traced.optimizers.groups.inputs
-        kept: dict[Value, torch.Tensor] = {}
+        tensors: dict[Value, torch.Tensor] = {}
         batch: dict[Value, torch.Tensor] = {}
         reads: dict[Value, Callable[[], float]] = {}
-        for value, theirs in zip((*owners.changed, *owners.read), self.executable.inputs, strict=True):
+        for value, target in zip((*owners.changed, *owners.read), self.executable.inputs, strict=True):
             if value in owners.arguments:
-                batch[theirs] = arguments.leaves[owners.arguments[value]].detach()
+                batch[target] = arguments.leaves[owners.arguments[value]].detach()
             elif value in numbers:
-                reads[theirs] = numbers[value].read
+                reads[target] = numbers[value].read
             else:
-                kept[theirs] = owners.inputs[value]  # type: ignore[assignment] # real ones
-        return kept, batch, reads
+                tensors[target] = owners.inputs[value]  # type: ignore[assignment] # real ones
+        return tensors, batch, reads
 
     def _env(self, made: Mapping[str, torch.Tensor], arguments: Arguments) -> CallFrame:
         tensors: dict[int, torch.Tensor] = {}
@@ -134,10 +136,10 @@ class GraphRequest(Request):
     """A call of a step that is to be replayed."""
 
     def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
-        """Trace the step, and plan how it is replayed.
+        """Trace the step, and plan its replay.
 
         Raises:
-            TraceError: if it cannot be.
+            TraceError: if it cannot be replayed.
         """
         with timeline.span("trace"):
             traced = tracing.trace_step(self.step, self.arguments, self.backend, around)
@@ -151,14 +153,14 @@ class GraphRequest(Request):
         return GraphedStep(traced, executable)
 
 
-def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
+def _planned(traced: TracedProgram, backend: Backend) -> ReplayedStep:
     retrace_reason = traced.retrace_reason
     if traced.raised is not None:
         retrace_reason = "it raised an error"
     elif traced.trace.closures:
         retrace_reason = "it calls step closures"
     elif traced.optimizers.state.new:
-        retrace_reason = "its optimizer makes new state"
+        retrace_reason = "its optimizer creates new state"
     if retrace_reason is not None:
         raise TraceError(retrace_reason)
     inputs = (*traced.owners.changed, *traced.owners.read)
@@ -166,26 +168,26 @@ def _planned(traced: TracedProgram, backend: Backend) -> Replayed:
     if plan.obstacles:
         raise TraceError("; ".join(plan.obstacles))
     state = {value: traced.program.outputs[f"new{i}"] for i, value in enumerate(traced.owners.changed)}
-    return Replayed(plan, inputs, state, backend.torch_device)
+    return ReplayedStep(plan, inputs, state, backend.torch_device)
 
 
 class Trials:
-    """The kinds of calls of one traced step: which are replayed, and which run eagerly, at first or always."""
+    """The kinds of calls of a traced step: which are replayed, and which run eagerly, for the first time or always."""
 
     def __init__(self, name: str, cache: StepCache) -> None:
         self._name = name
         self._cache = cache
         self._calls: dict[Any, int] = {}
         self._eager: dict[Any, str] = {}
-        self._last: tuple[Any, GraphedStep | None] = None, None  # the kind of the last call, and what has run it
+        self._last: tuple[Any, GraphedStep | None] = None, None  # the kind of the last call, and the step that ran it
 
     def call(self, step: Callable[..., Any], args: tuple, kwargs: dict, given: tuple[Arguments, tuple], on: Any) -> Any:
-        """Call the step on `args` and `kwargs`, which are `given` as arguments and their kind, on a backend."""
+        """Call the step on `args` and `kwargs`, given also as Arguments with their kind, on a backend."""
         arguments, kind = given
         key = id(on), arguments.spec, kind, modes()
         self._last = key, None
         count = self._calls[key] = self._calls.get(key, 0) + 1
-        if count == 1 or key in self._eager:  # an optimizer makes its state in a first step
+        if count == 1 or key in self._eager:  # an optimizer creates its state in a first step
             return step(*args, **kwargs)
         compare = None
         try:
@@ -194,9 +196,9 @@ class Trials:
             if not found.executable.tried:
                 compare = found.rehearsed(arguments)
         except Shared:
-            self._fall_back(key, "it edits an argument that it meets in another way as well")
+            self._fall_back(key, "it edits an argument that it also reaches in another way")
             return step(*args, **kwargs)
-        except Exception as error:  # nothing has been changed: whatever is wrong, eager PyTorch says so itself
+        except Exception as error:  # nothing has been changed: eager PyTorch raises errors itself
             self._fall_back(key, str(error) or type(error).__name__)
             return step(*args, **kwargs)
         if compare is None:
@@ -210,9 +212,9 @@ class Trials:
         return result
 
     def _fall_back(self, kind: Any, why: str) -> None:
-        """Run it eagerly from now on, and say so once."""
+        """Run it eagerly from now on, and warn once."""
         self._eager[kind] = why
-        text = f"{self._name} runs eagerly on this backend, and not as a CUDA graph: {why}"
+        text = f"{self._name} runs eagerly on this backend, not as a CUDA graph: {why}"
         warn(EagerStepWarning(text))
 
     def how(self) -> str:

@@ -1,4 +1,4 @@
-"""A step's inputs: their device buffers, and the array that each call passes for them."""
+"""A step's inputs: their device buffers, and the array passed for each of them at a call."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 class Inputs:
     """The inputs of a step: storages on the backend, arguments of the call, numbers in parameter groups, and tensors
-    from outside the backend.
+    outside the backend.
 
     Attributes:
         where: on a mesh, the sharding of each input.
-        lent: at this call some are in memory that was handed out (`DeviceBuffer.memory`); see `settle`.
+        exported: whether, at this call, some are in exported memory (`DeviceBuffer.memory`); see `settle`.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Inputs:
         owners: Owners,
         numbers: Mapping[Value, GroupEntry],
     ) -> None:
-        """`numbers` says which number stands for an input; all are read again at each call. On a mesh, storages that
-        are not on the backend yet are moved there."""
+        """`numbers` are the inputs that are numbers, read at each call. On a mesh, storages that are not on the backend
+        yet are moved there."""
         self._backend = backend
         self._owners = owners.inputs
         self._places = owners.arguments
@@ -47,15 +47,15 @@ class Inputs:
         self.where: dict[Value, Any] = {}
         if backend.mesh is not None:
             self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
-        self.lent = False
+        self.exported = False
 
     def state(
         self, changed: Mapping[Value, Owner], leaves: list[Any], wait: bool = True
     ) -> tuple[tuple, Sequence[DeviceBuffer | None]]:
-        """What stands for the state that the step changes, and who keeps what it makes of it: no buffer keeps a tensor
-        from outside the backend. There may be a thousand arrays, and from one step to the next nobody has touched most
-        of them: only the others are asked for."""
-        self.lent = False
+        """The arrays of the state that the step changes, and the buffers for its new content; tensors outside the
+        backend have no buffer. There may be a thousand arrays, most of them untouched since the last step: only for the
+        others is anything computed."""
+        self.exported = False
         buffers = _buffers(changed)
         if self.where or not wait:
             arrays = self.arrays(changed, leaves, wait, donated=True)
@@ -64,7 +64,7 @@ class Inputs:
             arrays = tuple(
                 [self.array(v, leaves, True) if a is None else a for v, a in zip(changed, found, strict=True)]
             )
-        return arrays, buffers if all(buffers) else _buffers(changed)  # some have been made since
+        return arrays, buffers if all(buffers) else _buffers(changed)  # some have been created since
 
     def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
         """The arrays of the inputs `values`; without `wait`, lazy ones for those still being computed."""
@@ -79,9 +79,11 @@ class Inputs:
             storage = owner._storage
             if storage.resident is not None and storage.resident.sharding is self.where.get(
                 value
-            ):  # and need not be sent
+            ):  # no resharding needed
                 owner = storage
-        return owner.resident.later() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
+        return (
+            owner.resident.lazy_array() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
+        )
 
     def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
         """The array of an input `value` at this call; `donated` if the step may write to it."""
@@ -90,31 +92,31 @@ class Inputs:
             return np.float64(number.read())
         place = self._places.get(value)
         owner = self._owners[value] if place is None else leaves[place]
-        where = self.where.get(value)
+        sharding = self.where.get(value)
         array: jax.Array
         if isinstance(owner, DeferredStorage):
             array = self._argument(self._buffer(owner), donated)
         elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
             array = self._argument(owner._storage.resident)
-        elif where is not None:
-            return to_device_later(owner, where)
-        else:  # a copy, since the step runs on while the caller may go on to write to the tensor
+        elif sharding is not None:
+            return to_device_later(owner, sharding)
+        else:  # a copy, since the caller may write to the tensor while the step runs
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
-        if where is None:
+        if sharding is None:
             return array
         from ..mesh.sharded_arrays import fit
 
-        return fit(array, where)
+        return fit(array, sharding)
 
     def _argument(self, buffer: DeviceBuffer, donated: bool = False) -> jax.Array:
         array = buffer.argument(donated)
-        self.lent = self.lent or buffer.lent
+        self.exported = self.exported or buffer.is_exported
         return array
 
     def settle(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
-        """The step has been dispatched, and is to make `arrays`. If it was lent memory that others may write to, or
-        read, when the call has returned, it is waited for, and that memory shows what it has made."""
-        if not self.lent:
+        """After dispatch: if inputs are in exported memory, which others may access once the call has returned, wait
+        for the step and write its results `arrays` back there."""
+        if not self.exported:
             return
         for array in arrays:
             ready(array).block_until_ready()
@@ -154,7 +156,7 @@ def _given(tensor: torch.Tensor) -> Any:
 
 
 def _tensors_of(storage: DeferredStorage) -> list[DeferredTensor]:
-    """The tensors in a storage; for one that the step has loaded from a file and not kept, a tensor of all of it."""
+    """The tensors in a storage; if the step has loaded it from a file and not kept any, a tensor of all of it."""
     value = storage.value
     return storage.alive() or [DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)]
 
@@ -164,11 +166,11 @@ def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:
 
 
 def write_back(owners: Iterable[Owner], buffers: Sequence[DeviceBuffer | None], arrays: Sequence[Any]) -> None:
-    """Write `arrays`, the new content of `owners` whose buffers these are, back; some may be lazy."""
+    """Write `arrays` back as the new content of `owners` with these buffers; some may be lazy."""
     if not all(buffers):
         with torch.no_grad():
             for owner, array in zip(owners, arrays, strict=True):
-                if isinstance(owner, torch.Tensor):  # from outside the backend
+                if isinstance(owner, torch.Tensor):  # outside the backend
                     from ..jax_support import to_host
 
                     owner.copy_(to_host(ready(array)))

@@ -1,8 +1,8 @@
 """The loop over steps: the current step, and closures that wait for its values.
 
-Steps are dispatched, not waited for: while the device runs one, Python goes on to the next. What wants values (step
-closures) waits in a queue, in order, and runs in the user's own thread as soon as the values have arrived; at the
-latest when Python is `AHEAD` steps further, which also bounds how many batches and results wait on the device.
+Steps are dispatched asynchronously: while the device runs one, Python continues with the next. Functions that need
+values (step closures) wait in a queue, and run in order in the user's thread as soon as the values are available; at
+the latest when Python is `AHEAD` steps further, which also bounds the batches and results that wait on the device.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-# Steps that Python may be ahead of the values it has seen. One is enough to keep a device busy whose steps are longer
-# than Python's; two give a slow batch or a slow closure some slack.
+# By how many steps Python may run ahead of the values it has read. One is enough to keep a device busy whose steps take
+# longer than Python's; two allow for a slow batch or closure.
 AHEAD = 2
 
 
 class Waiting(NamedTuple):
-    """A function to run when `arrays` are computed: a closure, or nothing (a step that is only waited for)."""
+    """A function to run when `arrays` are computed: a closure, or nothing (for a step that is only waited for)."""
 
     step: int
     arrays: tuple[Any, ...]
@@ -27,27 +27,27 @@ class Waiting(NamedTuple):
 
 
 class Loop:
-    """The steps of one `DataExecutor`'s loop; `owner` is the executor."""
+    """The steps of a `DataExecutor`'s loop; `owner` is the executor."""
 
     def __init__(self, owner: Any = None) -> None:
         self.owner = owner
-        self.latest = 0  # the number of the step that the loop's body has reached
+        self.latest = 0  # the current step of the loop's body
         self._closing: int | None = None
         self._waiting: deque[Waiting] = deque()
-        self.prefetch: Callable[[], None] = lambda: None  # what to do while the device is busy
+        self.prefetch: Callable[[], None] = lambda: None  # called while the device is busy
 
     @property
     def step(self) -> int:
-        """The number of the step, from 1; inside a closure, of the step that the closure belongs to."""
+        """The step's number, from 1; inside a closure, that of the step that the closure belongs to."""
         return self.latest if self._closing is None else self._closing
 
     def begin(self, step: int) -> None:
-        """The loop's body is about to run for the `step`-th time."""
+        """Start the `step`-th iteration of the loop's body."""
         self.latest = step
         self._run_until(step - AHEAD)
 
     def dispatched(self, results: Iterable[Any]) -> None:
-        """A traced step has been dispatched, and will return `results` (arrays)."""
+        """Note that a traced step has been dispatched, which will return `results` (arrays)."""
         arrays = tuple(results)
         if arrays:
             self._waiting.append(Waiting(self.latest, arrays[:1], None))
@@ -55,7 +55,7 @@ class Loop:
         self._run_until(self.latest - AHEAD)
 
     def when_ready(self, arrays: Iterable[Any], run: Callable[[], None]) -> None:
-        """Call `run` when `arrays` have values, after all that was queued before."""
+        """Call `run` when `arrays` have values, after everything queued before."""
         self._waiting.append(Waiting(self.latest, tuple(arrays), run))
         self._run_until(self.latest - AHEAD)
 
@@ -65,7 +65,7 @@ class Loop:
 
     def _run_until(self, step: int) -> None:
         """Run what is ready; wait for what belongs to `step` or an earlier one."""
-        if self._closing is not None:  # a closure that steps by itself: its loop is not the one to move on
+        if self._closing is not None:  # called from a closure that runs steps itself
             return
         while self._waiting:
             first = self._waiting[0]
@@ -88,7 +88,7 @@ def _ready(array: Any) -> bool:
 
 
 class _Running(threading.local):
-    """The loops running in one thread, the innermost last."""
+    """The loops running in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.loops: list[Loop] = []
@@ -108,12 +108,12 @@ def running(loop: Loop) -> Iterator[Loop]:
     """Make `loop` the current one; when the block ends without an error, everything that waits has run."""
     outer = current()
     if outer is not None:
-        outer.flush()  # a validation within training: what was trained before is reported before
+        outer.flush()  # for a validation within training, report training first
     _running.loops.append(loop)
     try:
         yield loop
     finally:
-        # Also when the body raises or breaks off: what ran has closures, and they come before what follows.
+        # Also when the body raises or breaks: steps that ran have closures, which come before what follows.
         try:
             loop.flush()
         finally:

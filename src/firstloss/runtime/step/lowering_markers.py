@@ -1,8 +1,8 @@
-"""Markers in the artifact folder: a step that was lowered before may be lowered after the first loss next time.
+"""Markers in the artifact folder for steps that were lowered before and may be lowered after the first loss.
 
-A step's backward pass is lowered before the first loss is returned, so that what cannot be lowered is an error at the
-call. One that has been lowered before is lowered after the loss: on a CPU it takes cores from the forward pass. A note
-says no more than when to do something. If it is wrong, an error comes at the next use of the step's state instead.
+A step's backward pass is lowered before the first loss is returned, so that lowering errors are raised by the call. A
+step that has been lowered before is lowered after the loss: on a CPU lowering takes cores from the forward pass. If a
+marker is wrong, the error is raised at the next use of the step's state instead.
 """
 
 from __future__ import annotations

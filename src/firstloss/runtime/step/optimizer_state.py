@@ -1,4 +1,4 @@
-"""Optimizers' state in a traced step: what it rebinds, whether user code has replaced tensors, and loading in place."""
+"""Optimizer state in a traced step: rebound entries, tensors replaced by user code, and loading in place."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 
 class OptimizerStates:
-    """The state of the optimizers that step in one trace.
+    """The state of the optimizers that step in a trace.
 
     Attributes:
-        new: what their first steps would make, made before them.
-        counts: what one of them changes in Python, in words.
+        new: state that their first steps would create, created before them.
+        counts: a Python number that one of them changes, in words.
     """
 
     def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer]) -> None:
-        """`seen` are the optimizers, as they step."""
+        """`seen` lists the optimizers as they step."""
         self._trace = trace
         self._seen = seen
         self.new: list[torch.Tensor] = []
         self.counts: str | None = None
-        self._entries: list[tuple[dict[str, Any], str, Any]] = []  # before the step's own changes
-        self._had: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # likewise
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []  # entries before the step
+        self._had: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # keys before the step
         self._states: list[StateOf] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer's first step: its state."""
+        """Save an optimizer's state before its first step."""
         for entries in optimizer.state.values():
-            kept = (torch.Tensor, *PLAIN)
-            self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, kept)]
+            saved = (torch.Tensor, *PLAIN)
+            self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, saved)]
         self._had.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
 
     def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
-        """State that `step()` has bound to another tensor: each call binds a new one, which the next one reads.
+        """Record state that `step()` has bound to other tensors: each call binds a new one, which the next call reads.
 
         Args:
-            move: tells the step which tensor stands now where another did.
+            move: tells the step which tensor has replaced another.
         """
         for entries, key, old in self._entries:
             new = entries.get(key)
@@ -84,15 +84,15 @@ class OptimizerStates:
         return bind
 
     def settled(self) -> None:
-        """The trace has ended: the present state is what the step works on."""
+        """Note at the end of the trace that the current state is what the step works on."""
         self._states = [StateOf(optimizer) for optimizer in self._seen]
 
     def replaced(self) -> bool:
-        """Whether user code has put other tensors there."""
+        """Whether user code has replaced tensors in the state."""
         return any(state.replaced() for state in self._states)
 
     def forget_new(self) -> None:
-        """The step could not be traced: drop the state that it has created."""
+        """Drop the state created for a step that could not be traced."""
         new = set(map(id, self.new))
         for optimizer in self._seen:
             for entries in optimizer.state.values():
@@ -102,35 +102,33 @@ class OptimizerStates:
 
 
 class StateOf:
-    """The objects in an optimizer's state, to see whether they have been replaced."""
+    """The objects in an optimizer's state, to detect whether they are replaced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         state = optimizer.state
         self._weights = list(state)
         self._entries = list(state.values())
-        tables = [entries for entries in self._entries if isinstance(entries, dict)]  # others are refused
+        tables = [entries for entries in self._entries if isinstance(entries, dict)]  # others are rejected
         self._tables = [entries for entries in tables for _ in entries]
         self._keys = [key for entries in tables for key in entries]
         self._values = [value for entries in tables for value in entries.values()]
 
     def follow(self, entries: dict[str, Any], key: str, new: Any) -> None:
-        """The step itself has bound an entry to another object."""
+        """Note that the step itself has bound an entry to another object."""
         for i, (table, name) in enumerate(zip(self._tables, self._keys, strict=True)):
             if table is entries and name == key:
                 self._values[i] = new
 
     def replaced(self) -> bool:
-        """Whether an entry is another object than it was."""
+        """Whether an entry is another object than before."""
         state = self._optimizer.state
         if len(state) == len(self._entries) and all(map(operator.is_, state.values(), self._entries)):
             try:
                 return not all(map(operator.is_, map(operator.getitem, self._tables, self._keys), self._values))
             except KeyError:
                 return True
-        now = StateOf(
-            self._optimizer
-        )  # load_state_dict makes new dicts, and keeps what is in them (`optimizer_state.py`)
+        now = StateOf(self._optimizer)  # load_state_dict makes new dicts with the same tensors
         pairs = [(self._weights, now._weights), (self._keys, now._keys), (self._values, now._values)]
         if any(len(a) != len(b) or not all(map(_same, a, b)) for a, b in pairs):
             return True
@@ -161,17 +159,17 @@ _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
-    """Bring the state that `optimizer` has to the backend, and keep it there. `trace` is of the step that steps it.
+    """Move the state of `optimizer` to the backend, and keep it there. `trace` is that of the step that steps it.
 
-    From here on, on a mesh, `optimizer.load_state_dict` keeps its state's tensors, which are there, and copies into
-    them. Elsewhere the loaded tensors are the state from then on, as `torch.optim` has it (whoever holds them sees them
-    change). Either way its groups are new ones, and the step is traced again.
+    From here on, on a mesh, `optimizer.load_state_dict` keeps the state's tensors and copies into them. Otherwise the
+    loaded tensors become the state, as in `torch.optim` (whoever holds them sees them change). Either way its groups
+    are new, and the step is traced again.
     """
     held = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
     met = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
-    state = [v for v in held if storage_key(v) not in met]  # else the step has read or written it where it is
+    state = [v for v in held if storage_key(v) not in met]  # unless the step has used it where it is
     backend = current_backend()
-    with DisableTorchDispatch(), torch.no_grad():  # a step is being traced: this is no part of it
+    with DisableTorchDispatch(), torch.no_grad():  # not part of the step being traced
         if backend.mesh is not None:
             backend.mesh.follow(optimizer.state, [optimizer])
         backend.move_to_device(state)

@@ -1,4 +1,4 @@
-"""PyTorch optimizers in a traced step: their state is created before it, and what a schedule changes is an input."""
+"""PyTorch optimizers in traced steps: their state is created before the step, and scheduled numbers are inputs."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ from .owners import memory_and_geometry
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
 from .schedulers import Schedulers
 
-# What these do cannot be one fixed computation on dense tensors.
+# Optimizers whose computation is not a fixed one on dense tensors.
 _REFUSED = {
-    "LBFGS": "evaluates the model as often as its line search likes. Use AdamW, or run LBFGS on backend 'CPU'",
-    "SparseAdam": "takes sparse gradients, which XLA does not have. Use Adam, with an embedding of sparse=False",
+    "LBFGS": "evaluates the model a variable number of times. Use AdamW, or run LBFGS on backend 'CPU'",
+    "SparseAdam": "takes sparse gradients, which XLA does not support. Use Adam, with an embedding of sparse=False",
 }
 
 
 class Optimizers:
-    """The optimizers that step in one trace.
+    """The optimizers that step in a trace.
 
     Attributes:
         seen: those that have stepped.
-        given: the gradients that they were given, whole storages.
+        given: the gradients that they were given, as whole storages.
         groups: the numbers in their parameter groups.
         state: their state.
-        schedulers: PyTorch's, that have stepped.
+        schedulers: PyTorch's schedulers that have stepped.
         schedule_state: the tensors of `firstloss.optim` schedules.
-        first_step_only: an optimizer's first step is another computation than the ones after it, and was traced.
+        first_step_only: whether an optimizer's first step, which differs from later ones, was traced.
     """
 
     def __init__(self, trace: StepTrace, snapshot: Snapshot, keep_fused: bool = False) -> None:
         """
         Args:
-            snapshot: what was there before the trace.
-            keep_fused: where PyTorch's fused kernels were asked for, they are what the step calls.
+            snapshot: taken before the trace.
+            keep_fused: whether the step calls PyTorch's fused kernels if they were asked for.
         """
         self._trace = trace
         self._keep_fused = keep_fused
@@ -76,34 +76,35 @@ class Optimizers:
         self._rehearsing = False
         self._refused: list[str] = []
         self._handles: list[Any] = []
-        self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # buffer, as it was, whether to move
-        self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # their state, and its count of steps
+        # (buffer, its old content, whether to update it)
+        self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # (state, its step count)
 
     def outdated(self) -> bool:
-        """Whether an assumption of the step about them no longer holds."""
+        """Whether an assumption of the step about the optimizers no longer holds."""
         return self.state.replaced() or self.groups.outdated()
 
     def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
-        """Their side effects are effects like others.
+        """Record the optimizers' side effects.
 
         Args:
-            move: tells the step which tensor stands now where another did.
+            move: tells the step which tensor has replaced another.
         """
         self.schedulers.traced(effects, left)
         self.groups.traced(effects)
         self.state.traced(effects, left, move)
 
     def settled(self) -> None:
-        """The trace has ended."""
+        """End the trace."""
         self.state.settled()
         self.groups.settled()
 
     @contextmanager
     def watched(self, recording: Recording) -> Iterator[None]:
-        """Prepare every optimizer just before its first step in the block; its groups are restored afterwards.
+        """Context in which every optimizer is prepared just before its first step; its groups are restored afterwards.
 
         Args:
-            recording: what the step reads.
+            recording: records what the step reads.
         """
         changed: list[str] = []
         with Undo() as undo, undo:
@@ -114,7 +115,7 @@ class Optimizers:
             undo(lambda: [handle.remove() for handle in self._handles])
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
-            torch.clear_autocast_cache()  # of casts made elsewhere, which the step would go on with
+            torch.clear_autocast_cache()  # drop casts made elsewhere, which the step would use
             with without_reads(), self.schedulers.watched(recording.times_read):
                 yield
         self._refused = changed
@@ -123,14 +124,14 @@ class Optimizers:
     def check(self) -> None:
         """
         Raises:
-            TraceError: if the step sets something in a parameter group that a call could not set again.
+            TraceError: if the step sets something in a parameter group that a call could not repeat.
         """
         if self._refused:
             raise TraceError(
-                f"{here()}: the step sets {self._refused[0]!r} in a parameter group, by what the device alone knows or "
-                "in an optimizer of your own, which would be another computation at each step. Set it to a number "
-                "outside of the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a function "
-                "of a step tensor; an optimizer of your own counts in a tensor in its state."
+                f"{here()}: the step sets {self._refused[0]!r} in a parameter group, either from a value that only the "
+                "device has or in a custom optimizer, so it would be a different computation at each step. Set it to a "
+                "number outside of the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a "
+                "function of a step tensor; a custom optimizer should count in a tensor in its state."
             )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -149,8 +150,8 @@ class Optimizers:
                         self._momenta.append((buffer, buffer.clone(), tensor_of(momentum) != 0))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        """With a momentum of zero SGD and RMSprop leave their buffers as they are, which is not what multiplying by
-        zero makes of them. What a schedule sets is known on the device alone, so this is decided there."""
+        """With zero momentum, SGD and RMSprop leave their buffers unchanged, unlike a multiplication by zero. A
+        scheduled momentum is known only on the device, so this is decided there."""
         if session.trace is None or self._rehearsing:
             return
         self._narrow()
@@ -160,10 +161,10 @@ class Optimizers:
         self._momenta.clear()
 
     def _widen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Steps are counted in float32, and bias corrections computed in float64, as eager PyTorch does it: in float32
-        1 - 0.999 is off by 6e-5 of itself."""
+        """Count steps in float32 but compute bias corrections in float64, as eager PyTorch does: in float32 1 - 0.999
+        has a relative error of 6e-5."""
         if not is_known(optimizer) or any(group.get("fused") for group in optimizer.param_groups):
-            return  # (fused kernels count in float32, and correct in float64)
+            return  # fused kernels do that themselves
         found = [(e, e.get("step")) for e in optimizer.state.values()]
         counts = [(e, c) for e, c in found if isinstance(c, torch.Tensor) and c.dtype is torch.float32 and not c.dim()]
         if counts:
@@ -175,7 +176,7 @@ class Optimizers:
                 entries["step"] = new
 
     def _narrow(self) -> None:
-        """The count in float32 is as far as the one that took its place."""
+        """Update the float32 counts from those that replaced them."""
         wide = [entries["step"] for entries, _ in self._counting]
         for entries, count in self._counting:
             entries["step"] = count
@@ -191,14 +192,14 @@ class Optimizers:
             raise TraceError(f"{name} cannot be traced: it {_REFUSED[name]}.")
         if kwargs.get("closure") is not None or len(args) > 1 and callable(args[1]):
             raise TraceError(
-                f"{name}.step(closure) runs forward and backward as often as it likes, which a "
-                "traced step cannot. Compute the loss first, then call step() without a closure."
+                f"{name}.step(closure) runs forward and backward a variable number of times, which is not possible in "
+                "a traced step. Compute the loss first, then call step() without a closure."
             )
         for place, entries in optimizer.state.items():
             if not isinstance(entries, dict):
                 raise TraceError(
-                    f"{here()}: state[{place!r}] of this {name} is of type {type(entries).__name__}, and no dict "
-                    "of what is kept for a weight. Keep it in the state of the first weight, as "
+                    f"{here()}: state[{place!r}] of this {name} is of type {type(entries).__name__}, not a dict "
+                    "of a weight's state. Keep it in the state of the first weight, as "
                     "state[weight]['name'] = torch.tensor(...), or in an attribute of the optimizer."
                 )
         self.seen.append(optimizer)
@@ -209,18 +210,18 @@ class Optimizers:
             self.schedule_state.extend(schedule.use_tensors())
         self.groups.save(optimizer)
         one_by_one = _overlaps(optimizer)
-        fused: list[torch.Tensor] = []  # weights for which PyTorch's fused kernels were asked
+        fused: list[torch.Tensor] = []  # weights for which fused kernels were requested
         for group in optimizer.param_groups:
-            # capturable: the step count stays a tensor; foreach: one operation a list of weights, not one a weight;
-            # the fused kernels are PyTorch's own for one device, and XLA fuses by itself.
+            # capturable: the step count stays a tensor; foreach: one operation per list of weights, not per weight;
+            # fused kernels are PyTorch's own for one device, and XLA fuses by itself.
             if group.get("fused"):
                 if self._keep_fused:
                     continue
                 fused += group["params"]
             if one_by_one and group.get("foreach"):
                 raise TraceError(
-                    f"{here()}: weights, gradients or state of this {name} lie in each other's memory, and foreach="
-                    "True updates lists of them, in an order that a traced step does not keep. Leave foreach out."
+                    f"{here()}: weights, gradients or state of this {name} overlap in memory, but foreach=True "
+                    "updates lists of them, in an order that a traced step does not preserve. Leave foreach out."
                 )
             lists = not one_by_one and not _keeps_gradients(group)
             for key, value in (("capturable", True), ("foreach", lists), ("fused", False)):
@@ -228,7 +229,7 @@ class Optimizers:
                     self.groups.set(group, key, value)
         for group in optimizer.param_groups:
             for key, value in list(group.items()):
-                if key not in ("lr", "params"):  # optimizers branch on all of their numbers but the rate
+                if key not in ("lr", "params"):  # optimizers branch on all of their numbers except the rate
                     self.groups.make_symbolic(optimizer, group, key, value)
         self._rehearsing = True
         hooks = _hooks_of_all()
@@ -242,8 +243,8 @@ class Optimizers:
             self.first_step_only = True
             if any(sign_unknown(group.get("momentum")) for group in optimizer.param_groups):
                 raise TraceError(
-                    f"{here()}: the momentum of this {name} is a tensor, and it has dampening: its momentum begins as "
-                    "the first gradient, undamped, in the first step in which it is not zero, which only the device "
+                    f"{here()}: the momentum of this {name} is a tensor, and it has dampening: its buffer starts as "
+                    "the undamped gradient in the first step with a nonzero momentum, which only the device "
                     "knows. Leave dampening out, or change the momentum between steps, as a number."
                 ) from None
         finally:
@@ -252,7 +253,7 @@ class Optimizers:
                 for key in group.keys() - before.keys():
                     del group[key]
                 group.update(before)
-            if around is not None:  # what the user's own code counts, it has not counted
+            if around is not None:  # the optimizer's own code has not counted steps
                 Effects(around, None, Reconstructor(lambda tensor: False, around.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
@@ -261,8 +262,8 @@ class Optimizers:
 
 
 def _keeps_gradients(group: dict[str, Any]) -> bool:
-    """Whether PyTorch's loop over the weights leaves their gradients alone, and its operations on lists do not: SGD
-    with Nesterov's momentum and nothing else adds the momentum to them, in place."""
+    """Whether PyTorch's loop over weights keeps their gradients while its foreach operations do not: SGD with only
+    Nesterov momentum adds the momentum to them in place."""
     decay = group.get("weight_decay")
     copied = group.get("maximize") or isinstance(decay, (int, float)) and decay != 0
     return bool(group.get("nesterov") and not copied and not group["foreach"])
@@ -279,7 +280,7 @@ def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Its memory, and the range of bytes in it."""
+    """A tensor's storage, and its range of bytes in that."""
     memory, (size, stride, offset, dtype) = memory_and_geometry(tensor)
     return memory, offset * dtype.itemsize, (offset + span(size, stride)) * dtype.itemsize
 
@@ -290,7 +291,7 @@ def scale(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if session.trace is None:
         return original(self, *args, **kwargs)
     raise TraceError(
-        f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, and a traced step has none. Use "
+        f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, but a traced step has no values. Use "
         "firstloss.amp.GradScaler, which has the same calls and decides in the step itself."
     )
 
@@ -313,7 +314,7 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
 
 @contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Skip the hooks of its steps in the block."""
+    """Context without the optimizer's step hooks."""
     tables: list[Any] = [step_pre_hooks(optimizer), step_post_hooks(optimizer)]
     with Undo() as undo, undo:
         for table in tables:
@@ -323,7 +324,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _hooks_of_all() -> list[Callable[..., Any]]:
-    """The hooks of the steps of all optimizers."""
+    """The global step hooks of optimizers."""
     tables = (global_step_pre_hooks, global_step_post_hooks)
     hooks = [hook for table in tables for hook in list(table.values())]
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]

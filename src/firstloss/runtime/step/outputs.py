@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 class Outgoing(NamedTuple):
-    """A traced tensor that the step returns or leaves: the output that holds it, and how it looks at that."""
+    """A traced tensor that the step returns or leaves: the output that holds it, and its view of that output."""
 
     output: str
-    geometry: Geometry | None  # None: it is all of the output
+    geometry: Geometry | None  # None: the whole output
     shape: tuple[int, ...]
     dtype: torch.dtype
-    computed: bool  # it requires a gradient, and is no leaf
+    computed: bool  # whether it requires a gradient and is not a leaf
 
 
 class _Part(NamedTuple):
-    """A traced tensor that the step returns or leaves, which may be gone."""
+    """A traced tensor that the step returns or leaves, which may have been freed."""
 
     storage: int  # the id of its storage
     ref: Ref
     geometry: Geometry
     computed: bool
-    where: Any  # on a mesh
+    sharding: Any  # on a mesh
 
     @staticmethod
     def of(tensor: DeferredTensor, mesh: Mesh | None) -> _Part:
@@ -44,7 +44,7 @@ class _Part(NamedTuple):
             ref=tensor._ref(),
             geometry=geometry_of(tensor),
             computed=tensor.requires_grad and not tensor.is_leaf,
-            where=None if mesh is None else mesh.storage_sharding(tensor._storage),
+            sharding=None if mesh is None else mesh.storage_sharding(tensor._storage),
         )
 
     def outgoing(self, output: str, whole: bool) -> Outgoing:
@@ -53,16 +53,16 @@ class _Part(NamedTuple):
 
 
 class Outputs:
-    """What comes out for Python, beside the state that the step changes.
+    """The outputs for Python, apart from the state that the step changes.
 
     Attributes:
-        refs: the outputs by name, in the order in which the executable returns them: results, then what is left.
+        refs: the outputs by name, in the order of the executable: results, then tensors left in Python.
         out: names of the results, one of which may be the first loss.
-        made: names of what the step leaves in Python, which no caller waits for.
+        made: names of tensors left in Python, which no caller waits for.
         where: on a mesh, the shardings of `made`.
-        outgoing: the tensors by the number by which `CallFrame.fresh` is asked for them.
-        held: by name, storages of tensors that are referenced from an object that was not found.
-        retrace_reason: why the step has to be traced at each call, if it has to.
+        outgoing: the tensors, by the number with which `CallFrame.fresh` requests them.
+        held: by name, storages of tensors that are referenced by an unknown object.
+        retrace_reason: why the step must be traced at each call, if it must.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Outputs:
     ) -> None:
         """
         Args:
-            left: holds the tensors, and is released.
-            returned: how many of them the step returns: the first.
-            viewers: the ids of storages that are kept for who shows a weight's earlier memory.
-            reachable: the tensors that outlive a step; asked for when `left` is released.
+            left: holds the tensors; it is released.
+            returned: the number of tensors that the step returns, which come first.
+            viewers: the ids of storages that are kept for tensors that show a weight's former memory.
+            reachable: the tensors that outlive a step; iterated after `left` is released.
         """
         self._tracing = tracing
         self.out: list[str] = []
         self.made: list[str] = []
         self.where: dict[str, Any] = {}
         self.held: dict[str, DeferredStorage] = {}
-        self._unseen: dict[str, DeferredStorage] = {}  # of those, whose other tensors are in `outgoing`
+        self._unseen: dict[str, DeferredStorage] = {}  # storages in `held` that have other tensors in `outgoing`
         outputs: dict[str, Ref] = {}
         parts = [_Part.of(tensor, mesh) for tensor in left.tensors]
         self.retrace_reason = left.retrace_reason and cannot_be_rebuilt(left.retrace_reason)
@@ -107,11 +107,11 @@ class Outputs:
         self.refs = {name: outputs[name] for name in (*self.out, *self.made)}
 
     def same_shardings(self, other: Outputs) -> bool:
-        """On a mesh: whether the outputs of another step that does the same have these shardings."""
+        """On a mesh: whether an equivalent step's outputs have the same shardings."""
         from ..mesh.mesh import named
 
-        mine, theirs = ({name: named(at) for name, at in outputs.where.items()} for outputs in (self, other))
-        return mine == theirs
+        own, others = ({name: named(at) for name, at in outputs.where.items()} for outputs in (self, other))
+        return own == others
 
     def _views(
         self,
@@ -121,7 +121,7 @@ class Outputs:
         mesh: Mesh | None,
         unseen: dict[int, DeferredStorage],
     ) -> list[Outgoing]:
-        """Outputs for tensors: those of one storage are views of one output."""
+        """Make outputs for tensors: those with the same storage are views of one output."""
         sharing: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
             sharing.setdefault(part.storage, []).append(number)
@@ -131,20 +131,20 @@ class Outputs:
             name = f"{kind}{len(names)}"
             names.append(name)
             first = parts[numbers[0]]
-            # What is only left keeps its strides (a gradient may be a transposed product), unless it is a part of one.
+            # Tensors that are left keep their strides (a gradient may be a transposed product), unless they share an
+            # output.
             whole = len(numbers) > 1 or kind == "made" and first.ref.covers or key in unseen
             if key in unseen:
                 self._unseen[name] = unseen[key]
             if mesh is not None and kind == "made":
-                self.where[name] = first.where if whole else mesh.whole
+                self.where[name] = first.sharding if whole else mesh.whole
             outputs[name] = Ref.of(first.ref.value) if whole else first.ref
             for number in numbers:
                 found[number] = parts[number].outgoing(name, whole)
         return [found[number] for number in range(len(parts))]
 
     def _survivors(self, expected: set[int], viewers: set[int]) -> list[DeferredStorage]:
-        """Storages that the step has made and whose tensors are still referenced, from where the comparison has not
-        looked."""
+        """Storages made by the step whose tensors are still referenced from places that were not searched."""
         tracing = self._tracing
         placeholders = {
             id(owner._storage) for owner in tracing.inputs.values() if type(owner) is DeferredTensor
@@ -152,12 +152,12 @@ class Outputs:
 
         def alive() -> list[DeferredStorage]:
             storages = [storage for made in tracing.made if (storage := made()) is not None]
-            ours = [s for s in storages if s.trace is tracing and id(s) not in placeholders]
-            return [storage for storage in ours if storage.alive()]
+            made = [s for s in storages if s.trace is tracing and id(s) not in placeholders]
+            return [storage for storage in made if storage.alive()]
 
         found = alive()
         if any(id(storage) not in expected for storage in found):
-            gc.collect(0)  # nothing was collected while the step was traced
+            gc.collect(0)  # collection is off while a step is traced
             found = alive()
         held = _held([storage for storage in found if id(storage) not in expected])
         found = [storage for storage in found if id(storage) in expected or id(storage) in held]
@@ -166,14 +166,14 @@ class Outputs:
         return found
 
     def fresh(self, arrays: Mapping[str, Any], refs: Mapping[str, Ref], step: str) -> Callable[[int], torch.Tensor]:
-        """Gives the new tensors of one call by their numbers, each once.
+        """A function that returns the new tensors of a call by their numbers, each once.
 
         Args:
-            arrays: what the call has computed, by the name of the output.
+            arrays: the call's results, by output name.
             refs: the Program's outputs.
             step: the step's name.
         """
-        from ..device.lazy_array import LazyArray  # here, because they bring JAX
+        from ..device.lazy_array import LazyArray  # imported late, because they import JAX
         from ..device.tensors import deferred_storage_of, resident
 
         tensors: dict[int, torch.Tensor] = {}
@@ -184,7 +184,7 @@ class Outputs:
             if tensor is None:
                 output, geometry, shape, dtype, computed = self.outgoing[number]
                 if geometry is None:
-                    array = arrays[output]  # of another dtype than was traced, where that is cbfloat16
+                    array = arrays[output]  # has another dtype than was traced for cbfloat16
                     tensor = resident(array, shape, dtype) if type(array) is LazyArray else resident(array)
                 else:
                     if output not in storages:
@@ -198,16 +198,16 @@ class Outputs:
         return fresh
 
 
-def cannot_be_rebuilt(what: str) -> str:
-    """Why a step has to be traced at each call."""
-    return f"it leaves {what}, which cannot be recreated at each call"
+def cannot_be_rebuilt(description: str) -> str:
+    """The reason for which a step must be traced at each call."""
+    return f"it leaves {description}, which cannot be recreated at each call"
 
 
 def _held(storages: list[DeferredStorage]) -> set[int]:
-    """The ids of those storages whose tensors are referenced by a Python object, and not only by autograd's graph, of
-    which the results of a step keep nothing.
+    """The ids of storages whose tensors are referenced by a Python object, rather than only by the autograd graph, of
+    which a step's results keep nothing.
 
-    One search through all of Python's objects finds them.
+    They are found in one search of all Python objects.
     """
     if not storages:
         return set()

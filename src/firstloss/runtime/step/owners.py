@@ -1,4 +1,4 @@
-"""The tensors and storages that are inputs of a step, and whether others can replace them."""
+"""Owners of a step's inputs (tensors and storages), and their replacement by others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...capture.constants import owned_by_torch
-from ...capture.exported_memory import storage_at, storages_met_by
+from ...capture.exported_memory import overlapping_storages, storage_at
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, storage_key
 from ...compat.torch_names import storage_use_count
@@ -16,35 +16,35 @@ from ...program.compare import same_bytes
 from ...program.graph import Geometry, Node, Ref, Value, geometry_of
 from .arguments import Arguments, owner_of
 
-Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor from off it
+Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor outside it
 
 
 def storage_or_itself(tensor: torch.Tensor) -> Owner:
-    """The storage of a tensor of the backend's; else itself."""
+    """The storage of a tensor on the backend, else the tensor itself."""
     return tensor._storage if type(tensor) is DeferredTensor else tensor
 
 
 def memory_of(owner: Any) -> int:
-    """The same for tensors and storages that share memory."""
+    """A key that is equal for tensors and storages that share memory."""
     return memory_and_geometry(owner)[0] if isinstance(owner, torch.Tensor) else id(owner)
 
 
 def memory_and_geometry(tensor: torch.Tensor) -> tuple[int, Geometry]:
-    """The memory of a tensor, the same for all that share it, and how it looks at that."""
-    lent = None if type(tensor) is DeferredTensor else storage_at(tensor)
-    return (storage_key(tensor), geometry_of(tensor)) if lent is None else (id(lent[0]), lent[1])
+    """A key that is equal for tensors that share memory, and the tensor's view of that memory."""
+    exported = None if type(tensor) is DeferredTensor else storage_at(tensor)
+    return (storage_key(tensor), geometry_of(tensor)) if exported is None else (id(exported[0]), exported[1])
 
 
 class Owners:
     """The owners of a traced step's inputs.
 
     Attributes:
-        inputs: by input, its owner; for arguments, those of each call.
-        arguments: by the input that stands for it, the number of an argument's leaf.
-        changed: the state that the step changes, by input: memory is updated in place.
-        read: the inputs that it only reads.
-        edited: the numbers of the arguments that it changes.
-        stand_in: by the id of a tensor that was there when the step was traced, the one that is there now.
+        inputs: the owner of each input; for arguments, that of the trace.
+        arguments: the index of an argument's leaf, by the input that stands in for it.
+        changed: the state that the step changes, by input; it is updated in place.
+        read: the inputs that are only read.
+        edited: the indices of arguments that the step changes.
+        stand_in: the current tensor, by the id of the tensor at the time of the trace.
     """
 
     def __init__(self, tracing: StepTrace, arguments: dict[Value, int]) -> None:
@@ -55,19 +55,18 @@ class Owners:
         self.read: list[Value] = []
         self.edited: list[int] = []
         self.stand_in: dict[int, torch.Tensor] = {}
-        self._storages: set[int] | None = None  # the ids of the inputs' owners, but for arguments
-        self._origins: dict[int, int] = {}  # by the id of what stands there now, that of what it was traced with
+        self._storages: set[int] | None = None  # the ids of the inputs' owners, without arguments
+        self._origins: dict[int, int] = {}  # by the id of the current owner, that of the traced one
         self._writes_external = False
 
     def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
-        """The step has been traced: what it has changed is known. Without `move_to_device` everything stays where it
-        is."""
+        """Determine what the traced step changes. Without `move_to_device` everything stays where it is."""
         changes = self._tracing.changes
         for value in changes:
             found = self.inputs[value]
             outside = value not in self.arguments
             if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _is_sole_owner(found):
-                # It lives on the backend from now on: each step would have to be waited for otherwise.
+                # It moves to the backend; otherwise each step would have to be waited for.
                 move_to_device([found])
                 found = self.inputs[value] = found._storage  # type: ignore[attr-defined]
             self.changed[value] = found._storage if type(found) is DeferredTensor else found
@@ -75,7 +74,7 @@ class Owners:
         self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
     def settle_read(self, nodes: Iterable[Node], outputs: Iterable[Ref]) -> None:
-        """The other inputs that the Program needs."""
+        """Determine the other inputs that the Program needs."""
         needed = {ref.value for ref in outputs}
         for node in nodes:
             needed.update(ref.value for ref in node.refs())
@@ -88,41 +87,43 @@ class Owners:
             self.inputs[value] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def order(self) -> tuple[list[int], list[int]]:
-        """The indices of the inputs that are changed, and of those that are only read."""
+        """The indices of inputs that are changed, and of those that are only read."""
         order = {value: i for i, value in enumerate(self.inputs)}
         return [order[v] for v in self.changed], [order[v] for v in self.read]
 
     def owners_at_call(self, leaves: list[Any]) -> Mapping[Value, Owner]:
-        """The owners of the state that a call changes, its own arguments among them."""
+        """The owners of the state that a call changes, including its own arguments."""
         if not self.edited:
             return self.changed
         return {v: owner_of(leaves[self.arguments[v]]) if v in self.arguments else h for v, h in self.changed.items()}
 
     def moved(self) -> None:
-        """Owners in `inputs` have been replaced."""
+        """Note that owners in `inputs` have been replaced."""
         self._storages = None
 
-    # -- which tensors they are --
+    # -- identification --
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of `tensors`, or its gradient, is an input."""
-        theirs = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
+        ids = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
         storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
-        return any(id(found) in theirs or id(found) in storages for found in self.inputs.values())
+        return any(id(found) in ids or id(found) in storages for found in self.inputs.values())
 
     def external_inputs(self, given: Container[Value]) -> list[Owner | None]:
-        """The inputs, changed ones first; None for those that each call is `given`."""
+        """The inputs, changed ones first; None for those `given` at each call."""
         values = (*self.changed, *self.read)
         return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
 
     def shared(self, arguments: Arguments) -> set[int]:
-        """The numbers of the arguments that the step meets in another way as well, or that lie in the memory of others,
-        where it matters: some of them are written to."""
+        """The indices of arguments that the step also reaches in another way, or that share memory with others, if any
+        of them is written to."""
         found: set[int] = set()
         data = list(arguments.data())
         for i, leaf in data:
             storages = (
-                [leaf._storage] if type(leaf) is DeferredTensor else [storage for storage, _ in storages_met_by(leaf)]
+                [leaf._storage]
+                if type(leaf) is DeferredTensor
+                else [storage for storage, _ in overlapping_storages(leaf)]
             )
             if storages:
                 if self._storages is None:
@@ -131,21 +132,21 @@ class Owners:
                     found.add(i)
         if not self._writes_external:
             return found
-        where: dict[int, list[int]] = {}
+        by_memory: dict[int, list[int]] = {}
         for i, leaf in data:
-            where.setdefault(storage_key(leaf), []).append(i)
+            by_memory.setdefault(storage_key(leaf), []).append(i)
         written = {storage_key(arguments.leaves[i]) for i in self.edited}
-        for key, numbers in where.items():
+        for key, numbers in by_memory.items():
             alone = len({id(arguments.leaves[i]) for i in numbers}) == 1
             if key in written and not alone or self._tracing.shares(arguments.leaves[numbers[0]]):
                 found.update(numbers)
         return found
 
-    # -- others in their places --
+    # -- replacement --
 
     def move(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Of each pair, the second tensor stands now where the first did, and is like it: whether the step can go on
-        with that one."""
+        """Replace the first tensor of each pair by the second, which is like it; returns whether the step can continue
+        with that."""
         owners = {id(found): value for value, found in self.inputs.items()}
         moved: list[tuple[Value, torch.Tensor]] = []
         for old, new in pairs:
@@ -155,10 +156,10 @@ class Owners:
             if type(new) is DeferredTensor and not (new._ref().whole and new._storage.trace is None):
                 return False
             if value is None:
-                if id(self._origin(old)) in self._tracing.outside:  # a view of what goes in
+                if id(self._origin(old)) in self._tracing.outside:  # a view of an input
                     return False
                 continue
-            if type(old) is DeferredTensor and len(old._storage.alive()) > 1:  # others show the same memory
+            if type(old) is DeferredTensor and len(old._storage.alive()) > 1:  # other tensors view the same memory
                 return False
             if type(old) is not DeferredTensor and self._tracing.views_of(self._origin(old)) > 1:
                 return False
@@ -186,7 +187,7 @@ class Owners:
         return True
 
     def _origin(self, tensor: torch.Tensor) -> Any:
-        """What was there when the step was traced."""
+        """The object at the time of the trace."""
         known = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
         return tensor if known is None else known[0]
 

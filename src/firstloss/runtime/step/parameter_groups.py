@@ -1,4 +1,4 @@
-"""Numbers in optimizers' parameter groups: inputs of a step, or constants of it."""
+"""Numbers in optimizers' parameter groups, which are inputs or constants of a step."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from ..guards.equality import same
 from ..guards.introspection import MISSING
 from ..guards.snapshot import Snapshot
 
-# For an optimizer, the numbers in its groups that have been seen to change: (group, key).
+# For each optimizer, the numbers in its groups that have been seen to change: (group, key).
 _varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
 class GroupEntry(NamedTuple):
-    """A number in a parameter group that a step reads again each time; `place` is its index, where the group has a
-    tuple such as betas."""
+    """A number in a parameter group that a step reads at each call; `place` is its index in a tuple such as betas."""
 
     group: dict[str, Any]
     key: str
     place: int | None
 
     def read(self) -> float:
-        """The present number."""
+        """The current number."""
         value = self.group[self.key]
         return float(value if self.place is None else value[self.place])
 
     def premise(self) -> Any:
-        """What the trace assumes of it: that it is a number, or a tuple of so many, and (except for a learning rate)
-        its sign, on which optimizers branch."""
+        """What the trace assumes about it: that it is a number, or a tuple of a certain length, and (except for a
+        learning rate) its sign, on which optimizers branch."""
         value = self.group.get(self.key)
         if self.place is None:
             fits = is_number(value)
@@ -50,7 +49,7 @@ class GroupEntry(NamedTuple):
 
 
 class _Set(NamedTuple):
-    """A number that the step's Python has set in a group."""
+    """A number that the step's Python code has set in a group."""
 
     group: dict[str, Any]
     key: str
@@ -58,11 +57,11 @@ class _Set(NamedTuple):
     before: Any
 
     def apply(self) -> None:
-        """At a call."""
+        """Set it, at a call."""
         self.group[self.key] = self.value
 
     def undo(self) -> None:
-        """After the trace."""
+        """Restore it, after the trace."""
         if self.before is not MISSING:
             self.group[self.key] = self.before
         else:
@@ -79,62 +78,64 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_number_lost(before: Any, now: Any) -> bool:
-    """Whether a tensor, which the step has made, stands where there was a number."""
+    """Whether a tensor created by the step has replaced a number."""
     return is_number(before) and isinstance(now, (torch.Tensor, torch.SymFloat))
 
 
 class ParameterGroups:
-    """The parameter groups of the optimizers that step in one trace.
+    """The parameter groups of the optimizers that step in a trace.
 
-    What the step's Python sets in them before the optimizer steps, each call sets before it begins, and what it sets
-    later, each call sets at its end.
+    Numbers that the step's Python code sets before the optimizer steps are set at the beginning of each call, those
+    that it sets later at the end.
 
     Attributes:
-        inputs: the inputs of the step that are numbers in them.
+        inputs: the inputs of the step that are numbers in the groups.
     """
 
     def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer], snapshot: Snapshot) -> None:
         """
         Args:
             seen: the optimizers, as they step.
-            snapshot: what was there before the trace.
+            snapshot: taken before the trace.
         """
         self._trace = trace
         self._seen = seen
-        self._snapshot: Snapshot | None = snapshot  # until the trace has ended: it keeps all that it has seen alive
-        self._own: set[int] = set()  # the ids of groups of optimizers that are not PyTorch's: what they count, they set
+        self._snapshot: Snapshot | None = snapshot  # only during the trace, as it keeps everything alive
+        self._own: set[int] = set()  # the ids of custom optimizers' groups, which they set themselves
         self._first: list[_Set] = []
         self._later: list[_Set] = []
         self.inputs: dict[Any, GroupEntry] = {}
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._baked: dict[Any, Any] = {}
-        self._signs: list[tuple[torch.Tensor, int]] = []  # of tensors in groups, by which optimizers have branched
+        self._signs: list[
+            tuple[torch.Tensor, int]
+        ] = []  # signs of tensors in groups, on which optimizers have branched
         self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer's first step: its groups are restored after the trace."""
+        """Save the optimizer's groups before its first step; they are restored after the trace."""
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
             self._first += _differences(group, before)
-            self._kept.append((group, dict(group)))
+            self._saved.append((group, dict(group)))
             if not is_known(optimizer):
                 self._own.add(id(group))
 
     def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """Its groups before the trace; the present ones for an optimizer that did not exist then."""
+        """The groups before the trace; the current ones of an optimizer that did not exist then."""
         groups = {} if self._snapshot is None else self._snapshot.groups
         return groups.get(id(optimizer), optimizer.param_groups)
 
     def bake(self) -> None:
-        """The step has been traced: the constants in it are known."""
+        """Record the constants in the traced step."""
         self._baked = self._constants()
 
     def settled(self) -> None:
-        """The trace has ended: the present groups are those that the step works on."""
+        """Note at the end of the trace that the current groups are those that the step works on."""
         self._weights = [(group, list(group["params"])) for o in self._seen for group in o.param_groups]
 
     def make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
-        """A tensor in place of a number in a group: a schedule's, or the user's own."""
+        """Put a symbolic number in place of a number in a group: a schedule's or the user's tensor."""
         schedules = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
         def symbolic(part: Any) -> Any:
@@ -143,7 +144,7 @@ class ParameterGroups:
             if any(part is value for value in schedules):
                 return _symbolic(part)
             if not is_known(optimizer) or key not in optimizer.defaults:
-                return part  # the optimizer's own code takes the tensor as it is
+                return part  # the optimizer's own code accepts the tensor
             sign = None
             if type(part) is not DeferredTensor and self._trace.unwritten(part):
                 with DisableTorchDispatch():
@@ -157,7 +158,7 @@ class ParameterGroups:
             self.set(group, key, made)
 
     def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
-        """The learning rate, and what changes besides, is read again at each step."""
+        """Make the learning rate, and other numbers that change, inputs that are read at each call."""
         group = optimizer.param_groups[index]
         value = group[key]
         if key == "lr" and is_number(value):
@@ -168,7 +169,7 @@ class ParameterGroups:
             elif isinstance(value, tuple) and all(map(is_number, value)):
                 made = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
                 self.set(group, key, tuple(made))
-        elif "max_momentum" in group and _may_vary(optimizer, value):  # OneCycleLR and CyclicLR leave it there
+        elif "max_momentum" in group and _may_vary(optimizer, value):  # set by OneCycleLR and CyclicLR
             if key == "momentum":
                 self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
             elif key == "betas":
@@ -185,19 +186,19 @@ class ParameterGroups:
         group[key] = value
 
     def restore(self) -> list[str]:
-        """Put the groups back as they were before the step; returns what cannot be set so again at each call."""
+        """Restore the groups to their state before the step; returns what later calls could not set in the same way."""
         refused: list[str] = []
         for optimizer in () if self._snapshot is None else self._snapshot.optimizers:
             if not any(seen is optimizer for seen in self._seen):
-                self._kept += zip(optimizer.param_groups, self._before(optimizer), strict=False)
-        for group, key, before, ours in reversed(self._restore):
-            now = group.get(key, ours)
-            if now is not ours and _is_plain(now) and id(group) not in self._own:
+                self._saved += zip(optimizer.param_groups, self._before(optimizer), strict=False)
+        for group, key, before, traced in reversed(self._restore):
+            now = group.get(key, traced)
+            if now is not traced and _is_plain(now) and id(group) not in self._own:
                 self._later.append(_Set(group, key, now, before))
-            elif now is not ours or _written(ours):
+            elif now is not traced or _written(traced):
                 refused.append(key)
             group[key] = before
-        for group, before in self._kept:
+        for group, before in self._saved:
             found = _differences(group, before)
             if id(group) in self._own:
                 refused += [change.key for change in found]
@@ -208,25 +209,24 @@ class ParameterGroups:
             refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
         for change in reversed(self._first):
             change.undo()
-        self._kept.clear()
+        self._saved.clear()
         self._restore.clear()
         self._snapshot = None
         return refused
 
     def begin(self) -> None:
-        """At the start of a call: set what the step sets before its optimizers step."""
+        """At the start of a call, set what the step sets before its optimizers step."""
         for change in self._first:
             change.apply()
 
     def traced(self, effects: Effects) -> None:
-        """What the step has set later is a side effect like others."""
+        """Record what the step sets later, as side effects."""
         for change in self._later:
             effects.add(lambda: None, always(change.apply))
 
     def _constants(self) -> dict[Any, Any]:
-        """What is baked into the trace: all in the groups but the weights and the inputs, and of the inputs what it
-        takes for granted. A tensor that the step reads is known by which it is; one that a step itself puts there is
-        not compared."""
+        """Everything in the groups that is baked into the trace: all but weights and inputs, and the assumptions about
+        inputs. Tensors that the step reads are compared by identity; those that it sets itself are not compared."""
         inputs: dict[Any, list[int | None]] = {}
         for h in self.inputs.values():
             inputs.setdefault((id(h.group), h.key), []).append(h.place)
@@ -237,15 +237,15 @@ class ParameterGroups:
                     places = inputs.get((id(group), key))
                     if key == "params" or places == [None] or _is_dead(value):
                         continue
-                    if places is not None and isinstance(value, tuple):  # of which some are inputs
+                    if places is not None and isinstance(value, tuple):  # some elements are inputs
                         value = tuple(v for place, v in enumerate(value) if place not in places)
                     plain = type(value) in _PLAIN
                     found[number, i, key] = value if plain else _frozen(value)
         return found
 
     def outdated(self) -> bool:
-        """Whether a number that is baked in has been changed since, or the groups are others. What changes once may
-        change again, so it will be an input of the next trace."""
+        """Whether a baked-in number or the groups have changed. A number that has changed once may change again, so it
+        will be an input of the next trace."""
         if self._regrouped():
             return True
         if any(_sign(float(tensor)) != sign for tensor, sign in self._signs):
@@ -263,7 +263,7 @@ class ParameterGroups:
                         if not varying:
                             varying = _varying.setdefault(optimizer, varying)
                         varying.add((i, key))
-                    found |= (i, key) in varying  # an input of a later step, which does for this value too
+                    found |= (i, key) in varying  # an input of a later step, which works for this value too
         return found
 
     def _regrouped(self) -> bool:
@@ -283,7 +283,7 @@ def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
 
 
 def sign_unknown(number: Any) -> bool:
-    """Whether it is symbolic, and only the device knows its sign."""
+    """Whether it is symbolic, with a sign that only the device knows."""
     return type(number) is torch.SymFloat and type(number.node) is Hyperparameter and number.node.sign is None
 
 
@@ -295,7 +295,7 @@ _PLAIN = (float, bool, int, str, type(None))
 
 
 class _ById:
-    """Equal to another that holds the same object."""
+    """Wraps an object to compare it by identity."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -307,7 +307,7 @@ class _ById:
 
 
 def _frozen(value: Any) -> Any:
-    """`value` in a form to be compared later: tensors by identity, lists by their present items."""
+    """`value` in a form that can be compared later: tensors by identity, lists by their current items."""
     if isinstance(value, torch.Tensor):
         return _ById(value)
     if isinstance(value, (list, tuple)):
@@ -321,7 +321,7 @@ _HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, fro
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a Python number, and not a bool."""
+    """Whether it is a Python number, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -331,15 +331,15 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
-    """Whether a number in a group can be an input. PyTorch's optimizers branch on theirs only to leave out a term that
-    a zero makes vanish; what others do is not known, and they are retraced."""
+    """Whether a number in a group can be an input. PyTorch's optimizers branch on numbers only to skip a term that is
+    zero; custom optimizers may do anything, and are retraced."""
     if not is_known(optimizer):
         return False
     return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(is_number, value))
 
 
 def _written(value: Any) -> bool:
-    """Whether the step has written to the tensor in place of a number in a group."""
+    """Whether the step has written to the tensor that replaced a number in a group."""
     return type(value) is DeferredTensor and value._storage.value.node is not None
 
 

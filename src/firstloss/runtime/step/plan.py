@@ -19,10 +19,10 @@ class PlannedArray(NamedTuple):
     """An array that persists from step to step, or an argument.
 
     Attributes:
-        role: "weights", "state" (the optimizer's, and all else that a step changes), or "batch".
+        role: "weights", "state" (the optimizer's, and everything else that a step changes), or "batch".
         bytes: on each device.
-        whole: the axes along which devices hold copies.
-        why: why they do; empty, if they do not.
+        whole: the axes along which it is replicated.
+        why: why it is replicated; empty if it is not.
     """
 
     name: str
@@ -37,16 +37,16 @@ class PlannedArray(NamedTuple):
 
 @dataclass
 class PlannedPart:
-    """Identical segments: layers, mostly.
+    """Equal segments, mostly layers.
 
     Attributes:
-        name: of the modules whose weights they read, numbers as `*`.
-        turns: how many there are in a step.
-        layers: how many layers one of them is.
-        updates: whether they update weights.
-        work: what a device does for one of them.
-        given, made, reused: bytes that one takes, gives, and gives in the memory of what it took.
-        function: their number.
+        name: of the modules whose weights they read, with numbers as `*`.
+        turns: how often the segment runs in a step.
+        layers: how many layers the segment has.
+        updates: whether it updates weights.
+        work: what a device does for one run.
+        given, made, reused: bytes of one run's inputs, outputs, and outputs in the memory of inputs.
+        function: the segments' function number.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Seconds:
 
     Attributes:
         compute: all floating-point operations at the given rate.
-        memory: what is read and written in memory, at its bandwidth; 0 if that is not given.
-        links: what is sent along each axis, at the bandwidth of its link.
-        apart: one after the other.
-        overlapped: each segment's communication beside its computation.
-        computing: of each of the plan's parts, one turn of it: each of its kernels by its operations, or by its
-            memory, whichever takes longer.
-        sending: of each of the plan's parts, what one turn of it sends.
+        memory: all memory traffic at the given bandwidth; 0 without one.
+        links: communication along each axis, at the bandwidth of its link.
+        apart: without overlap of communication and computation.
+        overlapped: with each segment's communication overlapped by its computation.
+        computing: for each of the plan's parts, one run: for each of its kernels the arithmetic or the memory traffic,
+            whichever takes longer.
+        sending: for each of the plan's parts, the communication of one run.
     """
 
     compute: float
@@ -86,17 +86,17 @@ class Seconds:
 
 @dataclass
 class StepPlan:
-    """What one call of a step takes on each device.
+    """The resources of one call of a step on each device.
 
     Attributes:
-        axes: the mesh's.
+        axes: the mesh's axes.
         held: weights, state and batch.
-        parts: the step's segments by what they compute, in the order of their first turn.
-        order: of the turns, which of `parts` each is.
-        gradients: bytes of all gradients, if they were held at once.
-        live: bytes of what segments have made for others or for the next step, at each turn.
-        peak: bytes at the fullest moment, by role; `gradients` those which are held then.
-        peak_part: which of `parts` runs then.
+        parts: the step's distinct segments, in the order of their first run.
+        order: for each run, the index in `parts`.
+        gradients: bytes of all gradients, if they were live at once.
+        live: bytes of segments' outputs for others or for the next step, at each run.
+        peak: bytes at the peak, by role; `gradients` are those that are live then.
+        peak_part: the index in `parts` of the segment that runs at the peak.
     """
 
     axes: dict[str, int]
@@ -110,12 +110,12 @@ class StepPlan:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return math.prod(self.axes.values())
 
     def bytes_of(self, role: str) -> int:
         """Bytes of weights, state or batch on each device."""
-        return sum(one.bytes for one in self.held if one.role == role)
+        return sum(array.bytes for array in self.held if array.role == role)
 
     @property
     def peak_bytes(self) -> int:
@@ -134,16 +134,16 @@ class StepPlan:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory traffic of a step's kernels on each device, as XLA fuses operations."""
+        """The memory traffic of a step's kernels on each device, given XLA's fusion."""
         return sum(part.turns * part.work.memory_bytes for part in self.parts)
 
     def sent(self) -> list[Sent]:
-        """The bytes that each device sends at a step."""
+        """The collectives of a step."""
         return [one for part in self.parts for one in part.work.sent * part.turns]
 
     def collectives(self, part: PlannedPart | None = None) -> list[dict[str, Any]]:
-        """What is sent, by kind and axes: how many operations, the bytes of their whole arrays, and the bytes that each
-        device sends; at a step, or at one turn of `part`."""
+        """Collectives by kind and axes: their number, the bytes of their whole arrays, and the bytes that each device
+        sends; in a step, or in one run of `part`."""
         found: dict[tuple, dict[str, Any]] = {}
         for one in self.sent() if part is None else part.work.sent:
             row = found.setdefault(
@@ -162,10 +162,10 @@ class StepPlan:
         """A lower bound of the time of a step.
 
         Args:
-            flop_rate: floating-point operations that a device does in a second.
-            links: bytes that a device sends in a second, by axis; under "" for axes that are not named. What goes along
-                several axes goes at the slowest.
-            memory_rate: bytes that a device reads and writes in its memory in a second.
+            flop_rate: floating-point operations per second of a device.
+            links: bytes per second that a device sends, by axis; under "" for all other axes. Communication along
+                several axes takes the slowest.
+            memory_rate: a device's memory bandwidth in bytes per second.
         """
 
         def rate(axes: Iterable[str]) -> float:
@@ -189,7 +189,7 @@ class StepPlan:
         return Seconds(self.flops / flop_rate, memory, by_axes, apart, overlapped, computing, each)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """The plan as plain data."""
         return {
             "mesh": self.axes,
             "devices": self.devices,

@@ -1,4 +1,4 @@
-"""Make a step's plan from the traced step, cut as it would be compiled."""
+"""Planning of a step from its traced Program, cut as it would be compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...capture import session
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
-from ...gc_pause import put_off
+from ...gc_pause import paused_until
 from ...init import shardings
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
@@ -38,11 +38,11 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
     """See `TracedStep.plan`."""
     if not backend.is_xla:
         raise BackendError(
-            f'backend "{backend.name}" compiles nothing that could be planned. Make the backend "XLA", for a mesh that '
-            "is not there with mesh=jax.sharding.AbstractMesh(sizes, names) and validate_only=True."
+            f'backend "{backend.name}" compiles nothing that could be planned. Use the backend "XLA"; for devices that '
+            "do not exist, with mesh=jax.sharding.AbstractMesh(sizes, names) and validate_only=True."
         )
     with Undo() as undo, undo, session.tracing:
-        put_off(undo)
+        paused_until(undo)
         around = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
         traced = tracing.trace_step(step, arguments, backend, around)
         try:
@@ -55,7 +55,7 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
 
 
 class _Planner:
-    """Goes through the segments of one traced step."""
+    """Walks through the segments of a traced step."""
 
     def __init__(self, traced: TracedProgram, parts: Segmentation, inputs: Inputs, backend: Backend) -> None:
         self._gradients: set[Value] = traced.optimizers.given
@@ -65,14 +65,14 @@ class _Planner:
         self._edges = parts.edges
         self._segments: Sequence[Segment] = parts.cut.segments
         outputs = parts.cut.outputs
-        kept = {outputs[name] for group in parts.groups.outputs for name in group}
-        self._persistent = {*kept, *parts.groups.state, *parts.groups.read}  # it outlives the step, or was there before
+        names = {outputs[name] for group in parts.groups.outputs for name in group}
+        self._persistent = {*names, *parts.groups.state, *parts.groups.read}  # live before or after the step
         renewed = {old: outputs[name] for old, name in zip(parts.groups.state, parts.groups.outputs[0], strict=True)}
-        self._functions = functions_of(self._segments, renewed, kept, parts.edges)
+        self._functions = functions_of(self._segments, renewed, names, parts.edges)
         self._jaxprs: Jaxprs = {}
 
     def plan(self) -> StepPlan:
-        """The plan."""
+        """Make the plan."""
         index = {number: i for i, number in enumerate(self._functions)}
         plan = StepPlan(
             axes=dict(self._axes),
@@ -96,7 +96,7 @@ class _Planner:
         return local_bytes(value.shape, value.dtype.itemsize, self._placed(value).spec, self._axes)
 
     def _reused(self, segment: Segment) -> set[Value]:
-        """The results that a segment writes into the memory of its arguments."""
+        """The results that a segment writes to the memory of its arguments."""
         function = self._functions[segment.function]
         return {segment.outputs[i] for i in function.result_order[: function.reused]}
 
@@ -119,7 +119,7 @@ class _Planner:
         )
 
     def _find_peak(self, plan: StepPlan) -> None:
-        """Go through the segments as a step does: a result lives until it has been read for the last time."""
+        """Walk through the segments in order: a result lives until its last read."""
         last_read = {value: n for n, segment in enumerate(self._segments) for value in segment.inputs}
         resident = {role: plan.bytes_of(role) for role in ("weights", "state", "batch")}
         live: dict[Value | int, int] = {}
@@ -150,7 +150,7 @@ class _Arrays:
 
     Attributes:
         held: all of them.
-        names: of the inputs that stand for them.
+        names: the names of the inputs that stand for them.
         trained: names of the parameters that get gradients.
     """
 
@@ -159,7 +159,7 @@ class _Arrays:
         self.names: dict[Value, str] = {}
         self.trained: set[str] = set()
         self._backend, self._axes = backend, axes
-        self._named: dict[int, str] = {}  # by the id of a storage or of a tensor from outside
+        self._named: dict[int, str] = {}  # by the id of a storage, or of a tensor outside the backend
         self._add_models()
         self._add_state(traced)
         for value, owner in traced.owners.inputs.items():
@@ -214,23 +214,23 @@ def _array(name: str, role: str, owner: Owner, tensor: torch.Tensor, backend: Ba
 
 def _why_replicated(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequence[str], mesh: Mesh) -> str:
     mark = shardings.mark_of(tensor)
-    said = " x ".join(map(str, shape)) or "a number"
+    size = " x ".join(map(str, shape)) or "a number"
     reasons = []
     if mark is not None:
         wanted = {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
-        refused = [axis for axis in whole if axis in wanted]
-        unsaid = [axis for axis in whole if axis not in wanted]
-        reasons += [f"no dimension left of {said} is divisible by {axis}={mesh.axes[axis]}" for axis in refused]
-        reasons += [f"its spec does not name {axis}" for axis in unsaid]
+        indivisible = [axis for axis in whole if axis in wanted]
+        unnamed = [axis for axis in whole if axis not in wanted]
+        reasons += [f"no dimension left of {size} is divisible by {axis}={mesh.axes[axis]}" for axis in indivisible]
+        reasons += [f"its spec does not name {axis}" for axis in unnamed]
     elif math.prod(shape) < SMALL:
         reasons.append(f"smaller than {SMALL:,} elements")
     else:
         data = mesh.data or tuple(mesh.axes)
-        reasons += [f"no spec cuts it over {axis}" for axis in whole if axis not in data]
+        reasons += [f"no spec shards it over {axis}" for axis in whole if axis not in data]
         left = [axis for axis in whole if axis in data]
         if left:
             parts = math.prod(mesh.axes[axis] for axis in data)
-            reasons.append(f"no dimension of {said} is divisible by {parts} ({' x '.join(data)})")
+            reasons.append(f"no dimension of {size} is divisible by {parts} ({' x '.join(data)})")
     return "; ".join(reasons)
 
 
@@ -238,10 +238,10 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def _name_of(weights: Sequence[str]) -> tuple[str, int]:
-    """A name for the modules with these weights, and how many layers they are."""
+    """A name for the modules with these weights, and the number of their layers."""
     tops = dict.fromkeys(_top(name) for name in weights)
     numbers = {_NUMBER.search(name).group() for name in weights if _NUMBER.search(name)}  # type: ignore[union-attr]
-    return ", ".join(tops) or "what reads no weights", max(len(numbers), 1)
+    return ", ".join(tops) or "without weights", max(len(numbers), 1)
 
 
 def _top(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Settings of the process that a step depends on, such as grad mode and autocast, and those that it changes."""
+"""Process settings on which a step depends, such as grad mode and autocast, and those that it changes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..guards.external_state import is_handling
 
 
 def _default_device() -> torch.device | None:
-    """The argument of `torch.set_default_device`; `torch.get_default_device` cannot tell None from the CPU."""
-    context = getattr(global_device_context, "device_context", None)  # a thread has its own
+    """The argument of `torch.set_default_device`; `torch.get_default_device` does not distinguish None from the CPU."""
+    context = getattr(global_device_context, "device_context", None)  # thread-local
     return None if context is None else context.device
 
 
-# How each is read and set. Inference mode is not here, nor are PyTorch's function modes, of which
-# `torch.device` is one: nothing sets them but a region, which has an end.
+# How each mode is read and set. Inference mode and PyTorch's function modes, such as `torch.device`, are not included:
+# they are set only by contexts, which end.
 _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (get_half_dtype, set_half_dtype),
     (mixed_precision, enable_mixed_precision),
@@ -51,7 +51,7 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 def _folder() -> str | None:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # somebody has deleted it
+    except FileNotFoundError:  # it has been deleted
         return None
 
 
@@ -78,11 +78,11 @@ def _set_decimals(values: tuple) -> None:
 
 
 def _leave(_: Any) -> None:
-    """Nothing to set: a region's, which has an end."""
+    """Nothing to set: a context restores it."""
 
 
-# How each setting is read and set that decides nothing of what tensors hold by itself: the step's Python may ask for
-# it, or PyTorch, NumPy and Python on its behalf.
+# How other settings are read and set: they do not affect tensors by themselves, but may be read by the step's Python
+# code, or by PyTorch, NumPy and Python on its behalf.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *settings_of_torch(),
     (sys.getrecursionlimit, sys.setrecursionlimit),
@@ -99,10 +99,10 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 def settings() -> tuple:
-    """The present settings besides the modes, which a step's Python may read."""
+    """The current settings, other than modes, that a step's Python code may read."""
     try:
         return tuple([read() for read, _ in _SETTINGS])
-    except RuntimeError:  # PyTorch's, where precisions are set in its old way and in its new way
+    except RuntimeError:  # PyTorch raises if precisions are set through both its APIs
         return tuple([_tried(read) for read, _ in _SETTINGS])
 
 
@@ -114,45 +114,44 @@ def _tried(read: Callable[[], Any]) -> Any:
 
 
 def modes() -> tuple:
-    """The present modes, which are part of the key of a compiled step."""
+    """The current modes, which are part of a compiled step's key."""
     regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
     return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
 
 
 def refuse_watchers(name: str) -> None:
-    """Of a call of the step `name`.
+    """Check that nothing observes the operations of the step `name` from outside.
 
     Raises:
-        TraceError: if a mode or hooks that would see the step's operations are active around it, since there are none
-            to see when it is run.
+        TraceError: if a mode or hooks are active that would see the step's operations in eager PyTorch, but cannot when
+            it is compiled.
     """
     if dispatch_modes_count():
         kinds = [type(mode) for mode in get_current_dispatch_mode_stack()]
         found = [kind for kind in kinds if not kind.__module__.startswith("firstloss.")]
         if found:
             raise TraceError(
-                f"{here()}: a {found[-1].__name__} is active around the traced step {name}. It would see none of "
-                "the step's operations, which are compiled. Use it inside of the step, or around a call on backend "
-                "'CPU'."
+                f"{here()}: a {found[-1].__name__} is active around the traced step {name}. It would see none of the "
+                "step's operations, which are compiled. Use it inside the step, or around a call on backend 'CPU'."
             )
     hooks = saved_tensor_hooks(True)
-    if hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("save_on_cpu."):  # which changes none
+    if hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("save_on_cpu."):  # changes no values
         raise TraceError(
-            f"{here()}: saved_tensors_hooks are active around the traced step {name}. They would see none of what it "
-            "saves for its backward pass. Use them inside of the step."
+            f"{here()}: saved_tensors_hooks are active around the traced step {name}. They would see none of the "
+            "tensors that it saves for its backward pass. Use them inside the step."
         )
 
 
 class ModesLeft:
-    """The settings that one traced step has changed and not restored: later calls set them."""
+    """The settings that a traced step has changed and not restored, which later calls set."""
 
     def __init__(self) -> None:
-        """To be made before the step is traced."""
+        """To be created before the step is traced."""
         self._before = _all()
         self._left: list[tuple[Callable[[Any], Any], Any]] = []
 
     def traced(self) -> None:
-        """The step has been traced."""
+        """Record the settings after the trace."""
         found = zip(_ALL, self._before, _all(), strict=True)
         self._left = [(write, after) for (_, write), before, after in found if after != before]
 
@@ -163,7 +162,7 @@ class ModesLeft:
                 write(before)
 
     def leave(self) -> None:
-        """After a call: the modes are those that the step's Python would leave."""
+        """Set the modes, after a call, that the step's Python code would leave."""
         for write, after in self._left:
             write(after)
 

@@ -1,15 +1,15 @@
-"""Retrace a step whose Python would behave differently now, and say why.
+"""Retracing of a step whose Python code would behave differently now, and reports of the reasons.
 
-A compiled step repeats what its Python did when it was traced. Two things watch over that:
+A compiled step repeats what its Python code did when it was traced. Three mechanisms ensure that this is still right:
 
-- At each call all that its Python has read is compared with what it was (`guards/`, some 0.2 ms for a transformer of
-  24 layers). Where something has changed the step is traced again, which takes a fraction of a second, and the two
-  Programs are compared. The same Program: nothing is compiled. Another one: it is compiled, and a `GraphChangeWarning`
-  names what has changed and where the Programs part.
-- What it asks of the world outside (the time, a file) is known from the second call on, at which the step is traced
-  again while the device runs the first; such a step is traced at each call.
-- For all else that nobody has thought of, the step is traced again as often as takes less than 1% of the time. Where
-  the Programs part then, steps may have been run that should have been others, and that is a `GraphChangedError`.
+- At each call everything that its Python code has read is compared with its earlier value (`guards/`, some 0.2 ms for
+  a transformer of 24 layers). If something has changed, the step is traced again, which takes a fraction of a second,
+  and the two Programs are compared. If they are the same, nothing is compiled. Otherwise the new one is compiled, and a
+  `GraphChangeWarning` names what has changed and where the Programs differ.
+- Calls to the outside world (the time, a file) are found at the second call, at which the step is traced again while
+  the device runs the first; such a step is traced at each call.
+- For everything else, the step is traced again as often as takes less than 1% of the time. If the Programs differ then,
+  the compiled step may have been run wrongly, which is a `GraphChangedError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, GraphChangeWarning, TraceError
-from ...program.compare import Parting, parting
+from ...program.compare import Difference, first_difference
 from ...program.source import here, warn
 from ..backend import Backend
 from ..guards.guard_set import GuardSet
@@ -39,10 +39,10 @@ from .tracing import TracedProgram
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
 
-# Of the time that passes, this part at most is spent on checking for changes that cannot be seen.
+# The fraction of time that is spent at most on checking for changes that cannot be seen.
 _CHECKING = 0.01
 
-# Functions that are met anew at each trace are made by the step itself, or by a library that never ends.
+# The number of traces after which functions that are new in each are assumed to be created by the step itself.
 _MOST_FUNCTIONS = 10_000
 
 
@@ -52,20 +52,20 @@ class Request(NamedTuple):
     step: Callable[..., Any]
     arguments: Arguments
     backend: Backend
-    again: bool = False  # it was traced already at this call, and some arguments have to be inputs themselves
+    again: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
 
     def roots(self) -> tuple:
-        """The roots of what the step's Python can reach."""
+        """The roots of everything that the step's Python code can reach."""
         return (self.step, *self.arguments.guarded(), *self.backend.models)
 
     def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
         """Trace the step, and compile it.
 
         Args:
-            around: the Python around the step.
-            find: finds an earlier one that does the same, whose executable will do; or raises.
+            around: observes the Python side of the trace.
+            find: finds an equivalent earlier step, whose executable is reused; or raises.
         """
-        from . import compiling  # here, because they bring JAX
+        from . import compiling  # imported late, because it imports JAX
         from .compiled_step import CompiledStep
         from .inputs import Inputs
 
@@ -78,7 +78,7 @@ class Request(NamedTuple):
             except BaseException:
                 tracing.abandon(traced, around)
                 raise
-            traced.modes.undo()  # what the step leaves is left when it has been run
+            traced.modes.undo()  # set again after the step has run
         inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
         if same is not None and not (
             inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
@@ -88,12 +88,12 @@ class Request(NamedTuple):
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
     def _refuse_twice(self, around: TraceObserver) -> None:
-        """The first of two traces may have changed files, and the second read them."""
+        """Reject a second trace at one call if the first may have changed files that the second reads."""
         asked = around.guards.asked if self.again and around.guards is not None else ()
-        for what, where in asked:
+        for function, where in asked:
             raise TraceError(
-                f"{where or here()}: {getattr(self.step, '__name__', 'the step')} calls {what}(), and edits an "
-                "argument whose memory is that of another tensor which it uses, so that its Python would run twice at "
+                f"{where or here()}: {getattr(self.step, '__name__', 'the step')} calls {function}(), and edits an "
+                "argument that shares memory with another tensor that it uses, so its Python code would run twice at "
                 "this call. Edit a clone of it, or read before the step, and pass what was read."
             )
 
@@ -107,55 +107,54 @@ class CacheEntry:
         self.guards = around.guards
         self.modules = around.snapshot.modules
         self.optimizers = around.snapshot.optimizers
-        # Whether the code that ran is known. If not, what it may read by names that it works out is not: the next call
-        # traces again, noting it.
+        # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
+        # again, and records the code.
         self.noted = around.noted
         self.uses = 0
         self._unseen: str | None = None
-        self.again = 0  # how often it was traced again for what it has changed itself
-        self.seconds = seconds  # that a trace takes
-        if self.guards.weak:  # they would keep alive what the step may find dead
-            self.guards.let_go()
+        self.again = 0  # how often it was retraced for its own changes
+        self.seconds = seconds  # duration of a trace
+        if self.guards.weak:  # holding objects would keep alive what the step may find dead
+            self.guards.release()
         self._checked = time.perf_counter()
 
     def changes(self) -> list[Change]:
-        """What it reads and has changed since it was traced."""
+        """What it reads that has changed since it was traced."""
         return self.guards.changes(self.step.traced.owners.move)
 
     @property
     def traced_each_time(self) -> str | None:
-        """Why it has to be traced at each call, if it has to."""
+        """Why it must be traced at each call, if it must."""
         if self.step.traced.retrace_reason is not None:
             return str(self.step.traced.retrace_reason)
-        for held, what in self.guards.unwatchable.values():
+        for held, description in self.guards.unwatchable.values():
             kind = type(held).__qualname__
-            return f"it reads {what}, an object of type {kind}, of which cannot be told whether it has changed"
+            return f"it reads {description}, an object of type {kind}, whose changes cannot be detected"
         for asked in self.guards.asked:
-            return f"{asked.where or 'it'} calls {asked.what}(), which may give something else each time"
+            return f"{asked.where or 'it'} calls {asked.function}(), which may return something else each time"
         return self._unseen or self._too_large
 
     def differs_unseen(self) -> None:
-        """It did something else at the next call, and nothing that is watched had changed."""
+        """Note that it behaved differently at the next call, although nothing that is guarded had changed."""
         self._unseen = "at its second call it did something else than at its first, and it cannot be seen why"
 
     @functools.cached_property
     def _too_large(self) -> str | None:
         """What user code reads that is too large to be compared at each call."""
         lines = self.guards.lines
-        for name, what in self.guards.unwatched:
+        for name, description in self.guards.unwatched:
             line = lines.where_read(name, own=True)
-            if line is not None or lines.where_read(name) is None:  # found nowhere: by a name that is worked out
-                return f"{line or 'it'} reads {what}, which is too much to look through at each call"
+            if line is not None or lines.where_read(name) is None:  # not found in the code: read by a computed name
+                return f"{line or 'it'} reads {description}, which is too large to compare at each call"
         return None
 
     def changes_by_step(self, changes: list[Change]) -> list[Change]:
-        """Those of `changes` that the step itself has made; but for new tensors in place of others, with which it
-        can go on."""
+        """Those of `changes` that the step itself has made, except replaced tensors with which it can continue."""
         own = [change for change in changes if change.place in self.step.traced.effects.places]
         return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
 
     def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether its Python can reach a module or an optimizer with one of these."""
+        """Whether its Python code can reach a module or an optimizer with one of these parameters."""
         held = [p for module in self.modules for p in parameters_of(module).values()]
         held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return not set(map(id, held)).isdisjoint(map(id, parameters))
@@ -168,7 +167,7 @@ class CacheEntry:
 
 
 class CacheEntries:
-    """The compiled steps for one kind of call, each with its guards; the last one used comes first."""
+    """The compiled steps for one kind of call, each with its guards; the most recently used one first."""
 
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
         self._check = bool(check)
@@ -180,7 +179,7 @@ class CacheEntries:
         self._functions: list[types.FunctionType] = []
 
     def steps(self) -> list[CompiledStep]:
-        """All of them."""
+        """All compiled steps."""
         return [known.step for known in self._known]
 
     def fits(self) -> bool:
@@ -197,18 +196,18 @@ class CacheEntries:
         return not known.changes()
 
     def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether one of them reads or writes one of these, or its Python may ask something of them."""
+        """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
         return any(known.step.traced.reads(parameters) or known.reaches_owner_of(parameters) for known in self._known)
 
-    def step(self, request: Request, alike: Sequence[CacheEntries] = ()) -> CompiledStep:
+    def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep:
         """The compiled step whose guards hold; to be called after `fits`.
 
         Args:
-            alike: those for the same kind of call, traced with weights in another state.
+            similar: entries for the same kind of call, traced with weights in another state.
         """
         known = self._fitting
         if known is None:
-            known = self._trace(request, alike)
+            known = self._trace(request, similar)
         elif self._check and known.check_is_due():
             known = self._verify(known, request)
         known.uses += 1
@@ -220,30 +219,30 @@ class CacheEntries:
         return known.step
 
     def latest(self) -> CompiledStep:
-        """The one used last."""
+        """The most recently used step."""
         return self._known[0].step
 
-    def _trace(self, request: Request, alike: Sequence[CacheEntries]) -> CacheEntry:
-        """Trace the step, since the guards of none hold."""
+    def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
+        """Trace the step, because no entry's guards hold."""
         last = self._known[0] if self._known else None
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes()
         twin: list[CacheEntry] = []
 
         def find(traced: TracedProgram) -> CompiledStep | None:
-            for known in (*self._known, *(known for versions in alike for known in versions._known)):
+            for known in (*self._known, *(known for versions in similar for known in versions._known)):
                 if known.step.traced.does_the_same(traced):
                     twin.append(known)
                     return known.step
             if last is not None and not outdated and not self._meant(why) and traced.raised is None:
-                where = parting(last.step.traced.program, traced.program)
+                where = first_difference(last.step.traced.program, traced.program)
                 self._reports.parting(
                     reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], where
                 )
             return None
 
-        known = self._traced(request, find, first=not any(versions._known for versions in alike))
-        if known.step.traced.raised is not None:  # it may not be so the next time
+        known = self._traced(request, find, first=not any(versions._known for versions in similar))
+        if known.step.traced.raised is not None:  # it may not raise the next time
             return known
         if last is not None and last.changes_by_step(why):
             known.again = last.again + 1
@@ -260,32 +259,32 @@ class CacheEntries:
 
     @staticmethod
     def _meant(why: list[Change]) -> bool:
-        """Whether the only change is a module's mode: train() and eval() are meant to give another step."""
+        """Whether the only change is a module's mode: train() and eval() are intended to change the step."""
         return bool(why) and all(change.name == "training" for change in why)
 
     def _verify(self, known: CacheEntry, request: Request) -> CacheEntry:
-        """Trace the step again; the same Program is expected."""
+        """Trace the step again, expecting the same Program."""
         unseen: list[bool] = []
 
         def find(traced: TracedProgram) -> CompiledStep | None:
             if traced.raised is not None:
                 return None
             if not known.step.traced.does_the_same(traced):
-                where: Any = parting(known.step.traced.program, traced.program)
+                where: Any = first_difference(known.step.traced.program, traced.program)
                 if where is None or where.old is None and where.new is None:
-                    return None  # it computes the same, and somebody keeps more or less of it
+                    return None  # the same computation, with more or fewer results kept
             elif known.step.traced.reads_other_tensors(traced):
-                where = "the same operations on another tensor, which is no argument"
+                where = "the same operations on another tensor, which is not an argument"
             else:
                 return known.step
-            if known.uses == 1:  # no step has been run that should have been another: the first was this trace's
+            if known.uses == 1:  # nothing wrong has run: the first step was that of its own trace
                 unseen.append(True)
                 self._reports.parting(["it cannot be seen"], where)
                 return None
             raise GraphChangedError(
                 f"{self._name} does something else now than when it was traced, {known.uses} "
-                f"step{'s' if known.uses > 1 else ''} ago: {where}. Its Python reads something that changes and cannot "
-                f"be seen from outside: the time, a file, a loader, a random number. {ADVICE}"
+                f"step{'s' if known.uses > 1 else ''} ago: {where}. Its Python code reads something whose changes "
+                f"cannot be seen from outside: the time, a file, a loader, a random number. {ADVICE}"
             )
 
         fresh = self._traced(request, find)
@@ -301,8 +300,8 @@ class CacheEntries:
     def _traced(
         self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
     ) -> CacheEntry:
-        # The code that runs is noted when there is no hurry: the first loss has been returned, or nobody checks it
-        # later.
+        # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
+        # later check.
         noted = not first or bool(self._known) or not self._check or request.again
         around = TraceObserver(request.roots(), self._functions, noted)
         begin = time.perf_counter()
@@ -322,26 +321,26 @@ ADVICE = (
 
 
 class Reports:
-    """The warnings and errors of one step, for one kind of call."""
+    """The warnings and errors of a step, for one kind of call."""
 
     def __init__(self, name: str, refuse: bool) -> None:
-        """`refuse`: that the step does something else is an error."""
+        """`refuse`: whether a change of the step is an error."""
         self._name = name
         self._refuse = refuse
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
-    def parting(self, why: list[str], where: Parting | None) -> None:
-        """The step behaves differently now, for these reasons."""
+    def parting(self, why: list[str], where: Difference | None) -> None:
+        """Report that the step behaves differently now, with the reasons."""
         text = f"{self._name} does something else now than when it was traced: {where}. What has changed: {_some(why)}."
         if self._refuse:
             raise GraphChangedError(f"{text} {ADVICE}")
         _warn(f"{text} It is recompiled. {ADVICE}")
 
     def report_own_writes(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
-        """What the step itself both changes and reads, so that it has to be traced again."""
-        if all(change.what in self._told for change in own):
+        """Report what the step both changes and reads, so that it must be traced again."""
+        if all(change.description in self._reported for change in own):
             return
-        self._told.update(change.what for change in own)
+        self._reported.update(change.description for change in own)
         _warn(
             f"{self._name} changes what it reads itself: {_some(reasons(guards, own))}. A compiled step runs no "
             f"Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
@@ -349,9 +348,9 @@ class Reports:
         )
 
     def each_time(self, why: str | None, seconds: float) -> None:
-        """Why the step is traced at each call, if it is."""
-        if why is not None and why not in self._told:
-            self._told.add(why)
+        """Report why the step is traced at each call, if it is."""
+        if why is not None and why not in self._reported:
+            self._reported.add(why)
             _warn(f"{self._name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
 
 
@@ -361,7 +360,7 @@ def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
     for change in changes:
         if change.name == "training":
             continue
-        reason = f"{change.what} {_change(change.old, change.new)}"
+        reason = f"{change.description} {_change(change.old, change.new)}"
         read, written = guards.lines.where_read(change.name), guards.lines.where_written(change.name)
         places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
         found.append(reason + (f" ({', '.join(places)})" if places else ""))

@@ -1,4 +1,4 @@
-"""PyTorch's schedulers in a traced step: their Python runs at each call, after the step."""
+"""PyTorch's schedulers in a traced step: their Python code runs at each call, after the step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class _SchedulerCall(NamedTuple):
-    """A scheduler's step in the step's Python."""
+    """A call of a scheduler's step() in the traced step."""
 
     step: Callable[..., Any]  # of the scheduler's class
     scheduler: Any
     args: tuple
     kwargs: dict[str, Any]
     source: Source
-    reads: int  # how often the step had read something of the scheduler before
+    reads: int  # reads of the scheduler by the step so far
 
     def waits(self) -> bool:
         """Whether it needs a value that the step computes, as `ReduceLROnPlateau` does."""
@@ -38,13 +38,13 @@ class _SchedulerCall(NamedTuple):
         """Make later reads of the scheduler in the step an error."""
         raise TraceError(
             f"{self.source}: the traced step reads something of this {type(self.scheduler).__name__} after its "
-            "step(), which runs in Python when the step has been run. Read it before, or outside of the traced "
+            "step(), which runs in Python after the step has run. Read it before, or outside of the traced "
             "step."
         )
 
 
 class Schedulers:
-    """The schedulers that step in one trace."""
+    """The schedulers that step in a trace."""
 
     def __init__(self) -> None:
         self._calls: list[_SchedulerCall] = []
@@ -53,24 +53,24 @@ class Schedulers:
 
     @contextmanager
     def watched(self, reads: Callable[[Any], int]) -> Iterator[None]:
-        """In the block, a scheduler's `step()` is recorded and does nothing.
+        """Context in which a scheduler's `step()` is recorded instead of run.
 
         Args:
-            reads: how often the step has read something of an object so far.
+            reads: returns how often the step has read an object so far.
         """
 
         def noting(original: Callable[..., Any]) -> Callable[..., Any]:
             def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if session.trace is None:  # another thread's
+                if session.trace is None:  # called in another thread
                     return original(self, *args, **kwargs)
-                ours._calls.append(_SchedulerCall(original, self, args, kwargs, here(), reads(self)))
-                ours._spoil(self)
+                schedulers._calls.append(_SchedulerCall(original, self, args, kwargs, here(), reads(self)))
+                schedulers._spoil(self)
 
             step._firstloss = True  # type: ignore[attr-defined]
             step.__wrapped__ = original  # type: ignore[attr-defined]
             return step
 
-        ours = self
+        schedulers = self
         with Undo() as undo, undo:
             undo(self._mend)
             for kind in vars(torch.optim.lr_scheduler).values():
@@ -84,7 +84,7 @@ class Schedulers:
                     call.refuse_reads()
 
     def _spoil(self, scheduler: Any) -> None:
-        """From here on the step must not read what the scheduler sets."""
+        """Make reads of what the scheduler sets an error from here on."""
         optimizer = _optimizer_of(scheduler)
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
@@ -100,17 +100,17 @@ class Schedulers:
             self._spoiled.pop()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step: none of its schedulers may have stepped before."""
+        """Check, before an optimizer steps, that none of its schedulers has stepped yet."""
         for call in self._calls:
             if _optimizer_of(call.scheduler) is optimizer:
                 raise TraceError(
                     f"{call.source}: {type(call.scheduler).__name__}.step() is called before its optimizer's step() in "
-                    "the traced step. It runs in Python, when the step has been run: call it after "
-                    "optimizer.step(), as PyTorch asks for."
+                    "the traced step, but runs in Python, after the step has run: call it after optimizer.step(), as "
+                    "PyTorch requires."
                 )
 
     def traced(self, effects: Any, left: Reconstructor) -> None:
-        """The step has been traced: each call of it calls the schedulers at its end."""
+        """Record the schedulers' steps, which each call runs at its end."""
         for call in self._calls:
             make = left.make((call.args, call.kwargs))
             if call.waits():
@@ -131,7 +131,7 @@ def _stepping(call: _SchedulerCall, make: Make) -> Callable[[CallFrame], Bind]:
 
 
 class _SchedulerStep:
-    """A scheduler's step: done once, even if it is interrupted and restarted."""
+    """A scheduler's step, which is run exactly once, even if it is interrupted and restarted."""
 
     def __init__(self, step: Callable[[], Any], scheduler: Any) -> None:
         self._step = step
@@ -149,7 +149,7 @@ class _SchedulerStep:
 
 
 def _tables(scheduler: Any) -> Iterator[dict]:
-    """What a scheduler's step changes: its attributes, those of nested schedulers, and parameter groups."""
+    """The dicts that a scheduler's step changes: its attributes, those of nested schedulers, and parameter groups."""
     yield vars(scheduler)
     for inner in getattr(scheduler, "_schedulers", ()):
         yield from _tables(inner)

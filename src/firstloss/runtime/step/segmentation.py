@@ -1,4 +1,4 @@
-"""Cut a traced step into segments, each lowered and compiled by itself."""
+"""Segmentation of a traced step into parts that are lowered and compiled separately."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from .tracing import Groups, TracedProgram
 
 
 def refuse_unsupported(traced: TracedProgram) -> None:
-    """
+    """Check that all operations have a lowering.
+
     Raises:
-        LoweringError: for operations that have no lowering.
+        LoweringError: for operations that have none.
     """
     missing = unsupported(traced.program)
     if missing:
@@ -29,16 +30,16 @@ def refuse_unsupported(traced: TracedProgram) -> None:
         raise LoweringError(
             "the step uses operations that have no lowering to StableHLO: "
             + "; ".join(lines)
-            + ". Write those lines with other operations, give an operation of your own a lowering with "
+            + ". Write those lines with other operations, register a lowering of a custom operation with "
             "firstloss.register_lowering, or run on backend 'CPU'."
         )
 
 
 def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: bool) -> SegmentedStep:
-    """The step, ready to be lowered.
+    """Make the segmented step, ready to be lowered.
 
     Args:
-        behind: its first results are available already.
+        behind: whether its first results are available already.
     """
     with timeline.span("lower"):
         parts = segment_step(traced, inputs, backend)
@@ -50,8 +51,8 @@ class Segmentation(NamedTuple):
     """A traced step, cut into segments.
 
     Attributes:
-        groups: what it is given and makes.
-        edges: on a mesh, the shardings of what crosses from one segment to another.
+        groups: its inputs and outputs.
+        edges: on a mesh, the shardings of arrays passed between segments.
     """
 
     cut: Cut
@@ -60,7 +61,7 @@ class Segmentation(NamedTuple):
 
 
 def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Segmentation:
-    """Cut a step, and find the shardings of the values that cross the cuts."""
+    """Cut a step, and find the shardings of the arrays that cross the cuts."""
     program, mesh = traced.program, backend.mesh
     changed, _, (new, made, names) = groups = traced.groups
     apart = _apart(program, dict(zip(new, changed, strict=True)))
@@ -77,10 +78,10 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
 
 
 def _apart(program: Program, renewed: Mapping[str, Value]) -> set[str]:
-    """Names of outputs that are the same Value as an input or another output: each needs an array of its own.
+    """Names of outputs that are the same Value as an input or another output, and so need an array of their own.
 
     Args:
-        renewed: for outputs that are an input's new content, that input; it may be the old one.
+        renewed: for outputs that are an input's new content, that input, which may be unchanged.
     """
     taken = set(program.inputs.values())
     found = set()

@@ -1,4 +1,4 @@
-"""`firstloss.trace`: a training step, traced and compiled once, then executed."""
+"""`firstloss.trace`: training steps that are traced and compiled once, then executed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def trace(
 ) -> Callable[..., Any]:
     """Make `step` a traced step: traced and compiled at its first call, executed at every call.
 
-    Everything that the step does to tensors, forward, backward and optimizer, becomes one executable; weights and
-    optimizer state stay on the device and are updated in place. Calls return as soon as the work is under way; a
-    returned tensor's value is waited for when it is read. On the "GPU" backend the first call just runs, and from the
-    third on the same kernels are replayed as a CUDA graph; on the "CPU" backend the step just runs.
+    All tensor operations of the step, forward, backward and optimizer, become one executable; weights and optimizer
+    state stay on the device and are updated in place. Calls are asynchronous; reading a returned tensor waits for its
+    value. On the "GPU" backend the first call runs eagerly, and from the third on the same kernels are replayed as a
+    CUDA graph; on the "CPU" backend the step runs eagerly.
 
     Use it as `@fl.trace`, or with options as `@fl.trace(shapes="refuse")`.
 
@@ -55,25 +55,27 @@ def trace(
         True
 
     Args:
-        step: a function or a method of batches: tensors in lists, tuples, dicts and dataclasses, and of other values.
-        shapes: what to do about a batch of new shapes. "recompile": compile the step for it as well, with a
-            `GraphChangeWarning`; "refuse": a `ShapeError`; `fl.Pad(...)`: pad it to a shape that is there already.
-        changes: what to do when the Python values that the step reads have changed so that it would do something else.
-            "recompile": that, with a `GraphChangeWarning` that names values and lines; "refuse": a `GraphChangedError`.
-        check: trace again now and then (at the second call, and for less than 1% of the time after that), to find
-            changes that cannot be seen from outside, which are a `GraphChangedError`. "always": the step's Python runs
-            at every call, and what it does is compared with what was compiled: right by construction, and slow; for
-            tests, and to find out whether a step is traced rightly.
+        step: a function or method of batches, which are tensors in lists, tuples, dicts and dataclasses, and other
+            values.
+        shapes: how to handle a batch of new shapes. "recompile": compile the step for it as well, with a
+            `GraphChangeWarning`; "refuse": raise a `ShapeError`; `fl.Pad(...)`: pad it to a known shape.
+        changes: how to handle changes of Python values that the step reads, if it would behave differently.
+            "recompile": recompile it, with a `GraphChangeWarning` that names values and lines; "refuse": raise a
+            `GraphChangedError`.
+        check: trace again occasionally (at the second call, and for less than 1% of the time after that), to detect
+            changes that cannot be seen from outside, which are a `GraphChangedError`. "always": run the step's Python
+            code
+            at every call, and compare it with what was compiled: always right, but slow; for tests, and to check
+            whether a step is traced correctly.
 
-    Called inside another traced step it is a part of that one. It may be stacked with `staticmethod` and `classmethod`
-    in either order.
+    A call inside another traced step becomes part of that step. It can be combined with `staticmethod` and
+    `classmethod` in either order.
 
     Returns:
-        A callable of the same arguments, which returns what `step` does; without `step`, the decorator.
+        A callable with the arguments and results of `step`; without `step`, the decorator.
 
     Raises:
-        TraceError: for options that are none of these, and for a step that cannot be called, or is a generator or a
-            coroutine.
+        TraceError: for invalid options, and if `step` is not callable, or a generator or a coroutine.
     """
     if changes not in ("recompile", "refuse"):
         raise TraceError(f"changes={changes!r}: write 'recompile' or 'refuse'.")
@@ -91,7 +93,7 @@ _OWN = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "_kind", "_step", "_name"
 class TracedStep:
     """A step, and its compiled steps by kind of call.
 
-    Other attributes are the function's own: its Python may count in them, as in a function that is not traced.
+    Other attributes are those of the function, whose Python code may use them as if it were not traced.
     """
 
     def __init__(
@@ -113,13 +115,13 @@ class TracedStep:
         self._shapes = Shapes(self._name, shapes)
         self._refuse = changes == "refuse"
         self._check = check
-        self._trials: Trials | None = None  # of these on a backend that replays
-        self._cache: StepCache | None = None  # of the compiled steps, once there is one
+        self._trials: Trials | None = None  # on a backend that replays
+        self._cache: StepCache | None = None  # on a backend that compiles
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the function: `step.calls`."""
+        """Read an attribute of the function: `step.calls`."""
         step = self.__dict__.get("_step")
-        if step is None:  # nothing has been set yet
+        if step is None:  # during construction
             raise AttributeError(name)
         return getattr(step, name)
 
@@ -133,13 +135,13 @@ class TracedStep:
         delattr(self._step, name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """In a class, a step is a method; of a class method or a static one, what that would be."""
+        """Bind a step in a class like a method, a class method or a static method."""
         if self._kind is classmethod:
             return types.MethodType(self, type(instance) if owner is None else owner)
         return self if instance is None or self._kind is staticmethod else types.MethodType(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedStep:
-        """A step of the copied function, retraced."""
+        """Copy the function; the copy is retraced."""
         step = copy.deepcopy(self._step, memo)
         changes = "refuse" if self._refuse else "recompile"
         return type(self)(step if self._kind is None else self._kind(step), self._policy, changes, self._check)
@@ -147,12 +149,12 @@ class TracedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = current_backend()
         if session.trace is not None or not (backend.is_xla or backend.replays):
-            return self._step(*args, **kwargs)  # within another step it is a part of that one
+            return self._step(*args, **kwargs)  # part of the enclosing step
         refuse_watchers(self._name)
         if self._cache is None:
             from .cache import StepCache
 
-            with session.tracing:  # another thread may call it first, too
+            with session.tracing:  # other threads may make the first call, too
                 if self._cache is None:
                     self._cache = StepCache(self._name, self._refuse, self._check)
         if backend.replays:
@@ -165,13 +167,15 @@ class TracedStep:
         return self._cache.call(self._step, arguments, kind, backend)
 
     def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
-        """What a call with these arguments would take on each device of the backend's mesh: memory, what is sent, and
-        floating-point operations. It is traced and cut as for a call; nothing is compiled, made or executed, and
-        Python is left as it was. For a mesh that is not there make the backend with a `jax.sharding.AbstractMesh` and
+        """Estimate the resources of a call on each device of the backend's mesh: memory, communication and
+        floating-point operations.
+
+        The step is traced and cut as for a call; nothing is compiled, materialized or executed, and Python is left
+        unchanged. For devices that do not exist, create the backend with a `jax.sharding.AbstractMesh` and
         `validate_only=True`.
 
         Returns:
-            The plan; printed, a table.
+            The plan, which prints as a table.
 
         Raises:
             BackendError: if the current backend does not compile.
@@ -183,7 +187,7 @@ class TracedStep:
         return plan_step(self._step, arguments, current_backend())
 
     def how(self) -> str:
-        """How the "GPU" backend has run the last call: "graph", "replay" without one, or "eager" and why."""
+        """How the "GPU" backend ran the last call: "graph", "replay" without a graph, or "eager" and why."""
         return self._trials.how() if self._trials is not None else "eager"
 
     def program(self) -> Program:
@@ -196,8 +200,8 @@ class TracedStep:
 
 def _check_step(step: Any) -> None:
     if not callable(step):
-        hint = " Options have names: @fl.trace(shapes=...)." if isinstance(step, str) else ""
-        raise TraceError(f"trace takes a function, and not an object of type {type(step).__name__}.{hint}")
+        hint = " Options are keywords: @fl.trace(shapes=...)." if isinstance(step, str) else ""
+        raise TraceError(f"trace takes a function, not an object of type {type(step).__name__}.{hint}")
     for test, kind in (
         (inspect.isgeneratorfunction, "a generator, which runs when it is iterated over"),
         (inspect.iscoroutinefunction, "a coroutine, which runs when it is awaited"),
@@ -205,6 +209,6 @@ def _check_step(step: Any) -> None:
     ):
         if test(step):
             raise TraceError(
-                f"{getattr(step, '__qualname__', step)} makes {kind}, so that calling it computes nothing. Trace a "
-                "function that computes, and call that in it."
+                f"{getattr(step, '__qualname__', step)} makes {kind}, so calling it computes nothing. Trace a function "
+                "that computes, and call that in it."
             )

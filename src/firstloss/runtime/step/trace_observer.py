@@ -1,4 +1,4 @@
-"""Observe the Python side of a trace: the state before it, what the step reads, and its side effects."""
+"""Observation of the Python side of a trace: the state before it, what the step reads, and its side effects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..guards.bindings import always
-from ..guards.effects import Effects, put_back
+from ..guards.effects import Effects, restore_contents
 from ..guards.guard_set import GuardSet
 from ..guards.mutable_state import restore_environment
 from ..guards.reconstruct import Reconstructor
@@ -17,18 +17,18 @@ from ..guards.sources import GuardSources, generators, restore_generators
 
 
 class TraceObserver:
-    """Created before a trace, and asked after it.
+    """Created before a trace, and queried after it.
 
     Attributes:
-        noted: whether the code that ran was to be noted.
+        noted: whether the executed code was recorded.
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
         """
         Args:
-            roots: where to begin to look for what the step's Python can reach.
-            functions: that an earlier trace has met.
-            profile: note which code runs.
+            roots: where to start the search for what the step's Python code can reach.
+            functions: functions that an earlier trace has called.
+            profile: whether to record the executed code.
         """
         self._generators = generators()
         self.snapshot = Snapshot(roots, functions)
@@ -37,7 +37,7 @@ class TraceObserver:
         self.noted = profile
 
     def effects(self, left: Reconstructor, weights: set[int]) -> Effects:
-        """What the step has changed in Python. From here on there are guards.
+        """The step's side effects in Python. Guards are created as well.
 
         Args:
             weights: the ids of the backend's weights.
@@ -55,8 +55,8 @@ class TraceObserver:
         """Undo all changes of a step that could not be traced."""
         Effects(self.snapshot, None, left).undo()
 
-    def put_back(self) -> bool:
+    def restore_contents(self) -> bool:
         """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
         restore_environment(self.snapshot.environment)
         restore_generators(self._generators)
-        return put_back(self.snapshot)
+        return restore_contents(self.snapshot)

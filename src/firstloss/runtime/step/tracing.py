@@ -1,4 +1,4 @@
-"""`trace_step`: run a step's Python once, on tensors without values, for a `TracedProgram`."""
+"""`trace_step`: run a step's Python code once, on tensors without values, to get a `TracedProgram`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...capture.data_assignment import Viewer
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...capture.step import StepTrace, is_traced
-from ...capture.storage_swap import reseat
+from ...capture.storage_swap import rebind
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
-from ...program.compare import parting
+from ...program.compare import first_difference
 from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here
@@ -36,10 +36,10 @@ from .trace_observer import TraceObserver
 
 
 class Shared(Exception):
-    """The step uses some of its arguments in another way as well: they have to be inputs themselves.
+    """Raised if the step also reaches some of its arguments in another way, so that they must be inputs themselves.
 
     Attributes:
-        leaves: their numbers.
+        leaves: the indices of the arguments' leaves.
     """
 
     def __init__(self, leaves: set[int]) -> None:
@@ -50,38 +50,38 @@ class Shared(Exception):
 def trace_step(
     step: Callable[..., Any], arguments: Arguments, backend: Backend, around: TraceObserver
 ) -> TracedProgram:
-    """Run the step's Python once, on tensors without values. All that it does to Python is undone.
+    """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
-    But for the process's modes (`TracedProgram.modes`), which may yet decide what else is done at this call.
+    The process's modes (`TracedProgram.modes`) are not, because they may affect the rest of this call.
 
     Args:
-        around: the Python around the step.
+        around: observes the Python side of the trace.
 
     Raises:
-        Shared: if some of the arguments have to be inputs themselves.
+        Shared: if some arguments must be inputs themselves.
     """
     trace = _Trace(getattr(step, "__name__", "step"), backend, around)
     try:
         return trace.run(step, arguments)
     except BaseException as error:
         trace.undo()
-        if not around.put_back() and isinstance(error, Shared):
+        if not around.restore_contents() and isinstance(error, Shared):
             raise TraceError(
-                f"{here()}: {trace.name} takes something from an iterator (or changes something else that cannot be "
-                "set back), and edits an argument whose memory is that of another tensor which it uses. Edit a clone "
-                "of it, or take what the iterator gives before the step, and pass it."
+                f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
+                "restored), and edits an argument that shares memory with another tensor that it uses. Edit a clone of "
+                "it, or take the item before the step, and pass it."
             ) from None
         raise
 
 
 def abandon(traced: TracedProgram, around: TraceObserver) -> None:
-    """The trace is not usable: undo all its changes."""
+    """Undo all changes of a trace that is not usable."""
     _undo(traced)
-    around.put_back()
+    around.restore_contents()
 
 
 class _Trace:
-    """One trace, from start to end."""
+    """A trace, from start to end."""
 
     def __init__(self, name: str, backend: Backend, around: TraceObserver) -> None:
         self.name = name
@@ -111,10 +111,10 @@ class _Trace:
     def _run(
         self, step: Callable[..., Any], arguments: Arguments
     ) -> tuple[TracedArguments, list[Any], Exception | None]:
-        """Run the step's Python; returns its result (in a list, to be emptied), or what it raises."""
+        """Run the step's Python code; returns its result (in a list, to be emptied), or its exception."""
         snapshot, recording = self._around.snapshot, self._around.recording
         itself = {i for i, leaf in arguments.data() if leaf.requires_grad and leaf.is_leaf and snapshot.holds(leaf)}
-        if itself:  # an optimizer's, perhaps
+        if itself:  # possibly an optimizer's parameters
             raise Shared(itself)
         raised = None
         with Undo() as undo, undo, self.trace.active(), self.optimizers.watched(recording):
@@ -126,7 +126,7 @@ class _Trace:
                 result = [step(*args, **kwargs)]
             except FirstlossError:
                 raise
-            except Exception as error:  # what was done before it is done, as in eager PyTorch; then it is raised
+            except Exception as error:  # as in eager PyTorch, earlier effects remain, and the call raises it
                 if direct_memory_access.is_unallocated(error):
                     raise
                 raised, result = error, [None]
@@ -140,8 +140,8 @@ class _Trace:
         return given, result, raised
 
     def _settle(self, given: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
-        """What goes in and what comes out: results, changed state, and what the step has left in Python, which is
-        undone: each call does it at its end. `result` is emptied, so that nobody holds what is not left."""
+        """Determine inputs and outputs: results, changed state, and side effects in Python, which are undone and
+        repeated at the end of each call. `result` is emptied, so that nothing keeps tensors alive."""
         trace, backend, snapshot = self.trace, self._backend, self._around.snapshot
         left = Reconstructor(
             lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory)
@@ -153,8 +153,8 @@ class _Trace:
                 continue
             if snapshot.shares_memory(owner, edited=True):
                 raise TraceError(
-                    f"{here()}: {self.name} reads a tensor of shape {list(owner.shape)}, and edits its memory behind "
-                    "PyTorch's back, by an array or a buffer that shares it. Edit the tensor itself, or the array "
+                    f"{here()}: {self.name} reads a tensor of shape {list(owner.shape)}, and edits its memory through "
+                    "an array or a buffer that shares it, bypassing PyTorch. Edit the tensor itself, or the array "
                     "between two steps."
                 )
         weights = {id(p) for p in backend.parameters()}
@@ -166,7 +166,7 @@ class _Trace:
             effects.add(lambda: None, always(trace.set_final_generator_state))
         given.follow(effects, left)
         for viewer in trace.new_memory.viewers:
-            left.make(viewer.whole)  # so that what is kept is all of the memory
+            left.make(viewer.whole)  # keep all of the memory
             effects.add(lambda: None, _restore_viewed_memory(viewer, left.make(viewer.shows)))
         handed_out = [
             (storage, left.make(kept)) for storage, kept in trace.new_memory.weights.items() if kept is not None
@@ -175,7 +175,7 @@ class _Trace:
         viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
-        trace.new_memory.rejoin()
+        trace.new_memory.restore_viewers()
         owners.settle_changed(backend.move_to_device if backend.is_xla else None)
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
@@ -185,8 +185,8 @@ class _Trace:
         if trace.cbfloat16:
             from ...lower import cbfloat16
 
-            for kept in (*trace.changes.values(), *(refs[name].value for name in outputs.made)):
-                cbfloat16.refuse_state(kept)
+            for value in (*trace.changes.values(), *(refs[name].value for name in outputs.made)):
+                cbfloat16.refuse_state(value)
             program = cbfloat16.in_place_of_float16(program)
         owners.settle_read(program.nodes, refs.values())
         return TracedProgram(
@@ -224,19 +224,19 @@ def _undo(traced: _Undoable) -> None:
     if traced.effects is not None:
         traced.effects.undo()
     traced.trace.new_layouts.undo()
-    traced.trace.new_memory.rejoin()
+    traced.trace.new_memory.restore_viewers()
     traced.gradients.undo()
     traced.modes.undo()
     traced.optimizers.state.forget_new()
 
 
 def _restore_viewed_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
-    """Lets a tensor keep the memory that it viewed when the weight was given other memory."""
+    """Let a tensor keep the memory that it viewed when the weight's memory was swapped."""
 
     def bind(shows: Any) -> None:
         tensor = viewer.tensor()
         if tensor is not None and tensor._storage is viewer.before:
-            reseat(tensor, shows._storage, viewer.geometry)
+            rebind(tensor, shows._storage, viewer.geometry)
 
     return lambda env: functools.partial(bind, make(env))
 
@@ -258,8 +258,8 @@ class Groups(NamedTuple):
 
     Attributes:
         state: the inputs that the step changes.
-        read: the others.
-        outputs: names, in groups: what the state becomes, what the step leaves, results.
+        read: the other inputs.
+        outputs: names, in groups: the new state, side effects, results.
     """
 
     state: list[Value]
@@ -272,17 +272,17 @@ class TracedProgram:
     """The result of `trace_step`.
 
     Attributes:
-        name: the step's.
-        program: what it computes.
-        owners: what goes in.
-        outputs: what comes out for Python.
-        result: makes what the step returns, at each call.
-        effects: what it leaves in Python, likewise.
-        modes, optimizers, gradients: what of these it reads and leaves.
-        for_closures: the names of outputs that step closures are given.
-        handed_out: of weights that the step gives other memory, who is to live in that which they leave.
-        raised: by the step's Python; it is raised again at each call.
-        trace: what recorded it.
+        name: the step's name.
+        program: its Program.
+        owners: its inputs' owners.
+        outputs: its outputs for Python.
+        result: makes the step's return value, at each call.
+        effects: its side effects in Python, likewise.
+        modes, optimizers, gradients: what it reads and changes of these.
+        for_closures: the names of outputs passed to step closures.
+        handed_out: for weights whose memory the step swaps, the tensors that keep the former memory.
+        raised: an exception of the step's Python code, which is raised again at each call.
+        trace: the recorder.
     """
 
     name: str
@@ -306,7 +306,7 @@ class TracedProgram:
 
     @property
     def results(self) -> list[str]:
-        """The names of the outputs that a call returns, or gives to closures."""
+        """The names of the outputs that a call returns, or passes to closures."""
         return [*self.outputs.out, *self.for_closures]
 
     @functools.cached_property
@@ -318,7 +318,7 @@ class TracedProgram:
 
     @property
     def retrace_reason(self) -> str | None:
-        """Why it has to be traced at each call, if it has to."""
+        """Why it must be traced at each call, if it must."""
         return (
             self.trace.retrace_reason
             or self.optimizers.state.counts
@@ -327,16 +327,16 @@ class TracedProgram:
         )
 
     def does_the_same(self, other: TracedProgram) -> bool:
-        """Whether both compute the same from the same inputs, so that one's executable serves the other."""
-        return self._signature() == other._signature() and parting(self.program, other.program) is None
+        """Whether both have the same computation and inputs, so that they can share an executable."""
+        return self._signature() == other._signature() and first_difference(self.program, other.program) is None
 
     def _signature(self) -> tuple:
-        """Its inputs and outputs."""
+        """A description of its inputs and outputs."""
         return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures)
 
     def reads_other_tensors(self, other: TracedProgram) -> bool:
-        """Whether `other`, which does the same, reads other tensors from off the backend: it was given another batch by
-        something that is no argument."""
+        """Whether `other`, which is equivalent, reads other tensors outside the backend: it got another batch, but not
+        as an argument."""
         pairs = zip(self._external_inputs(), other._external_inputs(), strict=True)
         return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
 
@@ -348,8 +348,7 @@ class TracedProgram:
         return self.owners.reads(tensors)
 
     def outdated(self) -> bool:
-        """Whether a number baked in, a weight's memory or the value of a tensor that its Python has read has been
-        changed since."""
+        """Whether a baked-in number, a weight's memory, or a tensor's value read by its Python code has changed."""
         trace = self.trace
         if any(read.outdated() for read in trace.read.values()) or trace.has_changed_layout():
             return True

@@ -1,4 +1,4 @@
-"""The callbacks that Firstloss provides; also, as in Model Zoo, the settings of a run."""
+"""The callbacks that Firstloss provides and, as in Model Zoo, the settings of a run."""
 
 from ..callback import Callback
 from ..checkpoint import Checkpoint

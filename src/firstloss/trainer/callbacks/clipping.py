@@ -11,16 +11,16 @@ from ..callback import Callback
 
 
 class GradientClipping(Callback):
-    """Clips gradients before each update, and logs their norm before that as "grad_norm".
+    """Clip gradients before each update, and log their norm before clipping as "grad_norm".
 
     Args:
-        max_norm: scale all gradients so that their norm together is at most this.
-        max_value: cut each gradient's elements at plus and minus this; not together with a norm.
+        max_norm: clip the gradients' total norm to this.
+        max_value: clip each element of the gradients to [-max_value, max_value]; excludes `max_norm`.
     """
 
     def __init__(self, max_norm: float | None = None, max_value: float | None = None) -> None:
         if (max_norm is None) == (max_value is None):
-            raise TrainerError("GradientClipping clips by max_norm or by max_value. Give one of them.")
+            raise TrainerError("GradientClipping clips by max_norm or by max_value. Pass exactly one of them.")
         limit = max_value if max_norm is None else max_norm
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
             raise TrainerError(f"GradientClipping: {limit!r} is not a number above 0.")

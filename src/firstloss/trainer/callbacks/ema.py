@@ -1,4 +1,4 @@
-"""Averages of weights."""
+"""Exponential moving averages of weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ..callback import Callback
 
 
 class ModelEMA(Callback):
-    """Keeps an exponential moving average of the weights on the device, and validates with it.
+    """Keep an exponential moving average of the weights on the device, and validate with it.
 
-    After each update the average is decay * average + (1 - decay) * weight; it begins as the weights are when training
-    begins. Validation, also of a checkpoint's weights, is done with the averages; training goes on with the weights
-    themselves. A checkpoint has both. Buffers, such as those of batch norm, are averages already and stay as they are.
+    After each update the average becomes decay * average + (1 - decay) * weight; it starts from the weights at the
+    beginning of training. Validation uses the averages, also when it validates a checkpoint; training continues with
+    the weights themselves. Checkpoints hold both. Buffers, such as batch norm's running statistics, are not averaged.
 
     Args:
         decay: from 0 to 1.
-        validate: whether validation takes the averages.
+        validate: whether validation uses the averages.
     """
 
     weights_of_its_own = True
@@ -73,12 +73,12 @@ class ModelEMA(Callback):
         """The averages, by the weights' names.
 
         Returns:
-            For a checkpoint.
+            A dict for a checkpoint.
         """
         return {"averages": dict(self.averages)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the averages of a checkpoint; of other weights, there are none.
+        """Restore the averages from a checkpoint; a state without averages clears them.
 
         Args:
             state: what `state_dict` returned.

@@ -1,4 +1,4 @@
-"""How many checkpoints are kept."""
+"""A limit on how many checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..callback import Callback
 
 
 class KeepNCheckpoints(Callback):
-    """Keeps the newest `n` checkpoints: `Checkpoint(keep_last=n)`, said here.
+    """Keep the newest `n` checkpoints, as `Checkpoint(keep_last=n)` does.
 
     Args:
-        n: None: all of them.
+        n: how many; None keeps all of them.
     """
 
     def __init__(self, n: int | None = None) -> None:
         if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise TrainerError(f"KeepNCheckpoints: n={n!r} is not a whole number of at least 1.")
+            raise TrainerError(f"KeepNCheckpoints: n={n!r} is not a positive integer.")
         self.n = n
 
     def setup(self, trainer: Any) -> None:

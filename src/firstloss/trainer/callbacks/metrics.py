@@ -1,4 +1,4 @@
-"""Metrics that are modules of the model."""
+"""Reporting of metrics that are modules of the model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..callback import Callback
 
 
 class ModelEvalMetrics(Callback):
-    """Reports the `firstloss.metrics` that the model has as modules: restarted before each validation, and computed
-    after it, as "val_" and their name."""
+    """Report the `firstloss.metrics` modules of the model: reset before each validation, computed after it, and named
+    "val_" plus their name."""
 
     def on_validation_start(self, trainer: Any) -> None:
         for metric in _metrics(trainer):

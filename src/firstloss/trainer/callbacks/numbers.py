@@ -1,4 +1,4 @@
-"""Log norms, parameter counts and the optimizer's settings."""
+"""Callbacks that log norms, parameter counts and the optimizer's settings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)\.")
 
 
 class ComputeNorm(Callback):
-    """Logs the norm of all weights that are trained, "model_wise_params_norm", of their gradients before they are
-    clipped, "model_wise_grad_norm", and of those of each layer, "per_layer_grad_norm/layer_0" and so on.
+    """Log norms: "model_wise_params_norm" of the trained weights, "model_wise_grad_norm" of their gradients before
+    clipping, and "per_layer_grad_norm/layer_0" and so on of each layer's gradients.
 
-    A layer is a number after "layers", "layer", "blocks", "block" or "h" in a weight's name. All of it is computed in
-    the step.
+    A layer is a number after "layers", "layer", "blocks", "block" or "h" in a parameter's name. The norms are computed
+    in the step.
     """
 
     def on_before_backward(self, trainer: Any, model: Any, outputs: Any) -> None:
@@ -46,10 +46,10 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class LogOptimizerParamGroup(Callback):
-    """Logs numbers of the optimizer's groups: "weight_decay", and "weight_decay_1" of the second group.
+    """Log settings of the optimizer's parameter groups: "weight_decay", "weight_decay_1" for the second group, etc.
 
     Args:
-        keys: one, or several; of tuples such as "betas", each element: "betas[0]".
+        keys: one key or several; of a tuple such as "betas" each element is logged, as "betas[0]".
     """
 
     def __init__(self, keys: str | Sequence[str]) -> None:
@@ -59,7 +59,7 @@ class LogOptimizerParamGroup(Callback):
         for key in self.keys:
             if not any(key in group for group in trainer.optimizer.param_groups):
                 known = sorted({key for group in trainer.optimizer.param_groups for key in group} - {"params"})
-                raise TrainerError(f"LogOptimizerParamGroup: no group has {key!r}. They have {', '.join(known)}.")
+                raise TrainerError(f"LogOptimizerParamGroup: no group has {key!r}, only {', '.join(known)}.")
 
     def on_step_start(self, trainer: Any) -> None:
         if not trainer.is_log_step:
@@ -77,8 +77,10 @@ def _is_tuple(value: Any) -> bool:
 
 
 class CountParams(Callback):
-    """Tells how many parameters the model has, in the log and in "parameters.json" of the artifacts: in all, trained,
-    and of each module right below the model. Tied ones count once."""
+    """Count the model's parameters: all, trained, and of each direct child module; tied parameters count once.
+
+    The counts go to the log and to "parameters.json" in the artifact directory.
+    """
 
     def on_fit_start(self, trainer: Any) -> None:
         found = self.count(trainer.model)
@@ -89,13 +91,13 @@ class CountParams(Callback):
 
     @staticmethod
     def count(model: torch.nn.Module) -> dict[str, Any]:
-        """{"all", "trained", "modules": {name: how many}}.
+        """Count parameters.
 
         Args:
             model: the Module.
 
         Returns:
-            The counts by name.
+            `{"all": int, "trained": int, "modules": {name: int}}`.
         """
         parts: dict[str, int] = {}
         for name, p in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Stop at NaN or infinity, and name the place."""
+"""Callbacks that stop a run at NaN or infinity and name where it arose."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from ...errors import NaNLossError, TrainerError
 from ..callback import Callback
 
-# In a step under way: for each module's output, in order, its name and whether all of it is finite.
+# Of the step being traced: each module's name and whether its output is finite, in order of execution.
 _outputs: ContextVar[list[tuple[str, torch.Tensor]] | None] = ContextVar("outputs of modules", default=None)
 
 
 class CheckLoss(Callback):
-    """Stops a run whose loss is no finite number, with an error that names the step.
+    """Stop a run whose validation loss is not finite, with an error that names the step.
 
-    The Trainer does so for training by itself; this does it for validation, too.
+    For the training loss the Trainer does so anyway.
     """
 
     def on_validation_end(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -31,30 +31,29 @@ class CheckLoss(Callback):
 
 
 class NaNChecker(Callback):
-    """Stops a run at the first output of a module, or gradient, that is not finite: the error names the step, and the
-    layer where it began.
+    """Stop a run at the first module output or gradient that is not finite; the error names the step and the layer.
 
-    What it looks at is computed in the step: each output is read once more. With a dynamic loss scale, under which
-    gradients overflow now and then, it looks at outputs alone.
+    The checks are computed in the step and read each output once more. With a dynamic loss scale, under which
+    gradients overflow now and then, only outputs are checked.
 
     Args:
-        num_steps: end the run after so many steps; None: it goes on.
+        num_steps: end the run after this many steps; None: do not end it.
     """
 
     def __init__(self, num_steps: int | None = None) -> None:
         if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1):
-            raise TrainerError(f"NaNChecker: num_steps={num_steps!r} is not a whole number of at least 1.")
+            raise TrainerError(f"NaNChecker: num_steps={num_steps!r} is not a positive integer.")
         self.num_steps = num_steps
         self._began = 0
         self._handles: list[Any] = []
-        self._names: list[str] = []  # of what the step looked at, in the order in which it is computed
+        self._names: list[str] = []  # of the checked outputs, in order of execution
 
     def on_fit_start(self, trainer: Any) -> None:
         self._began = trainer.state.step
         self._release()
         for name, module in trainer.model.named_modules():
             if name and not any(True for _ in module.children()):
-                self._handles.append(module.register_forward_hook(_looking(name)))
+                self._handles.append(module.register_forward_hook(_check_output(name)))
 
     def on_exception(self, trainer: Any) -> None:
         self._release()
@@ -79,12 +78,12 @@ class NaNChecker(Callback):
         scaler = trainer.precision.scaler
         if scaler is not None and scaler.dynamic:
             return
-        # The backward pass comes from the end of the model: there a gradient goes wrong first.
+        # In the order of the backward pass, so that the first one found is where it began.
         gradients = [p.grad for p in reversed(list(model.parameters())) if p.grad is not None]
         trainer.log_metrics(_gradients_not_finite=_first_false(torch.stack([g.isfinite().all() for g in gradients])))
 
     def on_values(self, trainer: Any, values: dict[str, float], step: int) -> None:
-        output, gradient = (int(values.get(f"_{what}_not_finite", -1)) for what in ("outputs", "gradients"))
+        output, gradient = (int(values.get(f"_{kind}_not_finite", -1)) for kind in ("outputs", "gradients"))
         if output >= 0:
             where = f"the output of {self._names[output]!r}"
         elif gradient >= 0:
@@ -92,24 +91,24 @@ class NaNChecker(Callback):
             where = f"the gradient of {names[gradient]!r}"
         else:
             if self.num_steps is not None and step - self._began >= self.num_steps:
-                trainer.stop(f"NaNChecker(num_steps={self.num_steps}) has seen enough")
+                trainer.stop(f"NaNChecker(num_steps={self.num_steps}) is reached")
             return
         error = NaNLossError(
-            f"{where} is not finite at step {step}; all that was computed before it is. {trainer.folder.last_good()}"
+            f"{where} is not finite at step {step}; everything computed before it is. {trainer.folder.last_good()}"
         )
         error.step = step
         raise error
 
 
-def _looking(name: str) -> Any:
-    def look(module: torch.nn.Module, args: Any, output: Any) -> None:
+def _check_output(name: str) -> Any:
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
         found = _outputs.get()
         if found is not None and isinstance(output, torch.Tensor) and output.is_floating_point():
             found.append((name, output.detach().isfinite().all()))
 
-    return look
+    return hook
 
 
 def _first_false(flags: torch.Tensor) -> torch.Tensor:
-    """The number of the first that is false; -1 if none is."""
+    """The index of the first False; -1 if there is none."""
     return torch.where(flags.all(), -1, flags.int().argmin())

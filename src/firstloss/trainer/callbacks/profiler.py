@@ -1,4 +1,4 @@
-"""Profile some steps, as a trace for ui.perfetto.dev."""
+"""Profiling of some steps, as a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ..callback import Callback
 
 
 class Profiler(Callback):
-    """Writes a Perfetto trace of the steps from `start_step` to `end_step`, on three tracks.
+    """Write a Perfetto trace of the steps from `start_step` to `end_step`, on three tracks.
 
-    They are *data*, reading a batch and sending it to the device; *host*, what Python does; and *device*, from when a
-    batch has been started until its results are available. It is in the artifacts as "profile_START_END.json", which
-    ui.perfetto.dev opens.
+    The tracks are *data*: reading a batch and moving it to the device; *host*: Python; and *device*: from the start of
+    a batch until its results are available. The file is "profile_START_END.json" in the artifact directory; open it at
+    ui.perfetto.dev.
 
-    Those steps are waited for, one by one, so that they take as long as they do alone; the others are as without it.
+    The profiled steps do not overlap: the Trainer waits for each of them. Other steps run as usual.
 
     Args:
-        start_step, end_step: counted from 1, both included.
+        start_step, end_step: counted from 1, inclusive.
     """
 
     def __init__(self, start_step: int = 1, end_step: int = 10) -> None:
         for name, step in (("start_step", start_step), ("end_step", end_step)):
             if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-                raise TrainerError(f"Profiler: {name}={step!r} is not a whole number of at least 1.")
+                raise TrainerError(f"Profiler: {name}={step!r} is not a positive integer.")
         if end_step < start_step:
             raise TrainerError(f"Profiler: end_step={end_step} comes before start_step={start_step}.")
         self.start_step, self.end_step = start_step, end_step
         self._trace = timeline.Timeline()
-        self._ended: float | None = None  # when the work on the batch before ended
+        self._ended: float | None = None  # when the previous batch ended
         self._begun = 0.0
 
     @property
     def name(self) -> str:
-        """Of the file."""
+        """The trace's file name."""
         return f"profile_{self.start_step}_{self.end_step}.json"
 
     def on_fit_start(self, trainer: Any) -> None:

@@ -18,7 +18,7 @@ __all__ = [
 
 
 def default_loggers() -> list[Callback]:
-    """What a Trainer has that was given no loggers: progress for people, JSON lines for programs.
+    """The loggers of a Trainer that was given none: a progress display and JSON lines.
 
     Returns:
         New loggers.

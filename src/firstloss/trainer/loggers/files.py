@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class JSONLogger(Callback):
-    """One JSON object per line: "step" and the metrics of that step.
+    """Write one JSON object per line: "step" and the metrics of that step.
 
-    A run that resumes from a checkpoint takes back the lines of steps that it is about to run again.
+    A run that resumes from a checkpoint removes the lines of the steps that it runs again.
 
     Args:
-        name: of the file in the run folder.
+        name: the file's name in the run folder.
     """
 
     def __init__(self, name: str = "metrics.jsonl") -> None:
@@ -54,12 +54,12 @@ class JSONLogger(Callback):
 
 
 class CSVLogger(Callback):
-    """A table with a column per metric; a metric that comes later gets a column of its own.
+    """Write a table with one column per metric; metrics that appear later get new columns.
 
-    The file is whole at any moment: it is overwritten when a column is added, and appended to otherwise.
+    The file is always valid: it is rewritten atomically when a column is added, and appended to otherwise.
 
     Args:
-        name: of the file in the run folder.
+        name: the file's name in the run folder.
     """
 
     def __init__(self, name: str = "metrics.csv") -> None:
@@ -72,7 +72,7 @@ class CSVLogger(Callback):
         self._write(trainer, [row for row in rows if int(row["step"]) <= trainer.state.step])
 
     def on_metrics(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        if not self._columns:  # `validate` alone: no run is being logged
+        if not self._columns:  # called by `validate` outside a run
             return
         new = [name for name in metrics if name not in self._columns]
         if new:
@@ -93,7 +93,7 @@ class CSVLogger(Callback):
 
 
 def _json_rows(path: str) -> list[dict[str, Any]]:
-    """The lines that are whole: the last may have been cut by a kill."""
+    """The complete lines of the file: the last one may have been cut off when a process was killed."""
     rows = []
     for line in _lines(path):
         try:

@@ -1,4 +1,4 @@
-"""Progress for people: a bar on a terminal, plain lines elsewhere."""
+"""Progress display: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _UNITS = {"steps_per_second": "steps/s", "samples_per_second": "samples/s", "tok
 
 
 class ProgressLogger(Callback):
-    """Shows the step, the loss and the rates as they come, and the time to first loss.
+    """Show the step, the loss, the rates and the time to first loss.
 
-    On a terminal it is a bar (rich, if it is installed); elsewhere a line each time that metrics are logged.
+    On a terminal it is a progress bar (if rich is installed); elsewhere, a line each time that metrics are logged.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ProgressLogger(Callback):
             self._bar = _bar()
         if self._bar is not None:
             self._bar.start()
-            total = _steps_in_all(trainer)
+            total = _total_steps(trainer)
             self._task = self._bar.add_task("training", total=total, completed=trainer.state.step, numbers="")
         self._began = trainer.state.step
         if trainer.state.step:
@@ -49,7 +49,7 @@ class ProgressLogger(Callback):
             self._bar.update(self._task, completed=trainer.state.step)
 
     def on_metrics(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        words = "  ".join(_in_words(name, value) for name, value in metrics.items())
+        words = "  ".join(_formatted(name, value) for name, value in metrics.items())
         if self._bar is None or "loss" not in metrics:
             self._say(f"step {step}  {words}")
         if self._bar is not None:
@@ -64,7 +64,7 @@ class ProgressLogger(Callback):
         if step == self._began:
             self._say(
                 "nothing left to do: the run is at the end of its loop. To train on, raise max_steps or max_epochs; "
-                f"to start afresh, give another model_dir than {trainer.model_dir}, or fit(ckpt_path=None)"
+                f"to start afresh, use another model_dir than {trainer.model_dir}, or fit(ckpt_path=None)"
             )
         elif trainer.state.stopped:
             self._say(f"stopped at step {step}: {trainer.state.stopped}; saved {last}")
@@ -78,7 +78,7 @@ class ProgressLogger(Callback):
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            with suppress(BrokenPipeError):  # Ctrl-C has ended the `tee` that we wrote to, and the run is still to save
+            with suppress(BrokenPipeError):  # Ctrl-C ended the `tee` behind us; still save the run
                 print(line, file=sys.stderr, flush=True)
 
     def _close(self) -> None:
@@ -102,7 +102,7 @@ def _bar() -> Any:
     return Progress(*columns, console=Console(stderr=True))
 
 
-def _steps_in_all(trainer: Trainer) -> int | None:
+def _total_steps(trainer: Trainer) -> int | None:
     loop, batches = trainer.loop, trainer.batches
     if loop is None or batches is None:
         return None
@@ -111,7 +111,7 @@ def _steps_in_all(trainer: Trainer) -> int | None:
     return min((end for end in ends if end is not None), default=None)
 
 
-def _in_words(name: str, value: float) -> str:
+def _formatted(name: str, value: float) -> str:
     if name in _UNITS:
         return f"{value:,.0f} {_UNITS[name]}" if value >= 100 else f"{value:.3g} {_UNITS[name]}"
     return f"{name} {value:.3e}" if name.startswith("lr") else f"{name} {value:.4g}"

@@ -1,4 +1,4 @@
-"""Log metrics to Weights & Biases and to MLflow, where these are installed."""
+"""Loggers for Weights & Biases and MLflow, if these are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _ServiceLogger(Callback):
-    """Logs to a run of a service. The run's id is in the checkpoints, so that a resumed run continues the same one."""
+    """Base of loggers to a service. Checkpoints hold the run's id, so that a resumed run continues the same one."""
 
     run_id: str | None = None
 
@@ -29,15 +29,15 @@ class _ServiceLogger(Callback):
         """End the service's run, if there is one."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run it is.
+        """The id of the service's run.
 
         Returns:
-            The run's id, for a checkpoint.
+            A dict for a checkpoint.
         """
         return {"run_id": self.run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that run, unless another one was asked for.
+        """Continue the checkpoint's run, unless another run was asked for.
 
         Args:
             state: what `state_dict` returned.
@@ -46,12 +46,12 @@ class _ServiceLogger(Callback):
 
 
 class WandbLogger(_ServiceLogger):
-    """Logs to Weights & Biases: `pip install wandb`. A run that resumes from a checkpoint goes on there, too.
+    """Log to Weights & Biases (`pip install wandb`). A run that resumes from a checkpoint continues its W&B run.
 
     Args:
-        project, group, run_name, job_type, tags, entity: as `wandb.init` takes them.
-        run_id: of a run to go on with; by default a checkpoint's, or a new one.
-        resume: as `wandb.init` takes it.
+        project, group, run_name, job_type, tags, entity: as for `wandb.init`.
+        run_id: of a run to continue; by default the checkpoint's, or a new one.
+        resume: as for `wandb.init`.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class WandbLogger(_ServiceLogger):
 
 
 class MLflowLogger(_ServiceLogger):
-    """Logs to MLflow: `pip install mlflow`. A run that resumes from a checkpoint goes on there, too.
+    """Log to MLflow (`pip install mlflow`). A run that resumes from a checkpoint continues its MLflow run.
 
     Args:
-        experiment: its name; None: MLflow's own.
-        run_name: of a new run.
-        tracking_uri: where MLflow keeps runs; None: as MLflow is set.
+        experiment: the experiment's name; None: MLflow's default.
+        run_name: the name of a new run.
+        tracking_uri: where MLflow keeps runs; None: MLflow's default.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class MLflowLogger(_ServiceLogger):
         self.run_id = run.info.run_id
 
     def on_metrics(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        if self._open:  # names as MLflow takes them
+        if self._open:  # MLflow restricts the characters of names
             allowed = {"".join(c if c.isalnum() or c in "_-. /" else "_" for c in n): v for n, v in metrics.items()}
             self._mlflow.log_metrics(allowed, step=step)
 

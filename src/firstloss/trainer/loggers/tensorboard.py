@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard."""
+"""A logger for TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(Callback):
-    """Writes event files into the run folder: `tensorboard --logdir RUN`.
+    """Write event files into the run folder, for `tensorboard --logdir RUN`.
 
     Args:
-        folder: in the run folder.
+        folder: the name of the event files' folder in the run folder.
     """
 
     def __init__(self, folder: str = "tensorboard") -> None:
@@ -30,7 +30,7 @@ class TensorBoardLogger(Callback):
             raise MissingDependencyError(
                 "TensorBoardLogger needs tensorboard, which is not installed: pip install tensorboard"
             ) from error
-        # What an earlier process wrote of steps that are about to be run again is hidden.
+        # Hide what an earlier process logged of steps that are run again.
         folder = os.path.join(trainer.model_dir, self.folder)
         self._writer = SummaryWriter(folder, purge_step=trainer.state.step + 1 if trainer.state.step else None)
 

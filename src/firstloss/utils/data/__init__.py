@@ -1,4 +1,4 @@
-"""Data: `DataLoader`, which can be restarted where it stopped, and `DataExecutor`, the loop over its batches."""
+"""Data loading: the resumable `DataLoader`, and `DataExecutor`, the loop over its batches."""
 
 from .executor import DataExecutor, current_executor
 from .loader import DataLoader, RestartableDataLoader

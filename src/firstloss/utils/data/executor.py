@@ -1,4 +1,4 @@
-"""`DataExecutor`: the loop over a loader's batches, in which steps are dispatched and closures run."""
+"""`DataExecutor`: the loop over a loader's batches that dispatches steps and runs closures."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .loader import BatchReader, DataLoader, latest
 
 
 class DataExecutor:
-    """Iterate over it to train: `for batch in executor: loss = step(batch)`.
+    """The training loop's iterator: `for batch in executor: loss = step(batch)`.
 
-    Batches come on the backend's device. While the device runs a step, the next batch is read and sent to it, and the
-    closures of earlier steps run; Python is never more than two steps ahead. Nothing is read in another thread, so that
-    random numbers are drawn in the same order at each run; a loader with workers reads in those.
+    Batches are on the backend's device. While the device runs a step, the next batch is read and transferred, and the
+    closures of earlier steps run; Python is never more than two steps ahead. Batches are read in the main thread, so
+    that random numbers are drawn in the same order in every run; loaders with workers read in these.
 
     Examples:
         >>> backend = fl.backend("CPU")
@@ -28,19 +28,19 @@ class DataExecutor:
         [2.0, 0.0, 2.0]
 
     Args:
-        loader: a `DataLoader`, or any iterable of batches; without one, the DataLoader made last.
-        num_steps: how many steps; a loader that ends before is restarted, epoch after epoch. None: one epoch.
-        checkpoint_steps: each how many steps (counted from 1), and at the last one, checkpoint closures run; None or 0:
-            never.
-        activation_steps: each how many steps, and at the last one, step closures run; None: at each.
+        loader: a `DataLoader`, or any iterable of batches; by default the DataLoader created last.
+        num_steps: the number of steps; the loader is restarted as often as necessary. None: one epoch.
+        checkpoint_steps: run checkpoint closures every so many steps (counted from 1), and at the last one; None or
+            0: never.
+        activation_steps: run step closures every so many steps, and at the last one; None: at every step.
 
     On a backend that only compiles or validates, the loop ends after one batch.
 
-    A second loop over the same executor begins a new epoch, unless the loader was given a position.
+    A second loop over the same executor begins a new epoch, unless the loader's position has been set.
 
     Raises:
         ExecutorError: for numbers that are not positive, or if there is no loader.
-        LoaderError: out of the loop, if the loader fails or has no batch; steps before it have been run and reported.
+        LoaderError: in the loop, if the loader fails or has no batch; earlier steps have been run and reported.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class DataExecutor:
         self._artifact_dir: Path | None = None
 
     def __len__(self) -> int:
-        """Steps in the loop."""
+        """The number of steps in the loop."""
         return self.num_steps if self.num_steps is not None else len(self.loader)
 
     @property
     def step(self) -> int:
-        """The step under way, from 1 (0 before the first); inside a closure, the step that it belongs to."""
+        """The current step, from 1 (0 before the first); inside a closure, the step that it belongs to."""
         return self._loop.step
 
     @property
     def iteration(self) -> int:
-        """The step under way, from 0 (-1 before the first)."""
+        """The current step, from 0 (-1 before the first)."""
         return self.step - 1
 
     @property
     def user_iteration(self) -> int:
-        """The step under way, from 1: `step` by another name."""
+        """The current step, from 1: another name of `step`."""
         return self.step
 
     @property
@@ -88,31 +88,31 @@ class DataExecutor:
 
     @property
     def on_final_iteration(self) -> bool:
-        """Whether no further batch follows: `is_last_step` by another name."""
+        """Whether this is the last batch: another name of `is_last_step`."""
         return self.is_last_step
 
     @property
     def artifact_dir(self) -> Path:
-        """A folder of this loop's own below the backend's, "executors/000001" and so on; it is made at once."""
+        """A folder of this loop in the backend's, "executors/000001" and so on; created when it is first read."""
         if self._artifact_dir is None:
             self._artifact_dir = _new_folder(Path(current_backend().artifact_dir) / "executors")
         return self._artifact_dir
 
     @property
     def is_last_step(self) -> bool:
-        """Whether no further batch follows. Without `num_steps` this reads one batch ahead."""
+        """Whether this is the last batch. Without `num_steps` this reads one batch ahead."""
         if self._steps is not None:
             return self.step >= self._steps
         return self._reader is not None and self.step == self._loop.latest and self._reader.at_end()
 
     @property
     def is_activation_step(self) -> bool:
-        """Whether step closures run at this step; never where no step is executed."""
+        """Whether step closures run at this step; False if steps are not executed."""
         return self._executes() and (self.step % self.activation_steps == 0 or self.is_last_step)
 
     @property
     def is_checkpoint_step(self) -> bool:
-        """Whether checkpoint closures run at this step; never where no step is executed."""
+        """Whether checkpoint closures run at this step; False if steps are not executed."""
         return (
             self._executes()
             and self.checkpoint_steps > 0
@@ -121,7 +121,7 @@ class DataExecutor:
 
     @property
     def _steps(self) -> int | None:
-        """How many steps there will be, if that is known."""
+        """The number of steps, if known."""
         return self.num_steps if self._executes() else 1
 
     @staticmethod
@@ -155,7 +155,7 @@ class DataExecutor:
 
 
 def _new_folder(parent: Path) -> Path:
-    """A folder in `parent` whose name is the next number."""
+    """Create a folder in `parent`, named by the next number."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(entry.name) for entry in parent.iterdir() if entry.name.isdigit()), default=0)
     while True:
@@ -171,12 +171,12 @@ def _number(name: str, value: int | None, at_least: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ExecutorError(f"{name}={value!r}: give a whole number from {at_least} on, or None.")
+        raise ExecutorError(f"{name}={value!r}: pass an integer of at least {at_least}, or None.")
     return value
 
 
 def current_executor() -> DataExecutor | None:
-    """The DataExecutor whose loop is under way.
+    """The DataExecutor whose loop is running.
 
     Examples:
         >>> executor = fl.utils.data.DataExecutor([torch.ones(2)])
@@ -184,7 +184,7 @@ def current_executor() -> DataExecutor | None:
         [True]
 
     Returns:
-        The innermost one if there are several; None outside of such a loop.
+        The innermost one; None outside of such loops.
     """
     loop = loops.current()
     return None if loop is None else loop.owner

@@ -1,4 +1,4 @@
-"""`DataLoader`: a user's own loader, created when it is first needed, that can resume where an earlier run stopped."""
+"""`DataLoader`: a lazily created wrapper of a user's loader that can resume where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .random_state import RandomState
 
 @runtime_checkable
 class RestartableDataLoader(Protocol):
-    """A loader that knows its own position: `DataLoader` then has it saved and loaded by its methods.
+    """A loader that tracks its own position, which `DataLoader` then saves and restores through these methods.
 
-    `cerebras.pytorch`'s of this name also puts the states of several streaming workers together, which have one loader
-    here: `aggregate_state_dict` and `deaggregate_state_dict` are not called.
+    `cerebras.pytorch` also aggregates the states of several streaming workers. Here they have one loader:
+    `aggregate_state_dict` and `deaggregate_state_dict` are not called.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, behind the last batch given out.
+        """The position after the last batch yielded.
 
         Returns:
-            Of integers, strings and tensors, for a checkpoint.
+            A dict of integers, strings and tensors, for a checkpoint.
         """
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there at the next `iter`.
+        """Continue from a position at the next `iter`.
 
         Args:
             state_dict: what `state_dict` returned.
@@ -51,23 +51,23 @@ class DataLoader:
         [2.0, 0.0]
 
     Args:
-        input_fn: returns an iterable of batches: a `torch.utils.data.DataLoader` (with as many workers as you like), a
-            list, a generator, anything. Called when the first batch is asked for; called again for each further epoch
-            if what it returns is an iterator, which can be iterated only once.
-        args, kwargs: given to `input_fn`.
+        input_fn: returns an iterable of batches: a `torch.utils.data.DataLoader` (with any number of workers), a list,
+            a generator, anything. It is called when the first batch is needed, and again for each further epoch if it
+            returns an iterator, which can be iterated only once.
+        args, kwargs: passed to `input_fn`.
 
-    Iterated over by itself, it gives one epoch. A loader, or its sampler, that has `set_epoch(epoch)` is told it.
+    Iterating over it yields one epoch. `set_epoch(epoch)` is called on the loader or its sampler, if they have it.
 
-    `state_dict()` is the position, behind the last batch given out; after `load_state_dict` the next loop resumes from
-    there. If the user's loader has both methods itself, they are used; otherwise it is iterated from the beginning of
-    the epoch, with the random generators (PyTorch's, Python's, NumPy's, the loader's own) as they were then, so that it
-    shuffles as it did, and the batches given out before are read and dropped. Workers are seeded by these generators
-    too; only those that are kept from one epoch to the next (`persistent_workers=True`) cannot be brought back to where
-    they were, of which a warning tells.
+    `state_dict()` is the position after the last batch yielded; after `load_state_dict` the next loop resumes from
+    there. If the user's loader has both methods itself, they are used. Otherwise it is iterated from the beginning of
+    the epoch, with the random generators (PyTorch's, Python's, NumPy's, the loader's own) in their state of that time,
+    so that it shuffles in the same way, and the batches already yielded are read and dropped. Workers are seeded by
+    these generators too; only workers kept between epochs (`persistent_workers=True`) cannot be restored, which raises
+    a warning.
 
     Raises:
-        LoaderError: if `input_fn` is not callable or returns nothing that can be iterated over; if it, or the loader,
-            raises; if the loader has no batch.
+        LoaderError: if `input_fn` is not callable or does not return an iterable, if it or the loader raises, or if the
+            loader has no batch.
     """
 
     def __init__(self, input_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class DataLoader:
         if not callable(input_fn):
             raise LoaderError(
                 f"DataLoader takes a function that returns a loader, not an object of type {type(input_fn).__name__}. "
-                "Write DataLoader(lambda: loader), or give the loader to DataExecutor itself."
+                "Write DataLoader(lambda: loader), or pass the loader itself to DataExecutor."
             )
         self._make = lambda: input_fn(*args, **kwargs)
         self.name = f"the loader that {getattr(input_fn, '__name__', type(input_fn).__name__)} made"
@@ -88,13 +88,13 @@ class DataLoader:
 
     @classmethod
     def of(cls, loader: Any) -> DataLoader:
-        """A DataLoader for any iterable.
+        """Wrap any iterable in a DataLoader.
 
         Args:
             loader: the iterable.
 
         Returns:
-            `loader` itself if it is one already.
+            The DataLoader; `loader` itself if it is one.
         """
         if isinstance(loader, DataLoader):
             return loader
@@ -103,7 +103,7 @@ class DataLoader:
         return made
 
     def __len__(self) -> int:
-        """Batches in an epoch, where the user's loader knows it."""
+        """The number of batches in an epoch, if the user's loader has a length."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,13 +111,12 @@ class DataLoader:
 
     @property
     def dataloader(self) -> Any:
-        """`loader` by another name."""
+        """Another name of `loader`."""
         return self.loader
 
     @property
     def is_restartable(self) -> bool:
-        """Whether the user's loader saves and loads its position itself. One that does not is restarted all the same,
-        by reading on to where it was."""
+        """Whether the user's loader saves and restores its own position. Others are read up to the position."""
         return isinstance(self.loader, RestartableDataLoader)
 
     @property
@@ -131,23 +130,23 @@ class DataLoader:
         """The position.
 
         Returns:
-            Of integers, strings, tensors and what the user's loader gives, for a checkpoint.
+            A dict of integers, strings, tensors and the user's loader's state, for a checkpoint.
         """
         if self._reader is not None:
             return self._reader.position()
         return self._resume if self._resume is not None else {"epoch": self._epoch, "batch": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state` in the next loop.
+        """Continue from `state` in the next loop.
 
         Args:
             state: what `state_dict` returned.
 
         Raises:
-            LoaderError: if it is no such state.
+            LoaderError: if `state` is not such a dict.
         """
         if "epoch" not in state or "batch" not in state:
-            raise LoaderError(f"this is not the position of a DataLoader: it has {sorted(state)}.")
+            raise LoaderError(f"this is not the state of a DataLoader: its keys are {sorted(state)}.")
         self._resume, self._reader = dict(state), None
         self._epoch = int(state["epoch"])
 
@@ -155,16 +154,16 @@ class DataLoader:
         try:
             loader = self._make()
         except Exception as error:
-            raise LoaderError(f"{self.name} could not be made: {_what(error)}") from error
+            raise LoaderError(f"{self.name} could not be created: {_summary(error)}") from error
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise LoaderError(
-                f"{self.name} is an object of type {type(loader).__name__}, which cannot be iterated over. Make it a "
+                f"{self.name} is an object of type {type(loader).__name__}, which is not iterable. Make it a "
                 "torch.utils.data.DataLoader, a list of batches, or a generator."
             )
         return with_workers(loader, self.name)
 
     def _begin(self, epoch: int) -> tuple[Iterator[Any], int, RandomState]:
-        """The iterator of an epoch, how many of its batches are gone already, and the generators at its begin."""
+        """The iterator of an epoch, the number of batches to skip, and the generators' state at its beginning."""
         if self._used and is_iterator(self._loader):
             self._loader = self._new_loader()
         loader, resume = self.loader, self._resume
@@ -173,17 +172,18 @@ class DataLoader:
             if part is not None and hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         if resume is None:
-            begun = RandomState.now(loader)
-            return _iterator(loader), 0, begun
+            at_start = RandomState.now(loader)
+            return _iterator(loader), 0, at_start
         batch = int(resume["batch"])
-        begun = RandomState.from_tensors(resume["begun"]) if "begun" in resume else RandomState.now(loader)
-        begun.restore(loader)
+        at_start = RandomState.from_tensors(resume["begun"]) if "begun" in resume else RandomState.now(loader)
+        at_start.restore(loader)
         if epoch and getattr(loader, "persistent_workers", False):
             warnings.warn(
-                f"{self.name} goes on in epoch {epoch} (counted from 0) with persistent_workers=True. The random "
-                "numbers that its workers draw there continue from earlier epochs, and nobody can ask where they were: "
-                "if the dataset draws any (augmentation), they are others than in a run that was not stopped. With "
-                "persistent_workers=False workers are reseeded for each epoch, and it goes on exactly.",
+                f"{self.name} is resumed in epoch {epoch} (counted from 0) with persistent_workers=True. The random "
+                "numbers that its workers draw there continue from earlier epochs and cannot be restored: if the "
+                "dataset draws any (augmentation), they differ from those of an uninterrupted run. With "
+                "persistent_workers=False workers are "
+                "reseeded for each epoch, and resuming is exact.",
                 stacklevel=2,
             )
         if "loader" in resume and hasattr(loader, "load_state_dict"):
@@ -195,12 +195,12 @@ class DataLoader:
                 next(iterator, None)
         if "now" in resume:
             RandomState.from_tensors(resume["now"]).restore(loader)
-        return iterator, batch, begun
+        return iterator, batch, at_start
 
 
 def _iterator(loader: Any) -> Iterator[Any]:
-    """Begin an epoch. JAX warns of each worker that is forked for it, since whoever uses JAX in one waits forever: a
-    dataset has no reason to, and docs/how-to/traced-step.md says so."""
+    """Start an epoch. JAX's warning about forked workers is suppressed: it concerns datasets that use JAX themselves
+    (docs/how-to/traced-step.md)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
         return iter(loader)
@@ -212,11 +212,11 @@ def is_iterator(loader: Any) -> bool:
 
 
 class BatchReader:
-    """Goes through a DataLoader's batches, one ahead where it is asked to look.
+    """Reads a DataLoader's batches, one ahead if asked to.
 
     Args:
-        epochs: how many; None goes on forever.
-        to_device: send each batch to the backend's device as soon as it is read.
+        epochs: the number of epochs; None: endless.
+        to_device: move each batch to the backend's device as soon as it is read.
     """
 
     def __init__(self, loader: DataLoader, epochs: int | None, to_device: bool = False) -> None:
@@ -227,8 +227,8 @@ class BatchReader:
         self._iterator: Iterator[Any] | None = None
         self._batch = self._given = 0
         self._begun: RandomState | None = None
-        self._now: tuple[RandomState, Any] | None = None  # before the batch ahead was read
-        self._ahead: tuple[str, Any] | None = None  # ("batch", it), ("end", None), ("error", it) or "closed"
+        self._now: tuple[RandomState, Any] | None = None  # position before the batch ahead was read
+        self._ahead: tuple[str, Any] | None = None  # ("batch", batch), ("end", None), ("error", error) or "closed"
         self._first = loader._resume
         loader._reader = self
 
@@ -238,15 +238,15 @@ class BatchReader:
     def __next__(self) -> Any:
         self.read_ahead()
         assert self._ahead is not None
-        kind, what = self._ahead
+        kind, item = self._ahead
         if kind in ("end", "closed"):
             raise StopIteration
         if kind == "error":
-            raise what
+            raise item
         self._ahead = None
         self._batch += 1
         self._given += 1
-        return what
+        return item
 
     def at_end(self) -> bool:
         """Whether no batch is left."""
@@ -254,10 +254,10 @@ class BatchReader:
         return self._ahead is not None and self._ahead[0] == "end"
 
     def close(self) -> None:
-        """No more is read: keep the position, and let go of the iterator, so that its workers end now.
+        """Stop reading: keep the position, and drop the iterator, so that its workers end now.
 
-        Else they would live as long as this object, which is part of a cycle: until the garbage is collected, and be it
-        in a worker forked later ("can only test a child process").
+        Otherwise they would live until this object, which is part of a reference cycle, is collected, possibly in a
+        worker forked later ("can only test a child process").
         """
         self._first = self.position()
         self._iterator, self._now = None, None
@@ -265,28 +265,28 @@ class BatchReader:
             self._ahead = ("closed", None)
 
     def read_ahead(self) -> None:
-        """Read the next batch, if that has not been done."""
+        """Read the next batch, unless it has been read already."""
         if self._ahead is not None:
             return
         if session.trace is not None:
             raise LoaderError(
-                f"{here()}: {self._loader.name} is read inside a traced step, which is traced once and would see one "
-                "batch forever. Loop over the loader outside, and pass the batch to the step as an argument."
+                f"{here()}: {self._loader.name} is read inside a traced step, which is traced once and would see the "
+                "same batch forever. Loop over the loader outside, and pass the batch to the step as an argument."
             )
         try:
             self._ahead = self._read()
         except LoaderError as error:
             self._ahead = ("error", error)
         except Exception as error:
-            told = LoaderError(
+            failure = LoaderError(
                 f"{self._loader.name} failed at batch {self._batch} of epoch {self._epoch} (both counted from 0): "
-                f"{_what(error)}"
+                f"{_summary(error)}"
             )
-            told.__cause__ = error
-            self._ahead = ("error", told)
+            failure.__cause__ = error
+            self._ahead = ("error", failure)
 
     def position(self) -> dict[str, Any]:
-        """Behind the last batch given out."""
+        """The position after the last batch yielded."""
         if self._iterator is None:
             return self._first if self._first is not None else {"epoch": self._epoch, "batch": 0}
         now, own = self._now if self._ahead is not None and self._now is not None else self._snapshot()
@@ -325,8 +325,8 @@ class BatchReader:
         if not is_iterator(self._loader.loader):
             return LoaderError(f"{name} has no batch in epoch {self._epoch}.")
         return LoaderError(
-            f"{name} ended after {self._given} batches, and more are asked for. It is an iterator, which can be gone "
-            "through only once: let the function make a new one each time it is called."
+            f"{name} ended after {self._given} batches, but more are needed. It is an iterator, which can be iterated "
+            "only once: let the function create a new one at each call."
         )
 
     def _snapshot(self) -> tuple[RandomState, Any]:
@@ -335,11 +335,9 @@ class BatchReader:
         return RandomState.now(loader), own
 
 
-def _what(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
-    last = (
-        f" ... {lines[-1]}" if len(lines) > 1 else ""
-    )  # a worker's error is a whole traceback, of which the ends tell
+    last = f" ... {lines[-1]}" if len(lines) > 1 else ""  # a worker's error holds a whole traceback
     return f"{type(error).__name__}: {lines[0]}{last}"
 
 
@@ -347,18 +345,18 @@ _latest: DataLoader | None = None
 
 
 def latest() -> DataLoader | None:
-    """The DataLoader made last."""
+    """The DataLoader created last."""
     return _latest
 
 
 def with_workers(loader: Any, name: str) -> Any:
-    """`loader`, with as many workers as the current backend wants, if it says so.
+    """Set the number of workers of `loader` as the current backend's ClusterConfig asks.
 
     Args:
-        name: of the loader, for errors.
+        name: the loader's name, for errors.
 
     Raises:
-        LoaderError: for a loader that can have none.
+        LoaderError: if the loader cannot have workers.
     """
     count = num_workers_setting()
     if count is None:
@@ -367,12 +365,12 @@ def with_workers(loader: Any, name: str) -> Any:
         if count == 0:
             return loader
         raise LoaderError(
-            f"{name} is no torch.utils.data.DataLoader, which alone has workers, and the backend's ClusterConfig asks "
-            f"for num_workers_per_csx. Leave that out, or return DataLoader(dataset, ...)."
+            f"{name} is not a torch.utils.data.DataLoader and cannot have workers, but the backend's ClusterConfig "
+            "sets num_workers_per_csx. Leave that out, or return DataLoader(dataset, ...)."
         )
     if loader.num_workers != count:
         loader.num_workers = count
-        # As DataLoader(num_workers=count) has it by default.
+        # The default with DataLoader(num_workers=count).
         if count and loader.prefetch_factor is None:
             loader.prefetch_factor = 2
         if not count:
@@ -382,7 +380,7 @@ def with_workers(loader: Any, name: str) -> Any:
 
 
 def num_workers_setting() -> int | None:
-    """Workers of this process, by the current backend; None if it leaves that to loaders."""
+    """The number of workers of this process by the current backend; None if it is left to loaders."""
     backend = current_backend(raise_exception=False)
     config = None if backend is None else backend.cluster_config
     if config is None or config.num_workers_per_csx is None:

@@ -1,4 +1,4 @@
-"""The global random generators that a loader may draw from: PyTorch's, Python's, NumPy's."""
+"""Saving and restoring the random generators that a loader may use: PyTorch's, Python's, NumPy's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...runtime.backend import current_backend
 
 
 class RandomState(NamedTuple):
-    """Where the generators stand; `own` are those that the loader and its sampler bring along."""
+    """The states of the generators; `own` are those of the loader and its sampler."""
 
     pytorch: torch.Tensor
     python: tuple
@@ -22,14 +22,14 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls, loader: Any) -> RandomState:
-        """As they are."""
+        """The current states."""
         own = tuple(g.get_state() for g in _own(loader))
         return cls(torch.get_rng_state(), random.getstate(), np.random.get_state(), own)
 
     def restore(self, loader: Any) -> None:
-        """Bring them back here."""
+        """Restore the generators to these states."""
         backend = current_backend(raise_exception=False)
-        with contextlib.nullcontext() if backend is None else backend.keys.kept():
+        with contextlib.nullcontext() if backend is None else backend.keys.unaffected_by_reseeding():
             torch.set_rng_state(self.pytorch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -37,7 +37,7 @@ class RandomState(NamedTuple):
             generator.set_state(state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """As tensors, to be kept in a checkpoint: bytes, integers, and a float64 for the cached normal of each."""
+        """The states as tensors for a checkpoint: bytes, integers, and float64 for cached normals."""
         version, words, cached = self.python
         name, key, pos, has_gauss, gauss = self.numpy
         out = {
@@ -68,10 +68,10 @@ class RandomState(NamedTuple):
 
 
 def _own(loader: Any) -> list[torch.Generator]:
-    """The generators of a loader's own."""
+    """The generators of the loader and its sampler."""
     found: list[torch.Generator] = []
-    for holder in (loader, getattr(loader, "sampler", None)):
-        generator = getattr(holder, "generator", None)
+    for owner in (loader, getattr(loader, "sampler", None)):
+        generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and not any(g is generator for g in found):
             found.append(generator)
     return found

@@ -1,4 +1,4 @@
-"""Synthetic samples of given shapes and dtypes."""
+"""Synthetic datasets of given shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from ...runtime.pytrees import flatten
 
 
 class SyntheticDataset(IterableDataset):
-    """Samples after a pattern, for speed tests, and for `backend(compile_only=True)`, which needs shapes alone.
+    """Samples made from a spec, for speed tests, and for `backend(compile_only=True)`, which needs only shapes.
 
-    Workers share the samples between them, so that each comes once.
+    Workers divide the samples among them.
 
     Args:
-        sample_spec: a sample, in lists, tuples, dicts and dataclasses: for each tensor, one that is copied, or a
-            function of the sample's number that returns it.
-        num_samples: how many; None: no end, and no length.
+        sample_spec: a sample, as lists, tuples, dicts and dataclasses of tensors, which are copied, or of functions
+            that return a tensor for a sample's index.
+        num_samples: the number of samples; None: endless, without a length.
 
     Raises:
-        LoaderError: for a pattern with something else in it, or nothing.
+        LoaderError: if the spec holds anything else, or nothing.
     """
 
     def __init__(self, sample_spec: Any, num_samples: int | None = None) -> None:
         if num_samples is not None and (
             not isinstance(num_samples, int) or isinstance(num_samples, bool) or num_samples < 1
         ):
-            raise LoaderError(f"num_samples={num_samples!r} is not a whole number of at least 1.")
+            raise LoaderError(f"num_samples={num_samples!r} is not a positive integer.")
         self._parts, self._spec = flatten(sample_spec)
         wrong = [part for part in self._parts if not isinstance(part, torch.Tensor) and not callable(part)]
         if wrong or not self._parts:
             found = f"an object of type {type(wrong[0]).__name__}" if wrong else "nothing"
             raise LoaderError(
-                f"sample_spec holds {found}, and should hold tensors, or functions of the sample's number: "
+                f"sample_spec holds {found}, but should hold tensors, or functions of the sample's index: "
                 '{"input_ids": torch.zeros(128, dtype=torch.long), "label": lambda i: torch.tensor(i % 10)}.'
             )
         self._num_samples = num_samples
@@ -51,7 +51,7 @@ class SyntheticDataset(IterableDataset):
 
     def __len__(self) -> int:
         if self._num_samples is None:
-            raise TypeError("this SyntheticDataset has no end: it was made without num_samples.")
+            raise TypeError("this SyntheticDataset has no length: it was created without num_samples.")
         return self._num_samples
 
 

@@ -1,0 +1,165 @@
+"""A traced tensor in place of a number: the correct result, or an error at that line."""
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import firstloss as fl
+from tests import compiled_steps
+
+X, M = torch.tensor([1.0, 2.0, 3.0]), torch.arange(4.0).reshape(2, 2)
+
+
+def lists(function):
+    """An operation on lists that may write to the first."""
+
+    def call(t):
+        x = [X.clone(), X * 2]
+        return list(function(x, t) or x)
+
+    return call
+
+
+PLACES = {
+    "add": lambda t: torch.add(X, X, alpha=t),
+    "add, in place": lambda t: X.clone().add_(X, alpha=-t),
+    "add, whole numbers": lambda t: torch.add(X.int(), X.int(), alpha=(t * 10).int()),
+    "sub": lambda t: torch.sub(X, X * 2, alpha=t),
+    "rsub": lambda t: torch.rsub(X, X * 2, alpha=t),
+    "addcdiv": lambda t: X.addcdiv(X, X + 1, value=t),
+    "addcmul": lambda t: X.clone().addcmul_(X, X + 1, value=1 - t),
+    "addmm": lambda t: torch.addmm(M, M, M, beta=t, alpha=2 * t),
+    "baddbmm": lambda t: torch.baddbmm(M[None], M[None], M[None], beta=t, alpha=t / 3),
+    "index_add": lambda t: X.index_add(0, torch.tensor([0, 0]), X[:2], alpha=t),
+    "full_like": lambda t: torch.full_like(X, t),
+    "full": lambda t: torch.full((2,), t),
+    "masked_fill": lambda t: X.masked_fill(X > 1, t),
+    "threshold": lambda t: F.threshold(X, t * 2, 20.0),
+    "elu": lambda t: F.elu(-X, t),
+    "softplus": lambda t: F.softplus(X, t),
+    "_foreach_add, alpha": lists(lambda x, t: torch._foreach_add(x, x, alpha=t)),
+    "_foreach_mul": lists(lambda x, t: torch._foreach_mul_(x, t)),
+    "_foreach_lerp": lists(lambda x, t: torch._foreach_lerp_(x, [X, X], t)),
+    "_foreach_pow, base": lists(lambda x, t: torch._foreach_pow(t, x)),
+    "_foreach_pow, exponent": lists(lambda x, t: torch._foreach_pow(x, t)),
+    "_foreach_maximum": lists(lambda x, t: torch._foreach_maximum(x, t)),
+}
+
+
+def test_results_match_eager_at_every_step(backend):
+    """The reference's case: a schedule of the traced step, as `addcdiv`'s value, among others."""
+    count = torch.tensor(1000)
+
+    @fl.trace
+    def step():
+        count.add_(1)
+        t = torch.where(count > 1001, count.float() * 0.0001, 0.2)
+        return {name: place(t) for name, place in PLACES.items()}
+
+    for n in (1001, 1002, 1003):
+        got = step()
+        t = torch.where(torch.tensor(n) > 1001, torch.tensor(n).float() * 0.0001, 0.2)
+        for name, place in PLACES.items():
+            want = place(t)
+            pairs = zip(got[name], want, strict=True) if isinstance(want, list) else [(got[name], want)]
+            for ours, theirs in pairs:
+                assert ours.dtype == theirs.dtype, name
+                # float32's own rounding, in another order
+                torch.testing.assert_close(
+                    ours.clone(), theirs, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )
+    assert compiled_steps.kinds(step) == 1
+
+
+REFUSED = {
+    "a size": lambda t: torch.zeros(t.long()),
+    "a slice": lambda t: X[: t.long()],
+    "an epsilon": lambda t: F.layer_norm(X, (3,), eps=t),
+    "item": lambda t: X * t.item(),
+    "a gradient's alpha": lambda t: torch.autograd.grad(
+        torch.add(X, y := X.clone().requires_grad_(), alpha=t).square().sum(), y
+    ),
+    "math": lambda t: math.sqrt(t),
+    "a format": lambda t: f"{t.sum():.3f}",
+    "min": lambda t: min(t, 0.5) * X,
+}
+
+
+@pytest.mark.parametrize("place", REFUSED)
+def test_needing_the_value_is_an_error_at_the_users_line(place, backend):
+    @fl.trace
+    def step(t):
+        return REFUSED[place](t * 2)
+
+    with pytest.raises(fl.errors.ValueReadError, match=f"{__file__}:"):
+        step(torch.tensor(1.0))
+
+
+def test_a_number_that_decides_the_computation_is_refused(backend):
+    @fl.trace
+    def step(t):
+        return torch.linalg.vector_norm(X, t * 2)
+
+    with pytest.raises(fl.errors.LoweringError, match=rf"{__file__}:\d+.*vector_norm.*Python number"):
+        step(torch.tensor(1.0))
+
+
+READS = {
+    "as a number": lambda x, t: torch.add(x, x, alpha=t),
+    "item": lambda x, t: x * t.item(),
+    "float": lambda x, t: x * float(t),
+    "tolist": lambda x, t: x * t.tolist(),
+    "numpy": lambda x, t: x * float(t.numpy()),
+    "asarray": lambda x, t: x * float(np.asarray(t)),
+    "DLPack": lambda x, t: x * float(np.from_dlpack(t)),
+    "if": lambda x, t: x * 2 if t > 0.4 else x,
+    "equal": lambda x, t: x * 2 if torch.equal(t, torch.tensor(0.5)) else x,
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_an_outside_tensor_is_read_at_each_call(way, backend):
+    """Edited between two calls: the value is no constant of the compiled step."""
+    number = torch.tensor(0.5)
+    step = fl.trace(lambda x: READS[way](x, number))
+    for value in (0.5, 0.25, 0.25, 0.5):
+        number.fill_(value)
+        try:
+            got = step(X)
+        except fl.errors.ValueReadError:  # of a comparison, which is an operation of the step
+            assert way == "if"
+            return
+        torch.testing.assert_close(got.clone(), READS[way](X, number))
+
+
+def test_a_number_edited_by_the_step_is_read_after_the_edit(backend):
+    number = torch.tensor(0.5)
+
+    @fl.trace
+    def step(x):
+        number.mul_(0.5)
+        return torch.add(x, x, alpha=number)
+
+    for n in range(1, 4):
+        torch.testing.assert_close(step(X).clone(), X * (1 + 0.5 / 2**n))
+
+
+def test_reads_by_other_threads_are_not_part_of_the_trace(backend):
+    """Weights are made while their step is traced, from generators' states that are read as numbers."""
+    others = torch.tensor([0.5])
+
+    @fl.trace
+    def step(x):
+        thread = threading.Thread(target=lambda: (others.tolist(), others.numpy()))
+        thread.start()
+        thread.join()
+        return x * 2
+
+    first = step(X)
+    executable = compiled_steps.latest(step)
+    others.fill_(0.25)
+    assert not executable.outdated() and torch.equal(first.clone(), X * 2)

@@ -1,0 +1,203 @@
+"""Run a training program eagerly and traced, and classify the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import os
+import random
+import re
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from traceback import print_exc
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import firstloss as fl
+
+from .compare import Difference, compare
+from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED, SAME, Outcome
+
+MODULE = "fuzzed"  # the name of a program's module
+_folder = tempfile.TemporaryDirectory(prefix="firstloss-fuzz-")  # of this process
+_PATH = Path(_folder.name) / f"{MODULE}.py"
+_ARTIFACTS = os.environ.get("FIRSTLOSS_FUZZ_ARTIFACTS", str(Path(_folder.name) / "artifacts"))
+# Of PyTorch's classes, what programs put something else in place of.
+_PATCHED = [(cls, "forward") for cls in (nn.Linear, nn.Tanh, nn.Sequential, nn.LayerNorm, nn.GELU)] + [
+    (cls, "step") for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam)
+]
+_PATCHED += [(nn.functional, "linear"), (torch.Tensor, "mean")]
+
+
+def check(source: str, traceback: bool = False) -> Outcome:
+    """Run `source`, which defines `program(backend)`, on the backends "CPU", where a traced step is eager PyTorch, and
+    "XLA", and compare what it returns and what its module holds.
+
+    Args:
+        traceback: print where errors come from.
+    """
+    _PATH.write_text(source)
+    linecache.checkcache(str(_PATH))
+    try:
+        eager = _run(source, "CPU")
+    except Exception as error:
+        if traceback:
+            print_exc()
+        return Outcome(DISCARDED, f"{type(error).__name__}: {_line(error)}", _user_line(error, source))
+    try:
+        traced = _run(source, "XLA")
+        with _settled():
+            compare(eager, traced, MODULE)
+    except Difference as difference:
+        if traceback:
+            print_exc()
+        if _overflows(eager):
+            return Outcome(DISCARDED, "its loss overflows")
+        if _sensitive(source, difference):
+            return Outcome(DISCARDED, "it amplifies rounding errors")
+        return Outcome(DIFFERS, _line(difference))
+    except fl.errors.FirstlossError as error:
+        if traceback:
+            print_exc()
+        return Outcome(REFUSED, f"{type(error).__name__}: {_line(error)}", _user_line(error, source))
+    except Exception as error:
+        if traceback:
+            print_exc()
+        return Outcome(FOREIGN, f"{type(error).__name__}: {_line(error)}", _user_line(error, source))
+    finally:
+        gc.collect()
+    return Outcome(SAME)
+
+
+def main(path: str) -> None:
+    """Check the program in the file `path` and exit: 0 if it is the same on both backends or refused, else 1."""
+    outcome = check(Path(path).read_text())
+    print(f"{outcome.kind} {outcome.what} {outcome.where}".strip())
+    raise SystemExit(outcome.failed)
+
+
+def _run(source: str, name: str) -> dict[str, Any]:
+    """What the program returns, and what its module holds after it."""
+    module = types.ModuleType(MODULE)
+    module.__file__ = str(_PATH)
+    sys.modules[MODULE] = module
+    with _settled():
+        exec(compile(source, str(_PATH), "exec"), module.__dict__)
+        backend = fl.backend(name) if name == "CPU" else fl.backend(name, artifact_dir=_ARTIFACTS)
+        held = module.__dict__["program"](backend)
+        if not isinstance(held, dict):
+            held = {"returned": held}
+        modes = {"default dtype": torch.get_default_dtype(), "grad mode": torch.is_grad_enabled()}
+        holds = {k: v for k, v in module.__dict__.items() if not k.startswith("__")}
+    return {**held, **modes, **holds}
+
+
+@contextlib.contextmanager
+def _settled() -> Iterator[None]:
+    """Start as a fresh process would, and leave nothing behind."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    environment, folder = dict(os.environ), os.getcwd()
+    patched = [(cls, name, getattr(cls, name)) for cls, name in _PATCHED]
+    hooks = [d for n, d in vars(torch.nn.modules.module).items() if n.startswith("_global_") and isinstance(d, dict)]
+    optimizer_hooks = [
+        d for n, d in vars(sys.modules["torch.optim.optimizer"]).items() if n.startswith("_global_optimizer")
+    ]
+    dtype = torch.get_default_dtype()
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
+        torch.set_autocast_enabled("cpu", False)
+        torch.set_default_device(None)
+        for cls, name, value in patched:
+            setattr(cls, name, value)
+        for registered in (*hooks, *optimizer_hooks):
+            if isinstance(registered, dict):
+                registered.clear()
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+        for name in [name for name in sys.modules if name.startswith(f"{MODULE}_")]:
+            del sys.modules[name]
+
+
+def _overflows(held: dict[str, Any]) -> bool:
+    """Whether eager PyTorch's losses end in infinity or NaN: which of the two comes of it is a matter of rounding."""
+    losses = [loss for loss in held.get("losses", ()) if isinstance(loss, torch.Tensor) and loss.numel()]
+    return any(not bool(torch.isfinite(loss.detach()).all()) for loss in losses)
+
+
+class _Noise(TorchDispatchMode):
+    """Errors of a few units in the last place in the results of what sums."""
+
+    _SUMS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "sum", "mean", "var", "native_layer_norm", "exp", "tanh")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name in ("addcdiv_", "_foreach_addcdiv_"):  # a weight's update: bias corrections are rounded otherwise
+            for weight in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
+                noise = torch.rand(weight.shape, dtype=weight.dtype, generator=self.generator) * 2 - 1
+                weight.mul_(1 + 8 * torch.finfo(weight.dtype).eps * noise)
+        if name.endswith("_") or name.startswith("_foreach") or func.is_view:
+            return result
+        if not any(part in name for part in self._SUMS):
+            return result
+
+        def off(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                noise = torch.rand(value.shape, dtype=value.dtype, generator=self.generator) * 2 - 1
+                return value * (1 + 8 * torch.finfo(value.dtype).eps * noise) + noise * torch.finfo(value.dtype).eps
+            return value
+
+        return pytree.tree_map(off, result)
+
+    generator = torch.Generator().manual_seed(0)
+
+
+def _sensitive(source: str, difference: Difference) -> bool:
+    """Whether rounding errors make such a difference in PyTorch itself, as in a sign of what should be zero.
+
+    Errors are random, and so is what becomes of them: a fifth of what is tolerated counts, in one of three runs.
+    """
+    for _ in range(3):
+        try:
+            eager = _run(source, "CPU")
+            with _Noise():
+                other = _run(source, "CPU")
+            compare(eager, other, MODULE, tolerance=0.2)
+        except Difference as found:
+            if difference.of_values or not found.of_values:
+                return True
+        except Exception:
+            return False
+    return False
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0].replace(f"{_folder.name}/", "")[:300]
+
+
+def _user_line(error: BaseException, source: str) -> str:
+    """The line of the program that the error's message names; empty if there is none."""
+    found = re.search(rf"{MODULE}\.py(?:\", line |:)(\d+)", str(error))
+    if found is None:
+        return ""
+    number = int(found[1])
+    lines = source.splitlines()
+    return f"line {number}: {lines[number - 1].strip()}" if 0 < number <= len(lines) else f"line {number}"

@@ -1,0 +1,87 @@
+"""The XLA backend on a GPU shared with PyTorch, as far as it can be tested with the CPU in place of the GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import firstloss as fl
+from firstloss.compat.torch_names import DisableTorchDispatch
+from firstloss.runtime.device import on_gpu
+from firstloss.runtime.step import first_loss
+from tests.gpu.emulated import compiler, vectorised
+from tests.small_training import build, training_step
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C compiler on this machine")
+@pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine")
+@pytest.mark.parametrize("first", ["eager", "compiled"])
+def test_weights_are_made_in_xlas_memory_and_donated_from_there(first):
+    """By kernels of ours; the first loss by PyTorch's, in the same memory."""
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    command = [sys.executable, "-m", "tests.runtime.device.simulated_gpu", first]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "true"}], ids=str
+)
+def test_jax_leaves_memory_to_pytorch_unless_told_otherwise(said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in on_gpu._SHARES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    on_gpu.disable_preallocation()
+    found = {name: os.environ[name] for name in on_gpu._SHARES if name in os.environ}
+    assert found == (said or {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+
+
+def test_without_a_gpu_nothing_is_made_there():
+    assert on_gpu.device() is None and on_gpu.make([]) == {}
+
+
+class Attends(nn.Module):
+    """Tensors that the forward pass makes, with a device and without, and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.places = nn.Embedding(5, 8)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens):
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.places(at) * torch.full((8,), 0.5)
+        x = x[:, None] + torch.zeros_like(x)[:, None]
+        x = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.head(x[:, 0].to("cpu", torch.float64).float())
+
+
+def test_all_of_a_first_loss_is_computed_on_its_device(tmp_path, monkeypatch):
+    """On the meta device in a GPU's place: no kernel there takes a tensor of another, and no result is elsewhere."""
+    seen, attempt = [], first_loss.FirstLoss.attempt
+    monkeypatch.setattr(
+        first_loss.FirstLoss, "attempt", lambda self, *given: seen.append(self) or attempt(self, *given)
+    )
+    _, optimizer, compiled = build(fl.backend("XLA", artifact_dir=tmp_path), Attends)
+    step = training_step(compiled, optimizer, lambda module, x: F.cross_entropy(module(x).flatten(0, 1), x.flatten()))
+    step(torch.randint(20, (2, 5)))
+    (found,) = seen
+    kernels = first_loss.Kernels(None, torch.device("meta"))
+    with DisableTorchDispatch():
+        for value in found.inputs:
+            kernels.buffers[value] = kernels.allocate(value)
+        for node in found._nodes:
+            kernels.run([node])
+    names = {str(node.op) for node in found._nodes}
+    assert any("scaled_dot_product" in name for name in names) and any("arange" in name for name in names), names
+    assert {buffer.device.type for buffer in kernels.buffers.values()} == {"meta"}

@@ -1,0 +1,117 @@
+"""Hooks of tensors that move: to the backend, or from a deferred value to a real one. Below the Python object the
+tensor is then another, and `register_hook` tells autograd of a table of hooks only when it makes the table."""
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+
+REGISTER = {
+    "register_hook": lambda p, told: p.register_hook(lambda g: told.append("g") or g * 0.5),
+    "register_post_accumulate_grad_hook": lambda p, told: p.register_post_accumulate_grad_hook(
+        lambda p: (told.append("p"), p.grad.mul_(0.5)) and None
+    ),
+}
+# What is done before the tensor moves: nothing; a hook put there and taken away; one that stays.
+BEFORE = {
+    "": lambda register, p, told: None,
+    "removed": lambda register, p, told: register(p, told).remove(),
+    "kept": lambda register, p, told: register(p, told),
+    "frozen_since": lambda register, p, told: (register(p, told).remove(), p.requires_grad_(False)),
+}
+
+
+def trained(backend, register, before, replaced):
+    torch.manual_seed(0)
+    with backend.device:
+        model = nn.Linear(3, 2)
+    if replaced:
+        model.weight = nn.Parameter(torch.full((2, 3), 0.5))
+    told, losses = [], []
+    before(register, model.weight, told)
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        model.weight.requires_grad_()
+        hook = register(model.weight, told)
+        loss = compiled(x).square().mean()
+        loss.backward()
+        hook.remove()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad, alpha=0.1)
+        model.zero_grad()
+        return loss
+
+    for i in range(4):
+        if i == 2:
+            model.register_buffer("late", torch.ones(()))  # it is traced again
+        losses.append(step(torch.ones(2, 3)).item())
+    return losses
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_hook_registered_after_the_move_runs(kind, before, replaced):
+    eager = trained(fl.backend("CPU"), REGISTER[kind], BEFORE[before], replaced)
+    traced = trained(fl.backend("XLA"), REGISTER[kind], BEFORE[before], replaced)
+    torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, four steps
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("kind", REGISTER)
+def test_a_hook_registered_after_materialization_runs(kind, before):
+    def grad(deferred):
+        torch.manual_seed(0)
+        told = []
+        if deferred:
+            with fl.deferred():
+                model = nn.Linear(3, 2)
+                BEFORE[before](REGISTER[kind], model.weight, told)
+            fl.materialize_module(model)
+        else:
+            model = nn.Linear(3, 2)
+            BEFORE[before](REGISTER[kind], model.weight, told)
+        model.weight.requires_grad_()
+        REGISTER[kind](model.weight, told)
+        model(torch.ones(2, 3)).sum().backward()
+        return model.weight.grad, told
+
+    (made, told), (expected, told_eagerly) = grad(True), grad(False)
+    assert torch.equal(made, expected) and told == told_eagerly
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
+    """What hooks use is known before they run: the second is registered when the first has kept some."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(4, 3)
+        compiled, kept = fl.compile(model, backend), [{}, {}]
+
+        @fl.trace
+        def step(x):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            model.zero_grad()
+            return loss
+
+        found = []
+        for i in range(6):
+            if i in (1, 3):
+                held = kept[i // 2]
+                if register == "register_hook":
+                    model.weight.register_hook(lambda g, held=held: held.update(g=g))
+                else:
+                    model.weight.register_post_accumulate_grad_hook(lambda p, held=held: held.update(g=p.grad))
+            step(torch.ones(2, 4))
+            a, b = (held.get("g") for held in kept)
+            found.append((a is None, b is None, a is b))
+        return found
+
+    assert run(fl.backend("XLA")) == run(fl.backend("CPU"))

@@ -1,0 +1,682 @@
+"""What a step asks of the world outside of Python's objects, and what it reaches by ways that no name shows: something
+else is there at each call, or at some, and the losses are those of eager PyTorch."""
+
+import abc
+import collections
+import concurrent.futures
+import contextvars
+import csv
+import ctypes
+import datetime
+import functools
+import importlib
+import itertools
+import json
+import locale
+import mmap
+import multiprocessing
+import os
+import pathlib
+import pickle
+import queue
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import firstloss as fl
+from firstloss.errors import GraphChangedError, GraphChangeWarning, TraceError
+from firstloss.runtime.step import compiling
+from tests import forked
+from tests.fuzz.interpret import interpreted
+from tests.small_training import scaled_step
+
+CASES = {}
+STEPS = 6
+
+
+def case(make):
+    """A function that gives what the step multiplies its loss with, and what is done before the i-th call."""
+    CASES[make.__name__] = make
+    return make
+
+
+def path():
+    return os.path.join(tempfile.mkdtemp(), "file")
+
+
+def writer(file, text=str):
+    return lambda i: pathlib.Path(file).write_text(text(1 + i // 2))
+
+
+# -- files --
+
+
+@case
+def a_file_opened():
+    file = path()
+
+    def get():
+        with open(file) as opened:
+            return float(opened.read())
+
+    return get, writer(file)
+
+
+@case
+def a_path_read():
+    file = pathlib.Path(path())
+    return lambda: json.loads(file.read_text())["s"], writer(file, lambda n: json.dumps({"s": n}))
+
+
+@case
+def a_file_iterated():
+    file = path()
+
+    def get():
+        with open(file) as opened:
+            return float(next(csv.reader(opened))[1])
+
+    return get, writer(file, lambda n: f"a,{n}\n")
+
+
+@case
+def a_pickle():
+    file = path()
+
+    def get():
+        with open(file, "rb") as opened:
+            return pickle.load(opened)
+
+    return get, lambda i: pathlib.Path(file).write_bytes(pickle.dumps(1 + i // 2))
+
+
+@case
+def a_numpy_file():
+    file = path() + ".npy"
+    return lambda: float(np.load(file)), lambda i: np.save(file, np.array(1.0 + i // 2))
+
+
+@case
+def a_tensor_loaded():
+    file = path()
+    return lambda: torch.load(file), lambda i: torch.save(torch.tensor(1.0 + i // 2), file)
+
+
+def safetensors_file(read):
+    file = path()
+    save = safetensors.torch.save_file
+    return lambda: read(file), lambda i: save({"number": torch.tensor([1.0 + i // 2, 5.0])}, file)
+
+
+@case
+def tensors_of_safetensors():
+    return safetensors_file(lambda file: safetensors.torch.load_file(file)["number"][0])
+
+
+@case
+def a_part_of_a_tensor_of_safetensors():
+    def read(file):
+        with safetensors.safe_open(file, "pt") as opened:
+            return opened.get_slice("number")[:1].sum()
+
+    return safetensors_file(read)
+
+
+@case
+def bytes_of_a_storage():
+    file = path()
+    return (
+        lambda: 0.1 * torch.UntypedStorage.from_file(file, nbytes=1, shared=False)[0],
+        lambda i: pathlib.Path(file).write_bytes(bytes([1 + i // 2])),
+    )
+
+
+@case
+def whether_a_file_is_there():
+    file = path()
+    return lambda: 2.0 if os.path.exists(file) else 1.0, lambda i: pathlib.Path(file).touch() if i == 3 else None
+
+
+@case
+def a_file_s_size():
+    file = path()
+    return lambda: float(os.path.getsize(file)), lambda i: pathlib.Path(file).write_text("x" * (1 + i // 2))
+
+
+@case
+def a_folder():
+    folder = tempfile.mkdtemp()
+    return lambda: 1.0 + len(os.listdir(folder)), lambda i: pathlib.Path(folder, str(i // 2)).touch()
+
+
+@case
+def a_program_s_output():
+    file = path()
+    return lambda: float(subprocess.check_output(["cat", file])), writer(file)
+
+
+@case
+def a_database():
+    base = sqlite3.connect(":memory:")
+    base.execute("create table t (v real)")
+    return (
+        lambda: base.execute("select sum(v) from t").fetchone()[0],
+        lambda i: base.execute("insert into t values (?)", [1.0 if i < 3 else 0.0]),
+    )
+
+
+@case
+def a_socket():
+    ours, theirs = socket.socketpair()
+    return lambda: float(ours.recv(1)[0]), lambda i: theirs.send(bytes([1 + i]))
+
+
+@case
+def memory_of_other_processes():
+    memory = mmap.mmap(-1, 16)
+    return lambda: float(memory[0]), lambda i: memory.__setitem__(0, 1 + i // 2)
+
+
+@case
+def a_value_of_other_processes():
+    value = multiprocessing.Value("d", 1.0)
+    return lambda: value.value, lambda i: setattr(value, "value", 1.0 + i // 2)
+
+
+@case
+def an_event_of_other_processes():
+    event = multiprocessing.Event()
+    return lambda: 2.0 if event.is_set() else 1.0, lambda i: event.set() if i == 3 else None
+
+
+# -- the process --
+
+
+@case
+def the_folder_of_the_process():
+    first, other = os.getcwd(), tempfile.mkdtemp()
+    return lambda: 2.0 if os.getcwd() == other else 1.0, lambda i: os.chdir(other if i in (3, 4) else first)
+
+
+@case
+def the_environment():
+    return lambda: float(os.environ["SCALE"]), lambda i: os.environ.__setitem__("SCALE", str(1 + i // 2))
+
+
+@case
+def the_recursion_limit():
+    limit = sys.getrecursionlimit()
+    return (
+        lambda: sys.getrecursionlimit() / limit,
+        lambda i: sys.setrecursionlimit(limit + 1000 * (i in (3, 4))),
+    )
+
+
+@case
+def arguments_of_the_process():
+    def change(i):
+        if i == 3:
+            sys.argv.append("--fast")
+        elif i == 5:
+            sys.argv.remove("--fast")
+
+    return lambda: 2.0 if "--fast" in sys.argv else 1.0, change
+
+
+@case
+def a_signal_s_handler():
+    mine, first = (lambda *_: None), signal.getsignal(signal.SIGUSR1)
+    return (
+        lambda: 2.0 if signal.getsignal(signal.SIGUSR1) is mine else 1.0,
+        lambda i: signal.signal(signal.SIGUSR1, mine if i in (3, 4) else first),
+    )
+
+
+@case
+def the_clock():
+    began = [time.monotonic()]
+    return (
+        lambda: 1.0 if time.monotonic() - began[0] < 1e6 else 2.0,
+        lambda i: began.__setitem__(0, time.monotonic() - 2e6 * (i == 3)),
+    )
+
+
+@case
+def today():
+    day = [0]
+    return (
+        lambda: float((datetime.datetime.now() - day[0]).days + 1),
+        lambda i: day.__setitem__(0, datetime.datetime.now() - datetime.timedelta(days=i // 2, hours=1)),
+    )
+
+
+@case
+def pytorch_s_settings():
+    return (
+        lambda: 2.0 if torch.get_float32_matmul_precision() == "high" else 1.0,
+        lambda i: torch.set_float32_matmul_precision("high" if i in (3, 4) else "highest"),
+    )
+
+
+@case
+def how_many_threads():
+    first = torch.get_num_threads()
+    return (
+        lambda: 2.0 if torch.get_num_threads() != first else 1.0,
+        lambda i: torch.set_num_threads(first + (i in (3, 4))),
+    )
+
+
+@case
+def numpy_s_errors():
+    return (
+        lambda: 2.0 if np.geterr()["divide"] == "ignore" else 1.0,
+        lambda i: np.seterr(divide="ignore" if i in (3, 4) else "warn"),
+    )
+
+
+@case
+def the_locale():
+    return lambda: 1.0 + len(locale.getlocale()[0] or ""), lambda i: locale.setlocale(locale.LC_ALL, "C")
+
+
+@case
+def an_error_number():
+    return lambda: 1.0 + ctypes.get_errno(), lambda i: ctypes.set_errno(i // 2)
+
+
+@case
+def a_c_library():
+    library, file = ctypes.CDLL(None), path()
+    return (
+        lambda: 2.0 if library.access(file.encode(), os.R_OK) == 0 else 1.0,
+        lambda i: pathlib.Path(file).touch() if i == 3 else None,
+    )
+
+
+# -- modules --
+
+
+def module(name, **content):
+    made = sys.modules[name] = types.ModuleType(name)
+    vars(made).update(content)
+    return made
+
+
+@case
+def a_module_imported_in_the_step():
+    made = module("outside_a", s=1.0)
+
+    def get():
+        import outside_a
+
+        return outside_a.s
+
+    def change(i):
+        if i == 2:
+            made.s = 2.0
+        elif i == 4:
+            module("outside_a", s=3.0)
+
+    return get, change
+
+
+@case
+def a_name_imported_in_the_step():
+    made = module("outside_b", s=1.0)
+
+    def get():
+        from outside_b import s
+
+        return s
+
+    return get, lambda i: setattr(made, "s", 1.0 + i // 2)
+
+
+@case
+def a_module_that_comes_later():
+    sys.modules.pop("outside_c", None)
+
+    def get():
+        try:
+            import outside_c
+        except ImportError:
+            return 1.0
+        return outside_c.s
+
+    return get, lambda i: module("outside_c", s=2.0) if i == 3 else None
+
+
+@case
+def a_module_by_a_name_worked_out():
+    made = module("outside_d", s=1.0)
+    return lambda: importlib.import_module("outside" + "_d").s, lambda i: setattr(made, "s", 1.0 + i // 2)
+
+
+@case
+def whether_a_module_is_there():
+    sys.modules.pop("outside_e", None)
+    return (
+        lambda: 2.0 if "outside_e" in sys.modules else 1.0,
+        lambda i: module("outside_e") if i == 3 else None,
+    )
+
+
+# -- weak references --
+
+
+class Thing:
+    s = 2.0
+
+
+@case
+def what_a_weak_reference_leads_to():
+    kept = [Thing()]
+    reference = weakref.ref(kept[0])
+    return (
+        lambda: reference().s if reference() is not None else 1.0,
+        lambda i: kept.clear() if i == 3 else None,
+    )
+
+
+@case
+def what_is_in_a_weak_set():
+    kept = [Thing(), Thing()]
+    things = weakref.WeakSet(kept)
+    return lambda: 1.0 + len(things), lambda i: kept.pop() if i == 3 else None
+
+
+@case
+def what_is_in_a_weak_dict():
+    kept = [Thing()]
+    things = weakref.WeakValueDictionary(a=kept[0])
+
+    def change(i):
+        if i == 2:
+            kept[0].s = 3.0
+        elif i == 4:
+            kept.clear()
+
+    return lambda: things["a"].s if "a" in things else 1.0, change
+
+
+@case
+def a_weak_proxy():
+    kept = Thing()
+    proxy = weakref.proxy(kept)
+    return lambda: proxy.s, lambda i: setattr(kept, "s", 1.0 + i // 2)
+
+
+@case
+def a_finalizer():
+    kept = [Thing()]
+    finalizer = weakref.finalize(kept[0], lambda: None)
+    return lambda: 2.0 if finalizer.alive else 1.0, lambda i: kept.clear() if i == 3 else None
+
+
+# -- classes, functions --
+
+
+@case
+def other_base_classes():
+    other = type("Other", (), {"s": 3.0})
+    cls = type("Own", (Thing,), {})
+    made = cls()
+    return lambda: made.s, lambda i: setattr(cls, "__bases__", (other,)) if i == 3 else None
+
+
+@case
+def a_class_registered():
+    base = abc.ABCMeta("Base", (), {})
+    made = type("Own", (), {})()
+    return (
+        lambda: 2.0 if isinstance(made, base) else 1.0,
+        lambda i: base.register(type(made)) if i == 3 else None,
+    )
+
+
+@case
+def what_is_told_of_a_function():
+    def told():
+        pass
+
+    return lambda: float(told.__doc__), lambda i: setattr(told, "__doc__", str(1 + i // 2))
+
+
+@case
+def a_future():
+    future = concurrent.futures.Future()
+    return lambda: 2.0 if future.done() else 1.0, lambda i: future.set_result(1) if i == 3 else None
+
+
+@case
+def a_queue():
+    items = queue.SimpleQueue()
+    return items.get, lambda i: items.put(1.0 + i)
+
+
+@case
+def an_event():
+    event = threading.Event()
+    return lambda: 2.0 if event.is_set() else 1.0, lambda i: event.set() if i == 3 else None
+
+
+@case
+def a_variable_of_the_context():
+    variable = contextvars.ContextVar("scale", default=1.0)
+    return variable.get, lambda i: variable.set(1.0 + i // 2)
+
+
+@case
+def a_counter():
+    numbers = itertools.count(1)
+    return lambda: float(next(numbers)), lambda i: None
+
+
+@case
+def maps_in_a_chain():
+    first, second = {}, {"s": 1.0}
+    maps = collections.ChainMap(first, second)
+
+    def change(i):
+        if i == 2:
+            second["s"] = 2.0
+        elif i == 4:
+            first["s"] = 3.0
+
+    return lambda: maps["s"], change
+
+
+@case
+def a_method_made_of_another():
+    class Own:
+        def scale(self, by):
+            return by
+
+        plain = functools.partialmethod(scale, 1.0)
+
+    made = Own()
+    return (
+        lambda: made.plain(),
+        lambda i: setattr(Own, "plain", functools.partialmethod(Own.scale, 2.0)) if i == 3 else None,
+    )
+
+
+def losses(backend, make):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    get, change = make()
+    step = scaled_step(backend, get)
+
+    found = []
+    for i in range(STEPS):
+        change(i)
+        found.append(step(torch.randn(5, 4, generator=generator)).item())
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch):
+    """What the cases change of the process is put back, and nothing is compiled: what is asked is what is traced."""
+    folder, argv, modules, environment = os.getcwd(), list(sys.argv), dict(sys.modules), dict(os.environ)
+    spoken, limit, threads = locale.setlocale(locale.LC_ALL), sys.getrecursionlimit(), torch.get_num_threads()
+    errors = np.geterr()
+    monkeypatch.setattr(compiling, "compile_step", interpreted)
+    yield
+    os.chdir(folder)
+    locale.setlocale(locale.LC_ALL, spoken)
+    sys.setrecursionlimit(limit)
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
+    np.seterr(**errors)
+    sys.argv[:] = argv
+    os.environ.clear()
+    os.environ.update(environment)
+    for name in sys.modules.keys() - modules.keys():
+        if name.startswith("outside_"):
+            del sys.modules[name]
+
+
+def compare(name):
+    eager = losses(fl.backend("CPU"), CASES[name])
+    traced = losses(fl.backend("XLA"), CASES[name])
+    torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, six steps
+
+
+# What any module has is looked through: of those of this process, all that other tests have imported.
+ANY_MODULE = ("a_module_by_a_name_worked_out", "whether_a_module_is_there")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ANY_MODULE])
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_changes_between_calls_match_eager(name):
+    compare(name)
+
+
+@pytest.mark.parametrize("name", ANY_MODULE)
+def test_changes_of_any_module_match_eager(name, tmp_path):
+    code = (
+        "from firstloss.runtime.step import compiling\n"
+        "from tests.runtime.guards import test_external_state\n"
+        "compiling.compile_step = test_external_state.interpreted\n"
+        f"test_external_state.compare({name!r})\n"
+    )
+    done = forked.run(["-c", code], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, called",
+    [
+        ("a_file_opened", "open"),
+        ("whether_a_file_is_there", "os.stat"),
+        ("the_clock", "time.monotonic"),
+        ("a_program_s_output", "os."),
+    ],
+)
+def test_the_warning_names_the_line_and_what_is_called(name, called):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses(fl.backend("XLA"), CASES[name])
+    texts = [str(w.message) for w in told if issubclass(w.category, GraphChangeWarning)]
+    assert any("is traced at each call" in text and f"{__file__}:" in text and called in text for text in texts), texts
+
+
+def test_a_profiler_continues_after_a_trace():
+    """It waits while the step is traced, and what the step asks is known all the same."""
+    seen = []
+    get, change = CASES["whether_a_file_is_there"]()
+
+    def profiler(frame, event, argument):
+        seen.append(event)
+
+    @fl.trace
+    def step(x):
+        return x * get()
+
+    x, found = torch.ones(2), []
+    fl.backend("XLA")
+    old = sys.getprofile()
+    sys.setprofile(profiler)
+    try:
+        for i in range(STEPS):
+            change(i)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found.append(step(x))
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(old)
+    assert [r[0].item() for r in found] == [1, 1, 1, 2, 2, 2] and seen
+
+
+def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
+    """No step has been run that should have been another; from there on it is traced at each call."""
+    hidden = itertools.count(1)
+
+    from firstloss.runtime.guards import mutable_state
+
+    reader = mutable_state.reader
+    mutable_state.reader = lambda held: None if held is hidden else reader(held)
+    try:
+
+        @fl.trace
+        def step(x):
+            return x * float(next(hidden))
+
+        fl.backend("XLA")
+        with pytest.warns(GraphChangeWarning):
+            found = [step(torch.ones(2))[0].item() for _ in range(4)]
+    finally:
+        mutable_state.reader = reader
+    assert found == [1, 2, 3, 4]
+
+
+def test_refusing_changes_refuses_unexplained_ones():
+    numbers = itertools.count(1)
+
+    @fl.trace(changes="refuse")
+    def step(x):
+        return x * float(next(numbers))
+
+    fl.backend("XLA")
+    step(torch.ones(2))
+    with pytest.raises(GraphChangedError):
+        step(torch.ones(2))
+
+
+@pytest.mark.parametrize("itself", [False, True], ids=["another", "a part of it"])
+def test_a_file_and_an_argument_reached_in_another_way_match_eager(itself):
+    """Where arguments share memory, and one is edited, the step's Python runs twice, and would read what it has
+    written."""
+    file = pathlib.Path(path())
+
+    @fl.trace
+    def step(x, y):
+        number = float(file.read_text())
+        file.write_text("7")
+        x.mul_(2)
+        return number * (x.sum() + y.sum())
+
+    fl.backend("XLA")
+    file.write_text("3")
+    x = torch.ones(2, 2)
+    if not itself:
+        assert step(x, torch.ones(2)).item() == 30
+        return
+    with pytest.raises(TraceError, match="run twice"):
+        step(x, x[0])
+    assert torch.equal(x, torch.ones(2, 2))

@@ -1,0 +1,159 @@
+"""Containers too large to be compared item by item are still watched, or the line that reads them is named."""
+
+import array
+import collections
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import firstloss as fl
+from firstloss.errors import GraphChangeWarning
+from firstloss.runtime.guards import mutable_state
+from firstloss.runtime.step import retracing
+
+MANY, TOO_MANY = 5000, mutable_state.MAX_ITEMS + 2000
+X = torch.ones(2)
+filled: list = []
+# Not among the first and last that are looked at in what is larger still, nor at a multiple of the distance between.
+PLACE = 3001
+
+
+class Flag:
+    on = False
+
+
+def switched(held, place=PLACE, on=1):
+    """A step that is something else when `held[place]` is set, and what sets it."""
+
+    def step(x):
+        return x * 3 if held[place] else x * 2
+
+    def switch():
+        held[place] = on
+
+    return fl.trace(step), switch
+
+
+def matrix():
+    return np.zeros((1024, 1024), bool)[:, ::2]  # not contiguous
+
+
+WATCHED = {
+    "a list": lambda: switched([0] * MANY),
+    "a list of what does not compare": lambda: switched([None] * MANY, on=np.ones(3, int)[:1]),
+    "a deque": lambda: switched(collections.deque([0] * MANY)),
+    "a dict": lambda: switched(dict.fromkeys(range(MANY), 0)),
+    "an OrderedDict": lambda: switched(collections.OrderedDict.fromkeys(range(MANY), 0)),
+    "as many as are looked at": lambda: switched([0] * mutable_state.MAX_ITEMS),
+    "a megabyte of numpy's": lambda: switched(np.zeros(1 << 17)),
+    "a megabyte that is not contiguous": lambda: switched(matrix(), (PLACE // 5, 7)),
+    "objects of numpy's": lambda: switched(np.zeros(MANY, object)),
+    "an array of Python's": lambda: switched(array.array("d", bytes(1 << 20))),
+    "bytes": lambda: switched(bytearray(1 << 20)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+@pytest.mark.parametrize("kind", WATCHED)
+def test_a_change_of_one_of_many_items_is_detected(kind, backend):
+    step, switch = WATCHED[kind]()
+    assert [step(X).tolist()[0] for _ in range(3)] == [2.0] * 3
+    switch()
+    assert [step(X).tolist()[0] for _ in range(3)] == [3.0] * 3
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_a_change_in_a_large_set_is_detected(backend):
+    seen = set(range(MANY))
+    step = fl.trace(lambda x: x * 3 if -1 in seen else x * 2)
+    first = step(X).tolist()
+    seen.discard(1)
+    seen.add(-1)
+    assert (first, step(X).tolist()) == ([2.0, 2.0], [3.0, 3.0])
+
+
+def test_unchanged_large_containers_do_not_retrace(backend, monkeypatch, traced):
+    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)
+    held = {"flags": [0] * MANY, "table": np.zeros(1 << 17), "names": dict.fromkeys(map(str, range(MANY)))}
+
+    @fl.trace
+    def step(x):
+        return x * 3 if held["flags"][0] or held["table"][0] or held["names"]["0"] else x * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphChangeWarning)
+        for _ in range(5):
+            step(X)
+    assert len(traced) == 2  # the second call looks for what cannot be seen
+
+
+TOO_LARGE = {
+    "a list of 67,536 items": lambda: switched([0] * TOO_MANY),
+    "a dict of 67,536 items": lambda: switched(dict.fromkeys(range(TOO_MANY), 0)),
+    "a deque of 67,536 items": lambda: switched(collections.deque([0] * TOO_MANY)),
+    "an array of 8,388,608 bytes": lambda: switched(np.zeros(1 << 20)),
+    "an array of 8,000,000 bytes": lambda: switched(np.zeros((1000, 2000))[:, ::2], (PLACE // 5, 7)),
+    "a bytearray of 8,388,608 bytes": lambda: switched(bytearray(8 << 20), 8009),
+}
+
+
+@pytest.mark.parametrize("what", TOO_LARGE)
+def test_reading_a_very_large_container_is_named_and_traced_at_each_call(what, backend):
+    step, switch = TOO_LARGE[what]()
+    with pytest.warns(GraphChangeWarning) as told:
+        for _ in range(3):
+            assert step(X).tolist() == [2.0, 2.0]
+    (text,) = [str(w.message) for w in told]
+    lines, first = inspect.getsourcelines(switched)
+    line = next(first + i for i, line in enumerate(lines) if "x * 3 if held" in line)
+    assert "step is traced at each call" in text and what in text
+    assert "the variable held" in text and f"{__file__}:{line} reads" in text
+    switch()
+    with pytest.warns(GraphChangeWarning, match="does something else now"):
+        assert step(X).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["list", "keys", "values", "set", "deque", "tuples"])
+def test_reading_objects_in_a_large_container_is_named_and_traced_at_each_call(kind, backend):
+    flags = [Flag() for _ in range(mutable_state.LARGEST + 1)]
+    made = {
+        "list": lambda: flags,
+        "keys": lambda: dict.fromkeys(flags),
+        "values": lambda: dict(enumerate(flags)),
+        "set": lambda: set(flags),
+        "deque": lambda: collections.deque(flags),
+        "tuples": lambda: [(flag, 1) for flag in flags],
+    }[kind]()
+    of = {"values": lambda: made.values(), "tuples": lambda: [pair[0] for pair in made]}.get(kind, lambda: made)
+    step = fl.trace(lambda x: x * 3 if any(flag.on for flag in of()) else x * 2)
+    with pytest.warns(GraphChangeWarning, match=r"of 1,025 items \(Flag\)"):
+        for _ in range(3):
+            assert step(X).tolist() == [2.0, 2.0]
+    flags[700].on = True
+    with pytest.warns(GraphChangeWarning, match="does something else now"):
+        assert step(X).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_a_growing_list_is_detected_whatever_its_length(backend):
+    held = [0] * TOO_MANY
+    step = fl.trace(lambda x: x * len(held))
+    for _ in range(2):
+        assert step(X)[0].item() == len(held)
+        held.append(0)
+
+
+def test_containers_that_user_code_does_not_read_are_not_named(backend):
+    filled[:] = [0] * TOO_MANY
+
+    @fl.trace
+    def step(x):
+        filled.append(0)  # the same in each call, and decides nothing
+        return x * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphChangeWarning)
+        assert [step(X).tolist()[0] for _ in range(3)] == [2.0] * 3

@@ -1,0 +1,751 @@
+"""What a step sets, mostly to what it is already; others set it otherwise between steps, and after each call it is what
+eager PyTorch would have left."""
+
+import array
+import collections
+import contextvars
+import ctypes
+import dataclasses
+import decimal
+import functools
+import gc
+import itertools
+import os
+import random
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import firstloss as fl
+from firstloss.errors import TraceError
+from firstloss.runtime.step import compiling, tracing
+from firstloss.runtime.step.tracing import trace_step
+from tests import small_training
+from tests.fuzz.interpret import interpreted
+
+ON, OFF = "on", "off"
+CASES = {}
+
+
+def case(make):
+    """A function of a model and an optimizer that gives what sets something to ON, OFF or, so to say, either, and what
+    shows it."""
+    CASES[make.__name__] = make
+    return make
+
+
+def attribute_of(make, by_string=False):
+    def made(m, o):
+        held = make()
+
+        def put(value):
+            held.value = value
+
+        def put_by_string(value, name=("value",)):
+            setattr(held, *name, value)
+
+        return put_by_string if by_string else put, lambda: held.value
+
+    return made
+
+
+class Plain:
+    value = ON
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = ON
+
+
+class Property:
+    def __init__(self):
+        self._value = ON
+
+    @property
+    def value(self):
+        return self._value
+
+    @value.setter
+    def value(self, value):
+        self._value = value
+
+
+class OwnSetter:
+    def __setattr__(self, name, value):
+        super().__setattr__("own_" + name, value)
+
+    @property
+    def value(self):
+        return self.__dict__.get("own_value", ON)
+
+
+@dataclasses.dataclass
+class Data:
+    value: str = ON
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: str = ON
+
+
+def with_value(held):
+    held.value = ON
+    return held
+
+
+for kind in (Plain, Slotted, Property, OwnSetter, Data):
+    CASES[f"an attribute of {kind.__name__}"] = attribute_of(kind)
+for kind in (types.SimpleNamespace, ValueError, functools.partial, nn.ReLU, lambda: torch.ones(2)):
+    name = "a tensor" if isinstance(kind, types.FunctionType) else kind.__name__
+    CASES[f"an attribute of {name}"] = attribute_of(
+        lambda kind=kind: with_value(kind(int) if kind is functools.partial else kind())
+    )
+CASES["an attribute of a module"] = attribute_of(lambda: with_value(types.ModuleType("mine")))
+for name, make in {
+    "a function": lambda: with_value(lambda: None),
+    "a class": lambda: type("Own", (), {"value": ON}),
+}.items():
+    CASES[f"an attribute of {name}"] = attribute_of(make)
+    CASES[f"an attribute of {name}, by a string"] = attribute_of(make, by_string=True)
+CASES["an attribute of Plain, by a string"] = attribute_of(Plain, by_string=True)
+
+
+@case
+def an_attribute_of_the_optimizer(m, o):
+    def put(value):
+        o.value = value
+
+    return put, lambda: o.value
+
+
+@case
+def an_attribute_of_the_model(m, o):
+    def put(value):
+        m.value = value
+
+    return put, lambda: m.value
+
+
+@case
+def an_attribute_of_a_weight(m, o):
+    def put(value):
+        m.weight.value = value
+
+    return put, lambda: m.weight.value
+
+
+@case
+def by_a_method(m, o):
+    class Meter:
+        def put(self, value):
+            self.value = value
+
+    meter = Meter()
+    return meter.put, lambda: meter.value
+
+
+@case
+def past_the_class(m, o):
+    held = Frozen()
+    return lambda value: object.__setattr__(held, "value", value), lambda: held.value
+
+
+@case
+def in_vars(m, o):
+    held = Plain()
+    return lambda value: vars(held).update(value=value), lambda: held.value
+
+
+@case
+def in_an_empty_dict(m, o):
+    held = types.SimpleNamespace(own=type("Empty", (), {})())
+
+    def put(value):
+        if value == ON:
+            held.own.__dict__.pop("value", None)
+        else:
+            held.own.__dict__["value"] = value
+
+    return put, lambda: dict(vars(held.own))
+
+
+@case
+def there_and_back(m, o):
+    held = Plain()
+
+    def put(value):
+        held.value = OFF
+        held.value = value
+
+    return put, lambda: held.value
+
+
+@case
+def deleted(m, o):
+    held = Plain()
+
+    def put(value):
+        held.value = value
+        if value == ON:
+            del held.value
+
+    return put, lambda: "value" in vars(held)
+
+
+STATE = ON
+
+
+@case
+def a_global(m, o):
+    def put(value):
+        global STATE
+        STATE = value
+
+    return put, lambda: STATE
+
+
+@case
+def by_globals(m, o):
+    return lambda value: globals().__setitem__("STATE", value), lambda: STATE
+
+
+@case
+def a_variable(m, o):
+    held = ON
+
+    def put(value):
+        nonlocal held
+        held = value
+
+    return put, lambda: held
+
+
+@case
+def an_attribute_of_sys(m, o):
+    def put(value):
+        sys.fuzzed = value
+
+    return put, lambda: sys.fuzzed
+
+
+@case
+def an_attribute_of_torch(m, o):
+    def put(value):
+        torch.nn.functional.fuzzed = value
+
+    return put, lambda: F.fuzzed
+
+
+@case
+def an_item(m, o):
+    held = {}
+    return lambda value: held.update(value=value), lambda: held["value"]
+
+
+@case
+def a_member(m, o):
+    held = {ON}
+    return lambda value: (held.add if value == ON else held.discard)(ON), lambda: ON in held
+
+
+@case
+def a_full_deque(m, o):
+    held = collections.deque([ON, ON], maxlen=2)
+    return held.append, lambda: list(held)
+
+
+@case
+def an_empty_list(m, o):
+    held = []
+    return lambda value: held.clear() if value == ON else held.append(value), lambda: list(held)
+
+
+@case
+def an_array(m, o):
+    held = np.zeros(3)
+    return lambda value: held.fill(value == ON), held.tolist
+
+
+@case
+def a_buffer(m, o):
+    held = array.array("d", [0.0])
+    return lambda value: held.__setitem__(0, float(value == ON)), held.tolist
+
+
+@case
+def memory_of_ctypes(m, o):
+    held = (ctypes.c_int * 2)()
+
+    def put(value):
+        held[0] = int(value == ON)
+
+    return put, lambda: list(held)
+
+
+@case
+def a_context_variable(m, o):
+    held = contextvars.ContextVar("held", default=ON)
+    return lambda value: (held.set(value), None)[1], held.get
+
+
+@case
+def the_environment(m, o):
+    def put(value):
+        os.environ["FIRSTLOSS_STORED"] = value
+
+    return put, lambda: os.environ.get("FIRSTLOSS_STORED")
+
+
+@case
+def out_of_the_environment(m, o):
+    def put(value):
+        if value == ON:
+            os.environ.pop("FIRSTLOSS_STORED", None)
+        else:
+            os.environ["FIRSTLOSS_STORED"] = value
+
+    return put, lambda: os.environ.get("FIRSTLOSS_STORED")
+
+
+@case
+def a_generator_of_pythons(m, o):
+    held = random.Random(0)
+    return lambda value: held.seed(value == ON), held.getstate
+
+
+@case
+def pythons_generator(m, o):
+    return lambda value: random.seed(value == ON), random.getstate
+
+
+@case
+def numpys_generator(m, o):
+    return lambda value: np.random.seed(value == ON), lambda: np.random.get_state()[1].tolist()
+
+
+@case
+def a_generator_of_torchs(m, o):
+    held = torch.Generator()
+    return lambda value: held.manual_seed(int(value == ON)) and None, lambda: held.get_state().tolist()
+
+
+@case
+def torchs_generator(m, o):
+    return lambda value: torch.manual_seed(int(value == ON)) and None, lambda: torch.get_rng_state().tolist()
+
+
+@case
+def decimals(m, o):
+    def put(value):
+        decimal.getcontext().prec = 28 if value == ON else 10
+
+    return put, lambda: decimal.getcontext().prec
+
+
+@case
+def training(m, o):
+    return lambda value: m.train(value == ON) and None, lambda: m.training
+
+
+@case
+def training_there_and_back(m, o):
+    return lambda value: (m.eval(), m.train(value == ON)) and None, lambda: m.training
+
+
+@case
+def wanted_gradients(m, o):
+    def put(value):
+        m.bias.requires_grad_(value == ON)
+
+    return put, lambda: m.bias.requires_grad
+
+
+@case
+def no_gradient(m, o):
+    held = nn.Parameter(torch.ones(2))
+
+    def put(value):
+        held.grad = None if value == ON else torch.ones(2)
+
+    return put, lambda: held.grad is None
+
+
+@case
+def a_rate(m, o):
+    def put(value):
+        for group in o.param_groups:
+            group["lr"] = 0.1 if value == ON else 0.3
+
+    return put, lambda: o.param_groups[0]["lr"]
+
+
+@case
+def a_decay(m, o):
+    def put(value):
+        o.param_groups[0]["weight_decay"] = 0.1 if value == ON else 0.3
+
+    return put, lambda: o.param_groups[0]["weight_decay"]
+
+
+@case
+def a_tag_of_a_group(m, o):
+    return lambda value: o.param_groups[0].update(tag=value), lambda: o.param_groups[0]["tag"]
+
+
+@case
+def the_code_of_a_function(m, o):
+    def one():
+        return ON
+
+    def two():
+        return OFF
+
+    codes = {ON: one.__code__, OFF: two.__code__}
+    return lambda value: setattr(one, "__code__", codes[value]), lambda: one()
+
+
+@case
+def the_class_of_an_object(m, o):
+    held, other = Plain(), type("Other", (), {})
+    return lambda value: setattr(held, "__class__", Plain if value == ON else other), lambda: type(held) is Plain
+
+
+@case
+def a_cleared_cache(m, o):
+    @functools.lru_cache
+    def cached(x):
+        return x
+
+    return lambda value: cached.cache_clear() if value == ON else cached(1) and None, lambda: cached.cache_info()[3]
+
+
+SETTINGS = {
+    "gc.isenabled": (gc.isenabled, lambda value: gc.enable() if value == ON else gc.disable()),
+    "gc.get_threshold": (gc.get_threshold, lambda value: gc.set_threshold(700 if value == ON else 800, 10, 10)),
+    "recursion": (sys.getrecursionlimit, lambda value: sys.setrecursionlimit(3000 if value == ON else 4000)),
+    "folder": (os.getcwd, lambda value: os.chdir("/" if value == ON else os.path.dirname(__file__))),
+    "threads": (torch.get_num_threads, lambda value: torch.set_num_threads(1 + (value == ON))),
+    "deterministic": (
+        torch.are_deterministic_algorithms_enabled,
+        lambda value: torch.use_deterministic_algorithms(value == ON, warn_only=True),
+    ),
+    "precision": (
+        torch.get_float32_matmul_precision,
+        lambda value: torch.set_float32_matmul_precision("highest" if value == ON else "high"),
+    ),
+    "default dtype": (
+        torch.get_default_dtype,
+        lambda value: torch.set_default_dtype(torch.float32 if value == ON else torch.float64),
+    ),
+    "numpy's errors": (
+        lambda: np.geterr()["divide"],
+        lambda value: np.seterr(divide="ignore" if value == ON else "warn") and None,
+    ),
+}
+for name, (show, put) in SETTINGS.items():
+    CASES[name] = lambda m, o, put=put, show=show: (put, show)
+
+# Of eight calls, those before which others set something, and what; at the end twice in a row, so that a graph is met
+# again.
+OTHERWISE = {2: OFF, 4: OFF, 5: OFF, 6: ON}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """Nothing that a case sets is left; steps are interpreted, which is sooner than compiling them."""
+    monkeypatch.setattr(compiling, "compile_step", interpreted)
+    # numpy's errors first: what restores them is set by the others
+    states = random.getstate(), np.random.get_state(), np.geterr(), decimal.getcontext().prec
+    settings = gc.isenabled(), gc.get_threshold(), sys.getrecursionlimit(), os.getcwd(), torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    np.seterr(**states[2])
+    decimal.getcontext().prec = states[3]
+    (gc.enable if settings[0] else gc.disable)()
+    gc.set_threshold(*settings[1])
+    sys.setrecursionlimit(settings[2])
+    os.chdir(settings[3])
+    torch.set_num_threads(settings[4])
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+    os.environ.pop("FIRSTLOSS_STORED", None)
+    for module in (sys, F):
+        vars(module).pop("fuzzed", None)
+
+
+def run(make, backend, first, late, others=OTHERWISE):
+    """The losses, and what is shown after each call.
+
+    Args:
+        first: what the step sets; None for now ON and now OFF. Before the first call it is ON.
+        late: whether at its end, and not at its beginning.
+        others: what others set, by the number of the call before which they do.
+    """
+    torch.manual_seed(0)
+    with backend.device:
+        model = nn.Linear(3, 2)
+    compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1)
+    put, show = make(model, optimizer)
+    put(ON)
+
+    flag = types.SimpleNamespace(on=True)
+
+    @fl.trace
+    def step(x):
+        value = first if first is not None else ON if flag.on else OFF
+        if not late:
+            put(value)
+        optimizer.zero_grad()
+        loss = compiled(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if late:
+            put(value)
+        return loss
+
+    batches = torch.Generator().manual_seed(1)
+    losses, shown = [], []
+    for i in range(8):
+        flag.on = i % 5 < 3
+        if i in others:
+            put(others[i])
+        losses.append(step(torch.randn(4, 3, generator=batches, dtype=torch.float32)))
+        shown.append(show())
+    put(ON)
+    return [loss.item() for loss in losses], shown, model.weight.detach().numpy()
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+@pytest.mark.parametrize(
+    ("first", "late"),
+    [
+        pytest.param(ON, False, id="on"),
+        pytest.param(OFF, True, id="off at the end"),
+        pytest.param(None, True, id="either, at the end"),
+        pytest.param(ON, True, id="on, at the end", marks=pytest.mark.sweep),
+        pytest.param(OFF, False, id="off", marks=pytest.mark.sweep),
+        pytest.param(None, False, id="either", marks=pytest.mark.sweep),
+    ],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_stores_match_eager(name, first, late):
+    eager = run(CASES[name], fl.backend("CPU"), first, late)
+    ours = run(CASES[name], fl.backend("XLA"), first, late)
+    assert ours[1] == eager[1]
+    np.testing.assert_allclose(ours[0], eager[0], rtol=1e-5)  # float32, other kernels
+    np.testing.assert_allclose(ours[2], eager[2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["an attribute of Plain", "a_global", "a_variable", "training", "gc.isenabled"])
+def test_unchanged_stores_are_traced_twice(name, monkeypatch):
+    """The second time to find out what the first call could not know."""
+    traces = []
+    monkeypatch.setattr(tracing, "trace_step", lambda *args: (traces.append(args), trace_step(*args))[1])
+    run(CASES[name], fl.backend("XLA"), ON, late=False, others={})
+    assert len(traces) == 2
+
+
+def endless(numbers):
+    while True:
+        yield from numbers
+
+
+def one_by_one(numbers):
+    for number in numbers:
+        kept = number
+        yield kept  # where it stands shows nowhere, if the number is the same again
+
+
+def without_names():
+    while True:
+        yield 1.0
+        yield 2.0
+
+
+NUMBERS = [1.0, 1.0, 2.0, 1.0, 1.0, 3.0, 3.0, 3.0, 1.0]
+ITERATORS = {
+    "endless": lambda: endless([1.0, 2.0]),
+    "one by one": lambda: one_by_one(NUMBERS),
+    "without names": without_names,
+    "cycle": lambda: itertools.cycle([1.0, 2.0, 3.0]),
+    "chain": lambda: itertools.chain(one_by_one(NUMBERS[:4]), NUMBERS[4:]),
+    "map": lambda: map(abs, one_by_one(NUMBERS)),
+    "enumerate": lambda: (number for _, number in enumerate(one_by_one(NUMBERS))),
+    "zip": lambda: (a for a, _ in zip(one_by_one(NUMBERS), itertools.repeat(1), strict=False)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+@pytest.mark.parametrize("name", ITERATORS)
+def test_iterators_advance_as_in_eager(name):
+    """Also where they stand, by all that can be seen, where they stood before. Nothing moves them but Python."""
+
+    def losses(backend):
+        numbers = ITERATORS[name]()
+
+        @fl.trace
+        def step(x):
+            return x.sum() * next(numbers)
+
+        return [step(torch.ones(2)).item() for _ in range(9)]
+
+    assert losses(fl.backend("XLA")) == losses(fl.backend("CPU"))
+
+
+@pytest.mark.parametrize("module", [random, np.random], ids=["random", "numpy.random"])
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_random_generators_advance_as_in_eager(module):
+    """Seeded by others before each call; what they draw after it follows what the step has drawn."""
+
+    def drawn(backend):
+        @fl.trace
+        def step(x):
+            return x.sum() * module.random()
+
+        found = []
+        for seed in (1, 1, 1, 2, 2, 1, 1):
+            module.seed(seed)
+            found += [step(torch.ones(2)).item(), module.random()]
+        return found
+
+    ours, eager = drawn(fl.backend("XLA")), drawn(fl.backend("CPU"))
+    np.testing.assert_allclose(ours, eager, rtol=1e-6)  # the losses are of float32
+
+
+def test_the_environment_of_others_is_left_alone():
+    """A variable that the step sets is set at each call, and no other one put back."""
+
+    @fl.trace
+    def step(x):
+        os.environ["FIRSTLOSS_STORED"] = "mine"
+        return x.sum()
+
+    with fl.backend("XLA").device:
+        for i in range(4):
+            os.environ["FIRSTLOSS_OTHERS"] = str(i)
+            os.environ.pop("FIRSTLOSS_STORED", None)
+            step(torch.ones(2))
+            assert os.environ["FIRSTLOSS_STORED"] == "mine"
+            assert os.environ.pop("FIRSTLOSS_OTHERS") == str(i)
+
+
+REFUSED = {
+    "array": lambda: (lambda held: (lambda: held.__setitem__(0, 5.0), torch.from_numpy(held)))(np.ones(3, np.float32)),
+    "buffer": lambda: (lambda held: (lambda: held.__setitem__(3, 65), torch.frombuffer(held, dtype=torch.float32)))(
+        bytearray(np.ones(3, np.float32).tobytes())
+    ),
+    "half": lambda: (lambda held: (lambda: held.__setitem__(3, 65), torch.frombuffer(held, dtype=torch.bfloat16)))(
+        bytearray(8)
+    ),
+    "a part": lambda: (lambda held: (lambda: held.__setitem__(0, 5.0), torch.from_numpy(held)[1:]))(np.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_memory_edited_through_another_object_matches_eager(name):
+    edit, seen = REFUSED[name]()
+
+    @fl.trace
+    def step(x):
+        edit()
+        return x.sum() + seen.sum()
+
+    fl.backend("XLA")
+    before = seen.clone()
+    with pytest.raises(TraceError, match="bypassing PyTorch"):
+        step(torch.ones(2))
+    assert torch.equal(seen, before)
+
+
+def test_arrays_edited_together_with_arguments_match_eager():
+    """Which have no memory that could be an array's while a step is traced."""
+    held, leaf = np.zeros(3), torch.ones(3, requires_grad=True)
+
+    @fl.trace
+    def step(x):
+        held[:] = held * 0.5 + 1
+        return (leaf * x).sum() * held[0]
+
+    def losses(backend):
+        held[:] = 0
+        return [step(torch.ones(3)).item() for _ in range(4)]
+
+    assert losses(fl.backend("XLA")) == losses(fl.backend("CPU"))
+
+
+def test_data_of_an_outside_tensor_matches_eager():
+    held, other = torch.zeros(2), torch.ones(2)
+
+    @fl.trace
+    def step(x):
+        held.data = other
+        return x.sum()
+
+    fl.backend("XLA")
+    with pytest.raises(TraceError, match="memory from outside of the step"):
+        step(torch.ones(2))
+    assert held.sum() == 0
+
+
+def test_its_own_generator_is_refused():
+    generator = torch.Generator()
+
+    @fl.trace
+    def step(x):
+        return x * torch.rand(2, generator=generator)
+
+    fl.backend("XLA")
+    with pytest.raises(TraceError, match="generator of its own"):
+        step(torch.ones(2))
+
+
+def test_a_rate_known_only_on_the_device_is_refused():
+    backend = fl.backend("XLA")
+    with backend.device:
+        model = nn.Linear(3, 2)
+    compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1)
+
+    @fl.trace
+    def step(x):
+        compiled(x).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    with pytest.raises(TraceError, match="'lr' in a parameter group"):
+        step(torch.ones(2, 3))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_steps_guard_pytorchs_current_settings(backend, by_kernels, traced, monkeypatch):
+    """The step that sets a function there guards what was there before, alone."""
+    monkeypatch.setattr(F, "celu", F.celu)
+    _, _, compiled = small_training.build(backend)
+
+    @fl.trace
+    def replaces(x):
+        torch.nn.functional.celu = F.elu
+        return compiled(x).sum()
+
+    @fl.trace
+    def plain(x):
+        return compiled(x).mean()
+
+    x = torch.ones(2, 4)
+    plain(x)  # what is there has been written down
+    replaces(x)
+    traced.clear()
+    for _ in range(4):
+        plain(x)
+    assert F.celu is F.elu and len(traced) == 1

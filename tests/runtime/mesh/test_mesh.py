@@ -1,0 +1,108 @@
+"""Meshes, in processes that have eight devices: the cases are in mesh_cases.py, deep_cases.py and
+plan_cases.py."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+import firstloss as fl
+from tests import forked, scale
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cases", ["mesh_cases.py", "deep_cases.py", "plan_cases.py"])
+def test_cases_with_eight_devices_pass(cases, request):
+    cases = os.path.join(os.path.dirname(__file__), cases)
+    without = [part for plugin in ("cacheprovider", "unraisableexception") for part in ("-p", f"no:{plugin}")]
+    done = forked.run(
+        ["-m", "pytest", "-qx", *without, "-m", request.config.option.markexpr, cases],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        timeout=560,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def start(folder, port, rank, script="mesh_ranks.py", *more):
+    here = os.path.join(os.path.dirname(__file__), script)
+    return forked.start([here, str(folder), str(port), str(rank), *map(str, more)], stdout=PIPE, stderr=PIPE)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def result(process):
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def test_two_processes_match_one(tmp_path):
+    port = free_port()
+    ranks = [start(tmp_path, port, rank) for rank in range(2)]
+    found = [result(process) for process in ranks]
+    one = result(start(tmp_path, 0, 0))
+    for mine in found:
+        # The order of sums is another one on a mesh: see mesh_cases.py.
+        assert mine["losses"] + mine["further"] == pytest.approx(one["losses"], rel=2e-5)
+        assert mine["resumed"] == mine["further"]
+        assert mine["shards"] == [[64, 32]] * 2
+        assert "other processes hold parts of this tensor of shape [128, 64]" in mine["error"]
+        assert mine["gathered"] == pytest.approx(one["sum"], rel=1e-3)  # weights after five steps, summed up to near 0
+        assert mine["again"] == ["again"]
+    assert found[0]["losses"] == found[1]["losses"] and found[0]["gathered"] == found[1]["gathered"]
+    # What two processes have saved loads in this one.
+    weights = fl.load(tmp_path / "it")["again"]
+    assert weights["up.weight"].double().sum().item() == found[0]["gathered"]
+    assert len(list((tmp_path / "it").glob("tensors-*.safetensors"))) == 2
+
+
+@pytest.mark.timeout(600)
+def test_processes_with_their_own_loaders_match_one(tmp_path):
+    """Each reads its rows, from where its loader was: together they train as one process on all of them does."""
+    port, count = free_port(), scale.of(2, 4)
+    ranks = [start(tmp_path, port, rank, "loader_ranks.py", count) for rank in range(count)]
+    found = [result(process) for process in ranks]
+    one = result(start(tmp_path, 0, 0, "loader_ranks.py", count))
+    assert all(mine == found[0] for mine in found)
+    # The order of sums is another one on a mesh: see mesh_cases.py. The second numbers are sums of the batches, near 0.
+    flat = [[number for pair in losses for number in pair] for losses in (found[0]["losses"], one["losses"])]
+    assert flat[0] == pytest.approx(flat[1], rel=2e-5, abs=1e-4)
+    assert found[0]["resumed"] == found[0]["losses"][7:]
+    assert found[0]["whole"] == found[0]["losses"]
+
+
+@pytest.mark.timeout(600)
+def test_a_deep_model_resumes_with_other_counts_of_processes_and_devices(tmp_path):
+    """Two processes save, four go on, save, and two go on; one process with 8 devices saves, 4 and 16 go on. Alike
+    layers are one function, which one process compiles, for all."""
+
+    def together(count, devices, source, begin, save_at):
+        port, options = free_port(), (count, devices, source, begin, save_at)
+        ranks = [start(tmp_path, port, rank, "deep_ranks.py", *options) for rank in range(count)]
+        return [result(process) for process in ranks]
+
+    two = together(2, 2, "new", 0, 3)
+    four = together(4, 1, "by 2 at 3", 3, 4)
+    again = together(2, 2, "by 4 at 4", 4, 5)
+    alone = result(start(tmp_path, 0, 0, "deep_ranks.py", 2, 16, "by 2 at 3", 0, 3))
+    expected = alone.pop("one")
+    found = {"2": (two, 0), "4, of 2": (four, 3), "2, of 4": (again, 4)}
+    for name, (ranks, begin) in found.items():
+        assert all(mine["losses"] == ranks[0]["losses"] for mine in ranks), name
+        alone[name] = [None] * begin + ranks[0]["losses"]
+        assert all(mine["calls"] > mine["functions"] for mine in ranks), name
+        assert [mine["compiled"] for mine in ranks[1:]] == [0] * (len(ranks) - 1), name
+    assert two[0]["compiled"] == two[0]["functions"] and four[0]["compiled"] == four[0]["functions"]
+    assert again[0]["compiled"] == 0  # as two processes have kept them
+    for name, losses in alone.items():  # and norms of gradients
+        for theirs, mine in zip(reversed(expected), reversed(losses), strict=False):
+            # The order of sums is another one on a mesh. Measured: up to 1e-6.
+            assert mine is None or mine == pytest.approx(theirs, rel=1e-5), name

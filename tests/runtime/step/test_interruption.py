@@ -1,0 +1,289 @@
+"""Interrupts at any moment of a call: the state is that before or after the step, and training continues."""
+
+import gc
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.capture import session
+from firstloss.lower import segments
+from firstloss.runtime.device import dispatch
+from firstloss.runtime.step import retracing, segmentation
+from tests import scale
+
+OURS = os.path.dirname(fl.__file__) + os.sep
+
+
+class Boom(BaseException):
+    pass
+
+
+class Interrupting:
+    """Raises in the n-th line of Firstloss that runs in the block; `lines` counts them."""
+
+    def __init__(self, at=None, among=lambda frame: True):
+        self.at, self.among = at, among
+        self.lines = 0
+
+    def __enter__(self):
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _call(self, frame, event, argument):
+        if not frame.f_code.co_filename.startswith(OURS) or not self.among(frame):
+            return None
+        return self._line
+
+    def _line(self, frame, event, argument):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise Boom
+        return self._line
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 160, bias=False), nn.Linear(160, 1)
+        self.norm = nn.BatchNorm1d(160)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.norm(self.a(x))))
+
+
+class Deep(nn.Module):
+    """Layers that are alike: cut into segments, where so few are worth it."""
+
+    def __init__(self, layers=6, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(),
+                                                   nn.Linear(width, width)) for _ in range(layers)])  # fmt: skip
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Training:
+    """A model, an optimizer and a step, on the backend or in eager PyTorch; gradients are kept on purpose."""
+
+    def __init__(self, make, features, name, clear=False, tmp_path=None):
+        self.backend = fl.backend(name, **({} if tmp_path is None else {"artifact_dir": tmp_path}))
+        torch.manual_seed(1)
+        with self.backend.device:
+            self.model = make()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        compiled = fl.compile(self.model, self.backend)
+
+        def step(x):
+            loss = compiled(x).pow(2).mean()
+            loss.backward()
+            self.optimizer.step()
+            if clear:
+                self.optimizer.zero_grad()
+            return loss
+
+        self.step = fl.trace(step, check=False)
+        self.x = torch.sin(torch.arange(16.0 * features) * 1.7).reshape(16, features)
+
+    def state(self):
+        """All that a step changes, as it is now."""
+        entries = [e for p in self.model.parameters() for _, e in sorted(self.optimizer.state.get(p, {}).items())]
+        if not any(torch.as_tensor(e).any() for e in entries):
+            entries = []  # made before the first step, and as it makes them
+        grads = [p.grad for p in self.model.parameters()]
+        tensors = [*self.model.state_dict().values(), *entries, *grads]
+        return [None if t is None else torch.as_tensor(t).detach().clone() for t in tensors]
+
+
+def same(a, b, close=False):
+    """Bit for bit; `close` for eager PyTorch, which adds in another order than XLA."""
+    if len(a) != len(b) or any((x is None) != (y is None) for x, y in zip(a, b, strict=True)):
+        return False
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None]
+    equal = (lambda x, y: torch.allclose(x, y, rtol=1e-3, atol=1e-4)) if close else torch.equal
+    return all(equal(x, y) for x, y in pairs)
+
+
+def states_of(name, make, features, steps, clear=False, tmp_path=None):
+    """What an undisturbed training has after each number of steps."""
+    training = Training(make, features, name, clear, tmp_path)
+    states = [training.state()]
+    for _ in range(steps):
+        training.step(training.x)
+        states.append(training.state())
+    return states
+
+
+def undisturbed():
+    """Nothing of a trace or a call is left behind in the process."""
+    import jax
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    assert gc.isenabled()
+    assert session.trace is None and session.depth == 0
+    assert not torch.compiler.is_compiling()
+    assert sys.getprofile() is None
+    assert torch.is_grad_enabled()
+    assert not _get_current_dispatch_mode_stack()
+    assert not jax.config.jax_enable_x64
+    assert dispatch._open is None
+    assert torch.tensor is TENSOR and torch.Tensor.tolist is TOLIST
+    assert torch.amp.GradScaler.scale is SCALE
+
+
+TENSOR, TOLIST, SCALE = torch.tensor, torch.Tensor.tolist, torch.amp.GradScaler.scale
+
+KINDS = {"whole": (Net, 6), "segments": (Deep, 8)}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """A kind of step; it must have been compiled as its name says."""
+    pieces = []
+    real = segmentation.cut
+
+    def cut(*args, **options):
+        found = real(*args, **options)
+        pieces.append(1 if found is None else len(found.segments))
+        return found
+
+    monkeypatch.setattr(segmentation, "cut", cut)
+    if request.param == "segments":
+        monkeypatch.setattr(segments, "_SAVED", 60)  # calls that are worth it: so that a short model is cut
+    yield request.param
+    assert pieces and all((count > 3) == (request.param == "segments") for count in pieces)
+
+
+@pytest.fixture(autouse=True)
+def no_checks_in_between(monkeypatch):
+    """A step is traced again now and then, by the clock; each call here is to run the same lines."""
+    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)
+
+
+def sampled(lines, count):
+    return sorted(random.Random(0).sample(range(1, lines + 1), min(count, lines)))
+
+
+def steady(training):
+    """How many lines a call runs, and how many calls it took: the first ones find out how to compare what was read."""
+    lines = []
+    while len(lines) < 4 or len(set(lines[-3:])) > 1:
+        with Interrupting() as counted:
+            training.step(training.x)
+        training.state()  # the host reads what the next call works on
+        lines.append(counted.lines)
+    return lines[-1], len(lines)
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_an_interrupt_at_any_line_leaves_a_consistent_state(kind, clear, tmp_path):
+    make, features = KINDS[kind]
+    ours = Training(make, features, "XLA", clear, tmp_path)
+    lines, done = steady(ours)
+    places = sampled(lines, scale.of(14, 30))
+    outcomes = set()
+    states = states_of("XLA", make, features, done + len(places) + 1, clear, tmp_path)
+    eager = states_of("CPU", make, features, 4, clear)
+    fl.backend(ours.backend)
+    for at in places:
+        with pytest.raises(Boom), Interrupting(at):
+            ours.step(ours.x)
+        undisturbed()
+        now = ours.state()
+        after = same(now, states[done + 1])
+        assert after or same(now, states[done]), f"at line {at} of {lines}"
+        outcomes.add(after)
+        done += after
+    ours.step(ours.x)
+    assert same(ours.state(), states[done + 1])
+    assert same(states[4], eager[4], close=True)
+    assert outcomes == {False, True}  # else this has tested nothing
+
+
+def alarm(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def alarms():
+    before = signal.signal(signal.SIGALRM, alarm)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def interrupted(alarms, seconds, call):
+    """Whether `call` was interrupted, `seconds` after it began."""
+    try:
+        try:
+            alarms(seconds)
+            call()
+        finally:
+            alarms(0)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_a_signal_at_any_moment_leaves_a_consistent_state(kind, alarms, tmp_path):
+    make, features = KINDS[kind]
+    ours = Training(make, features, "XLA", True, tmp_path)
+    count = 60
+    for _ in range(3):
+        ours.step(ours.x).item()
+    begin = time.perf_counter()
+    ours.step(ours.x).item()
+    lasts = time.perf_counter() - begin
+    states = states_of("XLA", make, features, count + 5, True, tmp_path)
+    fl.backend(ours.backend)
+    rng, done, hits = random.Random(0), 4, 0
+    for _ in range(count):
+        hits += interrupted(alarms, rng.uniform(2e-5, 1.2 * lasts), lambda: ours.step(ours.x))
+        undisturbed()
+        now = ours.state()
+        after = same(now, states[done + 1])
+        assert after or same(now, states[done])
+        done += after
+    assert hits > 5  # on a machine that is not too busy, most of them
+
+
+def test_an_interrupt_in_the_first_call_leaves_a_consistent_state(kind, tmp_path):
+    """While the step is traced, lowered, compiled or first run: the state is as it was, and the next call works."""
+    make, features = KINDS[kind]
+    with Interrupting() as counted:
+        Training(make, features, "XLA", False, tmp_path).step(torch.ones(16, features))
+    states = states_of("XLA", make, features, 3, False, tmp_path)
+    eager = states_of("CPU", make, features, 3, False)
+    ours, done = Training(make, features, "XLA", False, tmp_path), 0
+    ends_at = (0.02, 0.3, 0.7, 0.97, 0.997), (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.99, 0.997, 0.9995)
+    ends = [int(counted.lines * part) for part in scale.of(*ends_at)]
+    for at in ends:
+        ours, done = Training(make, features, "XLA", False, tmp_path), 0
+        with Interrupting(at) as counted:
+            try:
+                ours.step(ours.x)
+                done = 1
+            except Boom:
+                pass
+        undisturbed()
+        now = ours.state()
+        done = int(same(now, states[1]))
+        assert done or same(now, states[0]), f"at line {at}"
+        for _ in range(3 - done):
+            ours.step(ours.x)
+        assert same(ours.state(), states[3]), f"at line {at}"
+    assert same(states[3], eager[3], close=True)

@@ -1,0 +1,623 @@
+"""Ordinary programs are traced twice, at the first call and to verify at the second, and never again.
+
+What such a program counts, logs and keeps around its step, and inside it for the caller to read, decides nothing that
+the step does; a guard too many would trace at each call, which costs a hundred times what a step does.
+"""
+
+import collections
+import functools
+import logging
+import random
+import time
+import types
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import firstloss as fl
+from firstloss.compat import torch_names
+from firstloss.errors import GraphChangeWarning
+from firstloss.runtime.step import retracing
+from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
+from firstloss.trainer.loggers import ProgressLogger
+from tests import small_training
+from tests.tiny_llama import llama
+
+STEPS = 200
+ONCE = 2  # the first call, and the verification at the second
+
+
+@pytest.fixture(autouse=True)
+def _no_more_verifications(monkeypatch):
+    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)  # none because of the time that has passed
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GraphChangeWarning)
+        yield
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def build(backend, optimizer=sgd):
+    torch.manual_seed(0)
+    return small_training.build(backend, optimizer=optimizer)
+
+
+def batches(count=STEPS):
+    return small_training.batches(count)
+
+
+def loop_class():
+    """Each test has its own, whose methods no other test has traced."""
+
+    class Loop:
+        """A trainer such as people write, with all that it keeps in `self`, which is an argument of the step."""
+
+        def __init__(self, backend, scheduled=False, accumulate=1):
+            self.model, self.optimizer, self.compiled = build(backend)
+            self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS) if scheduled else None
+            self.accumulate = accumulate
+            self.global_step = self.epoch = self.samples = 0
+            self.started = self.last_time = time.perf_counter()
+            self.speed = 0.0
+            self.losses, self.times, self.history = [], [], collections.deque(maxlen=10)
+            self.metrics, self.best = {}, float("inf")
+            self.log = logging.getLogger(__name__)
+            self.random = random.Random(0)
+            self.batch = None
+
+        def forward_backward(self, x):
+            loss = (self.compiled(x) ** 2).mean() / self.accumulate
+            loss.backward()
+            return loss
+
+        @fl.trace
+        def step(self, x):
+            loss = self.forward_backward(x)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss
+
+        @fl.trace
+        def step_with_metrics(self, x):
+            loss = self.forward_backward(x)
+            self.metrics["loss"] = loss.detach()
+            self.metrics["norm"] = torch.stack([p.grad.norm() for p in self.model.parameters()]).norm()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss
+
+        @fl.trace
+        def micro_step(self, x):
+            return self.forward_backward(x)
+
+        @fl.trace
+        def update(self):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        def after(self, loss):
+            self.global_step += 1
+            self.samples += 6
+            now = time.perf_counter()
+            self.times.append(now - self.last_time)
+            self.last_time, self.speed = now, self.samples / (now - self.started)
+            self.losses.append(loss.detach())
+            self.history.append(loss.detach())
+            if self.global_step % 50 == 0:
+                self.epoch += 1
+                self.best = min(self.best, loss.item())
+                self.log.info("%d: %f", self.global_step, loss.item())
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    return Loop
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("which", ["step", "step_with_metrics"])
+def test_a_loop_in_a_class_is_traced_twice(backend, traced, which, scheduled):
+    loop = loop_class()(backend, scheduled)
+    for x in batches():
+        loop.batch = x
+        loop.after(getattr(loop, which)(x))
+    assert len(traced) == ONCE
+    assert len({loss.item() for loss in loop.losses}) == STEPS
+
+
+def test_gradient_accumulation_in_a_class_is_traced_twice(backend, traced):
+    loop = loop_class()(backend, accumulate=4)
+    for i, x in enumerate(batches()):
+        loop.after(loop.micro_step(x))
+        if i % 4 == 3:
+            loop.update()
+    # The step that makes the gradients is another than the one that adds to them.
+    assert len(traced) <= 3 * ONCE
+
+
+def test_gradient_accumulation_in_one_step_is_traced_twice(backend, traced):
+    model, optimizer, compiled = build(backend)
+
+    @fl.trace
+    def step(parts):
+        optimizer.zero_grad()
+        total = 0.0
+        for x in parts:
+            loss = (compiled(x) ** 2).mean() / len(parts)
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    count = 0
+    for x in batches():
+        count += 1
+        step([x, x + 1])
+    assert len(traced) == ONCE
+
+
+SCHEDULERS = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 20, 0.9),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, STEPS + 1),
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda i: 1 / (i + 1)),
+    "by hand": lambda o: types.SimpleNamespace(
+        step=lambda: o.param_groups[0].update(lr=o.param_groups[0]["lr"] * 0.99)
+    ),
+}
+OPTIMIZERS = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_scheduled_learning_rate_does_not_retrace(backend, traced, scheduler, optimizer):
+    _, optimizer, compiled = build(backend, OPTIMIZERS[optimizer])
+    scheduler = SCHEDULERS[scheduler](optimizer)
+
+    @fl.trace
+    def step(x):
+        loss = (compiled(x) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    rates = set()
+    for x in batches():
+        step(x)
+        rates.add(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    assert len(rates) > 5
+    assert len(traced) == ONCE
+
+
+def test_a_scheduler_inside_the_step_does_not_retrace(backend, traced):
+    """As firstloss's own schedulers are meant to be used, and PyTorch's may be."""
+    _, optimizer, compiled = build(backend)
+    scheduler = fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, STEPS)
+
+    @fl.trace
+    def step(x):
+        loss = (compiled(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        return loss
+
+    for x in batches():
+        step(x)
+    assert len(traced) == ONCE
+
+
+# -- what is kept around a step and in it ------------------------------------------------------------------------------
+
+
+def train_step(backend, inside=lambda loss, x: None):
+    _, optimizer, compiled = build(backend)
+
+    @fl.trace
+    def step(x):
+        loss = (compiled(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        inside(loss, x)
+        return loss
+
+    return step
+
+
+def test_lists_that_grow_outside_do_not_retrace(backend, traced):
+    step = train_step(backend)
+    losses, numbers, everything = [], [], {}
+    for i, x in enumerate(batches()):
+        losses.append(step(x))
+        numbers.append(losses[-1].item())
+        everything[i] = (x, losses[-1])
+    assert len(traced) == ONCE
+    assert [loss.item() for loss in losses] == numbers
+
+
+INSIDE = {}
+
+
+def kept_inside(case):
+    INSIDE[case.__name__] = case
+    return case
+
+
+@kept_inside
+def a_list_that_grows():
+    losses = []
+    return lambda loss, x: losses.append(loss.detach()), lambda: len(losses) == STEPS
+
+
+@kept_inside
+def a_dict_of_metrics():
+    metrics = {}
+    found = lambda: set(metrics) == {"loss", "mean"}  # noqa: E731
+    return lambda loss, x: metrics.update(loss=loss.detach(), mean=x.mean()), found
+
+
+@kept_inside
+def a_dict_replaced():
+    held = types.SimpleNamespace(metrics=None)
+    return lambda loss, x: setattr(held, "metrics", {"loss": loss.detach()}), lambda: "loss" in held.metrics
+
+
+@kept_inside
+def the_last_loss():
+    held = types.SimpleNamespace(last=None)
+    return lambda loss, x: setattr(held, "last", loss.detach()), lambda: held.last is not None
+
+
+@kept_inside
+def a_running_sum():
+    held = types.SimpleNamespace(total=torch.zeros(()))
+
+    def keep(loss, x):
+        held.total = held.total + loss.detach()
+
+    return keep, lambda: held.total.item() > 0
+
+
+@kept_inside
+def a_running_sum_in_place():
+    total = torch.zeros(())
+    return lambda loss, x: total.add_(loss.detach()), lambda: total.item() > 0
+
+
+@kept_inside
+def a_moving_average():
+    held = {"ema": torch.zeros(())}
+
+    def keep(loss, x):
+        held["ema"] = 0.9 * held["ema"] + 0.1 * loss.detach()
+
+    return keep, lambda: held["ema"].item() > 0
+
+
+@kept_inside
+def a_recurrent_state():
+    held = types.SimpleNamespace(h=torch.zeros(6, 4), c=torch.zeros(6, 4))
+
+    def keep(loss, x):
+        held.c = held.c * 0.5 + x
+        held.h = torch.tanh(held.c + held.h)
+
+    return keep, lambda: held.h.abs().sum().item() > 0
+
+
+@kept_inside
+def two_states_that_swap():
+    held = types.SimpleNamespace(a=torch.zeros(6, 4), b=torch.zeros(6, 4))
+
+    def keep(loss, x):
+        held.a, held.b = held.b, held.a + x
+
+    return keep, lambda: held.a.abs().sum().item() > 0
+
+
+@kept_inside
+def a_nonlocal_state():
+    state = torch.zeros(6, 4)
+
+    def keep(loss, x):
+        nonlocal state
+        state = state * 0.5 + x
+
+    return keep, lambda: state.abs().sum().item() > 0
+
+
+@kept_inside
+def counts_in_a_dict():
+    counts = {"steps": 0, "samples": 0.0}
+
+    def keep(loss, x):
+        counts["steps"] += 1
+        counts["samples"] += 6.0
+
+    return keep, lambda: counts == {"steps": STEPS, "samples": 6.0 * STEPS}
+
+
+@kept_inside
+def counts_in_a_list_and_in_an_attributes_dict():
+    counts, held = [5, 0], types.SimpleNamespace(stats=collections.defaultdict(int, steps=0))
+
+    def keep(loss, x):
+        counts[0] -= 1
+        held.stats["steps"] += 1
+
+    return keep, lambda: counts == [5 - STEPS, 0] and held.stats == {"steps": STEPS}
+
+
+@kept_inside
+def a_print_in_a_closure():
+    shown = []
+
+    @fl.step_closure
+    def show(loss):
+        shown.append(loss.item())
+
+    return lambda loss, x: show(loss), lambda: len(shown) == STEPS
+
+
+@kept_inside
+def what_the_runtime_looks_up():
+    """It keeps names that it has once looked up in globals of its own: no reading of the step's."""
+    return lambda loss, x: torch_names.__getattr__("decomposition_table"), lambda: True
+
+
+@kept_inside
+def what_is_written_in_the_step():
+    """To write a message one looks at the clock and the process; that decides nothing."""
+    log = logging.getLogger("written in the step")
+
+    def keep(loss, x):
+        log.warning("a step")
+        log.debug("with %d rows", len(x))
+        print("a step")
+
+    return keep, lambda: True
+
+
+def bert():
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+def test_a_library_model_is_traced_twice(backend, traced, make):
+    """Whose code asks for settings, imports, and keeps tables of its own."""
+    with backend.device:
+        model = make()
+    compiled, optimizer = fl.compile(model, backend), torch.optim.AdamW(model.parameters())
+
+    @fl.trace
+    def step(ids):
+        loss = compiled(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for _ in range(5):
+        step(torch.randint(64, (2, 8)))
+    assert len(traced) == ONCE
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_kept_values_do_not_retrace(backend, traced, name):
+    keep, right = INSIDE[name]()
+    step = train_step(backend, keep)
+    for x in batches():
+        step(x)
+    assert right()
+    assert len(traced) == ONCE
+
+
+def test_averaged_weights_do_not_retrace(backend, traced):
+    """An EMA of the weights, as diffusers and timm keep it."""
+    model, optimizer, compiled = build(backend)
+    with backend.device:
+        average = small_training.layers()
+    fl.compile(average, backend)
+
+    @fl.trace
+    def step(x):
+        loss = (compiled(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                a.mul_(0.9).add_(p, alpha=0.1)
+        return loss
+
+    for x in batches():
+        step(x)
+    assert len(traced) == ONCE
+
+
+# -- train and eval, and two models ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_alternating_train_and_eval_does_not_retrace(backend, traced, every):
+    model, optimizer, compiled = build(backend)
+
+    @fl.trace
+    def train(x):
+        loss = (compiled(x) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    @fl.trace
+    @torch.no_grad()
+    def validate(x):
+        return (compiled(x) ** 2).mean()
+
+    best = float("inf")
+    for i, x in enumerate(batches()):
+        model.train()
+        train(x)
+        if i % every == 0:
+            model.eval()
+            best = min(best, validate(x).item())
+    assert len(traced) == 2 * ONCE
+
+
+def test_one_step_for_train_and_eval_is_traced_for_each(backend, traced):
+    model, _, compiled = build(backend)
+    model.append(nn.Dropout(0.5))
+
+    @fl.trace
+    def step(x):
+        return (compiled(x) ** 2).mean()
+
+    for i, x in enumerate(batches()):
+        model.train(i % 3 != 0)
+        step(x)
+    assert len(traced) == 2 * ONCE
+
+
+def test_two_models_trained_in_turn_do_not_retrace(backend, traced):
+    first, second = train_step(backend), train_step(backend)
+    for x in batches():
+        assert first(x).shape == second(x).shape
+    assert len(traced) == 2 * ONCE
+
+
+# -- loops at module level ---------------------------------------------------------------------------------------------
+
+iteration = 0
+batch = loss = None
+running = 0.0
+elapsed = []
+results = {}
+compiled = optimizer = None
+
+
+@fl.trace
+def step_of_globals(x):
+    result = (compiled(x) ** 2).mean()
+    result.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+def test_a_loop_at_module_level_is_traced_twice(backend, traced):
+    """A script: the loop's variables are globals beside those that the step reads."""
+    global iteration, batch, loss, running, compiled, optimizer
+    _, optimizer, compiled = build(backend)
+    running = 0.0
+    for iteration, batch in enumerate(batches()):
+        begin = time.perf_counter()
+        loss = step_of_globals(batch)
+        running += loss.item()
+        elapsed.append(time.perf_counter() - begin)
+        results["loss"] = running / (iteration + 1)
+    assert len(traced) == ONCE
+
+
+def test_a_script_is_traced_twice(backend, traced):
+    """The same where everything, the step too, is made by the script itself, in a namespace of its own."""
+    script = """
+import time, random, torch, firstloss as fl
+from torch import nn
+torch.manual_seed(0)
+with backend.device:
+    model = nn.Linear(4, 3)
+compiled = fl.compile(model, backend)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+losses, i, best, seed = [], 0, 1e9, None
+
+@fl.trace
+def step(x):
+    loss = (compiled(x) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+begin = time.time()
+while i < steps:
+    seed = random.random()
+    x = torch.full((2, 4), seed)
+    loss = step(x)
+    losses.append(loss)
+    value = loss.item()
+    best = min(best, value)
+    i += 1
+    seconds = time.time() - begin
+"""
+    space = {"backend": backend, "steps": STEPS, "__name__": "script"}
+    exec(compile(script, "script.py", "exec"), space)
+    assert len(space["losses"]) == STEPS
+    assert len(traced) == ONCE
+
+
+# -- the Trainer -------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = small_training.layers()
+
+    def forward(self, x):
+        y = self.layers(x)
+        return {"loss": (y**2).mean(), "largest": y.detach().max()}
+
+
+class Keeps(Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_metrics(self, trainer, metrics, step):
+        self.found.append(dict(metrics))
+
+
+def test_the_trainer_does_not_retrace(tmp_path, traced):
+    keeps = Keeps()
+    data = torch.utils.data.DataLoader(torch.randn(6 * 40, 4), 6, shuffle=True)
+    trainer = Trainer(
+        backend=fl.backend("XLA", artifact_dir=tmp_path / "artifacts"),
+        model_dir=tmp_path,
+        model=Net,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        schedulers=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS),
+        loop=TrainingLoop(max_steps=STEPS),
+        checkpoint=Checkpoint(steps=100),
+        logging=Logging(log_steps=5),
+        callbacks=[keeps],
+        loggers=[ProgressLogger()],
+        seed=0,
+    )
+    trainer.fit(data)
+    assert len(keeps.found) >= STEPS // 5
+    assert len(traced) == ONCE

@@ -1,0 +1,214 @@
+"""Run the tests of one file in one mode, and print each outcome as a JSON line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import traceback
+import types
+import unittest
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import firstloss as fl
+from tests.fuzz.oracle import _Noise
+
+from .ways import Trail, client, run
+
+PASSED, SKIPPED, REFUSED, FAILED, DIFFERS, LATE, ENDED = (
+    "passed",
+    "skipped",
+    "refused",
+    "failed",
+    "differs",
+    "late",
+    "ended",
+)
+
+
+def load(file: Path) -> types.ModuleType:
+    """The module of a test file."""
+    folder = next((f for f in file.parents if f.name == "test"), file.parent)
+    for place in (folder, file.parent):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def tests_of(module: types.ModuleType) -> list[unittest.TestCase]:
+    """Its tests, in the order of their names."""
+    loader = unittest.TestLoader()
+
+    def flat(suite: Any) -> Iterator[unittest.TestCase]:
+        for part in suite:
+            if isinstance(part, unittest.TestSuite):
+                yield from flat(part)
+            else:
+                yield part
+
+    classes = [
+        value
+        for _, value in sorted(vars(module).items())
+        if isinstance(value, type) and issubclass(value, unittest.TestCase)
+    ]
+    found = [test for cls in classes for test in flat(loader.loadTestsFromTestCase(cls))]
+    return sorted({test.id(): test for test in found}.values(), key=name_of)
+
+
+def name_of(test: unittest.TestCase) -> str:
+    return f"{type(test).__name__}.{test._testMethodName}"
+
+
+class _Result(unittest.TestResult):
+    """Keeps the first error of a test, whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verdict = PASSED
+        self.error: BaseException | None = None
+        self.reason = ""
+
+    def addError(self, test: Any, err: Any) -> None:
+        self.verdict, self.error = FAILED, self.error or err[1]
+
+    addFailure = addError
+
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+        if err is not None:
+            self.addError(subtest, err)
+
+    def addSkip(self, test: Any, reason: str) -> None:
+        self.verdict, self.reason = SKIPPED, reason
+
+    def addExpectedFailure(self, test: Any, err: Any) -> None:
+        pass
+
+    def addUnexpectedSuccess(self, test: Any) -> None:
+        self.verdict, self.reason = FAILED, "passes, where a failure is expected"
+
+
+def outcome(test: unittest.TestCase, way: str, artifacts: str, verbose: bool = False) -> tuple[dict[str, Any], Trail]:
+    """What became of one test."""
+    result = _Result()
+    with warnings.catch_warnings():
+        if way != "eager":
+            # Part of what is promised, and no business of a test that counts the warnings of PyTorch.
+            warnings.simplefilter("ignore", fl.errors.GraphChangeWarning)
+        try:
+            times = 2 if way == "whole" and _passes_twice(test, artifacts) else 1
+            with client(way, artifacts) as trail:
+                run(test, way, result, times)
+        except Exception as error:
+            result.addError(test, (type(error), error, None))
+            trail = []
+    found: dict[str, Any] = {"test": name_of(test), "verdict": result.verdict}
+    if result.error is not None:
+        if verbose:
+            traceback.print_exception(result.error)
+        ours = _ours(result.error)
+        if ours is not None:
+            found["verdict"] = REFUSED
+        found["why"] = words(ours or result.error)
+    elif result.reason:
+        found["why"] = result.reason
+    return found, trail
+
+
+def _passes_twice(test: unittest.TestCase, artifacts: str) -> bool:
+    """Whether eager PyTorch passes it when its method runs twice: it may leave something behind that it stumbles on."""
+    result = _Result()
+    with client("eager", artifacts):
+        run(type(test)(test._testMethodName), "eager", result, times=2)
+    return result.verdict == PASSED
+
+
+def _ours(error: BaseException) -> BaseException | None:
+    """The error of Firstloss's from which `error` follows."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, fl.errors.FirstlossError):
+            return error
+        seen.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return None
+
+
+def words(error: BaseException) -> str:
+    """An error's kind and first lines, without the place."""
+    text = " ".join(line.strip() for line in str(error).strip().splitlines()[:3] if line.strip())
+    text = re.sub(r"\S*?([\w]+\.py):\d+", r"\1", text)
+    text = re.sub(r"0x[0-9a-f]+", "0x...", text)
+    return f"{type(error).__name__}: {text}"[:400]
+
+
+def apart(eager: Trail, other: Trail, least: torch.dtype = torch.float64) -> str | None:
+    """Where what models and optimizers have computed differs from eager's by more than rounding to their dtype, or to
+    `least` if that is less exact; None where it does not."""
+    if [kind for kind, _ in eager] != [kind for kind, _ in other]:
+        return f"{len(eager)} calls and steps, and {len(other)} on the backend"
+    for number, ((kind, ours), (_, theirs)) in enumerate(zip(eager, other, strict=True)):
+        if len(ours) != len(theirs):
+            return f"{kind}, number {number}: {len(ours)} tensors, and {len(theirs)} on the backend"
+        for a, b in zip(ours, theirs, strict=True):
+            if a.dtype != b.dtype or a.shape != b.shape:
+                return f"{kind}, number {number}: {a.dtype} {tuple(a.shape)}, and {b.dtype} {tuple(b.shape)}"
+            if not a.is_floating_point() and not a.is_complex():
+                near = torch.equal(a, b)
+            else:
+                # What some thousand roundings in another order make of numbers of this size, in 20 steps or calls.
+                eps = max(torch.finfo(a.dtype).eps, torch.finfo(least).eps)
+                scale = a.abs().nan_to_num(0, 0, 0).max().item() if a.numel() else 0.0
+                near = torch.allclose(a, b, rtol=2000 * eps, atol=1000 * eps * max(scale, 1e-3), equal_nan=True)
+            if not near:
+                return f"{kind}, number {number}: off by {(a - b).abs().nan_to_num(0).max().item():.1e}"
+    return None
+
+
+def sensitive(test: unittest.TestCase, expected: Trail, artifacts: str) -> bool:
+    """Whether rounding errors of a few units in the last place make a difference in eager PyTorch itself, as where a
+    batch norm follows: the gradients of a convolution are zero then but for rounding, and Adam divides by them."""
+    again = type(test)(test._testMethodName)
+    with client("eager", artifacts) as trail, _Noise():
+        run(again, "eager", _Result())
+    return apart(expected, trail) is not None
+
+
+def main() -> None:
+    file, way, artifacts, trails, pattern = sys.argv[1:6]
+    done = set(os.environ.get("FIRSTLOSS_CLIENTS_DONE", "").split())
+    verbose = bool(os.environ.get("FIRSTLOSS_CLIENTS_VERBOSE"))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what tests print is no outcome
+    for test in tests_of(load(Path(file))):
+        name = name_of(test)
+        if name in done or not re.search(pattern, name):
+            continue
+        print(json.dumps({"test": name, "verdict": "begun"}), file=out, flush=True)
+        found, trail = outcome(test, way, artifacts, verbose)
+        kept = Path(trails) / f"{name}.pt"
+        if way == "eager":
+            torch.save(trail if len(trail) < 2000 else [], kept)
+        elif way != "whole" and found["verdict"] == PASSED and kept.exists():
+            expected = torch.load(kept)
+            # Step counts are kept in float32, and so is what is computed from them (docs/schedules.md).
+            least = torch.float32 if way == "steps" else torch.float64
+            where = apart(expected, trail, least) if expected else None
+            if where is not None and not sensitive(test, expected, artifacts):
+                found |= {"verdict": DIFFERS, "why": where}
+        print(json.dumps(found), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
