@@ -88,9 +88,9 @@ def model():
     "spec, complaint",
     [
         (("nope", None), r"0\.weight: the spec \('nope', None\) names an axis 'nope'\. The mesh has 'data', 'fsdp'"),
-        (("tp", None, None), r"has 3 dimensions, and the weight, of shape \[12, 8\], has 2\. Leave out the last 1"),
+        (("tp", None, None), r"has 3 dimensions, but the weight, of shape \[12, 8\], has 2\. Remove the last 1"),
         (("tp", "tp"), "names 'tp' twice"),
-        ((0, None), "has 0 in it"),
+        ((0, None), "contains 0"),
         ("tp", "is not a tuple"),
     ],
 )
@@ -129,11 +129,11 @@ def test_an_axis_is_a_name_and_a_whole_number(mesh):
 
 
 def test_non_modules_and_non_tensors_are_refused():
-    with pytest.raises(ShardingError, match="3 is no Module"):
+    with pytest.raises(ShardingError, match="3 is not a Module"):
         fl.shard(3, {"*": ()}, AXES)
-    with pytest.raises(ShardingError, match="'x' is no tensor"):
+    with pytest.raises(ShardingError, match="'x' is not a tensor"):
         fl.mark_sharding("x", AXES, ("tp",))
-    with pytest.raises(NothingDeferredError, match="3 is no Module"):
+    with pytest.raises(NothingDeferredError, match="3 is not a Module"):
         fl.init_program(3)
 
 
@@ -144,7 +144,7 @@ def test_a_partition_spec_is_a_spec():
         {"data": 2, "tp": 2}, {"0.weight": PartitionSpec(("data", "tp"), None)}
     )
     assert placed.weights[0].sharding.spec == (("data", "tp"), ())
-    with pytest.raises(ShardingError, match="has UNCONSTRAINED in it"):
+    with pytest.raises(ShardingError, match="contains UNCONSTRAINED"):
         fl.init_program(fl.deferred_init(model)).plan(AXES, {"0.weight": PartitionSpec(PartitionSpec.UNCONSTRAINED)})
 
 

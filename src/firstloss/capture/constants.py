@@ -29,21 +29,23 @@ def constant(tensor: Tensor, copy: bool = True) -> Value:
         read = in_file(tensor) if copy and session.trace is None else None
         if read is not None:
             return read
-        kept = tensor.detach()
-        if kept.is_conj() or kept.is_neg():
-            kept = kept.resolve_conj().resolve_neg()
-        for dim, (size, stride) in enumerate(zip(kept.shape, kept.stride(), strict=True)):
+        detached = tensor.detach()
+        if detached.is_conj() or detached.is_neg():
+            detached = detached.resolve_conj().resolve_neg()
+        for dim, (size, stride) in enumerate(zip(detached.shape, detached.stride(), strict=True)):
             if stride == 0 and size > 1:  # expanded
-                kept = kept.narrow(dim, 0, 1)
-        value = Value(tuple(kept.shape), kept.stride(), kept.dtype, kept.device)
+                detached = detached.narrow(dim, 0, 1)
+        value = Value(tuple(detached.shape), detached.stride(), detached.dtype, detached.device)
         value.label = str(here())
-        if copy and (version is None or kept.numel() * kept.itemsize <= _COPY_BYTES):
-            kept = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device).copy_(kept)
+        if copy and (version is None or detached.numel() * detached.itemsize <= _COPY_BYTES):
+            detached = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device).copy_(
+                detached
+            )
         elif copy:
             value.version = version
             # A tensor detached below autograd has its own version counter; keep the original for its version.
-            kept.original = tensor  # type: ignore[attr-defined]
-    value.real = kept
+            detached.original = tensor  # type: ignore[attr-defined]
+    value.real = detached
     if session.depth and copy and version is not None:
         session.constants[id(tensor)] = (tensor, version, value)
     return value

@@ -72,8 +72,8 @@ class DataAssignments:
         elif len(weight._storage.alive()) > 1:
             self.refuse(weight, "takes it from the memory of a larger tensor")
         sharing = [] if made is None else made._storage.alive()
-        alike = made is not None and geometry_of(made) == geometry_of(weight)
-        if len(sharing) > 1 and not (alike and made._ref().covers):  # type: ignore[union-attr]
+        same_geometry = made is not None and geometry_of(made) == geometry_of(weight)
+        if len(sharing) > 1 and not (same_geometry and made._ref().covers):  # type: ignore[union-attr]
             self.refuse(weight, "is a part of a larger tensor")
         with torch.no_grad(), preserve_version_counter(weight):
             weight.copy_(other)

@@ -107,15 +107,15 @@ class ValueRequest(NamedTuple):
     kind: str
 
 
-def advice(op: OpOverload, asked: ValueRequest, reads: bool) -> str:
-    """What to write instead of the expression `asked`, which has called `op`."""
+def advice(op: OpOverload, request: ValueRequest, reads: bool) -> str:
+    """What to write instead of the expression of `request`, which has called `op`."""
     name = op.overloadpacket.__name__
-    if asked.kind in ("backward", "grad") and torch.is_anomaly_enabled():
+    if request.kind in ("backward", "grad") and torch.is_anomaly_enabled():
         return _ANOMALY
-    if asked.kind in ("backward", "grad") and not reads:
+    if request.kind in ("backward", "grad") and not reads:
         return _BACKWARD
     if reads or name in VALUES:
-        return VALUES.get(asked.kind) or VALUES.get(name) or _READ
+        return VALUES.get(request.kind) or VALUES.get(name) or _READ
     return SIZES.get(name, "Compute with tensors instead: torch.where(condition, a, b), with a mask for a selection.")
 
 
@@ -123,8 +123,8 @@ def message(op: OpOverload) -> str:
     """The error message for `op`, called by the user's current line."""
     name = op.overloadpacket.__name__
     reads = name == "_local_scalar_dense"
-    asked = value_request()
-    expression = f"`{asked.text}`" if asked.text else "this line"
+    request = value_request()
+    expression = f"`{request.text}`" if request.text else "this line"
     if reads:
         problem = f"{expression} asks for a value"
     elif name in SIZES:
@@ -132,8 +132,8 @@ def message(op: OpOverload) -> str:
     else:
         problem = f"what {expression} gives depends on values ({op})"
     return (
-        f"{asked.source}: {problem}, while the step is being traced, when no tensor has a value yet. "
-        f"{advice(op, asked, reads)}"
+        f"{request.source}: {problem}, while the step is being traced, when no tensor has a value yet. "
+        f"{advice(op, request, reads)}"
     )
 
 

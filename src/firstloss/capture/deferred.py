@@ -245,7 +245,7 @@ def _contained(container: Any, path: str, depth: int = 8) -> Iterator[tuple[str,
             yield from _contained(item, f"{path}.{key}", depth - 1)
 
 
-def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
+def is_deferred(module_or_tensor: torch.nn.Module | torch.Tensor) -> bool:
     """Whether a tensor, or any parameter or buffer of a module, is still deferred.
 
     Examples:
@@ -256,10 +256,10 @@ def is_deferred(what: torch.nn.Module | torch.Tensor) -> bool:
         False
 
     Args:
-        what: a Module or a tensor.
+        module_or_tensor: a Module or a tensor.
 
     Returns:
         False if everything has been materialized.
     """
-    tensors = (part for tensor in tensors_in(what) for part in parts_of(tensor))
+    tensors = (part for tensor in tensors_in(module_or_tensor) for part in parts_of(tensor))
     return any(type(t) is DeferredTensor and state_of(t._storage).pending for t in tensors)

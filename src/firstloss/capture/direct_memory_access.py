@@ -56,8 +56,8 @@ def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
     Reads by Firstloss itself are not recorded.
     """
-    ours = getframe(2).f_code.co_filename.startswith(_OURS)
-    if ours or session.trace is None or type(self) is DeferredTensor or self.is_meta:
+    by_firstloss = getframe(2).f_code.co_filename.startswith(_OURS)
+    if by_firstloss or session.trace is None or type(self) is DeferredTensor or self.is_meta:
         return original(self, *args, **kwargs)
     self = session.trace.read_real(self)
     if type(self) is DeferredTensor:  # the step has written to it

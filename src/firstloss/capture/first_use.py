@@ -197,9 +197,9 @@ def _materialize_modules(storages: list[DeferredStorage], what: str, keep: bool)
 
 def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
     for sub in module.modules():
-        for held in (*parameters_of(sub).values(), *buffers_of(sub).values(), *vars(sub).values()):
-            if isinstance(held, torch.Tensor):
-                for part in distributed.parts_of(held):
+        for attribute in (*parameters_of(sub).values(), *buffers_of(sub).values(), *vars(sub).values()):
+            if isinstance(attribute, torch.Tensor):
+                for part in distributed.parts_of(attribute):
                     if type(part) is DeferredTensor:
                         yield part
 

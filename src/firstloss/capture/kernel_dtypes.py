@@ -55,15 +55,15 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
     if found is not None:
         return found
     sizes = {size for t in tensors for size in t.shape if size > _MIN_SIZE}
-    few = {size: _MIN_SIZE + n for n, size in enumerate(sorted(sizes))}
+    small_sizes = {size: _MIN_SIZE + n for n, size in enumerate(sorted(sizes))}
     whole = sum(t.numel() for t in tensors) <= _MAX_FULL_SIZE
-    for new_size in ({}, few) if whole else (few,):
+    for new_size in ({}, small_sizes) if whole else (small_sizes,):
         args = tuple(_zeros(a, new_size) for a in call.args)
         kwargs = {k: _zeros(v, new_size) for k, v in call.kwargs.items()}
         if call.op.overloadpacket.__name__ in _TAKE_PIVOTS:
-            for given in (*args, *kwargs.values()):
-                if isinstance(given, Tensor) and not (given.is_floating_point() or given.is_complex()):
-                    given.fill_(1)
+            for argument in (*args, *kwargs.values()):
+                if isinstance(argument, Tensor) and not (argument.is_floating_point() or argument.is_complex()):
+                    argument.fill_(1)
         try:
             with DisableTorchDispatch(), torch.no_grad():
                 result = call.op(*args, **kwargs)

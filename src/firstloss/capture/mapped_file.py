@@ -98,8 +98,8 @@ def deferred_file_tensor(tensor: torch.Tensor) -> DeferredTensor | None:
         return None
     value.follow(tensor)
     with torch.no_grad():
-        shown = DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
-        made: DeferredTensor = Hooks.dispatch(torch.ops.aten.clone.default, (shown,), {})
+        in_file_tensor = DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
+        made: DeferredTensor = Hooks.dispatch(torch.ops.aten.clone.default, (in_file_tensor,), {})
     session.deferred_file_tensors[begin] = tensor, made._storage
     return made
 
@@ -109,12 +109,12 @@ _known: list[_Mapping] = []
 
 def _mapping_of(address: int, nbytes: int) -> _Mapping | None:
     """The private file mapping that contains a range of memory."""
-    for again in (False, True):
-        if again or not _known:
+    for reread in (False, True):
+        if reread or not _known:
             _known[:] = _mappings()
         location = bisect.bisect_right([m.begin for m in _known], address) - 1
         if location >= 0 and _known[location].begin <= address and address + nbytes <= _known[location].end:
-            if again or _known[location] in _mappings_at(_known[location]):
+            if reread or _known[location] in _mappings_at(_known[location]):
                 return _known[location]
     return None
 
@@ -154,8 +154,8 @@ def _is_unmodified(address: int, nbytes: int) -> bool:
         return False
     if len(pages) != last - first + 1:
         return False
-    own = ((pages & _PRESENT) != 0) & ((pages & _FILE_OR_SHARED) == 0)
-    return not bool((own | ((pages & _SWAPPED) != 0)).any())
+    private = ((pages & _PRESENT) != 0) & ((pages & _FILE_OR_SHARED) == 0)
+    return not bool((private | ((pages & _SWAPPED) != 0)).any())
 
 
 def _stamp(stat: os.stat_result) -> tuple[int, ...]:

@@ -13,8 +13,7 @@ from ..program.graph import contiguous_stride, dense_count, geometry_of, span
 from ..program.source import here
 from . import conjugate_views, session
 from .constants import constant_tensor
-from .op_call import OpCall
-from .op_schema import traits_of
+from .op_call import OpCall, traits_of
 from .shapes import as_meta, infer
 from .storage_swap import become, rebind, share_memory
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend, to_host
@@ -59,10 +58,10 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         by_storage = op is aten.set_.source_Storage  # C++ may hold that tensor
         if session.trace is None and not resident and not by_storage:
             with DisableTorchDispatch(), torch.no_grad():
-                shown = torch.empty(0, dtype=source.dtype, device=source.device)
-                op(shown, *args[1:], **kwargs)
+                real = torch.empty(0, dtype=source.dtype, device=source.device)
+                op(real, *args[1:], **kwargs)
             # Autograd, above the dispatcher, gives the result a history.
-            share_memory(tensor, shown, torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad))
+            share_memory(tensor, real, torch.is_grad_enabled() and (tensor.requires_grad or source.requires_grad))
             return tensor
         source = Hooks.to_backend(source) if resident else constant_tensor(source)
     shape = geometry_of(source)

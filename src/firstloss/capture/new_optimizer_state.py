@@ -33,7 +33,7 @@ def find_new_state(
         FirstStepDiffers: if the state is initialized from a weight or a gradient, or with a number that the step
             changes; `optimizer.state` is restored.
     """
-    had = {p: dict(entries) for p, entries in optimizer.state.items()}
+    old_state = {p: dict(entries) for p, entries in optimizer.state.items()}
     numbers = _python_state(optimizer)
     rehearsal = StepTrace()
     try:
@@ -41,7 +41,7 @@ def find_new_state(
             step()
         made = _python_state(optimizer)
         counts = _changes(optimizer, numbers, made)
-        found = _new_state(optimizer, had, rehearsal)
+        found = _new_state(optimizer, old_state, rehearsal)
         for entry in found.values():
             entry._storage.trace = None
         if not counts and made.keys() - numbers.keys():  # constant, if another step does not change them
@@ -52,23 +52,23 @@ def find_new_state(
         if counts and len(made) > len(numbers):
             raise FirstStepDiffers  # the initial count is unknown
         for parameter, key in numbers:
-            optimizer.state[parameter][key] = had[parameter][key]
+            optimizer.state[parameter][key] = old_state[parameter][key]
     except BaseException:
         for parameter, entries in list(optimizer.state.items()):
             entries.clear()
-            entries.update(had.get(parameter, {}))
-            if parameter not in had:
+            entries.update(old_state.get(parameter, {}))
+            if parameter not in old_state:
                 del optimizer.state[parameter]
         raise
     return found
 
 
 def _new_state(
-    optimizer: torch.optim.Optimizer, had: dict[torch.Tensor, dict[str, Any]], rehearsal: StepTrace
+    optimizer: torch.optim.Optimizer, old_state: dict[torch.Tensor, dict[str, Any]], rehearsal: StepTrace
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
     found: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
     for parameter, entries in optimizer.state.items():
-        before = had.get(parameter, {})
+        before = old_state.get(parameter, {})
         for key, entry in list(entries.items()):
             if any(is_traced(part, rehearsal) for part in _parts(entry) if part is not entry):
                 raise TraceError(
@@ -125,9 +125,9 @@ def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
     """
     changed = False
     for (parameter, key), now in after.items():
-        was = before.get((parameter, key))
-        if was is not None and (
-            len(was) != len(now) or any(type(a) is not type(b) or a != b for a, b in zip(was, now, strict=True))
+        old = before.get((parameter, key))
+        if old is not None and (
+            len(old) != len(now) or any(type(a) is not type(b) or a != b for a, b in zip(old, now, strict=True))
         ):
             entry = optimizer.state[parameter][key]
             if not isinstance(entry, PLAIN):

@@ -25,8 +25,7 @@ from .constants import constant_tensor, edits, owned_by_torch
 from .evaluation import run_for_real, value_of
 from .file_value import is_in_file
 from .metadata_mutation import OPERATIONS, resize
-from .op_call import OpCall
-from .op_schema import traits_of
+from .op_call import OpCall, traits_of
 from .shapes import infer
 from .symbolic_scalars import number_of
 from .tensor import DeferredTensor, Hooks
@@ -136,9 +135,9 @@ def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     a, b, rtol, atol = (*args, 1e-5, 1e-8)[:4] if len(args) == 2 else (*args, 1e-8)[:4]
     distance = Hooks.dispatch(aten.abs.default, (Hooks.dispatch(aten.sub.Tensor, (a, b), {}),), {})
     allowed = Hooks.dispatch(aten.mul.Scalar, (Hooks.dispatch(aten.abs.default, (b,), {}), rtol), {})
-    near = Hooks.dispatch(aten.le.Tensor, (distance, Hooks.dispatch(aten.add.Scalar, (allowed, atol), {})), {})
+    close = Hooks.dispatch(aten.le.Tensor, (distance, Hooks.dispatch(aten.add.Scalar, (allowed, atol), {})), {})
     Hooks.assert_later(
-        Hooks.dispatch(aten.all.default, (near,), {}),
+        Hooks.dispatch(aten.all.default, (close,), {}),
         f"{node.name()} has no gradient here: the loss depends on the phase of complex vectors, which is arbitrary",
     )
     return True

@@ -267,8 +267,8 @@ def build(original: Any, self: Any, value: Any) -> Any:
 
 
 def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    held = (*parameters_of(module).values(), *buffers_of(module).values(), *vars(module).values())
-    return [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+    values = (*parameters_of(module).values(), *buffers_of(module).values(), *vars(module).values())
+    return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
 
 
 def _is_unshared(tensor: Any) -> bool:

@@ -53,8 +53,8 @@ def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> b
     else:
         return False
     if device.type == "cuda" and not (session.generators.policy == "counter" and has_counter_rule(node.op)):
-        given = call.generator_argument()
-        return _record_on_gpu(node, call.traits.random or "", math.prod(size), dtype, device, given)
+        generator_argument = call.generator_argument()
+        return _record_on_gpu(node, call.traits.random or "", math.prod(size), dtype, device, generator_argument)
     generator = call.generator()
     counted = session.generators.policy == "counter" and has_counter_rule(node.op) and generator.device.type == "cpu"
     if not counted:
@@ -137,11 +137,13 @@ _DTYPES = {
 _TRIAL_SIZES = (1, 1000, 300_001, 4_000_003)
 
 
-def _record_on_gpu(node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.device, given: Any) -> bool:
+def _record_on_gpu(
+    node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.device, generator_argument: Any
+) -> bool:
     """Give `node`, which draws `numel` elements on a GPU, its offset, and advance the generator.
 
     Args:
-        given: the call's `generator` argument.
+        generator_argument: the call's `generator` argument.
 
     Returns:
         False if it has to be run to find out how far.
@@ -149,7 +151,7 @@ def _record_on_gpu(node: Node, name: str, numel: int, dtype: torch.dtype, device
     if name not in _FILLS or dtype not in _DTYPES:
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[index] if given is None else given
+    generator = torch.cuda.default_generators[index] if generator_argument is None else generator_argument
     if generator.device.type != "cuda" or not layout_is_supported(index):
         return False
     offset = generator.get_offset()

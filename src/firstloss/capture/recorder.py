@@ -35,9 +35,8 @@ from .evaluation import run_for_real, run_from_file, run_now, run_on_resident
 from .file_value import is_in_file
 from .mapped_file import in_file
 from .metadata_mutation import resize
-from .op_call import OpCall
+from .op_call import OpCall, traits_of
 from .op_overrides import HANDLERS
-from .op_schema import traits_of
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace

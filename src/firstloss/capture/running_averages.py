@@ -62,8 +62,8 @@ def update_parameters(original: Any, self: AveragedModel, model: Any) -> None:
         kinds: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for a, p in pairs:
             kinds.setdefault((a.device, a.dtype), []).append((a, p))
-        for (device, _), alike in kinds.items():
-            self.multi_avg_fn([a for a, _ in alike], [p for _, p in alike], count.to(device))
+        for (device, _), group in kinds.items():
+            self.multi_avg_fn([a for a, _ in group], [p for _, p in group], count.to(device))
     else:
         average = self.avg_fn or get_swa_avg_fn()
         for (a, p), old in zip(pairs, before, strict=True):

@@ -69,13 +69,13 @@ def like(tensor: Tensor, real: Tensor, is_computed: bool, where: str) -> Tensor:
 
     If it `is_computed`, its history was lost at the line `where`, and a gradient that reaches it is an error.
     """
-    lost = without_history(real.detach(), where) if is_computed else None
+    detached = without_history(real.detach(), where) if is_computed else None
     if not is_parameter(tensor):
-        return real if lost is None else lost
+        return real if detached is None else detached
     real = torch.nn.Parameter(real, tensor.requires_grad and not is_computed)
-    if lost is not None:  # as in eager PyTorch, if a tensor with a history was copied into the parameter
+    if detached is not None:  # as in eager PyTorch, if a tensor with a history was copied into the parameter
         with torch.enable_grad():
-            real.copy_(lost)
+            real.copy_(detached)
     return real
 
 
@@ -89,16 +89,19 @@ def become(tensor: Tensor, other: Tensor) -> None:
         other.requires_grad_(True)
     if grad is not None:
         tensor.grad = None
-    was, had = type(tensor), {k: v for k, v in tensor.__dict__.items() if k in ("_storage", PARAMETER_FLAG)}
+    old_class, old_attributes = (
+        type(tensor),
+        {k: v for k, v in tensor.__dict__.items() if k in ("_storage", PARAMETER_FLAG)},
+    )
     tensor.__class__ = type(other)
     tensor.__dict__.clear()
     tensor.__dict__.update({**other.__dict__, **attributes})
     try:
         swap_tensor_impl(tensor, other)
     except RuntimeError as error:
-        tensor.__class__ = was
+        tensor.__class__ = old_class
         tensor.__dict__.clear()
-        tensor.__dict__.update({**had, **attributes})
+        tensor.__dict__.update({**old_attributes, **attributes})
         if grad is not None:
             tensor.grad = grad
         raise MaterializeError(
@@ -107,11 +110,11 @@ def become(tensor: Tensor, other: Tensor) -> None:
             f"firstloss.materialize_module(model) before. ({str(error).splitlines()[0]})"
         ) from error
     # PyTorch may still hold the old C++ tensor, which is now that of `other`; it needs the old class.
-    other.__class__ = was
+    other.__class__ = old_class
     other.__dict__.clear()
-    other.__dict__.update(had)
-    if was is DeferredTensor:
-        had["_storage"].add(other)
+    other.__dict__.update(old_attributes)
+    if old_class is DeferredTensor:
+        old_attributes["_storage"].add(other)
     if grad is not None:
         _set_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
     set_hook_tables(tensor, hooks)

@@ -180,8 +180,8 @@ def number_of(tensor: DeferredTensor) -> Any:
     # Below autograd the tensor's methods would not reach the recorder.
     if tensor.dim():
         tensor = Hooks.dispatch(aten.view.default, (tensor, ()), {})
-    wide = Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": torch.float64 if floating else torch.int64})
-    return (torch.SymFloat if floating else torch.SymInt)(SymbolicNumber(wide))
+    widened = Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": torch.float64 if floating else torch.int64})
+    return (torch.SymFloat if floating else torch.SymInt)(SymbolicNumber(widened))
 
 
 def is_symbolic(arg: Any) -> bool:

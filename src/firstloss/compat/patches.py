@@ -94,7 +94,7 @@ PATCHES = {
     ),
     # -- other libraries --
     "accelerate.utils.modeling.retie_parameters": Patch(
-        IMPORTED, "It tells by the meta device which tied weight was not loaded",
+        IMPORTED, "It detects tied weights that were not loaded by the meta device",
         ("accelerate.big_modeling.retie_parameters",), optional=True,
     ),
     # -- DTensor --
@@ -136,7 +136,7 @@ PATCHES = {
         f"torch.Tensor.{name}": Patch(TRACE, _READS)
         for name in ("tensor_split", *READ_IN_MEMORY)
     },
-    **{f"gc.{name}": Patch(TRACE, "Collection is paused meanwhile") for name in ("enable", "disable", "isenabled")},
+    **{f"gc.{name}": Patch(TRACE, "Garbage collection is paused") for name in ("enable", "disable", "isenabled")},
     "torch.optim.lr_scheduler.LRScheduler.step": Patch(TRACE, "Schedulers step in Python, after the traced step"),
 }  # fmt: skip
 

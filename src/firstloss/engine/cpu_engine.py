@@ -52,10 +52,10 @@ def lower_thread_priority(niceness: Sequence[int]) -> Callable[[], None]:
 
     Threads with a lower priority yield to work that the first loss waits for.
     """
-    mine = iter(niceness)
+    values = iter(niceness)
 
     def lower_priority() -> None:
-        priority = next(mine, 0)
+        priority = next(values, 0)
         if priority and sys.platform == "linux":  # on other systems niceness applies to the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
 

@@ -162,8 +162,8 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
             return None
         return RangeStep(does, node, (), partial)
     if isinstance(does, Copy) and does.dim is not None:
-        alike = all(ref.dtype == value.dtype for ref in does.sources)
-        return RangeStep(does, node, (), False) if alike else None
+        same_dtype = all(ref.dtype == value.dtype for ref in does.sources)
+        return RangeStep(does, node, (), False) if same_dtype else None
     if isinstance(does, Copy):
         operands: tuple = does.sources
     else:

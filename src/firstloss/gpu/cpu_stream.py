@@ -71,7 +71,7 @@ class LaunchTables:
             for segment in _segments(piece):
                 streams.setdefault(piece.stream, []).append(segment)
         if bits is None:
-            words = sum(int(segment["words"]) for some in streams.values() for segment in some)
+            words = sum(int(segment["words"]) for segments in streams.values() for segment in segments)
             bits = min(max((words // _CHUNKS).bit_length(), _MIN_BITS), _MAX_BITS)
         self.bits = bits
         self.roots: list[Words] = []
@@ -79,8 +79,8 @@ class LaunchTables:
         self.levels: dict[int, list[tuple[int, int]]] = {}  # (from, to) windows, by the exponent of the jump
         self.layers: list[tuple[NDArray[np.void], NDArray[np.void]]] = []  # chunks and segments of each launch
         self.windows = 0
-        for stream, some in streams.items():
-            self._add(stream, np.array(some, SEGMENT))
+        for stream, segments in streams.items():
+            self._add(stream, np.array(segments, SEGMENT))
 
     def _add(self, stream: Stream, segments: NDArray[np.void]) -> None:
         segments = segments[np.argsort(segments["begin"], kind="stable")]

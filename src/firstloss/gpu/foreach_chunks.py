@@ -100,12 +100,12 @@ def _shared(node: Node) -> set[Value]:
 
 def _parts(run: Sequence[Node], nbytes: int) -> Iterator[tuple[int, int]]:
     sizes = [max(node.outputs[i].nbytes for node in run) for i in range(len(run[0].outputs))]
-    begin, held = 0, 0
+    begin, total = 0, 0
     for i, size in enumerate(sizes):
-        if i > begin and held + size > nbytes:
+        if i > begin and total + size > nbytes:
             yield begin, i
-            begin, held = i, 0
-        held += size
+            begin, total = i, 0
+        total += size
     yield begin, len(sizes)
 
 

@@ -108,12 +108,12 @@ class Plan:
         return []
 
 
-def _last_reads(nodes: Sequence[Node], kept: Iterable[Ref], given: set[Value]) -> dict[int, list[Value]]:
+def _last_reads(nodes: Sequence[Node], outputs: Iterable[Ref], given: set[Value]) -> dict[int, list[Value]]:
     last: dict[Value, int] = {}
     for node in nodes:
         for value in (*node.reads(), *(ref.value for ref in node.writes), *node.outputs):
             last[value] = node.index
-    for ref in kept:
+    for ref in outputs:
         last.pop(ref.value, None)
     found: dict[int, list[Value]] = {}
     for value, index in last.items():

@@ -111,7 +111,7 @@ def init_program(module: torch.nn.Module) -> InitProgram:
         NothingDeferredError: if no parameter, buffer or tensor attribute of `module` is deferred.
     """
     if not isinstance(module, torch.nn.Module):
-        raise NothingDeferredError(f"init_program takes a Module, whose weights have names, not {module!r:.80}.")
+        raise NothingDeferredError(f"init_program: {module!r:.80} is not a Module. Only a Module has named weights.")
     recipes: dict[str, Recipe] = {}
     first: dict[int, Recipe] = {}
     counted: set[int] = set()

@@ -96,11 +96,12 @@ def materialize_module(
 
 def _report_meta(module: torch.nn.Module, names: list[str], nothing_else: bool) -> None:
     """Warn about tensors on the meta device; an error if there are no others to make."""
-    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    examples = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     message = (
-        f"{here()}: of this {type(module).__name__}, {some} {'is' if len(names) == 1 else 'are'} on the meta device: "
-        "they have neither a value nor a recipe. Construct without the meta device, with firstloss.deferred_init, "
-        "which records how the weights are initialized; or load values before, by load_state_dict(..., assign=True)."
+        f"{here()}: of this {type(module).__name__}, {examples} {'is' if len(names) == 1 else 'are'} on the meta "
+        "device: they have neither a value nor a recipe. Construct without the meta device, with "
+        "firstloss.deferred_init, which records how the weights are initialized; or load values before, by "
+        "load_state_dict(..., assign=True)."
     )
     if nothing_else:
         raise MaterializeError(message)

@@ -60,8 +60,8 @@ def _step(node: Node, limit: int) -> str:
     describe = _WORDS.get(name)
     if name == "copy":
         other = next((a for a in node.args[1:] if type(a) is Ref), None)
-        of = ", then ".join(_steps(other.value, limit - 1)) if other and limit > 1 else "..."
-        text = f"copy of ({of})" if "," in of else f"copy of {of}"
+        source = ", then ".join(_steps(other.value, limit - 1)) if other and limit > 1 else "..."
+        text = f"copy of ({source})" if "," in source else f"copy of {source}"
     elif describe is not None:
         text = describe(_arguments(node))
     else:

@@ -130,9 +130,9 @@ def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: 
     plain = specs.keys() - wild
     for pattern in specs:
         if pattern not in names if pattern in plain else not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(list(names)[:3])
+            examples = ", ".join(list(names)[:3])
             raise ShardingError(
-                f"{_at(source)}the pattern {pattern!r} matches no weight. Weights have names like {near}; "
+                f"{_at(source)}the pattern {pattern!r} matches no weight. Weights have names like {examples}; "
                 "a pattern must match the whole name, as '*.weight' does"
             )
     order = {pattern: index for index, pattern in enumerate(specs)}

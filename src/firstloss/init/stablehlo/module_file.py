@@ -86,7 +86,9 @@ def _outputs_of(path: str | os.PathLike, module: Any) -> _Outputs:
     main = operations.get("main")
     if main is None or "res_attrs" not in main.attributes:
         raise _no_module(path)
-    names = [ir.DictAttr(of)["jax.result_info"].value for of in ir.ArrayAttr(main.attributes["res_attrs"])]
+    names = [
+        ir.DictAttr(attributes)["jax.result_info"].value for attributes in ir.ArrayAttr(main.attributes["res_attrs"])
+    ]
     shapes = [tuple(result.shape) for result in main.type.results]
     mesh = operations.get("mesh")
     if mesh is None:

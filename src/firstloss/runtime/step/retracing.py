@@ -136,7 +136,7 @@ class CacheEntry:
 
     def differs_unseen(self) -> None:
         """Note that it behaved differently at the next call, although nothing that is guarded had changed."""
-        self._unseen = "at its second call it did something else than at its first, and it cannot be seen why"
+        self._unseen = "its second call behaved differently from its first for an unknown reason"
 
     @functools.cached_property
     def _too_large(self) -> str | None:
