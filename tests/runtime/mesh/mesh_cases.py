@@ -361,7 +361,7 @@ def test_axes_that_do_not_divide_go_elsewhere_and_are_told(tmp_path):
     backend = fl.backend("XLA", mesh={"fsdp": 4}, artifact_dir=tmp_path)
     layer = nn.Linear(64, 102)
     fl.shard(layer, {"weight": ("fsdp", None)}, {"fsdp": 4})
-    with pytest.warns(UserWarning, match="does not divide dimension 0 of 102: it cuts dimension 1 instead"):
+    with pytest.warns(UserWarning, match="does not divide dimension 0 of 102: it shards dimension 1 instead"):
         fl.compile(layer, backend)
     assert array_of(layer.weight).addressable_shards[0].data.shape == (102, 16)
 
