@@ -112,7 +112,7 @@ def quick_compiles(request, compile_cache, monkeypatch):
         monkeypatch.setattr(jaxlib, "use_compilation_cache", lambda directory: use(str(compile_cache)))
     if "firstloss.runtime.step.executable_cache" in sys.modules and not marked("own_compile_cache"):
         executables = importlib.import_module("firstloss.runtime.step.executable_cache")
-        monkeypatch.setattr(executables, "entry_of", lambda name, signature, order: None)
+        monkeypatch.setattr(executables, "entry_of", lambda *_: None)
 
 
 def pytest_collection_modifyitems(items):

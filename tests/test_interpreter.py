@@ -9,7 +9,15 @@ import weakref
 import pytest
 
 from firstloss import interpreter
-from firstloss.interpreter import is_collecting, pause, paused, set_collecting
+from firstloss.interpreter import (
+    is_collecting,
+    no_full_collections,
+    pause,
+    paused,
+    set_collecting,
+    set_thresholds,
+    thresholds,
+)
 from firstloss.runtime.step import process_settings
 from firstloss.undo import Undo
 
@@ -169,3 +177,51 @@ def test_what_is_wanted_in_a_block_is_set_after_it(users):
     assert sys.getswitchinterval() == 0.002
     interpreter.set_switch_interval(0.003)
     assert sys.getswitchinterval() == 0.003
+
+
+@pytest.fixture
+def users_thresholds():
+    """The thresholds, which are put back."""
+    found = gc.get_threshold()
+    yield found
+    gc.set_threshold(*found)
+
+
+def test_a_thread_beside_the_users_collects_young_objects_alone(users_thresholds):
+    collections = []
+
+    def note(phase, info):
+        collections.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with no_full_collections():
+            kept = [[[]] for _ in range(300_000)]
+            assert gc.isenabled() and collections and 2 not in collections
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.get_threshold() == users_thresholds and len(kept) == 300_000 and not gc.get_freeze_count()
+
+
+def test_such_blocks_overlap_and_the_user_sees_none_of_them(users_thresholds):
+    first, second = no_full_collections(), no_full_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert thresholds() == users_thresholds != gc.get_threshold()
+    second.__exit__(None, None, None)
+    assert thresholds() == users_thresholds == gc.get_threshold()
+
+
+def test_what_the_user_sets_during_such_a_block_stays(users_thresholds):
+    with no_full_collections():
+        gc.set_threshold(500, 5, 5)
+    assert gc.get_threshold() == thresholds() == (500, 5, 5)
+    with no_full_collections():
+        set_thresholds((600, 6, 6))
+        assert thresholds() == (600, 6, 6) != gc.get_threshold()
+        gc.disable()
+    try:
+        assert gc.get_threshold() == (600, 6, 6) and not gc.isenabled()
+    finally:
+        gc.enable()

@@ -101,13 +101,69 @@ _others_freeze = False  # someone uses gc.freeze, so do not unfreeze; asking tak
 
 
 def _collect_again() -> None:
-    global _others_freeze
     if not isenabled():
-        _others_freeze = _others_freeze or gc.get_freeze_count() > 0
-        if not _others_freeze:
-            gc.freeze()  # freeze and unfreeze move all objects
-            gc.unfreeze()  # into the oldest generation
+        _age_objects()
     enable()
+
+
+def _age_objects() -> None:
+    """Move all objects into the oldest generation."""
+    global _others_freeze
+    _others_freeze = _others_freeze or gc.get_freeze_count() > 0
+    if not _others_freeze:
+        gc.freeze()
+        gc.unfreeze()
+
+
+# -- no full collections while a background thread creates objects beside the user's code --
+
+_NEVER = 1 << 30  # collections of the middle generation before a full one
+
+_threshold_lock = threading.Lock()
+_threshold_blocks = 0
+_thresholds: tuple[int, int, int] = gc.get_threshold()  # the user's, during such blocks
+
+
+@contextmanager
+def no_full_collections() -> Iterator[None]:
+    """Like `paused`, for a background thread: the user's code may enable and disable collection meanwhile, and young
+    objects are collected. Several threads may enter it at a time."""
+    global _threshold_blocks, _thresholds
+    with _threshold_lock:
+        if not _threshold_blocks:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(*_thresholds[:2], _NEVER)
+        _threshold_blocks += 1
+    try:
+        yield
+    finally:
+        with _threshold_lock:
+            _threshold_blocks -= 1
+            if not _threshold_blocks and _set_by_us():
+                _age_objects()
+                gc.set_threshold(*_thresholds)
+
+
+def _set_by_us() -> bool:
+    """Whether the current thresholds were set by a block, and not by the user since."""
+    return gc.get_threshold() == (*_thresholds[:2], _NEVER)
+
+
+def thresholds() -> tuple[int, int, int]:
+    """The user's thresholds, which are set or will be restored."""
+    with _threshold_lock:
+        return _thresholds if _threshold_blocks and _set_by_us() else gc.get_threshold()
+
+
+def set_thresholds(numbers: tuple[int, int, int]) -> None:
+    """Set the user's thresholds; inside a block, for the time after it."""
+    global _thresholds
+    with _threshold_lock:
+        if _threshold_blocks and _set_by_us():
+            _thresholds = numbers
+            gc.set_threshold(*_thresholds[:2], _NEVER)
+        else:
+            gc.set_threshold(*numbers)
 
 
 # -- a shorter GIL switch interval while a background thread works beside the user's --

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import firstloss as fl
+from firstloss.capture import shapes
 
 
 def _params(a, b):
@@ -61,3 +62,18 @@ def test_lists_of_deferred_and_real_tensors_match_eager(edit, outside):
         assert counts[0] == counts[1], "autograd knows by them what was edited since"
     for expected, got in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(expected, got)
+
+
+def test_shapes_are_asked_for_once_for_weights_that_are_alike(monkeypatch):
+    asked = []
+    on_meta = shapes._run_meta_kernel
+    monkeypatch.setattr(shapes, "_run_meta_kernel", lambda call: asked.append(call) or on_meta(call))
+
+    def powers():
+        weights = [torch.ones(3, 17) for _ in range(5)] + [torch.ones(17)]
+        return torch._foreach_pow(0.37, weights), torch._foreach_pow(weights, 0.37)
+
+    behind, before = fl.deferred_init(powers)
+    found = [call for call in asked if "_foreach_pow" in str(call.op)]
+    assert [sorted(tuple(t.shape) for t in call.deferred) for call in found] == [[(3, 17), (17,)]] * 2
+    assert [tuple(t.shape) for t in (*behind, *before)] == [(3, 17)] * 5 + [(17,)] + [(3, 17)] * 5 + [(17,)]

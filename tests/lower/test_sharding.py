@@ -2,11 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from firstloss.lower.sharding import _cut
+from firstloss.capture.recorder import new_index
+from firstloss.lower.program import call_of, forget_functions
+from firstloss.lower.rules import RULES
+from firstloss.lower.sharding import _cut, rule_of_call
 from firstloss.lower.sharding_rules import rule_of
+from firstloss.program.graph import Node, Ref, Value
+from firstloss.program.source import UNKNOWN
 
 
 def take(table, indices):
@@ -99,3 +107,32 @@ CUTS = [
 @pytest.mark.parametrize("spec, dim, over, shape, expected", CUTS)
 def test_a_dimension_is_split_only_evenly(spec, dim, over, shape, expected):
     assert _cut(spec, dim, over, shape, AXES) == expected
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """How often the rule of aten.neg has been traced."""
+    times = []
+
+    def neg(x):
+        times.append(x)
+        return -x
+
+    monkeypatch.setitem(RULES, torch.ops.aten.neg.default, neg)
+    forget_functions()
+    yield times
+    forget_functions()
+
+
+def test_what_has_been_traced_for_its_sharding_rule_is_not_when_it_is_lowered(traced):
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))
+    value = Value((7, 13), (13, 1), torch.float32, torch.device("cpu"))
+    node = Node(new_index(), torch.ops.aten.neg.default, (Ref.of(value),), {}, (), False, None, UNKNOWN)
+    node.outputs = (Value((7, 13), (13, 1), torch.float32, torch.device("cpu"), node),)
+    call = call_of(node)
+    rule = rule_of_call(call, NamedSharding(mesh, PartitionSpec()))
+    assert rule.operands == rule.results and len(rule.operands) == 1
+    given = jax.ShapeDtypeStruct((7, 13), np.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    with jax.enable_x64(True):
+        jax.jit(lambda x: call.run([x], None)).lower(given)
+    assert len(traced) == 1

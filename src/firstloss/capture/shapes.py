@@ -256,7 +256,8 @@ def _infer(call: OpCall) -> Outcome:
             return Outcome(cpu, None)
     if call.op in _WRONG_META_KERNELS and session.trace is None:
         raise NeedsValues(f"the meta kernel of {call.op} returns wrong strides")
-    geometry = _infer_foreach(call) if call.is_foreach else _run_meta_kernel(call)
+    on_lists = schema_of(call.op).name.startswith("aten::_foreach_")  # foreach_pow's list may follow a number
+    geometry = _infer_foreach(call) if on_lists else _run_meta_kernel(call)
     geometry = _with_dtypes(geometry, given)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None

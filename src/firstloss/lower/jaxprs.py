@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex
+from jax.sharding import Sharding
 
 from .dtypes import to_jax
 from .program import LoweredCall
@@ -20,6 +21,19 @@ def jaxpr_of(call: LoweredCall) -> jex.Jaxpr:
     arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
     with jax.enable_x64(True):
         return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(_key(), *arrays).jaxpr
+
+
+def jaxpr_on(call: LoweredCall, where: Sharding | None) -> jex.Jaxpr:
+    """What a call computes of its operands and, if it draws, of a key behind them.
+
+    Args:
+        where: the mesh on which it will be lowered, as a sharding on it: JAX then traces the call here alone.
+    """
+    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype), sharding=where) for value in call.inputs]
+    if call.draw is not None:
+        arrays.append(jax.ShapeDtypeStruct(_key().shape, _key().dtype, sharding=where))
+    with jax.enable_x64(True):
+        return call.jaxpr(arrays)
 
 
 @functools.cache

@@ -7,8 +7,9 @@ share that function, so equal layers are traced and lowered once, and a module i
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -74,12 +75,31 @@ class LoweredCall(NamedTuple):
         """Compute the outputs' arrays. `key` is the step's random key, needed if this call draws."""
         if isinstance(self.kind, View):
             return (read_view(operands[0], self.kind),)
-        assert self.node is not None
         if self.draw is not None:
             assert key is not None
             operands = [*operands, key]
+        with self._refusals():
+            return self._function()(*operands)
+
+    def jaxpr(self, operands: Sequence[jax.ShapeDtypeStruct]) -> Any:
+        """What it computes of `operands` and, if it draws, of a key behind them. Where the operands are like those of
+        `run`, JAX traces it once for both."""
+        if isinstance(self.kind, View):
+            view = self.kind
+            return jax.make_jaxpr(lambda array: (read_view(array, view),))(*operands).jaxpr
+        with self._refusals():
+            return self._function().trace(*operands).jaxpr.jaxpr
+
+    def _function(self) -> Any:
+        assert isinstance(self.kind, Template)
+        return function_of(self.kind, aten.usable(), precision.now())
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What tracing it may raise, as an error that says where in the step it is."""
+        assert self.node is not None
         try:
-            return function_of(self.kind, aten.usable(), precision.now())(*operands)
+            yield
         except LoweringError as error:
             raise LoweringError(f"{self.node.source}: {error}") from error.__cause__
         except jax.errors.ConcretizationTypeError:

@@ -13,8 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jax.sharding import Sharding
+
 from ..program.graph import Value
-from .jaxprs import jaxpr_of
+from .jaxprs import jaxpr_on
 from .program import LoweredCall, Template, View
 from .segments import Segment
 from .sharding_rules import ShardingRule, rule_of
@@ -139,12 +141,22 @@ _rules: dict[tuple[Template | View, tuple], ShardingRule] = {}
 _MOST = 8192
 
 
-def rule_of_call(call: LoweredCall) -> ShardingRule:
+def read_rules(segments: Sequence[Segment], where: Sharding) -> None:
+    """Read the sharding rules of what `segments` call, as it will be lowered on the mesh of `where`: to find these JAX
+    has to trace the calls, and does not again when they are lowered."""
+    like = {segment.function: segment for segment in reversed(segments)}
+    for segment in like.values():
+        for call in segment.calls:
+            rule_of_call(call, where)
+
+
+def rule_of_call(call: LoweredCall, where: Sharding | None = None) -> ShardingRule:
+    """The sharding rule of a call's operands and results; `where` as in `jaxprs.jaxpr_on`."""
     shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
     found = _rules.get((call.kind, shapes))
     if found is None:
-        rule = rule_of(jaxpr_of(call))
-        found = _rules[call.kind, shapes] = ShardingRule(rule.operands[1:], rule.results)
+        rule = rule_of(jaxpr_on(call, where))
+        found = _rules[call.kind, shapes] = ShardingRule(rule.operands[: len(call.inputs)], rule.results)
         if len(_rules) > _MOST:
             del _rules[next(iter(_rules))]
     return found

@@ -19,6 +19,7 @@ import firstloss as fl  # noqa: E402
 from firstloss.errors import BackendError, ElsewhereError, ShardingError  # noqa: E402
 from firstloss.runtime.mesh import sharded_weights as mesh_placement  # noqa: E402
 from firstloss.runtime.mesh.mesh import Mesh  # noqa: E402
+from firstloss.runtime.step import segmented  # noqa: E402
 from tests.runtime.step import test_first_loss  # noqa: E402
 
 computed, train_a_net = test_first_loss.computed, test_first_loss.run
@@ -114,6 +115,35 @@ def test_a_mesh_gives_the_losses_of_one_device(name, one_device, tmp_path):
     for key, tensor in run.model.state_dict().items():  # the same bits, wherever they lie
         assert same_bits(tensor, before[key]), key
     assert run.train() == pytest.approx(losses, rel=REORDERED)
+
+
+@pytest.mark.own_compile_cache
+def test_a_second_start_lowers_nothing_and_another_mesh_or_sharding_all(tmp_path, monkeypatch):
+    lowered = []
+    lower = segmented._lower
+    monkeypatch.setattr(segmented, "_lower", lambda name, *args: lowered.append(name) or lower(name, *args))
+
+    def on(mesh, specs=None):
+        lowered.clear()
+        return Run(tmp_path, mesh, specs or {}).train(), len(lowered)
+
+    def devices(first):
+        return jax.sharding.Mesh(np.array(jax.devices()[first : first + 4]), ("fsdp",))
+
+    losses, compiled = on({"fsdp": 4})
+    assert compiled
+    assert on({"fsdp": 4}) == (losses, 0)
+    others = [
+        ({"dp": 4}, {}),
+        ({"fsdp": 8}, {}),
+        ({"fsdp": 2, "tp": 2}, {}),
+        ({"tp": 2, "fsdp": 2}, {}),
+        ({"fsdp": 4}, {"up.weight": (None, "fsdp")}),
+        (devices(4), {}),
+    ]
+    for mesh, specs in others:
+        assert on(mesh, specs) == (pytest.approx(losses, rel=REORDERED), compiled), (mesh, specs)
+    assert on(others[-1][0]) == (pytest.approx(losses, rel=REORDERED), 0)
 
 
 def test_gradient_accumulation(tmp_path):
@@ -331,7 +361,7 @@ def test_axes_that_do_not_divide_go_elsewhere_and_are_told(tmp_path):
     backend = fl.backend("XLA", mesh={"fsdp": 4}, artifact_dir=tmp_path)
     layer = nn.Linear(64, 102)
     fl.shard(layer, {"weight": ("fsdp", None)}, {"fsdp": 4})
-    with pytest.warns(UserWarning, match="does not divide dimension 0 of 102: it cuts dimension 1 instead"):
+    with pytest.warns(UserWarning, match="does not divide dimension 0 of 102: it shards dimension 1 instead"):
         fl.compile(layer, backend)
     assert array_of(layer.weight).addressable_shards[0].data.shape == (102, 16)
 

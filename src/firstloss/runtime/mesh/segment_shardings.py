@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...lower.gathers import Gathers, gathers_of
 from ...lower.segments import Cut, Segment
-from ...lower.sharding import ArraySharding, Spec, propagate
+from ...lower.sharding import ArraySharding, Spec, propagate, read_rules
 from ...program.graph import Value
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
@@ -46,6 +46,7 @@ class Edges:
         outputs = {value: named(sharding) for value, sharding in wanted.items()}
         placed = {v: ArraySharding(spec_of(s, len(v.shape)), v in batch) for v, s in inputs.items()}
         specs = {value: spec_of(s, len(value.shape)) for value, s in outputs.items()}
+        read_rules(cut.segments, self.whole)
         found = propagate(cut.segments, placed, specs, mesh.axes)
         by_spec: dict[Spec, NamedSharding] = {}
 
@@ -82,6 +83,11 @@ class Edges:
             return None
         known = {value: self.placed(value) for value in (*segment.inputs, *segment.outputs) if isinstance(value, Value)}
         return gathers_of(segment, known, self._axes)
+
+    def described(self, segment: Segment) -> tuple:
+        """All that decides how a segment is partitioned, besides what it computes and the mesh."""
+        crossing = (*segment.inputs, *segment.outputs)
+        return self._gathers, tuple(None if isinstance(value, int) else self.placed(value) for value in crossing)
 
     def put(self, values: np.ndarray) -> Any:
         """Replicate `values`, which every process has."""

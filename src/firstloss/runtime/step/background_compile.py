@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...interpreter import no_full_collections
 from ...program.graph import Value
 from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import LazyArray
@@ -69,10 +70,11 @@ class BackgroundCompiledStep:
     def lower(self) -> SegmentedStep:
         """Lower the step and start compiling it; returns the segmented step."""
         try:
-            made = self.made()
-            start_waiting_materializations()
-            made.lower()
-            return made
+            with no_full_collections():
+                made = self.made()
+                start_waiting_materializations()
+                made.lower()
+                return made
         finally:
             self._lowered.set()
 

@@ -22,7 +22,7 @@ import platform
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,11 @@ class Entry:
         found: whether the file exists.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str, devices: Sequence[jax.Device] | None = None) -> None:
+        """`devices`: those of a mesh, in its order."""
         self.path = folder / f"{key}.executable"
         self.found = self.path.exists()
+        self._devices = devices
 
     def load(self) -> Any:
         """Load the compiled function; None if the file is not valid."""
@@ -85,7 +87,9 @@ class Entry:
                 digest, content = file.read(_DIGEST_BYTES), file.read()
             if hashlib.sha256(content).digest() == digest:
                 unloaded, in_tree, out_tree = pickle.loads(content)
-                return serialize_executable.deserialize_and_load(unloaded, in_tree, out_tree)
+                return serialize_executable.deserialize_and_load(
+                    unloaded, in_tree, out_tree, execution_devices=self._devices
+                )
         except Exception:  # from another build of XLA, for example: recompile and overwrite
             pass
         self.found = False
@@ -124,13 +128,17 @@ def _is_ours(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def entry_of(name: str, signature: Any, order: tuple) -> Entry | None:
+def entry_of(
+    name: str, signature: Any, order: tuple, mesh: jax.sharding.Mesh | None = None, shardings: tuple = ()
+) -> Entry | None:
     """The entry of a function; None if it has no key.
 
     Args:
         name: the function's name.
         signature: its computation, as a function of its inputs.
         order: of its arguments and results, and how many arguments are donated.
+        mesh: the mesh it is partitioned over, whose devices all belong to this process.
+        shardings: on that mesh, of its inputs and outputs, and whatever else decides how it is partitioned.
     """
     folder, settings = lowering_markers.folder(), _settings()
     if folder is None or settings is None or not on_cpu():
@@ -138,14 +146,20 @@ def entry_of(name: str, signature: Any, order: tuple) -> Entry | None:
     with aten.within():
         by_pytorch = aten.usable()
     found = hashlib.sha256(_environment())
-    found.update(repr((settings, by_pytorch, sorted(compile_options().items()))).encode())
+    options = compile_options(on_mesh=mesh is not None)
+    found.update(repr((settings, by_pytorch, sorted(options.items()))).encode())
+    devices = None if mesh is None else list(mesh.devices.flat)
+    if mesh is not None and devices is not None:
+        kinds = [(device.id, device.process_index, device.device_kind) for device in devices]
+        types = [str(kind) for kind in mesh.axis_types]
+        found.update(repr((mesh.axis_names, mesh.devices.shape, types, kinds, jax.device_count())).encode())
     try:
-        for text in _text((name, signature, order)):
+        for text in _text((name, signature, order, shardings)):
             found.update(text.encode())
             found.update(b"\0")
     except Unknown:
         return None
-    return Entry(folder, found.hexdigest())
+    return Entry(folder, found.hexdigest(), devices)
 
 
 def digest_of(signatures: Iterable[Any]) -> str:
@@ -199,7 +213,7 @@ def _environment() -> bytes:
     found = hashlib.sha256()
     versions = (torch.__version__, torch.version.git_version, jax.__version__, jaxlib.__version__, np.__version__)
     found.update(repr((versions, platform.python_version(), _processor())).encode())
-    for folder in ("lower", "runtime/step", "runtime"):
+    for folder in ("lower", "runtime/mesh", "runtime/step", "runtime"):
         for path in sorted((_SOURCES / folder).iterdir()):
             if path.suffix in (".py", ".so", ".c", ".h", ".txt"):
                 found.update(path.name.encode())

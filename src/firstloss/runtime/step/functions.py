@@ -86,13 +86,15 @@ class CompiledFunctions:
 
     def _entry(self, number: int) -> executable_cache.Entry | None:
         """Where a function is kept from one start to the next; None if it is not."""
-        if self._edges is not None or not self._compiles:
+        edges = self._edges
+        if not self._compiles or edges is not None and jax.process_count() > 1:  # processes share what they compile
             return None
         function = self._functions[number]
         made = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
         results = tuple(made[function.like.outputs[i]] for i in function.result_order)
         order = (function.argument_order, results, function.reused)
-        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order)
+        where = () if edges is None else (edges.whole.mesh, edges.described(function.like))
+        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order, *where)
         if entry is not None:
             self._entries[number] = entry
         return entry
@@ -111,17 +113,18 @@ class CompiledFunctions:
     def _compile(self, number: int, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
             entry = self._entries.get(number)
+            options = compile_options(on_mesh=self._edges is not None)
             if entry is not None:
                 if isinstance(lowered, executable_cache.Entry):
                     compiled = entry.load()
                     if compiled is not None:
                         return compiled
                     lowered = self._lower(number)
-                return entry.compile(lowered, compile_options())
+                return entry.compile(lowered, options)
             if self._peers is None or self._edges is None:
-                return lowered.compile(compile_options())
+                return lowered.compile(options)
             devices = self._edges.whole.mesh.devices
-            return self._peers.compile(number, self._name, lowered, compile_options(), devices)
+            return self._peers.compile(number, self._name, lowered, options, devices)
 
     def reuses(self, number: int) -> bool:
         """Whether a function overwrites old state."""

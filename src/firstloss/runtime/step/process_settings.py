@@ -87,7 +87,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (interpreter.switch_interval, interpreter.set_switch_interval),
     (interpreter.is_collecting, interpreter.set_collecting),
-    (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
+    (interpreter.thresholds, interpreter.set_thresholds),
     (gc.get_debug, gc.set_debug),
     (_folder, os.chdir),
     (_numpy_errors, _set_numpy_errors),
