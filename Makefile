@@ -1,8 +1,8 @@
-# Everything runs in .venv, made on first use from the pinned lists in requirements/.
-# Another interpreter: make test PYTHON=python3.12
+# Everything runs in .venv, created on first use from the pinned lists in requirements/.
+# To choose an interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
-# Another PyTorch, in a virtual environment of its own: make test TORCH=2.15.0
+# Another PyTorch, in a separate virtual environment: make test TORCH=2.15.0
 TORCH ?=
 VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -21,31 +21,31 @@ GPU_ARGS ?=
 demo: install
 	$(BIN)/firstloss demo --out $(DEMO_OUT)
 
-# What is imported is compiled once, also where the environment has Python keep nothing: hundreds of processes import it.
+# Keep bytecode even if the environment disables it, since hundreds of processes import the same modules.
 test sweep fuzz replay: export PYTHONDONTWRITEBYTECODE :=
-# Threads of OpenMP that wait sleep: there are as many in each of the processes that share the cores.
+# Idle OpenMP threads sleep instead of spinning, since many processes share the cores.
 test sweep fuzz: export OMP_WAIT_POLICY := PASSIVE
 
-# mypy runs beside the tests, for it works on one core; what it says comes after them, and fails the target as they do.
+# mypy, which uses one core, runs in parallel with the tests; its output comes after theirs, and it can fail the target too.
 test: $(if $(TORCH),install-test,style)
 	@echo $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(TORCH),,"(beside $(BIN)/mypy)")
 	@$(if $(TORCH),,$(BIN)/mypy > $(VENV)/mypy.txt 2>&1 & types=$$!;) \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal; tests=$$?; \
 	$(if $(TORCH),,wait $$types || tests=1; cat $(VENV)/mypy.txt;) exit $$tests
 
-# All of the tests, compiled as users have it, and whole classes where `make test` takes what stands for them: hours
+# All tests, compiled as for users, with all cases where `make test` runs representatives: hours
 sweep: install-test
 	FIRSTLOSS_AS_USERS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "sweep or not sweep"
 
-# Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled, as users do)
+# Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled as for users)
 fuzz: install-test
 	PYTHONPATH=src $(BIN)/python -m tests.fuzz steps --seeds $(SEEDS) --jobs $(WORKERS)
 
-# Whether Programs, recipes, weights and StableHLO are what they were: make replay AGAINST=HEAD~3
+# Check that Programs, recipes, weights and StableHLO are unchanged: make replay AGAINST=HEAD~3
 replay: install-test
 	PYTHONPATH=src $(BIN)/python -m tests.replay --against $(AGAINST)
 
-# Other people's trainers with one line changed, in an environment of their own. nanoGPT and nanochat are no packages:
+# Other trainers with one line changed, in a separate environment. nanoGPT and nanochat are not packages:
 # make trainers FIRSTLOSS_TRAINERS=DIR, where DIR has checkouts of them
 trainers:
 	$(MAKE) VENV=.venv-trainers test-trainers
@@ -63,16 +63,16 @@ lint: style
 bench: install
 	$(BIN)/python -m benchmarks
 
-# On a machine with an NVIDIA GPU, by its own Python and with nothing installed: tests marked gpu, and figures. In two
-# commands of under 10 minutes each: make gpu GPU_ARGS="--half 1", then 2. Where there is no GPU it is the tiny form.
+# On a machine with an NVIDIA GPU, with its Python and without installing anything: tests marked gpu, and benchmarks. In
+# two commands of under 10 minutes each: make gpu GPU_ARGS="--half 1", then 2. Without a GPU it runs tiny models.
 gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(GPU_ARGS)
 
 gpu-tiny:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --tiny --out $(GPU_OUT) $(GPU_ARGS)
 
-# The same where nothing but the device is missing: the Python, PyTorch and JAX of requirements/gpu.txt, and a copy of what
-# git tracks or does not ignore, in which nothing is built. Another interpreter: make gpu-rehearsal GPU_PYTHON=/path/to/python
+# The same with everything but the device: the Python, PyTorch and JAX of requirements/gpu.txt, and a copy of what git
+# tracks or does not ignore, in which nothing is built. To choose an interpreter: make gpu-rehearsal GPU_PYTHON=/path/to/python
 GPU_PYTHON ?= python3.12
 GPU_TREE := .venv-gpu/tree
 gpu-rehearsal: .venv-gpu/.stamp
@@ -95,26 +95,26 @@ install-test: $(VENV)/.stamp-test
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch alone and first; then it is a constraint, so that nothing below can move it.
+# torch first and alone; from then on it is a constraint, so that nothing below can change it.
 $(VENV)/.stamp-torch: requirements/torch.txt | $(BIN)/python
 	$(if $(TORCH),echo torch==$(TORCH),cat requirements/torch.txt) > $(VENV)/torch.txt
 	$(PIP) -r $(VENV)/torch.txt
 	@touch $@
 
-# The editable install builds the optional C kernels beside their source, where there is a compiler.
+# The editable install builds the optional C kernels next to their source, if there is a compiler.
 $(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/*/*.[ch] src/firstloss/*/*/*.[ch])
 	$(PIP) -c $(VENV)/torch.txt -r requirements/run.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# The model zoos lie beside the other packages, and tests/conftest.py puts them on the path: transformers imports a
-# torchvision that it finds, and one built for CUDA cannot be imported beside a CPU build of torch without help.
+# The model zoos are in a separate folder, which tests/conftest.py puts on the path: transformers imports a torchvision
+# that it finds, and one built for CUDA cannot be imported with a CPU build of torch without help.
 $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-deps.txt
 	$(PIP) -c $(VENV)/torch.txt -r requirements/test.txt
 	$(PIP) --no-deps --upgrade --target $(VENV)/zoo -r requirements/no-deps.txt
 	@touch $@
 
-# DeepSpeed is built here, for this torch, and without its operations in C++.
+# DeepSpeed is built here for this torch, without its C++ operations.
 $(VENV)/.stamp-trainers: $(VENV)/.stamp-test requirements/trainers.txt
 	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/torch.txt -c requirements/run.txt -c requirements/test.txt --no-build-isolation \
 		-r requirements/trainers.txt

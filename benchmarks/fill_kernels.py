@@ -20,7 +20,7 @@ PIECE = 1 << 16  # 256 KiB: stays in the second level of cache
 def child(side, args):
     import torch
 
-    from firstloss.engine.native_check import trusted
+    from firstloss.engine.sampler import trusted
     from firstloss.rng import counter, native
 
     torch.set_num_threads(1)

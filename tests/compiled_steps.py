@@ -7,7 +7,7 @@ def compilations(step):
 
 
 def kinds(step):
-    """For how many kinds of calls the step has compiled steps."""
+    """The number of kinds of calls for which the step has been compiled."""
     return len(step._cache.kinds)
 
 
@@ -17,16 +17,16 @@ def latest(step):
 
 
 def segment_calls(compiled):
-    """The calls of segments that a `CompiledStep` consists of, in order; alike segments share a function."""
+    """The segment calls of a `CompiledStep`, in order; identical segments share a function."""
     return compiled.executable._calls
 
 
 def segment_executables(compiled):
-    """The executables of its distinct segments, by the number of their function; waits until they are compiled."""
+    """The executables of its distinct segments, by function number; waits until they are compiled."""
     executable = compiled.executable
     return {n: executable._compiled._futures[n].result() for n in sorted({c.function for c in executable._calls})}
 
 
 def segment_result_counts(compiled):
-    """How many results each distinct segment gives, by the number of its function."""
+    """The number of results of each distinct segment, by function number."""
     return {number: len(function.result_order) for number, function in compiled.executable._functions.items()}

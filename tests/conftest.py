@@ -1,8 +1,8 @@
-"""What every test needs: torchvision importable beside a CPU build of torch, quick compiles, the runtime's fixtures.
+"""Setup for all tests: torchvision with a CPU build of torch, quick compilation, the runtime's fixtures.
 
-Most tests are about what a step's Python does, and train the same few layers: compiling them would be nine tenths of
-the time. So they share one folder of compiled executables, and XLA lowers as it does for users and then generates code
-in the quickest way. A test that is about either says so by a marker, and `make sweep` compiles all of them as users do.
+Most tests are about a step's Python and train the same few layers; compilation would take nine tenths of their time. So
+they share one folder of compiled executables, and XLA lowers as for users but generates code as quickly as possible.
+Tests of either have a marker, and `make sweep` compiles all tests as for users.
 """
 
 import gc
@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-gc.disable()  # until all is collected: nearly all of what imports and the collection make stays
+gc.disable()  # until all tests are collected: nearly all objects created by then stay alive
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -22,24 +22,24 @@ settings.load_profile("untimed")
 
 
 def newer_than_010() -> bool:
-    """Whether JAX is 0.11 or newer. It is not imported for this."""
+    """Whether JAX is 0.11 or newer, without importing it."""
     try:
         return tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) > (0, 10)
     except importlib.metadata.PackageNotFoundError:
         return False
 
 
-# LLVM does not optimize, and XLA's older code generator makes one kernel a module: a quarter of the time.
+# No LLVM optimization, and XLA's older code generator makes one kernel per module: a quarter of the time.
 QUICK = {
     "xla_backend_optimization_level": (0, 3),  # (in tests, XLA's own default)
     "xla_cpu_parallel_codegen_split_count": (1, 32),
 }
-if not newer_than_010():  # the flag is gone since: an unknown one ends the process
+if not newer_than_010():  # newer versions lack the flag, and an unknown flag ends the process
     QUICK["xla_cpu_use_fusion_emitters"] = (False, True)
-# The user's own: xdist's workers inherit what this file has set in the process that started them.
+# The user's own flags: xdist's workers inherit what this file has set in the process that started them.
 FLAGS = " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if f.removeprefix("--").split("=")[0] not in QUICK)
 AS_USERS = bool(os.environ.get("FIRSTLOSS_AS_USERS"))
-if not AS_USERS:  # in the environment: child processes have it, too
+if not AS_USERS:  # in the environment, so that child processes have it too
     os.environ["XLA_FLAGS"] = " ".join([FLAGS, *(f"--{name}={value}".lower() for name, (value, _) in QUICK.items())])
 
 
@@ -60,20 +60,20 @@ def define_torchvision_operations() -> None:
 
 
 def seed_no_absent_devices() -> None:
-    """`torch.manual_seed` keeps a call for each kind of device that this machine lacks, with the stack in words.
+    """`torch.manual_seed` queues a call for each kind of device that this machine lacks, with a formatted stack.
 
-    That is 2 ms a call from within a test, and a third of the time of those that seed for each sample.
+    That takes 2 ms per call in a test, a third of the time of tests that seed for each sample.
     """
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
-            for module in (device, getattr(device, "random", None)):  # which has imported it by name
+            for module in (device, getattr(device, "random", None)):  # which has imported the name
                 if hasattr(module, "_lazy_call"):
                     module._lazy_call = lambda *_, **__: None
 
 
 define_torchvision_operations()
 seed_no_absent_devices()
-sys.path.append(os.path.join(sys.prefix, "zoo"))  # where `make test` puts torchvision and timm
+sys.path.append(os.path.join(sys.prefix, "zoo"))  # where `make test` installs torchvision and timm
 
 
 @pytest.fixture(scope="session")
@@ -81,12 +81,12 @@ def compile_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
 
 
-_compiled: dict[str, bool] = {"optimized": False}  # what this process has in memory
+_compiled: dict[str, bool] = {"optimized": False}  # how this process has compiled so far
 
 
 @pytest.fixture(autouse=True)
 def quick_compiles(request, compile_cache, monkeypatch):
-    """What one test has had compiled the next one finds, whatever its artifact folder, and it is compiled quickly."""
+    """Compile quickly, and let tests share compiled executables whatever their artifact folder."""
     marked = request.node.get_closest_marker
     optimized = not AS_USERS and bool(marked("optimized") or marked("gpu"))
     if "jax" in sys.modules and _compiled["optimized"] is not optimized:
@@ -143,9 +143,9 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture
 def by_kernels(request, monkeypatch):
-    """Traced steps are run by PyTorch's kernels: for tests of what a step's Python does, and not of how it is compiled.
+    """Run traced steps with PyTorch's kernels: for tests of a step's Python that do not depend on compilation.
 
-    Those that are marked `optimized` are compiled nevertheless; `make sweep` compiles all.
+    Tests marked `optimized` are compiled nevertheless; `make sweep` compiles all of them.
     """
     from firstloss.runtime.step import compiling
 
@@ -157,7 +157,7 @@ def by_kernels(request, monkeypatch):
 
 @pytest.fixture
 def backend(tmp_path):
-    """An XLA backend with an artifact folder of its own."""
+    """An XLA backend with its own artifact folder."""
     import firstloss as fl
 
     return fl.backend("XLA", artifact_dir=tmp_path)
@@ -165,7 +165,7 @@ def backend(tmp_path):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """A list with one item for each trace: how often a step's Python has run, whatever it counts itself."""
+    """A list with one item per trace, to count how often a step's Python has run."""
     from firstloss.runtime.step import tracing
 
     found = []
@@ -181,7 +181,7 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def float64():
-    """float64 by default, in which the losses of two ways to compute them differ by rounding alone."""
+    """Make float64 the default dtype, so that two computations of a loss differ only negligibly by rounding."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -1,13 +1,12 @@
 """Python processes that start quickly: each is forked from one that has already imported PyTorch, JAX and Firstloss.
 
-These imports are most of the time of a test that needs a process of its own. The server imports, does nothing else (no
-thread, no device, no random number), and forks for each request a process that is as new as one that `python` starts
-and imports first. A test whose subject is the import itself, or what a variable does that is read at the import, starts
-its process by `subprocess`.
+These imports take most of the time of a test that needs a separate process. The server only imports (no thread, no
+device, no random number), and for each request forks a process in the state of a new one after its imports. Tests of
+the import itself, or of a variable that is read at import, start their process with `subprocess`.
 
-`start` and `run` are `subprocess.Popen` and `subprocess.run` for `[sys.executable, *command]`. Each process of pytest
-has a server of its own, from the first request on, which ends with it; and another one, which has imported all but JAX,
-for tests of what happens until then (`jax=False`).
+`start` and `run` replace `subprocess.Popen` and `subprocess.run` for `[sys.executable, *command]`. Each pytest process
+has its own server, started by the first request, which ends with it; and another one that has imported everything but
+JAX, for tests of what happens before JAX is imported (`jax=False`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LARGEST = 1 << 17  # bytes of a request
 
 
 class Process:
-    """As `subprocess.Popen`, as far as the tests need it."""
+    """The part of `subprocess.Popen` that the tests need."""
 
     def __init__(self, args: Sequence[str], pid: int, status: socket.socket, streams: Sequence[IO[str] | None]) -> None:
         self.args = args
@@ -49,7 +48,7 @@ class Process:
         self._status = status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended."""
+        """Wait for the process to end, and return its exit status."""
         if self.returncode is None:
             self._status.settimeout(timeout)
             try:

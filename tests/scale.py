@@ -7,5 +7,5 @@ T = TypeVar("T")
 
 
 def of(few: T, all: T) -> T:
-    """`all` where tests are compiled as users do, which is what `make sweep` asks for."""
+    """`all` if tests are compiled as for users, as in `make sweep`; otherwise `few`."""
     return all if os.environ.get("FIRSTLOSS_AS_USERS") else few

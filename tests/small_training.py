@@ -13,7 +13,7 @@ def layers():
 
 
 def build(backend, model=layers, optimizer=None):
-    """A module of the backend's, its optimizer, and what is called in a step."""
+    """A module on the backend, its optimizer, and the compiled model to call in a step."""
     with backend.device:
         module = model()
     if optimizer is None:
@@ -22,7 +22,7 @@ def build(backend, model=layers, optimizer=None):
 
 
 def training_step(compiled, optimizer, loss=lambda module, x: module(x).square().mean()):
-    """A traced step: gradients cleared, loss, backward pass, update."""
+    """A traced step: zero_grad, loss, backward pass, update."""
 
     @fl.trace
     def step(x):
@@ -36,7 +36,7 @@ def training_step(compiled, optimizer, loss=lambda module, x: module(x).square()
 
 
 def scaled_step(backend, scale):
-    """A traced step of a model of its own, whose loss is multiplied by what `scale()` gives in it."""
+    """A traced step of a new model, whose loss is multiplied by `scale()`, called in the step."""
     _, optimizer, compiled = build(backend)
     return training_step(compiled, optimizer, lambda module, x: module(x).square().mean() * scale())
 
@@ -48,5 +48,5 @@ def batches(count, features=4, dtype=None):
 
 
 def on_both(run, folder):
-    """What `run(backend)` returns in eager PyTorch, and traced."""
+    """The results of `run(backend)` in eager PyTorch and traced."""
     return run(fl.backend("CPU")), run(fl.backend("XLA", artifact_dir=folder))

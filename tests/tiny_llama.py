@@ -23,6 +23,6 @@ def config(**fields: Any) -> Any:
 
 
 def llama(**fields: Any) -> Any:
-    """A language model of transformers'; `fields` are those of its configuration."""
+    """A transformers language model; `fields` override its configuration."""
     transformers = pytest.importorskip("transformers")
     return transformers.LlamaForCausalLM(config(**fields))

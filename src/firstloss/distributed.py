@@ -174,7 +174,7 @@ def global_batch(batch: Any) -> Any:
     backend = current_backend()
     if backend.mesh is None:
         raise BackendError("a global batch needs a mesh. Create the backend with mesh= or cluster_config=.")
-    from .runtime.device.tensors import resident
+    from .runtime.device.buffer import resident
     from .runtime.mesh.sharded_arrays import put_shards
     from .runtime.pytrees import flatten
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.engine.native_check import bfloat16_trusted, trusted
 from firstloss.engine.reader import Reader
+from firstloss.engine.sampler import bfloat16_trusted, trusted
 from firstloss.engine.splits import Box, cut_dimension
 
 needs_kernel = pytest.mark.skipif(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.engine import epilogue
+from firstloss.engine import reader
 from firstloss.engine.plan import RangePlanner
 from firstloss.program import node_kinds
 from firstloss.rng import native
@@ -114,14 +114,14 @@ def test_other_operations_end_a_chain():
         return [edit for step in steps for edit in step.edits], tensor
 
     whole, _kept = chain(lambda t: t.erfinv_().mul_(3).add_(0.5).clamp_(max=2))
-    assert epilogue.split_epilogue(whole) == (whole[:1], epilogue.Epilogue(3, 0.5, high=2))
+    assert reader.split_epilogue(whole) == (whole[:1], reader.Epilogue(3, 0.5, high=2))
     for fn, end in (
-        (lambda t: t.mul_(0.5), epilogue.Epilogue(factor=0.5)),
-        (lambda t: t.add_(0.5).mul_(2), epilogue.Epilogue(factor=2)),
+        (lambda t: t.mul_(0.5), reader.Epilogue(factor=0.5)),
+        (lambda t: t.add_(0.5).mul_(2), reader.Epilogue(factor=2)),
         (lambda t: t.add_(0.5).erfinv_(), None),
         (lambda t: t.mul_(float("inf")), None),
         (lambda t: t.add_(1, alpha=2), None),
-        (lambda t: t.mul_(2).clamp_(-1, 1), epilogue.Epilogue(2, low=-1, high=1)),
+        (lambda t: t.mul_(2).clamp_(-1, 1), reader.Epilogue(2, low=-1, high=1)),
     ):
         found, _kept = chain(fn)
-        assert epilogue.split_epilogue(found)[1] == end
+        assert reader.split_epilogue(found)[1] == end

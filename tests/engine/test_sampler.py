@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 import firstloss as fl
 from firstloss import c_library
-from firstloss.engine import native_check, reader, sampler
+from firstloss.engine import reader, sampler
 from firstloss.rng import Position, Stream, native
 
 with_kernels = pytest.mark.skipif(
-    not native_check.trusted(),
+    not sampler.trusted(),
     reason="the native kernels are not built (python setup.py build_ext --inplace), or not PyTorch's on this machine",
 )
 
@@ -24,7 +24,7 @@ def bits(tensor):
 def kernels(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(sampler, "trusted", lambda: False)
-    elif not native_check.trusted():
+    elif not sampler.trusted():
         pytest.skip("no native kernels")
     return request.param
 
@@ -111,9 +111,9 @@ def test_native_fills_are_recognized():
 
 @pytest.fixture
 def unchecked():
-    native_check.trusted.cache_clear()
+    sampler.trusted.cache_clear()
     yield
-    native_check.trusted.cache_clear()
+    sampler.trusted.cache_clear()
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -126,7 +126,7 @@ def test_kernels_that_differ_anywhere_are_not_trusted(monkeypatch, unchecked):
                 word.value ^= 1
 
     monkeypatch.setattr(native, "Cursor", OneBitOff)
-    assert not native_check.trusted()
+    assert not sampler.trusted()
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
@@ -138,14 +138,14 @@ def test_kernels_that_leave_another_state_are_not_trusted(monkeypatch, unchecked
             return state
 
     monkeypatch.setattr(native, "Cursor", Behind)
-    assert not native_check.trusted()
+    assert not sampler.trusted()
 
 
 def test_without_the_library_nothing_is_trusted(monkeypatch, unchecked):
     monkeypatch.setattr(c_library, "EXTENSION_SUFFIXES", [".nowhere"])
     native._library.cache_clear()
     try:
-        assert not native.available() and not native_check.trusted()
+        assert not native.available() and not sampler.trusted()
         assert torch.equal(weights(fl.deferred_init(Layers)), weights(eager()))
     finally:
         native._library.cache_clear()
@@ -154,14 +154,14 @@ def test_without_the_library_nothing_is_trusted(monkeypatch, unchecked):
 @with_kernels
 def test_the_check_is_quick_and_leaves_the_global_generator_alone(unchecked):
     before = torch.get_rng_state()
-    assert native_check.trusted()
+    assert sampler.trusted()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @with_kernels
 def test_the_check_is_not_captured(unchecked):
     with torch.device("meta"):
-        assert native_check.trusted()
+        assert sampler.trusted()
 
 
 class Layers(torch.nn.Module):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import firstloss as fl
-from firstloss.lower.program import constant
+from firstloss.lower.dtypes import constant
 from tests.init.varied_model import Odd, OddOnDevices
 
 MESHES = {

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from firstloss.lower.dtypes import cast, to_jax
-from firstloss.lower.functional_overloads import functional
+from firstloss.lower.registry import functional
 from firstloss.lower.rules import RULES
 
 # Relative to the largest element of a result as well as to each element: a sum of n terms of both signs is only as

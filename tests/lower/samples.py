@@ -23,7 +23,7 @@ from firstloss.capture.recorder import DeferredTensor
 from firstloss.capture.step import StepTrace
 from firstloss.errors import CaptureError, LoweringError, ValueReadError
 from firstloss.lower import program as lowering
-from firstloss.lower.functional_overloads import functional
+from firstloss.lower.registry import functional
 from firstloss.program.graph import Ref, Value
 from firstloss.program.program import Program
 from tests.op_db import op_db

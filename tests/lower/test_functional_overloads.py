@@ -2,7 +2,7 @@
 
 import torch
 
-from firstloss.lower.functional_overloads import functional
+from firstloss.lower.registry import functional
 from firstloss.lower.rules import RULES
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from firstloss.compat.cpu_fills import rounds_single
+from firstloss.lower.dtypes import constant
 from firstloss.lower.mt19937 import draw
 from firstloss.lower.mt19937_fills import kernel
-from firstloss.lower.program import constant
 from firstloss.rng.stream import Stream
 
 pytestmark = pytest.mark.optimized

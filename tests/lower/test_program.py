@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.lower.functional_overloads import functional
-from firstloss.lower.program import View, constant, read_view, write_view
+from firstloss.lower.dtypes import constant
+from firstloss.lower.program import View, read_view, write_view
+from firstloss.lower.registry import functional
 from tests import scale
 
 aten = torch.ops.aten

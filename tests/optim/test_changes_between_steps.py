@@ -547,7 +547,7 @@ def test_a_counter_in_a_list_in_the_state_is_refused(backend):
     run = Run(backend, CountingInAList)
     with pytest.raises(
         fl.errors.TraceError,
-        match=r"between_steps.py:\d+: CountingInAList keeps a list in state.*torch.zeros",
+        match=r"between_steps.py:\d+: CountingInAList stores a list in state.*torch.zeros",
     ):
         run.train(run.step())
     assert not run.optimizer.state

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.engine.native_check import ROUNDING_MARGIN, HardCaseBuffers, erfinv_trusted
-from firstloss.engine.sampler import StreamSampler, has_erfinv
+from firstloss.engine.sampler import ROUNDING_MARGIN, HardCaseBuffers, StreamSampler, erfinv_trusted, has_erfinv
 from firstloss.rng import Position, Stream, native
 
 from . import fit_erfinv

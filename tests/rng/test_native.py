@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from firstloss.compat.cpu_fills import uniform_leaves_out_end
-from firstloss.engine import native_check
+from firstloss.engine import sampler
 from firstloss.rng import Position, Stream, native
 
 # PyTorch has a kernel for each kind of CPU; ours are the one for AVX2, and with another they are not used.
@@ -77,7 +77,7 @@ def test_any_mean_and_deviation_match_torch(mean, std, width):
     assert same(*both("normal", seeded(5), [1003], mean, std, width))
 
 
-# Before PyTorch 2.12 the kernels are not trusted (`engine/native_check.py`), since the end stays there.
+# Before PyTorch 2.12 the kernels are not trusted (`engine/sampler.py`), since the end stays there.
 end_is_left_out = pytest.mark.skipif(not uniform_leaves_out_end(), reason="this PyTorch's uniforms may be the end")
 
 
@@ -160,7 +160,7 @@ def test_a_width_that_the_machine_lacks_is_refused():
     st.sampled_from(WIDTHS),
 )
 def test_columns_match_torch(kind, drawn, widths, rows, dtype, width):
-    if dtype == torch.bfloat16 and not native_check.bfloat16_trusted():
+    if dtype == torch.bfloat16 and not sampler.bfloat16_trusted():
         return
     rows *= 16
     generator = seeded(3, drawn)
@@ -175,7 +175,7 @@ def test_columns_match_torch(kind, drawn, widths, rows, dtype, width):
 
 # PyTorch before 2.12 drew other bfloat16 normals, and there ours are not used.
 in_bfloat16 = pytest.mark.skipif(
-    not native_check.bfloat16_trusted(), reason="PyTorch's bfloat16 kernels are not those that ours repeat"
+    not sampler.bfloat16_trusted(), reason="PyTorch's bfloat16 kernels are not those that ours repeat"
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.lower import rule_names
+from firstloss.lower import registry
 from firstloss.lower.rules import RULES
 from firstloss.runtime import jax_support, lazy_jax
 from firstloss.runtime.device import host_weights, pages, placement
@@ -152,10 +152,8 @@ def test_weights_that_were_given_go_to_a_mesh_that_jax_is_not_asked_for_yet():
 
 def test_the_list_of_rules_matches_the_table():
     own = {name for name in map(str, RULES) if name.startswith("firstloss")}  # registered by other tests, or when used
-    gone = {name for name in rule_names.listed() if not exists(name)}  # from the PyTorch that this is
-    assert (rule_names.listed() | own) - gone == set(map(str, RULES)), (
-        "write it anew: python -m firstloss.lower.rule_names"
-    )
+    gone = {name for name in registry.listed() if not exists(name)}  # from the PyTorch that this is
+    assert (registry.listed() | own) - gone == set(map(str, RULES)), "write it anew: python -m firstloss.lower.rules"
 
 
 def exists(overload):

@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     fl.save(weights, tmp_path / "w.safetensors")
     with pytest.raises(fl.errors.TrainerError, match="this Net: layers.4.weight is missing; head.weight is unexpected"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "w.safetensors")
-    with pytest.raises(fl.errors.TrainerError, match="nowhere' is not there. There is no checkpoint yet"):
+    with pytest.raises(fl.errors.TrainerError, match="nowhere' does not exist. There is no checkpoint yet"):
         trainer(tmp_path / "run").fit(loader(), ckpt_path=tmp_path / "nowhere")
 
 

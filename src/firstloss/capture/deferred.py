@@ -13,7 +13,7 @@ import torch
 from .. import timeline
 from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
-from ..gc_pause import paused
+from ..interpreter import paused
 from ..program.source import here, is_machinery, raised_at
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import checkpoint_loaders, direct_memory_access, first_use, patches, session
@@ -22,9 +22,9 @@ from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
 from . import untyped_storage as _untyped_storage  # noqa: F401 - likewise
 from .distributed import parts_of
+from .evaluation import state_of
 from .generators import POLICIES
 from .recorder import CaptureMode, DeferredTensor
-from .tensor_states import state_of
 
 T = TypeVar("T")
 

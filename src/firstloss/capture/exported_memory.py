@@ -20,7 +20,7 @@ from . import session
 Storage = Any  # a DeferredStorage; `tensor.py` imports this module
 
 # The sorted addresses of exported memory, and the storages.
-_begins: list[int] = []
+begins: list[int] = []
 _storages_at: dict[int, weakref.ref[Storage]] = {}
 
 
@@ -32,15 +32,15 @@ def record_exported_memory(storage: Storage) -> None:
         return
     for old in [old for old, ref in _storages_at.items() if ref() is None or ref() is storage]:
         del _storages_at[old]
-        _begins.remove(old)
+        begins.remove(old)
     if begin not in _storages_at:
-        bisect.insort(_begins, begin)
+        bisect.insort(begins, begin)
     _storages_at[begin] = weakref.ref(storage)
 
 
 def _record_moves() -> None:
     """Update addresses, since a storage may have been resized through a real tensor that shares it."""
-    for begin in list(_begins):
+    for begin in list(begins):
         ref = _storages_at.get(begin)  # None if an earlier entry has moved there
         storage = None if ref is None else ref()
         if storage is not None and storage.resident is not None and storage.resident.is_exported:
@@ -72,14 +72,14 @@ def overlapping_storages(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | 
     Yields:
         Each storage, with the offset of `tensor` in elements; None if it is not a view of the storage.
     """
-    if not _begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+    if not begins or tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.numel():
         return
     if session.trace is not None:
         _record_moves()
     address = tensor.data_ptr()
     behind = address + span(tensor.shape, tensor.stride()) * tensor.itemsize
-    for place in range(bisect.bisect_right(_begins, address) - 1, len(_begins)):
-        if place < 0 or (storage := _exported_at(_begins[place])) is None:
+    for place in range(bisect.bisect_right(begins, address) - 1, len(begins)):
+        if place < 0 or (storage := _exported_at(begins[place])) is None:
             continue
         begin, end = storage.resident.extent()
         if begin >= behind:

@@ -35,11 +35,10 @@ from ..errors import NotMaterializedWarning
 from ..program.source import here, script_line, warn
 from . import distributed, session
 from .direct_memory_access import is_unallocated
-from .evaluation import call_with_content, run_now
+from .evaluation import call_with_content, run_now, state_of
 from .file_value import is_in_file
 from .op_call import OpCall
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
-from .tensor_states import state_of
 
 _COLLECTIVES = distributed.COLLECTIVES
 

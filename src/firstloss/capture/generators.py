@@ -106,15 +106,20 @@ class Generators:
     def move(self, generator: torch.Generator, stream: Stream, position: Position) -> None:
         """Move `generator` to `position` of `stream`, by a ticket."""
         with self.lock:
-            before, _ = self.locate(generator)
+            state = generator.get_state()
+            number = _ticket(state)
+            before = self.locate(generator)[0] if number is None else self._tickets[number][0]
             if before is not stream and id(before) in self._origin_states:  # a DeferredOffsetStream follows
                 self._origin_states[id(stream)] = stream, self._origin_states[id(before)][1]
-            generator.set_state(self.ticket(generator, stream, position))
+            generator.set_state(self._to_ticket(state, stream, position))
             self._touched[id(generator)] = generator
 
     def ticket(self, generator: torch.Generator, stream: Stream, position: Position) -> torch.Tensor:
         """A state of `generator` that encodes `position` of `stream`."""
-        state = generator.get_state()
+        return self._to_ticket(generator.get_state(), stream, position)
+
+    def _to_ticket(self, state: torch.Tensor, stream: Stream, position: Position) -> torch.Tensor:
+        """`state`, overwritten by a ticket that encodes `position` of `stream`."""
         words = state.numpy().view(np.int64)
         words[_FIRST], words[_SECOND] = _MAGIC
         with self.lock:
@@ -170,7 +175,7 @@ def is_ticket(tensor: torch.Tensor) -> bool:
 
 def _ticket(state: torch.Tensor) -> int | None:
     """The number of a ticket; None for any other state."""
-    if len(state) != _STATE_BYTES:  # of a generator on another device
+    if state.numel() != _STATE_BYTES:  # of a generator on another device
         return None
     words = state.numpy().view(np.int64)
     return int(words[_NUMBER]) if (words[_FIRST], words[_SECOND]) == _MAGIC else None

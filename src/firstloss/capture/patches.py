@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import gc_pause
+from .. import interpreter
 from ..compat.patches import install_patch, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
@@ -111,19 +111,19 @@ def sobol(original: Any, first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 @replaces("gc.enable")
 def enable(original: Any) -> None:
     """As `gc.enable`, deferred until the step has been traced."""
-    gc_pause.want(True)
+    interpreter.set_collecting(True)
 
 
 @replaces("gc.disable")
 def disable(original: Any) -> None:
     """As `gc.disable`, deferred until the step has been traced."""
-    gc_pause.want(False)
+    interpreter.set_collecting(False)
 
 
 @replaces("gc.isenabled")
 def isenabled(original: Any) -> bool:
     """As `gc.isenabled`, ignoring the pause while tracing."""
-    return gc_pause.is_wanted()
+    return interpreter.is_collecting()
 
 
 @replaces("torch.nn.parameter.UninitializedTensorMixin.materialize")

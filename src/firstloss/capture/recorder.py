@@ -14,7 +14,7 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
-from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, span
+from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, is_not_strided, span
 from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
@@ -31,7 +31,7 @@ from . import (
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
-from .evaluation import run_for_real, run_from_file, run_now, run_on_resident
+from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
 from .file_value import is_in_file
 from .mapped_file import in_file
 from .metadata_mutation import resize
@@ -40,10 +40,9 @@ from .op_overrides import HANDLERS
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
-from .shapes import NeedsValues, as_meta, infer, is_not_strided
+from .shapes import NeedsValues, as_meta, infer
 from .symbolic_scalars import check_positions, is_symbolic, number_ref
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_foreign_subclass
-from .tensor_states import Traced, state_of
 
 __all__ = [
     "DeferredStorage",

@@ -6,6 +6,7 @@ shared by all threads that capture concurrently, as in eager PyTorch.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
@@ -34,7 +35,7 @@ class SupportsDataAssignment(Protocol):
 
 
 class SupportsLayoutChange(Protocol):
-    """The interface of `layout_changes.LayoutChanges` that deferred tensors use."""
+    """The interface of `data_assignment.LayoutChanges` that deferred tensors use."""
 
     def change(self, tensor: torch.Tensor) -> None: ...
 
@@ -110,11 +111,16 @@ class _ThreadLocal(threading.local):
 _this_thread = _ThreadLocal()
 
 
+def _thread_local(name: str) -> property:
+    """An attribute of `_this_thread`, read without Python code in between: a recorded operation reads seven."""
+    return property(functools.partial(getattr, _this_thread, name))  # the property's owner is an unused default
+
+
 class _Session(types.ModuleType):
-    trace = property(lambda self: _this_thread.trace)
-    depth = property(lambda self: _this_thread.depth)
-    constants = property(lambda self: _this_thread.constants)
-    deferred_file_tensors = property(lambda self: _this_thread.deferred_file_tensors)
+    trace = _thread_local("trace")
+    depth = _thread_local("depth")
+    constants = _thread_local("constants")
+    deferred_file_tensors = _thread_local("deferred_file_tensors")
 
 
 sys.modules[__name__].__class__ = _Session

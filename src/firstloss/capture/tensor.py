@@ -170,7 +170,7 @@ class DeferredTensor(Tensor):
     @staticmethod
     def wrap(storage: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
         """Create a view of `storage`."""
-        if not patches.deferred_patches_installed():
+        if not patches.deferred_installed:
             patches.enter(patches.DEFERRED, None)
         self = make_wrapper_subclass(
             DeferredTensor,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FirstlossError, PlanError, TargetError
-from ..gc_pause import paused
+from ..interpreter import paused
 from . import mesh, output, target
 from .batch import TensorSpec, parse_tensor, tensors_of
 from .quantities import link_rates, quantity

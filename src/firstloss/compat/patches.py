@@ -94,7 +94,7 @@ PATCHES = {
     ),
     # -- other libraries --
     "accelerate.utils.modeling.retie_parameters": Patch(
-        IMPORTED, "It tells by the meta device which tied weight was not loaded",
+        IMPORTED, "It detects tied weights that were not loaded by the meta device",
         ("accelerate.big_modeling.retie_parameters",), optional=True,
     ),
     # -- DTensor --
@@ -136,13 +136,14 @@ PATCHES = {
         f"torch.Tensor.{name}": Patch(TRACE, _READS)
         for name in ("tensor_split", *READ_IN_MEMORY)
     },
-    **{f"gc.{name}": Patch(TRACE, "Collection is paused meanwhile") for name in ("enable", "disable", "isenabled")},
+    **{f"gc.{name}": Patch(TRACE, "Garbage collection is paused") for name in ("enable", "disable", "isenabled")},
     "torch.optim.lr_scheduler.LRScheduler.step": Patch(TRACE, "Schedulers step in Python, after the traced step"),
 }  # fmt: skip
 
 _ABSENT = object()
 _lock = threading.RLock()
 _replacements: dict[str, Callable] = {}
+deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
 _holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
 # By name, for each place: (owner, attribute, original, replacement).
 _installed: dict[str, list[tuple[Any, str, Any, Any]]] = {}
@@ -170,6 +171,7 @@ def enter(when: str, holder: Any) -> None:
     Raises:
         CompatibilityError: if this PyTorch lacks a function that must be replaced; nothing is replaced then.
     """
+    global deferred_installed
     with _lock:
         holders = _holders[when]
         if not holders:
@@ -180,21 +182,19 @@ def enter(when: str, holder: Any) -> None:
             for name in names:
                 _install(name, _replacements[name])
         holders.append(holder)
+        deferred_installed = deferred_installed or when == DEFERRED
 
 
 def leave(when: str, holder: Any) -> None:
     """Undo `enter`: the last holder to leave restores the originals. May be called twice."""
+    global deferred_installed
     with _lock:
         holders = _holders[when]
         holders[:] = [other for other in holders if other is not holder]
         if not holders:
+            deferred_installed = deferred_installed and when != DEFERRED
             for name in [name for name in _installed if PATCHES[name].when == when]:
                 _uninstall(name)
-
-
-def deferred_patches_installed() -> bool:
-    """Whether the replacements for deferred tensors are installed."""
-    return bool(_holders[DEFERRED])
 
 
 def install_patch(name: str, replacement: Callable | None = None) -> None:

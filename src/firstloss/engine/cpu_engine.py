@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch
+from ..interpreter import cores
 from ..program.graph import Node, Ref, Value, is_contiguous, slice_for
 from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
 from .huge_pages import allocate_huge
@@ -40,11 +41,6 @@ _JUMP_COST = 1 << 14  # the fixed cost of a task, in elements drawn
 _ROW_BLOCK_BYTES = 1 << 21  # of rows from which columns are copied; fits in a core's cache
 _LONG_ROW_BYTES = 1 << 25  # jump to each row that is longer
 _SMALL_BYTES = 1 << 16  # a smaller Value is made whole even if only a part of it is copied
-
-
-def default_threads() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def lower_thread_priority(niceness: Sequence[int]) -> Callable[[], None]:
@@ -91,7 +87,7 @@ def materialize_values(
     nodes = slice_for((value for value in wanted if value not in ranged), stop=ranged)
     hoisted = _hoisted(nodes, {value for value in wanted if value not in ranged}, planner)
     outputs = {value: _Output(value, allocate) for value in (*ranged, *hoisted)}
-    size = sum(value.numel for value in outputs) // (_TASKS_PER_THREAD * (num_threads or default_threads()))
+    size = sum(value.numel for value in outputs) // (_TASKS_PER_THREAD * (num_threads or cores()))
     size = min(max(size // _MIN_TASK_SIZE, 1) * _MIN_TASK_SIZE, _TASK_SIZE)
     tasks = [task for output in outputs.values() for task in _whole_value_tasks(output, planner, size, done)]
     covered = {node for chain in hoisted.values() for node in chain}
@@ -136,7 +132,7 @@ def execute(
     niceness: Sequence[int] = (),
 ) -> None:
     """Run tasks on all cores; the first error cancels the rest."""
-    threads = num_threads or default_threads()
+    threads = num_threads or cores()
     failed = threading.Event()
 
     def work(segment: list[Task]) -> None:
@@ -336,9 +332,7 @@ def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness
     components = _components(nodes)
     if not components:
         return
-    with ThreadPoolExecutor(
-        num_threads or default_threads(), "firstloss-init", lower_thread_priority(niceness)
-    ) as pool:
+    with ThreadPoolExecutor(num_threads or cores(), "firstloss-init", lower_thread_priority(niceness)) as pool:
         for future in [pool.submit(run_component, component) for component in components]:
             future.result()
 

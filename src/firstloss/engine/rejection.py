@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from ..compat.torch_names import DisableTorchDispatch
+from ..interpreter import cores
 from ..program.graph import dtype_name
 from ..rng import words_drawn
 from ..rng.stream import Position, Stream
-from .cpu_engine import default_threads
 from .sampler import StreamSampler
 
 _PIECE = 1 << 18
@@ -97,7 +97,7 @@ class Rejection:
     def _find(self) -> Corrections:
         global _cached_bytes
         pieces = list(_pieces(self._numel))
-        threads = min(default_threads(), len(pieces))
+        threads = min(cores(), len(pieces))
         share = math.ceil(len(pieces) / threads)
         parts = [pieces[i : i + share] for i in range(0, len(pieces), share)]
         if len(parts) == 1:

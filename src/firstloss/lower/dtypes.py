@@ -234,3 +234,18 @@ def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else dim
     return tuple(sorted(axis(d, ndim) for d in dims)) if ndim else ()
+
+
+def constant(tensor: torch.Tensor) -> np.ndarray:
+    """A torch tensor's values as a row-major NumPy array (bfloat16 etc. by ml_dtypes)."""
+    return as_numpy(tensor).copy()
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Like `constant`, sharing the memory of a row-major tensor."""
+    tensor = tensor.detach().contiguous()
+    dtype = to_jax(tensor.dtype)
+    if tensor.dtype.is_floating_point and tensor.dtype not in (torch.float32, torch.float64, torch.float16):
+        integer = {1: torch.uint8, 2: torch.int16}[tensor.itemsize]
+        return tensor.view(integer).numpy().view(dtype)
+    return tensor.numpy().astype(dtype, copy=False)

@@ -23,15 +23,15 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
 @rule(aten.embedding_dense_backward.default)
 def embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq):
     """Rows are accumulated in float32 for half precisions; the row of padding gets no gradient."""
-    places = lax.reshape(indices, (indices.size,))
+    positions = lax.reshape(indices, (indices.size,))
     width = grad_output.shape[indices.ndim :]
     g = lax.reshape(cast(grad_output, opmath(grad_output.dtype)), (indices.size, *width))
     if scale_grad_by_freq:
-        counts = lax.full((num_weights,), 0, g.dtype).at[places].add(1)
-        g = g / lax.expand_dims(counts[places], range(1, g.ndim))
+        counts = lax.full((num_weights,), 0, g.dtype).at[positions].add(1)
+        g = g / lax.expand_dims(counts[positions], range(1, g.ndim))
     if padding_idx >= 0:
-        places = where(places == padding_idx, num_weights, places)  # out of bounds, so dropped
-    return lax.full((num_weights, *width), 0, g.dtype).at[places].add(g)
+        positions = where(positions == padding_idx, num_weights, positions)  # out of bounds, so dropped
+    return lax.full((num_weights, *width), 0, g.dtype).at[positions].add(g)
 
 
 @rule(aten.embedding_renorm.default)
@@ -74,9 +74,9 @@ def _embedding_bag(
     if mode == _BAG_MAX:
         top = lax.full((count, width), -np.inf, rows.dtype).at[bag].max(rows)
         # The first row with the maximum: the smallest index among those that have it.
-        place = lax.broadcasted_iota(np.int64, rows.shape, 0)
-        place = where(rows == top[lax.min(bag, bag.dtype.type(count - 1))], place, indices.shape[0])
-        first = lax.full((count, width), indices.shape[0], np.int64).at[bag].min(place)
+        position = lax.broadcasted_iota(np.int64, rows.shape, 0)
+        position = where(rows == top[lax.min(bag, bag.dtype.type(count - 1))], position, indices.shape[0])
+        first = lax.full((count, width), indices.shape[0], np.int64).at[bag].min(position)
         chosen = where(first == indices.shape[0], -1, indices[lax.min(first, np.int64(indices.shape[0] - 1))])
         empty = lax.expand_dims(sizes == 0, [1])
         return where(empty, 0, top), bags, sizes, chosen
@@ -95,8 +95,8 @@ def _embedding_bag_dense_backward(
     zeros = lax.full((num_weights, g.shape[1]), 0, g.dtype)
     if mode == _BAG_MAX:
         columns = lax.broadcasted_iota(np.int64, maximum_indices.shape, 1)
-        places = where(maximum_indices < 0, num_weights, maximum_indices)
-        return zeros.at[places, columns].add(where(lax.expand_dims(bag_size, [1]) == 0, 0, g))
+        positions = where(maximum_indices < 0, num_weights, maximum_indices)
+        return zeros.at[positions, columns].add(where(lax.expand_dims(bag_size, [1]) == 0, 0, g))
     if mode == _BAG_MEAN:
         g = g / cast(lax.expand_dims(lax.max(bag_size, lax.full_like(bag_size, 1)), [1]), g.dtype)
     rows = g[offset2bag]

@@ -75,7 +75,7 @@ class _Array(NamedTuple):
     """An array inside a segment.
 
     Attributes:
-        place: its sharding.
+        sharding: how it is sharded.
         parts: the axes along which devices hold partial sums, to be added up.
         itemsize: of the sum, as it was computed.
         node: its number among the computed values.
@@ -84,7 +84,7 @@ class _Array(NamedTuple):
         along: for each dimension of `base`, its own dimension of that size.
     """
 
-    place: ArraySharding
+    sharding: ArraySharding
     node: int
     root: Hashable
     parts: tuple[str, ...] = ()
@@ -140,13 +140,13 @@ class _Device:
         self,
         shape: Sequence[int],
         itemsize: int,
-        place: ArraySharding,
+        sharding: ArraySharding,
         primitive: str,
         reads: tuple[int, ...],
         root: Any = None,
     ) -> _Array:
-        node = self._memory.add(primitive, local_bytes(shape, itemsize, place.spec, self._axes), reads)
-        return _Array(place, node, node if root is None else root)
+        node = self._memory.add(primitive, local_bytes(shape, itemsize, sharding.spec, self._axes), reads)
+        return _Array(sharding, node, node if root is None else root)
 
     def _input(self, value: Value) -> _Array:
         made = self._array(value.shape, value.dtype.itemsize, self._known[value], "input", (), value)
@@ -190,14 +190,14 @@ class _Device:
             self._join(eqn, operands, rule, cuts)
         of_results = {number for dims in rule.results for number in dims}
         contracted = tuple(dict.fromkeys(a for number, cut in cuts.items() if number not in of_results for a in cut))
-        of_batch = any(operand.place.of_batch for operand in operands)
+        of_batch = any(operand.sharding.of_batch for operand in operands)
         results = []
         for var, dims in zip(eqn.outvars, rule.results, strict=True):
-            place = ArraySharding(tuple(cuts.get(number, ()) for number in dims), of_batch)
+            sharding = ArraySharding(tuple(cuts.get(number, ()) for number in dims), of_batch)
             shape, itemsize = tuple(getattr(var.aval, "shape", ())), _itemsize(var.aval)
             root = operands[0].root if name in RESHAPING else None
             reads = tuple(operand.node for operand in operands)
-            result = self._array(shape, itemsize, place, name, reads, root)
+            result = self._array(shape, itemsize, sharding, name, reads, root)
             if contracted or parts:
                 result = result._replace(parts=(*parts, *contracted), itemsize=itemsize)
                 if name not in _SUMS and name != "gather":
@@ -233,14 +233,14 @@ class _Device:
         in_results = {number for dims in rule.results for number in dims}
         if name not in _SUMS and name not in _REDUCTIONS and name != "gather":
             whole |= {number for dims in rule.operands for number in dims if number not in in_results}
-        order = sorted(range(len(operands)), key=lambda i: (not operands[i].place.of_batch, -math.prod(shapes[i])))
+        order = sorted(range(len(operands)), key=lambda i: (not operands[i].sharding.of_batch, -math.prod(shapes[i])))
         if name == "gather":  # indices may refer to any row
             whole |= {n for n in rule.operands[0] if n not in in_results and n not in rule.operands[1]}
             order = [1, 0]
         cuts: dict[int, tuple[str, ...]] = {}
         used: set[str] = set()
         for i in order:
-            for number, cut in zip(rule.operands[i], operands[i].place.spec, strict=True):
+            for number, cut in zip(rule.operands[i], operands[i].sharding.spec, strict=True):
                 if not cut or number in cuts or number in whole:
                     continue
                 chosen: tuple[str, ...] = ()
@@ -263,7 +263,7 @@ class _Device:
 
     def _keeps_sharding(self, eqn: Any, operand: _Array, shape: tuple[int, ...], made: tuple[int, ...]) -> bool:
         cuts = self._cuts(eqn, rule_of_equation(eqn), [operand], [shape], [made])
-        return sorted(cuts.values()) == sorted(cut for cut in operand.place.spec if cut)
+        return sorted(cuts.values()) == sorted(cut for cut in operand.sharding.spec if cut)
 
     def _lookup(
         self, eqn: Any, operands: list[_Array], shapes: list[tuple[int, ...]], rule: ShardingRule, cuts: dict[int, Any]
@@ -272,7 +272,7 @@ class _Device:
         or the table is gathered, if less is sent that way."""
         table = operands[0]
         free = {*rule.results[0], *cuts}
-        split = [(d, cut) for d, cut in enumerate(table.place.spec) if cut and rule.operands[0][d] not in free]
+        split = [(d, cut) for d, cut in enumerate(table.sharding.spec) if cut and rule.operands[0][d] not in free]
         axes = tuple(axis for _, cut in split for axis in cut)
         used = {axis for cut in cuts.values() for axis in cut}
         if not axes or used & set(axes):
@@ -283,10 +283,10 @@ class _Device:
         looked_up = local_bytes(eqn.outvars[0].aval.shape, _itemsize(eqn.outvars[0].aval), result, self._axes)
         if whole <= 2 * looked_up:
             return operands, ()
-        places = enumerate(zip(table.place.spec, spec, strict=True))
-        masked = tuple(cut if (d, cut) in split else new for d, (cut, new) in places)
+        cuts_by_dim = enumerate(zip(table.sharding.spec, spec, strict=True))
+        masked = tuple(cut if (d, cut) in split else new for d, (cut, new) in cuts_by_dim)
         local = self._moved(table, eqn.invars[0].aval, masked)
-        return [local._replace(place=ArraySharding(spec, table.place.of_batch)), *operands[1:]], axes
+        return [local._replace(sharding=ArraySharding(spec, table.sharding.of_batch)), *operands[1:]], axes
 
     def _count(
         self,
@@ -300,7 +300,7 @@ class _Device:
         name = eqn.primitive.name
         if name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            steps = math.prod(shapes[0][place] for place in contracted)
+            steps = math.prod(shapes[0][sharding] for sharding in contracted)
             dims = {*rule.operands[0], *rule.operands[1]}
             flops = 2.0 * math.prod(made[0]) * steps / self._share(dims, cuts)
         elif name == "conv_general_dilated":
@@ -340,13 +340,13 @@ class _Device:
         """`array`, after its partial sums have been reduced."""
         if not array.parts:
             return array
-        nbytes = local_bytes(tuple(aval.shape), array.itemsize, array.place.spec, self._axes)
+        nbytes = local_bytes(tuple(aval.shape), array.itemsize, array.sharding.spec, self._axes)
         self._send("all-reduce", array.parts, nbytes, array.root)
         return array._replace(parts=())
 
     def _moved(self, array: _Array, aval: Any, spec: Spec) -> _Array:
         """`array`, resharded to `spec`; sharding it further sends nothing."""
-        before = array.place.spec
+        before = array.sharding.spec
         if spec == before:
             return array
         if array.base is not None:
@@ -355,14 +355,14 @@ class _Device:
             shape = tuple(1 if to is None else aval.shape[to] for to in array.along)
             moved = self._moved(base, _Shape(shape, aval.dtype), wanted)
             again = self._array(
-                aval.shape, _itemsize(aval), ArraySharding(spec, array.place.of_batch), "iota", (moved.node,)
+                aval.shape, _itemsize(aval), ArraySharding(spec, array.sharding.of_batch), "iota", (moved.node,)
             )
             return again._replace(base=moved, along=array.along)
         lost = [a for cut, new in zip(before, spec, strict=True) for a in cut if a not in new]
         elsewhere = tuple(a for a in lost if any(a in new for new in spec))
         axes = tuple(a for a in lost if a not in elsewhere)
         shape, itemsize = tuple(aval.shape), _itemsize(aval)
-        moved = array._replace(place=ArraySharding(spec, array.place.of_batch))
+        moved = array._replace(sharding=ArraySharding(spec, array.sharding.of_batch))
         if not lost:
             return moved
         nbytes = local_bytes(shape, itemsize, spec, self._axes)
@@ -378,13 +378,13 @@ class _Device:
     def _sliced(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> _Array:
         """The operand of a slice: if it cannot stay sharded as it is, no more than the slice is sent."""
         spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
-        lost = tuple(a for cut, new in zip(array.place.spec, spec, strict=True) for a in cut if a not in new)
+        lost = tuple(a for cut, new in zip(array.sharding.spec, spec, strict=True) for a in cut if a not in new)
         if lost and array.base is None:
             aval = eqn.outvars[0].aval
             of_result = tuple(cuts.get(number, ()) for number in rule.results[0])
             nbytes = local_bytes(aval.shape, _itemsize(aval), of_result, self._axes)
             self._send("collective-permute", lost, nbytes, array.root)
-            return array._replace(place=ArraySharding(spec, array.place.of_batch))
+            return array._replace(sharding=ArraySharding(spec, array.sharding.of_batch))
         return array
 
     def _exchange(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> None:
@@ -437,28 +437,28 @@ class _Device:
         wanted = self._placed[value]
         shape, itemsize = value.shape, value.dtype.itemsize
         if array.parts:
-            cut = {axis for entry in array.place.spec for axis in entry}
+            cut = {axis for entry in array.sharding.spec for axis in entry}
             to = {axis for entry in wanted.spec for axis in entry}
             scattered = tuple(axis for axis in array.parts if axis in to and axis not in cut)
             left = tuple(axis for axis in array.parts if axis not in scattered)
-            nbytes = local_bytes(shape, array.itemsize, array.place.spec, self._axes)
+            nbytes = local_bytes(shape, array.itemsize, array.sharding.spec, self._axes)
             if self._scatters:
                 self._send("reduce-scatter", scattered, nbytes, array.root)
                 self._send("all-reduce", left, nbytes // _ways(scattered, self._axes), array.root)
             else:
                 self._send("all-reduce", array.parts, nbytes, array.root)
-            spec = wanted.spec if scattered and cut <= to else array.place.spec
+            spec = wanted.spec if scattered and cut <= to else array.sharding.spec
             nbytes = local_bytes(shape, itemsize, spec, self._axes)
             in_parts = scattered and not self._scatters  # an all-reduce, of which each device keeps a shard
             received = nbytes * _ways(scattered, self._axes) if in_parts else nbytes
             node = self._memory.add("sent", received, (array.node,), (*scattered, *left))
             if in_parts:
                 node = self._memory.add("dynamic_slice", nbytes, (node,))
-            array = array._replace(parts=(), place=ArraySharding(spec, array.place.of_batch), node=node)
+            array = array._replace(parts=(), sharding=ArraySharding(spec, array.sharding.of_batch), node=node)
         if value in self._known:
             aval = jax_shape(shape, itemsize)
             array = self._moved(array, aval, self._known[value].spec)
-        return array._replace(place=array.place._replace(of_batch=wanted.of_batch or array.place.of_batch))
+        return array._replace(sharding=array.sharding._replace(of_batch=wanted.of_batch or array.sharding.of_batch))
 
 
 class _Shape(NamedTuple):

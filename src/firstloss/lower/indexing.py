@@ -35,24 +35,24 @@ from .registry import rule
 aten = torch.ops.aten
 
 
-def read(x, places, *, from_end=False):
-    """`x[places]`, where an index out of range gives NaN or the smallest integer.
+def read(x, positions, *, from_end=False):
+    """`x[positions]`, where an index out of range gives NaN or the smallest integer.
 
     Args:
         from_end: whether a negative index counts from the end.
     """
-    return x.at[places].get(mode="fill", wrap_negative_indices=from_end)
+    return x.at[positions].get(mode="fill", wrap_negative_indices=from_end)
 
 
-def _outside(places, shape, from_end=False):
+def _outside(positions, shape, from_end=False):
     """Where one of several indices, one per dimension, is out of range."""
-    beyond = [(p >= n) | (p < (-n if from_end else 0)) for p, n in zip(places, shape, strict=False)]
+    beyond = [(p >= n) | (p < (-n if from_end else 0)) for p, n in zip(positions, shape, strict=False)]
     return functools.reduce(lax.bitwise_or, beyond)
 
 
-def _in_range(outside, places):
+def _in_range(outside, positions):
     """The indices, with those out of range replaced by 0."""
-    return tuple(where(outside, 0, p) for p in places)
+    return tuple(where(outside, 0, p) for p in positions)
 
 
 def _marked(outside, values, dtype):
@@ -61,12 +61,12 @@ def _marked(outside, values, dtype):
     return values if mark is None else where(outside, cast(mark, dtype), cast(values, dtype))
 
 
-def _add_at(self, places, values):
-    """Add `values` at `places`; equal indices accumulate in the dtype that PyTorch computes in."""
+def _add_at(self, positions, values):
+    """Add `values` at `positions`; equal indices accumulate in the dtype that PyTorch computes in."""
     wide = opmath(self.dtype)
     if wide.kind == "b":
-        return self.at[places].max(cast(values, wide))
-    return cast(self, wide).at[places].add(cast(values, wide))
+        return self.at[positions].max(cast(values, wide))
+    return cast(self, wide).at[positions].add(cast(values, wide))
 
 
 # --- index, as in x[i, :, j] ------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def _to_front(self, indices):
 
     Returns the transposed array, the indices broadcast together, and the permutation.
     """
-    places = []
+    positions = []
     for index in indices:
         if index is not None and index.dtype in (np.bool_, np.uint8):
             raise NotImplementedError(
@@ -85,10 +85,10 @@ def _to_front(self, indices):
                 "cannot have. Write torch.where(mask, x, other), or x.masked_fill(mask, value), or multiply by the "
                 "mask before a reduction."
             )
-        places.append(index)
-    indexed = [d for d, index in enumerate(places) if index is not None]
+        positions.append(index)
+    indexed = [d for d, index in enumerate(positions) if index is not None]
     order = indexed + [d for d in range(self.ndim) if d not in indexed]
-    return lax.transpose(self, order), tuple(broadcast(*(places[d] for d in indexed))), order
+    return lax.transpose(self, order), tuple(broadcast(*(positions[d] for d in indexed))), order
 
 
 def _is_run(indexed: list[int]) -> bool:
@@ -105,9 +105,9 @@ def _result_start(indices) -> int:
 def index(self, indices):
     if all(i is None for i in indices):
         return self
-    moved, places, _ = _to_front(self, indices)
-    taken = read(moved, places, from_end=True)
-    start, count = _result_start(indices), places[0].ndim
+    moved, positions, _ = _to_front(self, indices)
+    taken = read(moved, positions, from_end=True)
+    start, count = _result_start(indices), positions[0].ndim
     return jnp.moveaxis(taken, range(count), range(start, start + count))
 
 
@@ -144,15 +144,15 @@ def index_put(self, indices, values, accumulate=False):
         return self + values if accumulate else values
     if any(i is not None and i.dtype in (np.bool_, np.uint8) for i in indices):
         return _by_mask(self, indices, values, accumulate)
-    moved, places, order = _to_front(self, indices)
-    count, start = places[0].ndim, _result_start(indices)
-    rest = moved.shape[len(places) :]
-    shape = rest[:start] + places[0].shape + rest[start:]
+    moved, positions, order = _to_front(self, indices)
+    count, start = positions[0].ndim, _result_start(indices)
+    rest = moved.shape[len(positions) :]
+    shape = rest[:start] + positions[0].shape + rest[start:]
     values = jnp.moveaxis(broadcast_to(values, shape), range(start, start + count), range(count))
-    outside = _outside(places, moved.shape, from_end=True)
+    outside = _outside(positions, moved.shape, from_end=True)
     values = _marked(lax.expand_dims(outside, range(count, values.ndim)), values, self.dtype)
-    places = _in_range(outside, places)
-    written = _add_at(moved, places, values) if accumulate else moved.at[places].set(cast(values, self.dtype))
+    positions = _in_range(outside, positions)
+    written = _add_at(moved, positions, values) if accumulate else moved.at[positions].set(cast(values, self.dtype))
     return lax.transpose(written, np.argsort(order))
 
 
@@ -179,8 +179,8 @@ def value_selecting_reduction_backward(grad, dim, indices, sizes, keepdim):
     if not keepdim and sizes:
         d = axis(dim, len(sizes))
         grad, indices = lax.expand_dims(grad, [d]), lax.expand_dims(indices, [d])
-    x, places, src = _scatter_operands(lax.full(tuple(sizes), 0, grad.dtype), dim, indices, grad)
-    return lax.reshape(x.at[places].set(src), tuple(sizes)) if indices.size else x
+    x, positions, src = _scatter_operands(lax.full(tuple(sizes), 0, grad.dtype), dim, indices, grad)
+    return lax.reshape(x.at[positions].set(src), tuple(sizes)) if indices.size else x
 
 
 # --- One dimension, one index -----------------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def _rows(self, dim, index):
 
 @rule(aten.index_select.default)
 def index_select(self, dim, index):
-    x, places = _rows(self, dim, index)
-    taken = read(x, places)
+    x, positions = _rows(self, dim, index)
+    taken = read(x, positions)
     return lax.reshape(taken, ()) if self.ndim == 0 else taken
 
 
@@ -219,20 +219,20 @@ def index_add(self, dim, index, source, *, alpha=1):
 
 @rule(aten.index_copy.default)
 def index_copy(self, dim, index, source):
-    x, places, source = _rows_to_write(self, dim, index, cast(source, self.dtype))
-    return lax.reshape(x.at[places].set(source), self.shape)
+    x, positions, source = _rows_to_write(self, dim, index, cast(source, self.dtype))
+    return lax.reshape(x.at[positions].set(source), self.shape)
 
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(self, dim, index, value):
-    x, places, values = _rows_to_write(self, dim, index, cast(value, self.dtype), from_end=True)
-    return lax.reshape(x.at[places].set(values), self.shape)
+    x, positions, values = _rows_to_write(self, dim, index, cast(value, self.dtype), from_end=True)
+    return lax.reshape(x.at[positions].set(values), self.shape)
 
 
 @rule(aten.index_reduce.default)
 def index_reduce(self, dim, index, source, reduce, *, include_self=True):
-    x, places, source = _rows_to_write(self, dim, index, source)
-    return lax.reshape(_reduce_at(x, places, source, reduce, include_self), self.shape)
+    x, positions, source = _rows_to_write(self, dim, index, source)
+    return lax.reshape(_reduce_at(x, positions, source, reduce, include_self), self.shape)
 
 
 @rule(aten.take.default)
@@ -242,11 +242,11 @@ def take(self, index):
 
 @rule(aten.put.default)
 def put(self, index, source, accumulate=False):
-    flat, places = lax.reshape(self, (self.size,)), lax.reshape(index, (index.size,))
-    outside = _outside([places], flat.shape, from_end=True)
+    flat, positions = lax.reshape(self, (self.size,)), lax.reshape(index, (index.size,))
+    outside = _outside([positions], flat.shape, from_end=True)
     source = _marked(outside, lax.reshape(source, (source.size,)), self.dtype)
-    places = _in_range(outside, [places])
-    written = _add_at(flat, places, source) if accumulate else flat.at[places].set(cast(source, self.dtype))
+    positions = _in_range(outside, [positions])
+    written = _add_at(flat, positions, source) if accumulate else flat.at[positions].set(cast(source, self.dtype))
     return lax.reshape(written, self.shape)
 
 
@@ -272,43 +272,43 @@ def _scatter_operands(self, dim, index, src=None):
 
 @rule(aten.gather.default)
 def gather(self, dim, index, *, sparse_grad=False):
-    x, places, _ = _scatter_operands(self, dim, index)
+    x, positions, _ = _scatter_operands(self, dim, index)
     if 0 in index.shape:
         return lax.full(index.shape, 0, self.dtype)
-    return lax.reshape(read(x, places), index.shape)
+    return lax.reshape(read(x, positions), index.shape)
 
 
 def _scattered(self, dim, index, src):
     """Like `_scatter_operands`, with indices in range."""
-    x, places, src = _scatter_operands(self, dim, index, src)
+    x, positions, src = _scatter_operands(self, dim, index, src)
     d = axis(dim, x.ndim)
-    outside = _outside([places[d]], [x.shape[d]])
-    return x, (*places[:d], *_in_range(outside, [places[d]]), *places[d + 1 :]), _marked(outside, src, x.dtype)
+    outside = _outside([positions[d]], [x.shape[d]])
+    return x, (*positions[:d], *_in_range(outside, [positions[d]]), *positions[d + 1 :]), _marked(outside, src, x.dtype)
 
 
 @rule(aten.scatter.src, aten.scatter.value)
 def scatter(self, dim, index, src):
     if 0 in index.shape:
         return self
-    x, places, src = _scattered(self, dim, index, src)
-    return lax.reshape(x.at[places].set(cast(src, x.dtype)), self.shape)
+    x, positions, src = _scattered(self, dim, index, src)
+    return lax.reshape(x.at[positions].set(cast(src, x.dtype)), self.shape)
 
 
 @rule(aten.scatter_add.default)
 def scatter_add(self, dim, index, src):
     if 0 in index.shape:
         return self
-    x, places, src = _scattered(self, dim, index, src)
-    return lax.reshape(_add_at(x, places, src), self.shape)
+    x, positions, src = _scattered(self, dim, index, src)
+    return lax.reshape(_add_at(x, positions, src), self.shape)
 
 
-def _reduce_at(x, places, src, reduce, include_self):
+def _reduce_at(x, positions, src, reduce, include_self):
     """Combine `src` into `x`; without `include_self`, written elements start from the neutral element."""
     dtype = opmath(x.dtype)
     x, src = cast(x, dtype), cast(src, dtype)
     if reduce == "mean":
-        counts = lax.full(x.shape, int(include_self), np.int64).at[places].add(1)
-        total = _reduce_at(x, places, src, "sum", include_self)
+        counts = lax.full(x.shape, int(include_self), np.int64).at[positions].add(1)
+        total = _reduce_at(x, positions, src, "sum", include_self)
         counts = cast(lax.max(counts, lax.full_like(counts, 1)), dtype)
         return jnp.floor_divide(total, counts) if is_integer(dtype) else total / counts
     name, neutral = {
@@ -326,24 +326,24 @@ def _reduce_at(x, places, src, reduce, include_self):
                 (-np.inf, np.inf) if dtype.kind not in "iub" else (info.min, info.max) if info else (False, True)
             )
             neutral = low if reduce == "amax" else high
-        x = x.at[places].set(cast(neutral, dtype))
+        x = x.at[positions].set(cast(neutral, dtype))
     if dtype.kind == "b":
         name = {"add": "max", "mul": "min"}.get(name, name)
-    return getattr(x.at[places], name)(src)
+    return getattr(x.at[positions], name)(src)
 
 
 @rule(aten.scatter_reduce.two)
 def scatter_reduce(self, dim, index, src, reduce, *, include_self=True):
     if 0 in index.shape:
         return self
-    x, places, src = _scattered(self, dim, index, src)
-    return lax.reshape(_reduce_at(x, places, src, reduce, include_self), self.shape)
+    x, positions, src = _scattered(self, dim, index, src)
+    return lax.reshape(_reduce_at(x, positions, src, reduce, include_self), self.shape)
 
 
 @rule(aten.scatter.reduce, aten.scatter.value_reduce)
 def scatter_with_reduce(self, dim, index, src, *, reduce):
-    x, places, src = _scattered(self, dim, index, src)
-    return lax.reshape(_reduce_at(x, places, src, reduce, True), self.shape)
+    x, positions, src = _scattered(self, dim, index, src)
+    return lax.reshape(_reduce_at(x, positions, src, reduce, True), self.shape)
 
 
 # --- Masks ------------------------------------------------------------------------------------------------------------
@@ -371,8 +371,8 @@ def masked_scatter_backward(grad_output, mask, sizes):
     mask = lax.reshape(broadcast_to(cast(mask, np.dtype(bool)), grad_output.shape), (grad_output.size,))
     count = math.prod(sizes)
     order = lax.cumsum(cast(mask, np.dtype(np.int64))) - 1
-    places = lax.select(mask, order, lax.full_like(order, count))  # out of bounds, so dropped
-    packed = lax.full((count,), 0, grad_output.dtype).at[places].set(lax.reshape(grad_output, (grad_output.size,)))
+    positions = lax.select(mask, order, lax.full_like(order, count))  # out of bounds, so dropped
+    packed = lax.full((count,), 0, grad_output.dtype).at[positions].set(lax.reshape(grad_output, (grad_output.size,)))
     return lax.reshape(packed, tuple(sizes))
 
 
@@ -420,10 +420,10 @@ def histc(self, bins=100, min=0, max=0):
         low, high = lax.reduce_min(x, (0,)), lax.reduce_max(x, (0,))
     empty = low == high
     low, high = where(empty, low - 1, low), where(empty, high + 1, high)
-    place = cast(lax.floor((x - low) * cast(bins, x.dtype) / (high - low)), np.dtype(np.int64))
-    place = lax.min(place, np.int64(bins - 1))
-    place = where((x >= low) & (x <= high), place, bins)  # out of bounds, so dropped
-    return lax.full((bins,), 0, x.dtype).at[place].add(1)
+    position = cast(lax.floor((x - low) * cast(bins, x.dtype) / (high - low)), np.dtype(np.int64))
+    position = lax.min(position, np.int64(bins - 1))
+    position = where((x >= low) & (x <= high), position, bins)  # out of bounds, so dropped
+    return lax.full((bins,), 0, x.dtype).at[position].add(1)
 
 
 @rule(aten.bincount.default)
@@ -457,9 +457,9 @@ def repeat_interleave(repeats, *, output_size):
     Eager PyTorch raises if `output_size` is not the sum of `repeats`; here every index is then out of range.
     """
     ends = lax.cumsum(cast(repeats, np.dtype(np.int64)))
-    places = jnp.searchsorted(ends, jnp.arange(output_size), side="right")
+    positions = jnp.searchsorted(ends, jnp.arange(output_size), side="right")
     total = ends[-1] if repeats.size else 0
-    return where(total == output_size, cast(places, np.dtype(np.int64)), np.int64(repeats.size))
+    return where(total == output_size, cast(positions, np.dtype(np.int64)), np.int64(repeats.size))
 
 
 @rule(aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default)

@@ -40,8 +40,8 @@ def _centres(length: int, count: int, align_corners: bool, factor: float | None,
 
 
 def _nearest(length: int, count: int, align_corners: bool, factor: float | None, dtype) -> Taps:
-    places = np.floor(np.arange(count, dtype=dtype) * _scale(length, count, False, factor, dtype)).astype(np.int64)
-    return np.minimum(places, length - 1)[None], np.ones((1, count), dtype)
+    positions = np.floor(np.arange(count, dtype=dtype) * _scale(length, count, False, factor, dtype)).astype(np.int64)
+    return np.minimum(positions, length - 1)[None], np.ones((1, count), dtype)
 
 
 def _nearest_exact(length: int, count: int, align_corners: bool, factor: float | None, dtype) -> Taps:
@@ -68,9 +68,9 @@ def _cubic_weight(distance: np.ndarray, a: float) -> np.ndarray:
 def _cubic(length: int, count: int, align_corners: bool, factor: float | None, dtype) -> Taps:
     centres = _centres(length, count, align_corners, factor, dtype)
     low = np.floor(centres)
-    places = low + np.arange(-1, 3)[:, None]
-    weights = _cubic_weight(centres - places, -0.75)
-    return np.clip(places.astype(np.int64), 0, length - 1), weights.astype(dtype)
+    positions = low + np.arange(-1, 3)[:, None]
+    weights = _cubic_weight(centres - positions, -0.75)
+    return np.clip(positions.astype(np.int64), 0, length - 1), weights.astype(dtype)
 
 
 def _antialiased(weight: Callable, support: float) -> Callable:
@@ -82,9 +82,9 @@ def _antialiased(weight: Callable, support: float) -> Callable:
         centres = scale * (np.arange(count) + 0.5)
         first = np.maximum((centres - support * stretch + 0.5).astype(np.int64), 0)
         last = np.minimum((centres + support * stretch + 0.5).astype(np.int64), length)
-        places = first + np.arange(int((last - first).max()))[:, None]
-        weights = np.where(places < last, weight((places - centres + 0.5) / stretch), 0)
-        return np.minimum(places, length - 1), (weights / weights.sum(0)).astype(dtype)
+        positions = first + np.arange(int((last - first).max()))[:, None]
+        weights = np.where(positions < last, weight((positions - centres + 0.5) / stretch), 0)
+        return np.minimum(positions, length - 1), (weights / weights.sum(0)).astype(dtype)
 
     return taps
 
@@ -106,10 +106,10 @@ def _resize(x, kind: str, output_size, align_corners: bool, factors):
     dtype = real_of(x.dtype) if x.dtype.itemsize > 4 and x.dtype.kind == "f" else np.dtype(np.float32)
     lead = x.ndim - len(output_size)
     for d in reversed(range(len(output_size))):
-        places, weights = _FILTERS[kind](x.shape[lead + d], output_size[d], align_corners, factors[d], dtype)
+        positions, weights = _FILTERS[kind](x.shape[lead + d], output_size[d], align_corners, factors[d], dtype)
         taps = []
-        for place, weight in zip(places, weights, strict=True):
-            taken = jnp.take(x, place, axis=lead + d)
+        for position, weight in zip(positions, weights, strict=True):
+            taken = jnp.take(x, position, axis=lead + d)
             shape = (-1,) + (1,) * (x.ndim - lead - d - 1)
             taps.append(taken if plain else taken * weight.reshape(shape).astype(x.dtype))
         x = sum(taps[1:], taps[0])
@@ -215,18 +215,18 @@ def _clamped_inside(x, length: int, padding_mode: int, align_corners: bool):
     return x if padding_mode == _ZEROS else _clipped(x, length)
 
 
-def _whole(place, length: int):
+def _whole(position, length: int):
     """A position as an index in range; rounding has no derivative."""
-    place = lax.stop_gradient(place)
-    return cast(lax.clamp(cast(0.0, place.dtype), place, cast(length - 1.0, place.dtype)), np.dtype(np.int64))
+    position = lax.stop_gradient(position)
+    return cast(lax.clamp(cast(0.0, position.dtype), position, cast(length - 1.0, position.dtype)), np.dtype(np.int64))
 
 
-def _values_at(image, places):
+def _values_at(image, positions):
     """The image (batch, channels, *space) at integer positions (each batch, *points); zero outside."""
     inside = True
-    for place, length in zip(places, image.shape[2:], strict=True):
-        inside = inside & (place >= 0) & (place < length)
-    whole = [_whole(place, length) for place, length in zip(places, image.shape[2:], strict=True)]
+    for position, length in zip(positions, image.shape[2:], strict=True):
+        inside = inside & (position >= 0) & (position < length)
+    whole = [_whole(position, length) for position, length in zip(positions, image.shape[2:], strict=True)]
     taken = jax.vmap(lambda plane, index: plane[(slice(None), *index)])(image, tuple(whole))
     return where(lax.expand_dims(inside, [1]), taken, 0)
 
@@ -266,11 +266,11 @@ def _bicubic_sample(image, x, padding_mode, align_corners):
     by_dim = [weights(p - start) for p, start in zip(x, low, strict=True)]
     total = 0
     for i, j in itertools.product(range(4), repeat=2):
-        places = [low[0] + (i - 1), low[1] + (j - 1)]
-        places = [
-            _clamped_inside(p, n, padding_mode, align_corners) for p, n in zip(places, image.shape[2:], strict=True)
+        positions = [low[0] + (i - 1), low[1] + (j - 1)]
+        positions = [
+            _clamped_inside(p, n, padding_mode, align_corners) for p, n in zip(positions, image.shape[2:], strict=True)
         ]
-        total = total + _values_at(image, places) * lax.expand_dims(by_dim[0][i] * by_dim[1][j], [1])
+        total = total + _values_at(image, positions) * lax.expand_dims(by_dim[0][i] * by_dim[1][j], [1])
     return total
 
 

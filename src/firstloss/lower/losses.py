@@ -235,8 +235,8 @@ def _padded_targets(targets, lengths, longest: int):
     if targets.ndim == 2:
         return targets
     starts = lax.cumsum(lengths) - lengths
-    places = lax.expand_dims(starts, [1]) + lax.broadcasted_iota(starts.dtype, (lengths.shape[0], longest), 1)
-    return targets[lax.min(places, lax.full_like(places, max(targets.shape[0] - 1, 0)))]
+    positions = lax.expand_dims(starts, [1]) + lax.broadcasted_iota(starts.dtype, (lengths.shape[0], longest), 1)
+    return targets[lax.min(positions, lax.full_like(positions, max(targets.shape[0] - 1, 0)))]
 
 
 def _ctc(log_probs, targets, input_lengths, target_lengths, *, blank):

@@ -31,13 +31,13 @@ def _over(plane: np.ndarray, x):
     return lax.broadcast_in_dim(plane, x.shape, range(x.ndim - plane.ndim, x.ndim))
 
 
-def _once(places):
-    """Return `places`, computed once: through a reduction, which XLA on a CPU never duplicates.
+def _once(positions):
+    """Return `positions`, computed once: through a reduction, which XLA on a CPU never duplicates.
 
     XLA considers comparisons and selections cheap, and would recompute them in the backward pass, once for every
     offset in the window.
     """
-    return lax.reduce_max(lax.concatenate([places[None], lax.full_like(places, 0)[None]], 0), (0,))
+    return lax.reduce_max(lax.concatenate([positions[None], lax.full_like(positions, 0)[None]], 0), (0,))
 
 
 def _lowest(dtype: np.dtype):
@@ -49,29 +49,29 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
     windows = Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     padded = windows.padded(self, _lowest(self.dtype))
     best: Any = None
-    places: Any = None
+    positions: Any = None
     found: Any = False  # which windows have had an element inside the input
     for offset in windows.offsets():
         x, here = windows.slice(padded, offset), windows.inside(offset)
-        place = _over(windows.places(offset), x)
+        position = _over(windows.positions(offset), x)
         if best is None:
-            best, places, found = x, place, here
+            best, positions, found = x, position, here
             continue
         take = (x > best) | (x != x)
         if not np.all(found):
             take |= _over(~found, x)
         if not np.all(here):
             take &= _over(here, x)
-        best, places, found = where(take, x, best), where(take, place, places), found | here
-    return best, cast(_once(places), np.dtype(np.int64))
+        best, positions, found = where(take, x, best), where(take, position, positions), found | here
+    return best, cast(_once(positions), np.dtype(np.int64))
 
 
 @rule(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
     windows = Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     g = cast(grad_output, opmath(grad_output.dtype))
-    places = (_over(windows.places(offset), g) for offset in windows.offsets())
-    return windows.unsliced(where(cast(indices, place.dtype) == place, g, 0) for place in places)
+    positions = (_over(windows.positions(offset), g) for offset in windows.offsets())
+    return windows.unsliced(where(cast(indices, position.dtype) == position, g, 0) for position in positions)
 
 
 def _bins(length: int, count: int) -> list[tuple[int, int]]:
@@ -88,20 +88,20 @@ def adaptive_max_pool(self, output_size):
     reach = [max(end - start for start, end in b) if b else 0 for b in bins]
     flat = lax.reshape(self, (*self.shape[: self.ndim - space], math.prod(lengths)))
     best: Any = None
-    places: Any = None
+    positions: Any = None
     for offset in itertools.product(*map(range, reach)):
-        place = np.zeros(tuple(output_size), np.int64)
+        position = np.zeros(tuple(output_size), np.int64)
         for d, o in enumerate(offset):
             along = np.array([min(start + o, end - 1) for start, end in bins[d]])
-            place = place * lengths[d] + along.reshape((-1,) + (1,) * (space - d - 1))
-        x = jnp.take(flat, place, axis=-1)
-        place = jnp.broadcast_to(place, x.shape)
-        take = True if best is None else (x > best) | ((x != x) & (place > places))
-        best, places = (x, place) if best is None else (where(take, x, best), where(take, place, places))
+            position = position * lengths[d] + along.reshape((-1,) + (1,) * (space - d - 1))
+        x = jnp.take(flat, position, axis=-1)
+        position = jnp.broadcast_to(position, x.shape)
+        take = True if best is None else (x > best) | ((x != x) & (position > positions))
+        best, positions = (x, position) if best is None else (where(take, x, best), where(take, position, positions))
     if best is None:
         shape = (*self.shape[: self.ndim - space], *output_size)
         return lax.full(shape, 0, self.dtype), lax.full(shape, 0, np.int64)
-    return best, places
+    return best, positions
 
 
 def _scatter_to_planes(values, indices, lead: int, lengths):
@@ -149,25 +149,25 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples):
         alpha = (n - k) / (m - 1) if m > 1 else 0.0
         u = lax.expand_dims(sample, [2])
         steps = lax.iota(sample.dtype, m)
-        place = jnp.trunc((steps + u) * alpha) - jnp.trunc(u * alpha)
-        starts.append(cast(where(steps == m - 1, float(n - k), place), np.dtype(np.int64)))
+        position = jnp.trunc((steps + u) * alpha) - jnp.trunc(u * alpha)
+        starts.append(cast(where(steps == m - 1, float(n - k), position), np.dtype(np.int64)))
     flat = lax.reshape(x, (*batched, math.prod(lengths)))
     best: Any = None
-    places: Any = None
+    positions: Any = None
     for offset in itertools.product(*map(range, kernel_size)):
-        place = 0
+        position = 0
         for d, o in enumerate(offset):
             along = starts[d] + o
             row = (*batched, *(1,) * d, output_size[d], *(1,) * (space - d - 1))
-            place = place * lengths[d] + lax.reshape(along, row)
-        flat_place = lax.reshape(place, (*batched, math.prod(output_size)))
-        value = lax.reshape(jnp.take_along_axis(flat, flat_place, axis=-1), place.shape)
+            position = position * lengths[d] + lax.reshape(along, row)
+        flat_place = lax.reshape(position, (*batched, math.prod(output_size)))
+        value = lax.reshape(jnp.take_along_axis(flat, flat_place, axis=-1), position.shape)
         if best is None:
-            best, places = value, place
+            best, positions = value, position
         else:
             take = (value > best) | (value != value)
-            best, places = where(take, value, best), where(take, place, places)
-    return best.reshape(*lead, *output_size), places.reshape(*lead, *output_size)
+            best, positions = where(take, value, best), where(take, position, positions)
+    return best.reshape(*lead, *output_size), positions.reshape(*lead, *output_size)
 
 
 @rule(aten.max_unpool2d.default)

@@ -22,9 +22,8 @@ from ..program.graph import Node, Ref, Value
 from ..program.program import Program
 from . import aten, precision
 from .decompose import decomposition, rule_of
-from .dtypes import cast, to_jax
-from .functional_overloads import functional
-from .registry import OF_ORDERS, OF_PROGRAMS
+from .dtypes import cast, constant, to_jax
+from .registry import OF_ORDERS, OF_PROGRAMS, functional
 from .rules import RULES
 from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real, view_dtype
 
@@ -145,21 +144,6 @@ def _array(arrays: dict[Value, Any], value: Value) -> Any:
             found = constant(value.real)
         arrays[value] = found
     return found
-
-
-def constant(tensor: torch.Tensor) -> np.ndarray:
-    """A torch tensor's values as a row-major NumPy array (bfloat16 etc. by ml_dtypes)."""
-    return as_numpy(tensor).copy()
-
-
-def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Like `constant`, sharing the memory of a row-major tensor."""
-    tensor = tensor.detach().contiguous()
-    dtype = to_jax(tensor.dtype)
-    if tensor.dtype.is_floating_point and tensor.dtype not in (torch.float32, torch.float64, torch.float16):
-        integer = {1: torch.uint8, 2: torch.int16}[tensor.itemsize]
-        return tensor.view(integer).numpy().view(dtype)
-    return tensor.numpy().astype(dtype, copy=False)
 
 
 def template_of(node: Node, inputs: list[Value]) -> Template:

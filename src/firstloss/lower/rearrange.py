@@ -172,23 +172,23 @@ def constant_pad_nd(self, pad, value=0):
     return lax.pad(self, cast(value, self.dtype), [(low, high, 0) for low, high in _edges(pad, self.ndim)])
 
 
-def _reflect(places: np.ndarray, length: int) -> np.ndarray:
+def _reflect(positions: np.ndarray, length: int) -> np.ndarray:
     period = max(2 * (length - 1), 1)
-    return length - 1 - np.abs(places % period - (length - 1))
+    return length - 1 - np.abs(positions % period - (length - 1))
 
 
-def _replicate(places: np.ndarray, length: int) -> np.ndarray:
-    return np.clip(places, 0, length - 1)
+def _replicate(positions: np.ndarray, length: int) -> np.ndarray:
+    return np.clip(positions, 0, length - 1)
 
 
-def _pad_by_index(rule_of_places: Callable) -> Callable:
+def _pad_by_index(rule_of_positions: Callable) -> Callable:
     """A padding whose elements are elements of the operand, by their index along each dimension."""
 
     def pad_by_index(self, padding):
         for d, (low, high) in enumerate(_edges(padding, self.ndim)):
             if low or high:
-                places = rule_of_places(np.arange(-low, self.shape[d] + high), self.shape[d])
-                self = jnp.take(self, places, axis=d)
+                positions = rule_of_positions(np.arange(-low, self.shape[d] + high), self.shape[d])
+                self = jnp.take(self, positions, axis=d)
         return self
 
     return pad_by_index

@@ -99,8 +99,8 @@ def count_nonzero(self, dim=None):
 def _index_of_extreme(find, self, dim, keepdim):
     x = cast(self, np.dtype(np.int8)) if self.dtype == bool else self
     if dim is None:
-        place = find(lax.reshape(x, (x.size,)), 0, np.int64)
-        return lax.reshape(place, (1,) * self.ndim) if keepdim else place
+        position = find(lax.reshape(x, (x.size,)), 0, np.int64)
+        return lax.reshape(position, (1,) * self.ndim) if keepdim else position
     if self.ndim == 0:
         return np.int64(0)
     d = axis(dim, self.ndim)
@@ -263,14 +263,14 @@ def _running_extreme(better, self, dim):
     d = axis(dim, self.ndim)
     if self.ndim == 0:
         return self, np.int64(0)
-    places = lax.broadcasted_iota(np.int64, self.shape, d)
+    positions = lax.broadcasted_iota(np.int64, self.shape, d)
 
     def later(left, right):
         (x, i), (y, j) = left, right
         take = better(y, x) | (y != y)
         return where(take, y, x), where(take, j, i)
 
-    return lax.associative_scan(later, (self, places), axis=d)
+    return lax.associative_scan(later, (self, positions), axis=d)
 
 
 @rule(aten.cummax.default)

@@ -27,6 +27,10 @@ from . import (  # noqa: F401
     special_functions,
     views,
 )
-from .registry import RULES
+from .registry import LIST, RULES
 
 __all__ = ["RULES"]
+
+
+if __name__ == "__main__":
+    LIST.write_text("\n".join(sorted(map(str, RULES))) + "\n")

@@ -83,51 +83,51 @@ def _by_size(factors: _Factors, eqn: Any, operands: list[list[int]], results: li
     for shape, result in zip(_shapes(eqn.outvars), results, strict=True):
         for operand_shape, operand in zip(shapes, operands, strict=True):
             if len(operand_shape) == len(shape):
-                for place, size in enumerate(shape):
-                    if operand_shape[place] == size:
-                        factors.same(operand[place], result[place])
+                for position, size in enumerate(shape):
+                    if operand_shape[position] == size:
+                        factors.same(operand[position], result[position])
 
 
 def _by_place(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
     """Slices and concatenations: dimensions with the same position, whatever their size. XLA's partitioner does the
     same; if it differs, arrays that cross a cut are resharded."""
     for operand in operands:
-        for place, dim in enumerate(operand):
-            factors.same(dim, results[0][place])
+        for position, dim in enumerate(operand):
+            factors.same(dim, results[0][position])
 
 
 def _broadcast_in_dim(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
     shape = _shapes(eqn.invars)[0]
-    for place, to in enumerate(eqn.params["broadcast_dimensions"]):
-        if shape[place] == eqn.params["shape"][to]:
-            factors.same(operands[0][place], results[0][to])
+    for position, to in enumerate(eqn.params["broadcast_dimensions"]):
+        if shape[position] == eqn.params["shape"][to]:
+            factors.same(operands[0][position], results[0][to])
 
 
 def _transpose(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    for place, before in enumerate(eqn.params["permutation"]):
-        factors.same(operands[0][before], results[0][place])
+    for position, before in enumerate(eqn.params["permutation"]):
+        factors.same(operands[0][before], results[0][position])
 
 
 def _reduce(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    remaining = [place for place in range(len(operands[0])) if place not in eqn.params["axes"]]
+    remaining = [position for position in range(len(operands[0])) if position not in eqn.params["axes"]]
     for result in results:
         for operand in operands:
             if len(operand) == len(operands[0]):
-                for place, to in zip(remaining, result, strict=True):
-                    factors.same(operand[place], to)
+                for position, to in zip(remaining, result, strict=True):
+                    factors.same(operand[position], to)
 
 
 def _squeeze(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
-    remaining = [place for place in range(len(operands[0])) if place not in eqn.params["dimensions"]]
-    for place, to in zip(remaining, results[0], strict=True):
-        factors.same(operands[0][place], to)
+    remaining = [position for position in range(len(operands[0])) if position not in eqn.params["dimensions"]]
+    for position, to in zip(remaining, results[0], strict=True):
+        factors.same(operands[0][position], to)
 
 
 def _reshape(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
     """Of merged or split dimensions, the first one: a shard of it is a shard of all of them together."""
     (before,), (after,) = _shapes(eqn.invars), _shapes(eqn.outvars)
-    old = [place for place, size in enumerate(before) if size != 1]
-    new = [place for place, size in enumerate(after) if size != 1]
+    old = [position for position, size in enumerate(before) if size != 1]
+    new = [position for position, size in enumerate(after) if size != 1]
     if 0 in before:
         return
     while old and new:
@@ -145,9 +145,9 @@ def _dot_general(factors: _Factors, eqn: Any, operands: list[list[int]], results
     left, right = operands
     for a, b in (*zip(contracted, right_contracted, strict=True), *zip(batch, right_batch, strict=True)):
         factors.same(left[a], right[b])
-    made = [left[place] for place in batch]
-    made += [dim for place, dim in enumerate(left) if place not in (*contracted, *batch)]
-    made += [dim for place, dim in enumerate(right) if place not in (*right_contracted, *right_batch)]
+    made = [left[position] for position in batch]
+    made += [dim for position, dim in enumerate(left) if position not in (*contracted, *batch)]
+    made += [dim for position, dim in enumerate(right) if position not in (*right_contracted, *right_batch)]
     for dim, to in zip(made, results[0], strict=True):
         factors.same(dim, to)
 
@@ -172,10 +172,10 @@ def _scatter(factors: _Factors, eqn: Any, operands: list[list[int]], results: li
     base, indices, updates = operands
     shape, _, of_updates = _shapes(eqn.invars)
     dropped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window_dims = [place for place in range(len(base)) if place not in dropped]
+    window_dims = [position for position in range(len(base)) if position not in dropped]
     sizes = [1] * len(base)
-    for place, window in zip(window_dims, numbers.update_window_dims, strict=True):
-        sizes[place] = of_updates[window]
+    for position, window in zip(window_dims, numbers.update_window_dims, strict=True):
+        sizes[position] = of_updates[window]
     pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     _indexed(factors, base, shape, sizes, indices, updates, numbers.update_window_dims, dropped, pairs)
     for a, b in zip(base, results[0], strict=True):
@@ -195,15 +195,15 @@ def _indexed(
 ) -> None:
     """Slices of `sizes` from `base` at `indices`: `windows` are the slices' dimensions from `base`, the others from
     `indices`."""
-    remaining = [place for place in range(len(base)) if place not in dropped]
-    for place, window in zip(remaining, windows, strict=True):
-        if sizes[place] == shape[place]:
-            factors.same(base[place], slices[window])
-    others = [dim for place, dim in enumerate(slices) if place not in windows]
+    remaining = [position for position in range(len(base)) if position not in dropped]
+    for position, window in zip(remaining, windows, strict=True):
+        if sizes[position] == shape[position]:
+            factors.same(base[position], slices[window])
+    others = [dim for position, dim in enumerate(slices) if position not in windows]
     for dim, index in zip(others, indices[:-1], strict=True):  # the last dimension holds the coordinates
         factors.same(index, dim)
-    for place, index in batching:
-        factors.same(base[place], indices[index])
+    for position, index in batching:
+        factors.same(base[position], indices[index])
 
 
 def _conv_general_dilated(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:

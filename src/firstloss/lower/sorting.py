@@ -24,21 +24,21 @@ def sort_stable(self, *, stable, dim=-1, descending=False):
         return self, np.int64(0)
     d = axis(dim, self.ndim)
     keys = cast(self, np.dtype(np.int8)) if self.dtype == bool else self
-    places = lax.broadcasted_iota(np.int64, self.shape, d)
+    positions = lax.broadcasted_iota(np.int64, self.shape, d)
     # Descending is the reverse of ascending on reversed input, which is stable and needs no negated key.
     if descending:
-        keys, places = lax.rev(keys, [d]), lax.rev(places, [d])
-    keys, places = lax.sort((keys, places), dimension=d, num_keys=1, is_stable=True)
-    return (lax.rev(keys, [d]), lax.rev(places, [d])) if descending else (keys, places)
+        keys, positions = lax.rev(keys, [d]), lax.rev(positions, [d])
+    keys, positions = lax.sort((keys, positions), dimension=d, num_keys=1, is_stable=True)
+    return (lax.rev(keys, [d]), lax.rev(positions, [d])) if descending else (keys, positions)
 
 
 @rule(aten.topk.default)
 def topk(self, k, dim=-1, largest=True, sorted=True):
     if self.ndim == 0:
         return self, np.int64(0)
-    values, places = sort(self, dim, largest)
+    values, positions = sort(self, dim, largest)
     d = axis(dim, self.ndim)
-    return lax.slice_in_dim(values, 0, k, 1, d), lax.slice_in_dim(places, 0, k, 1, d)
+    return lax.slice_in_dim(values, 0, k, 1, d), lax.slice_in_dim(positions, 0, k, 1, d)
 
 
 def _median(self, dim, keepdim, skip_nan):
@@ -47,14 +47,14 @@ def _median(self, dim, keepdim, skip_nan):
         return self, np.int64(0)
     d = axis(dim, self.ndim)
     length = self.shape[d]
-    values, places = sort(self, d)
+    values, positions = sort(self, d)
     nan = lax.reduce_sum(cast(values != values, np.dtype(np.int64)), (d,))
     if skip_nan:
         middle = lax.max((length - nan - 1) // 2, np.int64(0))
     else:  # the first NaN, as in the CPU kernel
         middle = where(nan > 0, length - nan, (length - 1) // 2)
     middle = lax.expand_dims(middle, [d])
-    found = (jnp.take_along_axis(x, middle, axis=d) for x in (values, places))
+    found = (jnp.take_along_axis(x, middle, axis=d) for x in (values, positions))
     return tuple(x if keepdim else lax.squeeze(x, [d]) for x in found)
 
 
@@ -85,13 +85,13 @@ def mode(self, dim=-1, keepdim=False):
         return self, np.int64(0)
     d = axis(dim, self.ndim)
     x = jnp.moveaxis(cast(self, np.dtype(np.int8)) if self.dtype == bool else self, d, -1)
-    values, places = sort(x, -1)
+    values, positions = sort(x, -1)
     begins = jnp.concatenate([jnp.full((*x.shape[:-1], 1), True), values[..., 1:] != values[..., :-1]], -1)
     along = lax.broadcasted_iota(np.int64, x.shape, x.ndim - 1)
     run = along - lax.cummax(where(begins, along, 0), x.ndim - 1) + 1
     last = lax.expand_dims(lax.argmax(run, x.ndim - 1, np.int64), [x.ndim - 1])
-    value, place = (jnp.take_along_axis(a, last, axis=-1) for a in (values, places))
-    return tuple(jnp.moveaxis(a, -1, d) if keepdim else a[..., 0] for a in (value, place))
+    value, position = (jnp.take_along_axis(a, last, axis=-1) for a in (values, positions))
+    return tuple(jnp.moveaxis(a, -1, d) if keepdim else a[..., 0] for a in (value, position))
 
 
 @rule(aten.kthvalue.default)

@@ -256,20 +256,20 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 def _slices_of(shape: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int) -> Slices | None:
     """The view as slices of a contiguous array of `shape`, if each of its dimensions follows one of the array's."""
-    places = _contiguous(shape)
+    positions = _contiguous(shape)
     starts, rest = [], offset
-    for n, place in zip(shape, places, strict=True):
-        start, rest = divmod(rest, place) if n > 1 else (0, rest)
+    for n, position in zip(shape, positions, strict=True):
+        start, rest = divmod(rest, position) if n > 1 else (0, rest)
         starts.append(start)
     dims: list[int | None] = [None] * len(shape)
     limits, steps = [start + 1 for start in starts], [1] * len(shape)
     for d, (count, step) in enumerate(zip(size, stride, strict=True)):
         if count == 1 or step == 0:
             continue
-        j = next((j for j, place in enumerate(places) if shape[j] > 1 and step % place == 0), None)
+        j = next((j for j, position in enumerate(positions) if shape[j] > 1 and step % position == 0), None)
         if j is None or dims[j] is not None:
             return None
-        dims[j], steps[j] = d, step // places[j]
+        dims[j], steps[j] = d, step // positions[j]
         limits[j] = starts[j] + (count - 1) * steps[j] + 1
     if rest or any(limit > n for limit, n in zip(limits, shape, strict=True)):
         return None
@@ -305,12 +305,12 @@ def strided_rows(size: Sequence[int], stride: Sequence[int]) -> tuple[list[int],
     return order, [stride[d] for d in order]
 
 
-def strided_places(size: Sequence[int], stride: Sequence[int], offset: int):
+def strided_positions(size: Sequence[int], stride: Sequence[int], offset: int):
     """The memory offset of each element of a strided view; computed on the device, not stored as a constant."""
-    places = lax.full(tuple(size), offset, np.int64)
+    positions = lax.full(tuple(size), offset, np.int64)
     for d, step in enumerate(stride):
-        places += lax.broadcasted_iota(np.int64, tuple(size), d) * np.int64(step)
-    return places
+        positions += lax.broadcasted_iota(np.int64, tuple(size), d) * np.int64(step)
+    return positions
 
 
 def _beginning(rows, length: int):
@@ -341,7 +341,7 @@ def as_strided(self, size, stride, storage_offset=None):
         return _arranged(x, [d for d in slices.dims if d is not None], size)
     memory, cut = lax.reshape(self, (self.size,)), strided_rows(size, stride)
     if cut is None:
-        return memory[strided_places(size, stride, offset)]
+        return memory[strided_positions(size, stride, offset)]
     order, rows = cut
     x = lax.slice_in_dim(memory, offset, self.size, 1, 0)
     for d, row in zip(order, rows, strict=True):
@@ -359,8 +359,8 @@ def as_strided_scatter(self, src, size, stride, storage_offset=None):
         return self
     slices = strided_slices(self.shape, size, stride, offset)
     if slices is None or any(n > 1 and not step for n, step in zip(size, stride, strict=True)):
-        places = strided_places(size, stride, offset)
-        memory = lax.reshape(self, (self.size,)).at[places.reshape(-1)].set(lax.reshape(src, (src.size,)))
+        positions = strided_positions(size, stride, offset)
+        memory = lax.reshape(self, (self.size,)).at[positions.reshape(-1)].set(lax.reshape(src, (src.size,)))
         return lax.reshape(memory, self.shape)
     present = [d for d in slices.dims if d is not None]
     x = lax.transpose(src, present + [d for d in range(src.ndim) if d not in present])
@@ -368,8 +368,8 @@ def as_strided_scatter(self, src, size, stride, storage_offset=None):
     memory = lax.reshape(self, slices.shape)
     if all(step == 1 for step in slices.steps):
         return lax.reshape(lax.dynamic_update_slice(memory, x, slices.starts), self.shape)
-    places = zip(slices.shape, slices.starts, slices.limits, slices.steps, strict=True)
-    edges = [(start, n - limit, step - 1) for n, start, limit, step in places]
+    positions = zip(slices.shape, slices.starts, slices.limits, slices.steps, strict=True)
+    edges = [(start, n - limit, step - 1) for n, start, limit, step in positions]
     written = lax.pad(lax.full(x.shape, True), np.False_, edges)
     return lax.reshape(lax.select(written, lax.pad(x, cast(0, x.dtype), edges), memory), self.shape)
 

@@ -94,7 +94,7 @@ class Windows:
         for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
             yield (np.arange(c) * s + o - p).reshape((-1,) + (1,) * (self.space - d - 1))
 
-    def places(self, offset) -> np.ndarray:
+    def positions(self, offset) -> np.ndarray:
         """The flat indices, in the unpadded plane, of the elements of `slice`; in 32 bits if they fit."""
         flat = np.zeros(self.counts, np.int32 if math.prod(self.lengths) < 2**31 else np.int64)
         for d, along in enumerate(self._along(offset)):

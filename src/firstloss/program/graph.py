@@ -272,6 +272,11 @@ def slice_for(values: Iterable[Value], stop: set[Value] | None = None) -> list[N
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
+def is_not_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sparse, nested, quantized or similar; such tensors are never deferred."""
+    return tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
+
+
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The size, stride, offset and dtype of `tensor`."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype

@@ -1,7 +1,7 @@
 """Bindings of the native kernels of `_fill.c`: float32 and bfloat16 fills, three to eight times as fast as PyTorch's.
 
 They are available if the package was built with a C compiler, on x86-64 with AVX2. The caller has to check that they
-give PyTorch's bits on this machine (`engine/native_check.py`): this package does not import PyTorch.
+give PyTorch's bits on this machine (`engine/sampler.py`): this package does not import PyTorch.
 """
 
 from __future__ import annotations

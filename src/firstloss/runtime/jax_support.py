@@ -12,8 +12,7 @@ import torch
 
 from ..engine.huge_pages import advise_huge
 from ..lower import unwritten
-from ..lower.dtypes import to_jax, to_torch
-from ..lower.program import as_numpy, constant
+from ..lower.dtypes import as_numpy, constant, to_jax, to_torch
 from ..undo import Undo
 from .device import on_gpu
 from .lazy_jax import on_cpu, pending_cache_directory

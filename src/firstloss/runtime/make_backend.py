@@ -10,7 +10,7 @@ import torch
 from .. import malloc_settings, timeline
 from ..dependencies import require_jax
 from ..errors import BackendError
-from ..gc_pause import paused
+from ..interpreter import paused
 from . import lazy_jax
 from .backend import EAGER, Backend, current_backend, make_current
 from .device import on_gpu

@@ -470,7 +470,7 @@ def test_gradients_that_would_leave_the_step_are_refused(backend):
     def step(x):
         net(x).sum().backward()
 
-    with pytest.raises(fl.errors.TraceError, match=r"test_argument_updates_match_eager.py:\d+.*outside of the step"):
+    with pytest.raises(fl.errors.TraceError, match=r"test_arguments.py:\d+.*outside of the step"):
         step(before(batch()))
 
 

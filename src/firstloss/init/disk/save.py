@@ -26,10 +26,11 @@ import torch
 
 from ... import timeline
 from ...compat.torch_names import DisableTorchDispatch
-from ...engine.cpu_engine import default_threads, make_whole
+from ...engine.cpu_engine import make_whole
 from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
 from ...files import atomic_write, sync_folder
+from ...interpreter import cores
 from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
@@ -203,7 +204,7 @@ class _Writer:
     def write(self, file: _File, runs: list[_ByteRange], out: DirectFile, journal: Journal) -> None:
         """Write ranges of `file`, and add them to the journal when they are on disk."""
         # Two threads per core: one draws while the other waits for the disk.
-        with ThreadPoolExecutor(2 * default_threads(), thread_name_prefix="firstloss-save") as pool:
+        with ThreadPoolExecutor(2 * cores(), thread_name_prefix="firstloss-save") as pool:
             futures = [pool.submit(self._write_run, run, out, journal) for run in runs]
             try:
                 for future in futures:

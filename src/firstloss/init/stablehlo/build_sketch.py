@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...lower.functional_overloads import functional
+from ...lower.dtypes import constant
 from ...lower.mt19937_fills import kernel
-from ...lower.program import View, constant, template_of, view_of
+from ...lower.program import View, template_of, view_of
+from ...lower.registry import functional
 from ...lower.rules import RULES
 from ...program.graph import Node, Ref, Value, dense_count, dtype_name, is_contiguous, slice_for
 from ...program.node_kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, kind_of

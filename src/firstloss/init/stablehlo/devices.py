@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ... import timeline
-from ...engine.cpu_engine import default_threads
 from ...errors import BackendError, ShardingError
+from ...interpreter import cores
 from ...program.source import here
 from ..recipes import Recipes
 from ..shardings import starts
@@ -142,7 +142,7 @@ def _on_devices(made: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
         message = f"{weight.name}: {weight.why}: it is computed on the host and sent"
         warnings.warn_explicit(message, UserWarning, line.file, line.line)
     out: dict[str, jax.Array] = {}
-    with ThreadPoolExecutor(max(default_threads(), 2), thread_name_prefix="firstloss-compile") as pool:
+    with ThreadPoolExecutor(max(cores(), 2), thread_name_prefix="firstloss-compile") as pool:
         compiled: dict[Any, Future] = {key: pool.submit(units.compile, w) for key, w in units.distinct().items()}
         out.update(make_on_host({w.name: (w.recipe.ref, sharding_of(w, mesh)) for w in host}))
         for key, future in compiled.items():  # in the same order in all processes

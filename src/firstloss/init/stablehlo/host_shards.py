@@ -16,8 +16,7 @@ from jax.sharding import Sharding
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import WantedPart, materialize_parts
 from ...engine.splits import Box
-from ...lower.dtypes import to_jax
-from ...lower.program import constant
+from ...lower.dtypes import constant, to_jax
 from ...program.graph import Ref
 from .shard_memory import ArraySpec, allocate, tensor_at
 

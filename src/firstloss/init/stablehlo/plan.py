@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ...engine.replay import compute
 from ...errors import LoweringError, ShardingError
+from ...lower.dtypes import constant
 from ...lower.mt19937_fills import kernel
-from ...lower.program import constant
 from ...program.source import Source as Line
 from ...program.source import here
 from ..recipes import Recipe, Recipes

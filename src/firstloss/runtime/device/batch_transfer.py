@@ -47,7 +47,7 @@ def _eagerly(device: torch.device) -> Any:
 def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or type(tensor) is DeferredTensor or tensor.layout != torch.strided:
         return tensor
-    from .tensors import resident
+    from .buffer import resident
 
     mesh = backends.current_backend().mesh
     if mesh is not None and processes().count > 1:

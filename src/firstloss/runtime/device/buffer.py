@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...capture.file_value import FileValue
+from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.huge_pages import allocate_huge
 from ...errors import StateLostError
-from ...program.graph import Value, is_contiguous
+from ...program.graph import Value, contiguous_stride, is_contiguous
 from ..lazy_jax import on_cpu
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from ..mesh.mesh import MeshSharding
+
 
 # Smaller weights are copied from host memory: allocating device memory for them takes longer.
 _DIRECT_BYTES = 1 << 16
@@ -338,9 +340,12 @@ class DeviceBuffer:
 
     def _read(self, array: jax.Array) -> torch.Tensor:
         from ..jax_support import to_host
-        from ..mesh import sharded_arrays
 
-        return laid_out(to_host(sharded_arrays.readable(array)), self.value)
+        if self.sharding is not None:
+            from ..mesh.sharded_arrays import readable
+
+            array = readable(array)
+        return laid_out(to_host(array), self.value)
 
     def _content(self) -> torch.Tensor | None:
         """The content, if it is on the host and there is no array yet."""
@@ -448,3 +453,32 @@ def laid_out(logical: torch.Tensor, value: Value) -> torch.Tensor:
     if logical.stride() == value.stride:
         return logical
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype).copy_(logical)
+
+
+def resident(
+    array: Any, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, sharding: Any = None
+) -> DeferredTensor:
+    """A tensor on the backend that holds `array`; a LazyArray needs shape, dtype and, on a mesh, sharding."""
+    shape = tuple(array.shape) if shape is None else shape
+    if dtype is None:
+        from ...lower.dtypes import to_torch
+
+        dtype = to_torch(array.dtype)
+    value = Value(shape, contiguous_stride(shape), dtype, torch.device("cpu"))
+    return DeferredTensor.wrap(deferred_storage_of(array, value, sharding), shape, value.stride, 0, dtype)
+
+
+def deferred_storage_of(array: Any, like: Value, sharding: Any = None) -> DeferredStorage:
+    """A storage on the backend with the layout of `like` that holds `array`; on a mesh, a LazyArray needs sharding."""
+    value = Value(like.shape, like.stride, like.dtype, like.device)
+    storage = DeferredStorage(value)
+    storage.resident = DeviceBuffer(value, sharding=mesh_sharding(array) if sharding is None else sharding)
+    storage.resident.set(array)
+    return storage
+
+
+def mesh_sharding(array: Any) -> Any:
+    """An array's sharding on a mesh; None on one device."""
+    if type(array) is LazyArray:
+        return None
+    return array.sharding if len(array.sharding.device_set) > 1 else None

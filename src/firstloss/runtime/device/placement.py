@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ... import switch_interval, timeline
+from ... import interpreter, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
 from ...capture.file_value import FileValue
 from ...capture.first_use import disable_first_use
@@ -27,7 +27,7 @@ from ...compat.torch_names import (
     swap_tensor_impl,
     use_count,
 )
-from ...engine.cpu_engine import default_threads, materialize_values
+from ...engine.cpu_engine import materialize_values
 from ...errors import BackendError
 from ...program.graph import Geometry, Ref, Value, dense_count, geometry_of
 from ...program.source import here
@@ -69,7 +69,7 @@ class _Materialization(Future):
 
     def _work(self) -> None:
         try:
-            with switch_interval.shortened(), timeline.span("materialize"):
+            with interpreter.switch_often(), timeline.span("materialize"):
                 self.set_result(self._make())
         except BaseException as error:  # re-raised in the thread that waits for the weights
             self.set_exception(error)
@@ -134,7 +134,7 @@ def _materialize_in_background(
     storages: list[DeferredStorage], mesh: Mesh | None, behind: bool, on_demand: bool, for_kernels: bool
 ) -> None:
     shardings = {storage.value: mesh.storage_sharding(storage) if mesh is not None else None for storage in storages}
-    niceness = (19,) * default_threads() if behind else BESIDE_TRACING
+    niceness = (19,) * interpreter.cores() if behind else BESIDE_TRACING
     earlier = list(_in_progress) if behind else []
 
     def make() -> dict[Value, Any]:

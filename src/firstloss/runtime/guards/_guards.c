@@ -369,8 +369,8 @@ static PyObject *with_any(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"note_attributes", note_attributes, METH_VARARGS,
-     "note_attributes(type, read): call read(object, name) before each attribute look-up, with \"__dict__\" where all "
+    {"record_attributes", record_attributes, METH_VARARGS,
+     "record_attributes(type, read): call read(object, name) before each attribute look-up, with \"__dict__\" where all "
      "are compared or printed; None to stop."},
     {"dict_version", dict_version, METH_O, "The version tag of a dict, which differs after each change."},
     {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},

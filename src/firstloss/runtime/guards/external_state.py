@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from ...compat.torch_names import DisableTorchDispatch
+from ...interpreter import is_handling
 from ...program.source import Source
 from .object_kinds import PACKAGE, is_closed, is_harmless_module, is_installed, is_ours
 
@@ -98,11 +99,6 @@ class Outside:
             if counts:
                 self.asked[called] = ExternalCall(called, where)
         return True
-
-
-def is_handling() -> bool:
-    """Whether the caller is handling an exception, which the step's Python could raise again or inspect."""
-    return sys.exc_info()[0] is not None
 
 
 _BY_STRING = (setattr, delattr)

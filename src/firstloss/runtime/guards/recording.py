@@ -61,9 +61,9 @@ class Recording:
         """Record what this thread reads and runs, until `undo` is called."""
         thread = threading.get_ident()
         methods = {
-            "__getattribute__": functools.partial(_noting_lookup, _noter(self.reads, thread, depth=2)),
-            "__setattr__": functools.partial(_noting_set, _noter(self.stores, thread, depth=2)),
-            "__delattr__": functools.partial(_noting_delete, _noter(self.stores, thread, depth=2)),
+            "__getattribute__": functools.partial(_recording_lookup, _recorder(self.reads, thread, depth=2)),
+            "__setattr__": functools.partial(_recording_set, _recorder(self.stores, thread, depth=2)),
+            "__delattr__": functools.partial(_recording_delete, _recorder(self.stores, thread, depth=2)),
         }
         plain = [(cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods]
         for cls, name, own, method in plain:
@@ -71,8 +71,8 @@ class Recording:
             with contextlib.suppress(TypeError, AttributeError):  # an immutable class
                 setattr(cls, name, methods[name](method))
         if native is not None:
-            undo(native.note_attributes, types.SimpleNamespace, None)
-            native.note_attributes(types.SimpleNamespace, _noter(self.reads, thread))
+            undo(native.record_attributes, types.SimpleNamespace, None)
+            native.record_attributes(types.SimpleNamespace, _recorder(self.reads, thread))
         if self._profile:
             self.codes = {}
             undo(_stop)
@@ -126,35 +126,35 @@ def _stop() -> None:
         sys.setprofile(None)
 
 
-def _noting_lookup(note: Callable[[Any, str], None], lookup: Callable) -> Callable:
+def _recording_lookup(record: Callable[[Any, str], None], lookup: Callable) -> Callable:
     def __getattribute__(self: Any, name: str) -> Any:
-        note(self, name)
+        record(self, name)
         return lookup(self, name)
 
     return __getattribute__
 
 
-def _noting_set(note: Callable[[Any, str], None], store: Callable) -> Callable:
+def _recording_set(record: Callable[[Any, str], None], store: Callable) -> Callable:
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        note(self, name)
+        record(self, name)
         store(self, name, value)
 
     return __setattr__
 
 
-def _noting_delete(note: Callable[[Any, str], None], delete: Callable) -> Callable:
+def _recording_delete(record: Callable[[Any, str], None], delete: Callable) -> Callable:
     def __delattr__(self: Any, name: str) -> None:
-        note(self, name)
+        record(self, name)
         delete(self, name)
 
     return __delattr__
 
 
-def _noter(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
+def _recorder(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
     """A function that records a read or a store: of which object, and by which instruction of the code `depth` frames
     up."""
 
-    def note(owner: Any, name: str) -> None:
+    def record(owner: Any, name: str) -> None:
         frame = getframe(depth)
         while frame.f_code.co_filename == _THROUGH and frame.f_back is not None:
             frame = frame.f_back
@@ -169,13 +169,13 @@ def _noter(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], Non
         sites, site = found[key][1], (code, frame.f_lasti)
         sites[site] = sites.get(site, 0) + 1
 
-    return note
+    return record
 
 
 def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
     dull: set[Any] = set()
 
-    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+    def record(frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
             codes[id(frame.f_code)] = (frame.f_code, frame.f_globals)
         elif event == "c_call" and argument is globals:
@@ -183,7 +183,7 @@ def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
         elif event == "c_call" and argument not in dull and not outside.called(argument, frame):
             dull.add(argument)
 
-    return note
+    return record
 
 
 def functions_of(codes: Iterable[types.CodeType]) -> list[types.FunctionType]:

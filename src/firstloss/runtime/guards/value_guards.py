@@ -29,6 +29,7 @@ from .guards import (
     TableGuard,
     describe_attribute,
     describe_global,
+    undisguised,
     with_article,
 )
 from .introspection import MISSING, class_table, definition, own_attributes
@@ -47,7 +48,6 @@ from .object_kinds import (
     module_of_class,
     referents,
 )
-from .pytorch_namespaces import undisguised
 from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, DictSnapshot, Snapshot
 from .updates import Updates
 

@@ -7,7 +7,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import ShardingError
-from ...lower.program import constant
+from ...lower.dtypes import constant
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
 

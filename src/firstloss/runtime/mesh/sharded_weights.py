@@ -18,8 +18,7 @@ from ...init.stablehlo.host_shards import make_on_host
 from ...init.stablehlo.shard_memory import ArraySpec, tensor_at
 from ...init.stablehlo.shard_memory import allocate as allocate_shards
 from ...lower import unwritten
-from ...lower.dtypes import to_jax
-from ...lower.program import constant
+from ...lower.dtypes import constant, to_jax
 from ...program.graph import Node, Ref, Value, contiguous_stride, is_contiguous
 from ...program.source import UNKNOWN
 from ..jax_support import on_cpu, x64

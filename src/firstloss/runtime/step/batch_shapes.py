@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...capture.shapes import is_not_strided
 from ...compat.torch_names import pytree
 from ...errors import GraphChangeWarning, ShapeError, TraceError
+from ...program.graph import is_not_strided
 from ...program.source import here, warn
 from ..guards.object_kinds import ObjectKind, kind_of
 from ..pytrees import flatten

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...capture import session
-from ...gc_pause import pause, paused_until
+from ...interpreter import pause, paused_until
 from ...undo import Undo
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of

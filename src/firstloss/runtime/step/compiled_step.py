@@ -17,10 +17,9 @@ from ...program.source import here
 from ...undo import Undo
 from ..backend import Backend
 from ..device import dispatch
-from ..device.buffer import DeviceBuffer
+from ..device.buffer import DeviceBuffer, mesh_sharding
 from ..device.host_memory import HostMemory
 from ..device.lazy_array import LazyArray, ready
-from ..device.tensors import mesh_sharding
 from ..guards.bindings import Bind
 from ..guards.reconstruct import CallFrame
 from ..lazy_jax import is_array, is_imported
@@ -28,8 +27,7 @@ from . import closures as _closures  # noqa: F401 - registers the handling of as
 from . import loop as loops
 from .arguments import Arguments
 from .background_compile import BackgroundCompiledStep, KernelsFirstRun
-from .inputs import Inputs, write_back
-from .owners import Owner
+from .inputs import Inputs, Owner, write_back
 from .tracing import Shared, TracedProgram
 
 if TYPE_CHECKING:
@@ -144,7 +142,7 @@ class CompiledStep:
             seed = (
                 key if key is not None else _no_seed(backend.mesh is None) if is_imported() else np.zeros(2, np.uint32)
             )
-            begin = timeline.current().now()
+            begin = 0.0 if self._ran else timeline.current().now()
             run = self._executable.begin(state, rest, seed)
 
             call = StepCall(arguments, state_owners.values())
@@ -174,7 +172,7 @@ class CompiledStep:
             closure.after_step([for_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))])
         for schedule in call.schedules:
             schedule()
-        loop = loops.current()
+        loop = loops.current() if loops.under_way else None
         if loop is not None:
             loop.dispatched(results)
         if traced.raised is not None:
@@ -214,7 +212,8 @@ class CompiledStep:
         for bind in call.bindings:
             bind()
         traced.modes.leave()
-        self._backend.stepped = True
+        if not self._backend.stepped:
+            self._backend.stepped = True
         if key is not None:
             self._backend.keys.advance(key)
         self.inputs.settle(buffers, (*new, *made, *results))

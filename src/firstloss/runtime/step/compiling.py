@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
-from ...lower.rule_names import all_have_rules
+from ...lower.registry import all_have_rules
 from ..backend import Backend
 from ..device import on_gpu
 from ..mesh.processes import processes

@@ -22,7 +22,7 @@ import platform
 import re
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ from jax.experimental import serialize_executable
 
 from ...compat.torch_names import OpOverload, schema_of
 from ...files import replacing
+from ...interpreter import cores
 from ...lower import aten
-from ...lower.functional_overloads import functional
-from ...lower.registry import OF_USERS
+from ...lower.registry import OF_USERS, functional
 from ...lower.rules import RULES
 from ..jax_support import compile_options, on_cpu
 from . import lowering_markers
@@ -148,11 +148,29 @@ def entry_of(name: str, signature: Any, order: tuple) -> Entry | None:
     return Entry(folder, found.hexdigest())
 
 
-def _text(part: Any) -> Iterator[str]:
+def digest_of(signatures: Iterable[Any]) -> str:
+    """A digest for markers. It may be the same for steps that differ in objects without text, so that it does not
+    identify executables."""
+    found = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
+    for signature in signatures:
+        for text in _text(signature, unknown=lambda part: f"a {type(part).__qualname__}"):
+            found.update(text.encode())
+            found.update(b"\0")
+    return found.hexdigest()
+
+
+def _refuse(part: Any) -> str:
+    raise Unknown
+
+
+def _text(part: Any, unknown: Callable[[Any], str] = _refuse) -> Iterator[str]:
     """Serialize a signature to text, injectively.
 
+    Args:
+        unknown: the text of an object whose text may be ambiguous; by default it raises.
+
     Raises:
-        Unknown: for objects whose text may be ambiguous.
+        Unknown: for such objects.
     """
     kind = type(part)
     if kind is int or kind is bool or part is None or kind is str or kind is complex or kind is bytes:
@@ -162,20 +180,17 @@ def _text(part: Any) -> Iterator[str]:
     elif kind in (torch.dtype, torch.layout, torch.memory_format, torch.device):
         yield f"{kind.__name__} {part}"
     elif kind is type:
-        if part not in (float, bool, int):
-            raise Unknown
-        yield f"type {part.__name__}"
+        yield f"type {part.__name__}" if part in (float, bool, int) else unknown(part)
     elif isinstance(part, OpOverload):
         rules = {op for op in (part, functional(part)) if op in RULES}
-        if not rules or not rules.isdisjoint(OF_USERS):
-            raise Unknown
-        yield f"op {part} {schema_of(part)}"
+        own = rules and rules.isdisjoint(OF_USERS)
+        yield f"op {part} {schema_of(part)}" if own else f"{unknown(part)} {part}"
     elif isinstance(part, tuple) and (kind in (tuple, torch.Size) or kind.__module__.startswith("firstloss.lower.")):
         yield f"{kind.__name__} {len(part)}"
         for inner in part:
-            yield from _text(inner)
+            yield from _text(inner, unknown)
     else:
-        raise Unknown
+        yield unknown(part)
 
 
 @functools.cache
@@ -211,5 +226,4 @@ def _processor() -> tuple:
         ]
     except OSError:
         lines = [platform.processor()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return platform.machine(), cores, os.cpu_count(), *lines
+    return platform.machine(), cores(), os.cpu_count(), *lines

@@ -19,7 +19,7 @@ from ...lower.dtypes import to_jax
 from ...lower.program import LoweredCall, call_of
 from ...program.graph import Node, Value
 from ..jax_support import on_cpu, share_memory, to_host, x64
-from .segmented import step_key
+from .functions import step_key
 
 
 class Draws:

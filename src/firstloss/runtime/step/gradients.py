@@ -14,7 +14,7 @@ from ...program.graph import Geometry, Ref, Value, geometry_of
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
-from .owners import Owner, memory_of, storage_or_itself
+from .inputs import Owner, memory_of, storage_or_itself
 
 Inputs = dict[Value, Owner]
 

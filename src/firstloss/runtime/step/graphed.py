@@ -28,8 +28,7 @@ from .arguments import Arguments
 from .cache import StepCache
 from .process_settings import modes
 from .retracing import Request
-from .trace_observer import TraceObserver
-from .tracing import Shared, TracedProgram
+from .tracing import Shared, TracedProgram, TraceObserver
 
 # The tolerance of half-precision results, replayed and eager: one unit in the last place of bfloat16.
 _AGREE = 2.0**-7

@@ -95,6 +95,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+under_way: list[Loop] = []  # in all threads
 
 
 def current() -> Loop | None:
@@ -110,6 +111,7 @@ def running(loop: Loop) -> Iterator[Loop]:
     if outer is not None:
         outer.flush()  # for a validation within training, report training first
     _running.loops.append(loop)
+    under_way.append(loop)
     try:
         yield loop
     finally:
@@ -118,3 +120,4 @@ def running(loop: Loop) -> Iterator[Loop]:
             loop.flush()
         finally:
             _running.loops.remove(loop)
+            under_way.remove(loop)

@@ -33,8 +33,8 @@ from ..guards.effects import Effects
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
+from .inputs import memory_and_geometry
 from .optimizer_state import OptimizerStates, load_in_place
-from .owners import memory_and_geometry
 from .parameter_groups import ParameterGroups, is_known, sign_unknown
 from .schedulers import Schedulers
 
@@ -79,10 +79,6 @@ class Optimizers:
         # (buffer, its old content, whether to update it)
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # (state, its step count)
-
-    def outdated(self) -> bool:
-        """Whether an assumption of the step about the optimizers no longer holds."""
-        return self.state.replaced() or self.groups.outdated()
 
     def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
         """Record the optimizers' side effects.

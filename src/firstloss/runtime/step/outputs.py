@@ -173,8 +173,8 @@ class Outputs:
             refs: the Program's outputs.
             step: the step's name.
         """
+        from ..device.buffer import deferred_storage_of, resident
         from ..device.lazy_array import LazyArray  # imported late, because they import JAX
-        from ..device.tensors import deferred_storage_of, resident
 
         tensors: dict[int, torch.Tensor] = {}
         storages = dict(self._unseen)
@@ -184,8 +184,11 @@ class Outputs:
             if tensor is None:
                 output, geometry, shape, dtype, computed = self.outgoing[number]
                 if geometry is None:
-                    array = arrays[output]  # has another dtype than was traced for cbfloat16
-                    tensor = resident(array, shape, dtype) if type(array) is LazyArray else resident(array)
+                    array = arrays[output]
+                    if self._tracing.cbfloat16 and type(array) is not LazyArray:
+                        tensor = resident(array)  # it may have another dtype than was traced
+                    else:
+                        tensor = resident(array, shape, dtype)
                 else:
                     if output not in storages:
                         storages[output] = deferred_storage_of(arrays[output], refs[output].value)

@@ -13,8 +13,8 @@ from ...capture import session
 from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
-from ...gc_pause import paused_until
 from ...init import shardings
+from ...interpreter import paused_until
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
 from ...lower.sharding import ArraySharding, Axes
@@ -25,13 +25,11 @@ from ..mesh.mesh import SMALL, Mesh
 from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
-from .inputs import Inputs
-from .owners import Owner, storage_or_itself
+from .functions import Function, functions_of
+from .inputs import Inputs, Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, StepPlan
 from .segmentation import Segmentation, segment_step
-from .segmented import Function, functions_of
-from .trace_observer import TraceObserver
-from .tracing import TracedProgram
+from .tracing import TracedProgram, TraceObserver
 
 
 def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:

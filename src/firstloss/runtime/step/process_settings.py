@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import gc_pause, switch_interval
+from ... import interpreter
 from ...amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
 from ...compat.torch_names import (
     dispatch_modes_count,
@@ -25,7 +25,6 @@ from ...compat.torch_names import (
 )
 from ...errors import TraceError
 from ...program.source import here
-from ..guards.external_state import is_handling
 
 
 def _default_device() -> torch.device | None:
@@ -86,14 +85,14 @@ def _leave(_: Any) -> None:
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *settings_of_torch(),
     (sys.getrecursionlimit, sys.setrecursionlimit),
-    (switch_interval.interval, switch_interval.want),
-    (gc_pause.is_wanted, gc_pause.want),
+    (interpreter.switch_interval, interpreter.set_switch_interval),
+    (interpreter.is_collecting, interpreter.set_collecting),
     (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
     (gc.get_debug, gc.set_debug),
     (_folder, os.chdir),
     (_numpy_errors, _set_numpy_errors),
     (_decimals, _set_decimals),
-    (is_handling, _leave),
+    (interpreter.is_handling, _leave),
     (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
 )
 

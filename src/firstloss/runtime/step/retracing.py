@@ -33,8 +33,7 @@ from ..guards.guards import Change
 from ..guards.recording import functions_of
 from . import tracing
 from .arguments import Arguments
-from .trace_observer import TraceObserver
-from .tracing import TracedProgram
+from .tracing import TracedProgram, TraceObserver
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
@@ -136,7 +135,7 @@ class CacheEntry:
 
     def differs_unseen(self) -> None:
         """Note that it behaved differently at the next call, although nothing that is guarded had changed."""
-        self._unseen = "at its second call it did something else than at its first, and it cannot be seen why"
+        self._unseen = "its second call behaved differently from its first for an unknown reason"
 
     @functools.cached_property
     def _too_large(self) -> str | None:

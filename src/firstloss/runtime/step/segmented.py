@@ -1,49 +1,26 @@
-"""A step in segments: each distinct one compiled once, side by side, and called in order at every step."""
+"""A step in segments, called in order at every step: each distinct one is a function, compiled once."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from ... import timeline
-from ...lower import aten
-from ...lower.dtypes import to_jax
-from ...lower.program import Template, constant, run_calls
+from ...lower.dtypes import constant
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.executable_calls import Shield, begun, called, calling, direct, flat, probe_memory
+from ..device.executable_calls import Shield, begun, called, calling, flat, probe_memory
 from ..device.lazy_array import LazyArray, ready
 from ..device.placement import start_waiting_materializations
-from ..jax_support import compile_options, on_cpu, x64
-from ..mesh.gathers import run_gathered
-from ..mesh.peers import peers_of
+from ..jax_support import on_cpu, x64
 from ..mesh.segment_shardings import Edges
-from . import executable_cache, lowering_markers
+from . import lowering_markers
 from .background_work import BackgroundWork
-
-
-class Function(NamedTuple):
-    """What all segments of one number call.
-
-    Attributes:
-        like: the first of these segments.
-        argument_order: which of a segment's inputs are its arguments: first those whose memory it may reuse.
-        result_order: which of the segment's outputs are its results: first what takes the place of those.
-        reused: how many these are.
-    """
-
-    like: Segment
-    argument_order: tuple[int, ...]
-    result_order: tuple[int, ...]
-    reused: int
+from .functions import CompiledFunctions, Function, functions_of
 
 
 class _SegmentCall(NamedTuple):
@@ -105,7 +82,7 @@ class SegmentedStep:
         reuse = {n for n, function in functions.items() if function.reused}
         self._first = self._calls_to(self._results[-1], reuse)
         self._functions = functions
-        self._compiled = _Compiling(name, functions, edges, compiles)
+        self._compiled = CompiledFunctions(name, functions, edges, compiles)
         if behind:
             self._first = 0
         else:
@@ -277,6 +254,7 @@ class SegmentedRun:
     def _run(self, calls: Sequence[_SegmentCall]) -> None:
         """Run those of `calls` that have not been run: it may go on where it was interrupted."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
+        known = compiled.called
         few = self._step._on_mesh and on_cpu()
         calling(self)
         for call in calls:
@@ -285,7 +263,8 @@ class SegmentedRun:
                 if few:
                     begun.wait()
                 # The results are in their slots when the instruction is through.
-                slots[fills] = flat(called(compiled[call.function], ((seed, *[slots[i] for i in call.reads]),)))
+                function = known.get(call.function) or compiled[call.function]
+                slots[fills] = flat(called(function, ((seed, *[slots[i] for i in call.reads]),)))
                 if few:
                     begun.add(slots[fills.stop - 1])
             for slot in call.frees:
@@ -349,197 +328,3 @@ class SegmentedRun:
         lowering_markers.mark(step._compiled.digest)
         self._run(step._calls)
         step.ran = True
-
-
-class _Compiling:
-    """The distinct functions of a step, on their way to executables: lowered in turn, compiled side by side."""
-
-    def __init__(self, name: str, functions: Mapping[int, Function], edges: Edges | None, compiles: bool) -> None:
-        self._name = name
-        self._edges = edges
-        self._compiles = compiles
-        self.digest = _digest(functions.values())
-        self._functions = functions
-        self._todo = dict(functions)
-        self._held: dict[int, Any] = {}
-        self._entries: dict[int, executable_cache.Entry] = {}
-        self._futures: dict[int, Future[Any]] = {}
-        self._executables: dict[int, Any] = {}
-        self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
-        self._peers = peers_of(edges.whole.mesh) if edges is not None and compiles else None
-        if self._peers is not None:
-            self._peers.agree(name, self.digest)
-
-    def lower_next(self, among: Container[int] | None = None, hold: bool = False) -> bool:
-        """Lower the next function, and begin to compile it; False if none is left (`among` these).
-
-        Args:
-            hold: begin to compile it at `release` only. Where the compiler runs on the cores on which the forward pass
-                does, the loss comes first.
-        """
-        number = next((n for n in self._todo if among is None or n in among), None)
-        if number is None:
-            return False
-        with timeline.span("lower"):
-            entry = self._entry(number)
-            self._held[number] = entry if entry is not None and entry.found else self._lower(number)
-        del self._todo[number]
-        if not hold:
-            self.release()
-        return True
-
-    def _lower(self, number: int) -> Any:
-        return _lower(f"{self._name}_{number}", self._functions[number], self._edges)
-
-    def _entry(self, number: int) -> executable_cache.Entry | None:
-        """Where a function is kept from one start to the next; None if it is not."""
-        if self._edges is not None or not self._compiles:
-            return None
-        function = self._functions[number]
-        made = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
-        results = tuple(made[function.like.outputs[i]] for i in function.result_order)
-        order = (function.argument_order, results, function.reused)
-        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order)
-        if entry is not None:
-            self._entries[number] = entry
-        return entry
-
-    def release(self) -> None:
-        """Compile what is lowered."""
-        if not self._compiles:
-            self._held.clear()
-        while self._held:
-            number = next(iter(self._held))
-            self._futures[number] = self._pool.submit(self._compile, number, self._held[number])
-            del self._held[number]  # an interrupt before has it compiled twice
-        if not self._todo:
-            self._pool.shutdown(wait=False)
-
-    def _compile(self, number: int, lowered: Any) -> Any:
-        with timeline.span("compile"), x64():
-            entry = self._entries.get(number)
-            if entry is not None:
-                if isinstance(lowered, executable_cache.Entry):
-                    compiled = entry.load()
-                    if compiled is not None:
-                        return compiled
-                    lowered = self._lower(number)
-                return entry.compile(lowered, compile_options())
-            if self._peers is None or self._edges is None:
-                return lowered.compile(compile_options())
-            devices = self._edges.whole.mesh.devices
-            return self._peers.compile(number, self._name, lowered, compile_options(), devices)
-
-    def reuses(self, number: int) -> bool:
-        """Whether a function overwrites old state."""
-        return self._functions[number].reused > 0
-
-    def done(self, number: int) -> bool:
-        """Whether a function has been compiled, or has failed to."""
-        return number in self._futures and self._futures[number].done()
-
-    def __getitem__(self, number: int) -> Any:
-        executable = self._executables.get(number)
-        if executable is None:
-            executable = self._executables[number] = direct(self._futures[number].result())
-        return executable
-
-    def all(self) -> list[Any]:
-        """The executables; waits for those under way."""
-        return [future.result() for future in self._futures.values()]
-
-
-def _digest(functions: Iterable[Function]) -> str:
-    """The same for steps of the same operations on the same shapes: good for a note, not to take one for the other."""
-    found = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
-    for function in functions:
-        for call in function.like.calls:
-            shapes = [(value.shape, value.dtype) for value in call.outputs]
-            found.update(f"{call.node and call.node.op} {shapes}".encode())
-            if isinstance(call.kind, Template):
-                found.update(repr([*_plain((call.kind.args, call.kind.kwargs))]).encode())
-    return found.hexdigest()
-
-
-def _plain(args: Any) -> Iterator[Any]:
-    """The numbers and words among a call's arguments."""
-    if isinstance(args, (tuple, list)):
-        for arg in args:
-            yield from _plain(arg)
-    elif isinstance(args, (int, float, complex, str)):
-        yield args
-
-
-def step_key(seed: Any) -> Any:
-    """The key of a step's random numbers, from the two words that it is called with."""
-    return jax.random.fold_in(jax.random.key(seed[0]), seed[1])
-
-
-def _lower(name: str, function: Function, edges: Edges | None) -> Any:
-    segment = function.like
-    inputs = [segment.inputs[i] for i in function.argument_order]
-    outputs = [segment.outputs[i] for i in function.result_order]
-
-    def run(seed: Any, *given: Any) -> tuple:
-        arrays: dict[Any, Any] = dict(zip(inputs, given, strict=True))
-        step: list[Any] = []
-
-        def key_of(draw: int) -> Any:
-            if not step:
-                step.append(step_key(seed))
-            return jax.random.fold_in(step[0], arrays[draw])
-
-        if gathers is None or edges is None:
-            run_calls(segment.calls, arrays, key_of)
-        else:
-            run_gathered(gathers, arrays, key_of, edges.whole.mesh)
-        return tuple(arrays[value] for value in outputs)
-
-    gathers = None if edges is None else edges.gathers(segment)
-    run.__name__ = name
-    with x64(), aten.within(edges is None and on_cpu()):
-        options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
-        jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
-        seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=None if edges is None else edges.whole)
-        return jitted.lower(seed, *(_shape(value, edges) for value in inputs))
-
-
-def functions_of(
-    segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value], edges: Edges | None
-) -> dict[int, Function]:
-    """The distinct functions, in the order of their first call."""
-    last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
-    reusable: dict[int, set[tuple[int, int]]] = {}
-    for n, segment in enumerate(segments):
-        places = {value: i for i, value in enumerate(segment.outputs)}
-        pairs = set()
-        for i, value in enumerate(segment.inputs):
-            new = renewed.get(value) if isinstance(value, Value) else None
-            if (
-                new is not None
-                and new in places
-                and last[value] == n
-                and value not in kept
-                and _shape(value, edges) == _shape(new, edges)
-            ):
-                pairs.add((i, places[new]))
-        reusable[segment.function] = reusable.get(segment.function, pairs) & pairs
-    functions: dict[int, Function] = {}
-    for segment in segments:
-        if segment.function not in functions:
-            taken = dict(sorted(reusable[segment.function]))
-            given = set(taken.values())
-            arguments = (*taken, *(i for i in range(len(segment.inputs)) if i not in taken))
-            # XLA on a CPU schedules for the first result first: what is made last goes there, since all that leads to
-            # it is then done in order. In the order of making, a checkpointed step takes 1.4 times the memory.
-            others = (i for i in reversed(range(len(segment.outputs))) if i not in given)
-            results = (*taken.values(), *others)
-            functions[segment.function] = Function(segment, arguments, results, len(taken))
-    return functions
-
-
-def _shape(value: Value | int, edges: Edges | None) -> jax.ShapeDtypeStruct:
-    where = None if edges is None else edges.of(value)
-    if isinstance(value, int):
-        return jax.ShapeDtypeStruct((), np.uint32, sharding=where)
-    return jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype), sharding=where)

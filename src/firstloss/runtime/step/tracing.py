@@ -1,8 +1,9 @@
-"""`trace_step`: run a step's Python code once, on tensors without values, to get a `TracedProgram`."""
+"""`trace_step`: run a step's Python code once, on tensors without values, observed, to get a `TracedProgram`."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -24,15 +25,65 @@ from ...program.source import here
 from ...undo import Undo
 from ..backend import Backend
 from ..guards.bindings import Bind, always
-from ..guards.effects import Effects
+from ..guards.effects import Effects, restore_contents
+from ..guards.guard_set import GuardSet
+from ..guards.mutable_state import restore_environment
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
+from ..guards.recording import Recording
+from ..guards.snapshot import Snapshot
+from ..guards.sources import GuardSources, generators, restore_generators
 from .arguments import Arguments, TracedArguments
 from .gradients import Gradients
+from .inputs import Owners, differ
 from .optimizers import Optimizers
 from .outputs import Outputs
-from .owners import Owners, differ
 from .process_settings import ModesLeft
-from .trace_observer import TraceObserver
+
+
+class TraceObserver:
+    """Created before a trace, and queried after it.
+
+    Attributes:
+        noted: whether the executed code was recorded.
+    """
+
+    def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
+        """
+        Args:
+            roots: where to start the search for what the step's Python code can reach.
+            functions: functions that an earlier trace has called.
+            profile: whether to record the executed code.
+        """
+        self._generators = generators()
+        self.snapshot = Snapshot(roots, functions)
+        self.recording = Recording(self.snapshot.classes, profile)
+        self.guards: GuardSet | None = None
+        self.noted = profile
+
+    def effects(self, left: Reconstructor, weights: set[int]) -> Effects:
+        """The step's side effects in Python. Guards are created as well.
+
+        Args:
+            weights: the ids of the backend's weights.
+        """
+        reads = GuardSources(self.snapshot, self.recording)
+        effects = Effects(self.snapshot, reads, left)
+        if generators() != self._generators:
+            before, after = self._generators, generators()
+            effects.add(lambda: restore_generators(before), always(lambda: restore_generators(after)))
+        self.guards = reads.guards(self._generators, weights)
+        self.recording.forget()
+        return effects
+
+    def restore(self, left: Reconstructor) -> None:
+        """Undo all changes of a step that could not be traced."""
+        Effects(self.snapshot, None, left).undo()
+
+    def restore_contents(self) -> bool:
+        """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
+        restore_environment(self.snapshot.environment)
+        restore_generators(self._generators)
+        return restore_contents(self.snapshot)
 
 
 class Shared(Exception):
@@ -352,6 +403,8 @@ class TracedProgram:
         trace = self.trace
         if any(read.outdated() for read in trace.read.values()) or trace.has_changed_layout():
             return True
-        if trace.new_memory.outdated():
+        if trace.new_memory.weights and trace.new_memory.outdated():
             return True
-        return self.optimizers.outdated() or not self.gradients.fit(self.owners.inputs)
+        if self.optimizers.state.replaced() or self.optimizers.groups.outdated():
+            return True
+        return not self.gradients.fit(self.owners.inputs)

@@ -1,21 +1,33 @@
-"""Blocks without garbage collection."""
+"""Settings of the interpreter that Firstloss changes temporarily: the user's are reported, and restored."""
 
+import contextlib
 import gc
+import sys
+import threading
 import weakref
 
 import pytest
 
-import firstloss.gc_pause
-from firstloss.gc_pause import Paused, is_wanted, paused, want
+from firstloss import interpreter
+from firstloss.interpreter import is_collecting, pause, paused, set_collecting
+from firstloss.runtime.step import process_settings
+from firstloss.undo import Undo
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen(monkeypatch):
     """As for users: what conftest.py has frozen is so again afterwards."""
     gc.unfreeze()
-    monkeypatch.setattr(firstloss.gc_pause, "_others_freeze", False)
+    monkeypatch.setattr(interpreter, "_others_freeze", False)
     yield
     gc.freeze()
+
+
+@contextlib.contextmanager
+def until_undone():
+    with Undo() as undo, undo:
+        pause(undo)
+        yield
 
 
 class Cycle:
@@ -77,7 +89,7 @@ def test_what_is_freed_as_often_as_made_begins_no_collection():
 
     gc.callbacks.append(note)
     try:
-        with Paused():
+        with until_undone():
             made = [[] for _ in range(100_000)]
             del made
             assert not gc.isenabled()
@@ -89,29 +101,71 @@ def test_what_is_freed_as_often_as_made_begins_no_collection():
 def test_a_pause_leaves_collection_off_where_it_was_off():
     gc.disable()
     try:
-        with Paused():
+        with until_undone():
             pass
         assert not gc.isenabled()
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("block", [Paused, paused])
+@pytest.mark.parametrize("block", [until_undone, paused])
 def test_what_is_wanted_is_what_others_have_set(block):
     """A step is known by it, and other threads have blocks of ours open while it is looked for."""
     with block():
-        assert is_wanted()
-        want(False)
-        assert not is_wanted()
-        want(True)
-        assert is_wanted() and not gc.isenabled()
-    assert is_wanted() and gc.isenabled()
+        assert is_collecting()
+        set_collecting(False)
+        assert not is_collecting()
+        set_collecting(True)
+        assert is_collecting() and not gc.isenabled()
+    assert is_collecting() and gc.isenabled()
     try:
         with block():
-            want(False)
-        assert not is_wanted() and not gc.isenabled()
+            set_collecting(False)
+        assert not is_collecting() and not gc.isenabled()
         with block():
-            assert not is_wanted()
+            assert not is_collecting()
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def users():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    yield 0.004
+    sys.setswitchinterval(before)
+
+
+def test_blocks_that_overlap_in_two_threads(users):
+    """The one that began within the other's time ends last."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def work():
+        with interpreter.switch_often():
+            entered.set()
+            leave.wait(60)
+
+    other = threading.Thread(target=work)
+    with interpreter.switch_often():
+        other.start()
+        assert entered.wait(60)
+    assert sys.getswitchinterval() < users == interpreter.switch_interval()
+    leave.set()
+    other.join()
+    assert sys.getswitchinterval() == interpreter.switch_interval() == users
+
+
+def test_it_is_no_other_setting_of_a_step(users):
+    before = process_settings.settings()
+    with interpreter.switch_often():
+        assert process_settings.settings() == before
+
+
+def test_what_is_wanted_in_a_block_is_set_after_it(users):
+    with interpreter.switch_often():
+        interpreter.set_switch_interval(0.002)
+        assert sys.getswitchinterval() < 0.002 == interpreter.switch_interval()
+    assert sys.getswitchinterval() == 0.002
+    interpreter.set_switch_interval(0.003)
+    assert sys.getswitchinterval() == 0.003
