@@ -52,7 +52,7 @@ def by_range(wanted):
 
 
 def test_independent_shards_are_made_range_by_range(monkeypatch):
-    monkeypatch.setattr(cpu_engine, "_WORTH", 0)
+    monkeypatch.setattr(cpu_engine, "_SMALL_BYTES", 0)
 
     def make():
         edited = fill(10, 20)
@@ -68,7 +68,7 @@ def test_independent_shards_are_made_range_by_range(monkeypatch):
 
 
 def test_values_are_not_computed_twice(monkeypatch):
-    monkeypatch.setattr(cpu_engine, "_WORTH", 0)
+    monkeypatch.setattr(cpu_engine, "_SMALL_BYTES", 0)
 
     def make():
         whole = fill(30, 20)

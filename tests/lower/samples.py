@@ -131,7 +131,7 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
     try:
         # OpInfo seeds before each random operation, which a step may not
         seeding = mock.patch.object(torch, "manual_seed", lambda seed: None)
-        noting = mock.patch.object(recorder, "SPECIAL", _Noting(sample.overloads))
+        noting = mock.patch.object(recorder, "HANDLERS", _Noting(sample.overloads))
         with tracing.active(), seeding, noting:
             leaves = []
             for i, leaf in enumerate(flat):
@@ -169,7 +169,7 @@ class _Noting(dict):
     """
 
     def __init__(self, overloads: set[str]) -> None:
-        super().__init__(recorder.SPECIAL)
+        super().__init__(recorder.HANDLERS)
         self.overloads = overloads
 
     def get(self, op: Any, default: Any = None) -> Any:
