@@ -19,7 +19,7 @@ import firstloss as fl  # noqa: E402
 from firstloss.errors import BackendError, ElsewhereError, ShardingError  # noqa: E402
 from firstloss.runtime.mesh import sharded_weights as mesh_placement  # noqa: E402
 from firstloss.runtime.mesh.mesh import Mesh  # noqa: E402
-from firstloss.runtime.step import segmented  # noqa: E402
+from firstloss.runtime.step import functions  # noqa: E402
 from tests.runtime.step import test_first_loss  # noqa: E402
 
 computed, train_a_net = test_first_loss.computed, test_first_loss.run
@@ -120,8 +120,8 @@ def test_a_mesh_gives_the_losses_of_one_device(name, one_device, tmp_path):
 @pytest.mark.own_compile_cache
 def test_a_second_start_lowers_nothing_and_another_mesh_or_sharding_all(tmp_path, monkeypatch):
     lowered = []
-    lower = segmented._lower
-    monkeypatch.setattr(segmented, "_lower", lambda name, *args: lowered.append(name) or lower(name, *args))
+    lower = functions._lowered
+    monkeypatch.setattr(functions, "_lowered", lambda name, *args: lowered.append(name) or lower(name, *args))
 
     def on(mesh, specs=None):
         lowered.clear()

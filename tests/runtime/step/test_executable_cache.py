@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import firstloss as fl
-from firstloss.runtime.step import executable_cache, segmented
+from firstloss.runtime.step import executable_cache, functions
 from tests import forked
 
 pytestmark = [pytest.mark.own_compile_cache, pytest.mark.optimized]
@@ -199,7 +199,7 @@ def test_functions_that_call_a_library_are_lowered_in_each_process(tmp_path):
 
 def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
     expected = trained(fl.backend("XLA", artifact_dir=tmp_path))
-    monkeypatch.setattr(segmented, "_lower", lambda *_: pytest.fail("lowered"))
+    monkeypatch.setattr(functions, "_lowered", lambda *_: pytest.fail("lowered"))
     assert trained(fl.backend("XLA", artifact_dir=tmp_path)) == expected
 
 

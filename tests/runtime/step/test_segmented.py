@@ -239,7 +239,7 @@ def test_calls_are_ordered_by_their_dependencies():
 
 
 def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, monkeypatch):
-    from firstloss.runtime.step import segmented
+    from firstloss.runtime.step import functions
 
     monkeypatch.setattr(segments, "_SAVED", 60)
     backend = fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
@@ -248,14 +248,14 @@ def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, mo
     optimizer = adamw(model.parameters())
     compiled = fl.compile(model, backend)
     run = fl.trace(lambda batch: plain(compiled, optimizer, batch))
-    lower = segmented._lower
+    lower = functions._lowered
 
     def refuse(name, function, edges):
         if function.reused:  # it renews the state: only what comes after the loss does
             raise fl.errors.LoweringError("no rule")
         return lower(name, function, edges)
 
-    monkeypatch.setattr(segmented, "_lower", refuse)
+    monkeypatch.setattr(functions, "_lowered", refuse)
     before = model.embed.weight.detach().to("cpu").clone()
     batch = tokens()
     for _ in range(2):
@@ -265,12 +265,12 @@ def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, mo
 
 
 def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch):
-    from firstloss.runtime.step import segmented
+    from firstloss.runtime.step import functions
 
     monkeypatch.setattr(segments, "_SAVED", 60)
     # One that counts nothing: only what comes after the loss renews state.
     monkeypatch.setattr(Block, "forward", lambda self, x: x + self.down(F.gelu(self.up(self.norm(x)))))
-    lower, order = segmented._lower, []
+    lower, order = functions._lowered, []
 
     def watched(name, function, edges):
         order.append("renewing" if function.reused else "forward")
@@ -278,7 +278,7 @@ def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch)
             raise fl.errors.LoweringError("no rule")
         return lower(name, function, edges)
 
-    monkeypatch.setattr(segmented, "_lower", watched)
+    monkeypatch.setattr(functions, "_lowered", watched)
 
     def start():
         order.clear()
