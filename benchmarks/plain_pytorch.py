@@ -101,7 +101,7 @@ def _start(side, fields, steps, folder, args):
         }
         environment["FIRSTLOSS_BENCHMARK_WARM"] = str(1 << 24 if args.tiny else 14 << 30)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")  # else torch.compile finds earlier runs' work
+    environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")  # else earlier runs' work is found
     command = [sys.executable, "-c", SCRIPT, side, json.dumps(fields), "128", folder, str(steps)]
     began = time.time()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
