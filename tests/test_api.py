@@ -15,7 +15,7 @@ from firstloss import errors, trainer
 SIGNATURES = {
     "deferred_init": "fn *args **kwargs",
     "deferred": "rng=None",  # of the block around it, else "eager"
-    "is_deferred": "what",
+    "is_deferred": "module_or_tensor",
     "materialize_tensor": "tensor",
     "materialize_module": "module buffers_only=False check_fn=None * device=None dtype=None num_threads=None "
     "progress=None",

@@ -93,7 +93,7 @@ def test_a_misspelled_name_gets_a_suggestion():
 
 
 def test_a_target_that_is_not_callable_is_an_error(user_module):
-    assert "is of type int, which cannot be called" in fails("user_models:answer")
+    assert "is of type int, which is not callable" in fails("user_models:answer")
 
 
 def test_arguments_are_checked_before_the_call():

@@ -308,8 +308,8 @@ def test_an_object_that_is_not_a_metric_is_refused():
             ValidationLoop(metrics={"mine": metric})
 
 
-def test_there_is_nothing_to_validate_before_training(tmp_path):
-    with pytest.raises(fl.errors.TrainerError, match="nothing to validate yet: .* has no checkpoint"):
+def test_validation_without_weights_is_an_error(tmp_path):
+    with pytest.raises(fl.errors.TrainerError, match="no weights to validate: .* has no checkpoint"):
         trainer(tmp_path).validate(loader())
     found = trainer(tmp_path, model=Net()).validate(loader())  # an object has weights
     assert found["val_loss"] > 0

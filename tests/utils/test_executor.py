@@ -299,7 +299,7 @@ def test_a_loader_with_a_position_of_its_own_is_not_read_from_its_beginning():
 
 
 def test_another_loaders_position_is_refused():
-    with pytest.raises(LoaderError, match="not the position"):
+    with pytest.raises(LoaderError, match="not the state of a DataLoader"):
         DataLoader(list).load_state_dict({"model": 1})
 
 

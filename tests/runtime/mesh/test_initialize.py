@@ -64,7 +64,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_different_programs_are_an_error_in_all_processes(what, tmp_path):
-    words = f"process 0 has come to the step training, and process 1 to {OTHERS[what]}"
+    words = f"process 0 has reached the step training, and process 1 has {OTHERS[what]}"
 
     for status, out, err in results(start(what, range(2), folder=tmp_path)):
         assert status not in (0, None) and "loss" not in out

@@ -164,7 +164,7 @@ def test_all_processes_learn_which_one_differs(names, digests):
     more = sum(pair != said[0] for pair in said) - 1
     for index, error in enumerate(found):
         assert isinstance(error, BackendError) and f"process {index} of 3: the processes do not run" in str(error)
-        assert f"to the step {names[0]}, and process {other} to " in str(error)
+        assert f"reached the step {names[0]}, and process {other} has " in str(error)
         assert ("1 more differ" in str(error)) == (more == 1)
 
 
