@@ -123,10 +123,9 @@ class _Device:
             jaxpr = self._jaxprs.get(kind)
             if jaxpr is None:
                 jaxpr = self._jaxprs[kind] = jaxpr_of(call)
-            key = self._array((), 4, ArraySharding(()), "iota", ())
-            for value, made in zip(
-                call.outputs, interpret(jaxpr, [key, *operands], self._literal, self._apply), strict=True
-            ):
+            if call.draw is not None:
+                operands.append(self._array((), 4, ArraySharding(()), "iota", ()))
+            for value, made in zip(call.outputs, interpret(jaxpr, operands, self._literal, self._apply), strict=True):
                 arrays[value] = self._settled(value, made)
         outputs = {arrays[value].node for value in self._segment.outputs if value not in reused}
         self._memory.given |= {arrays[value].node for value in self._segment.outputs if value in reused}

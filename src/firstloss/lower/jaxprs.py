@@ -16,18 +16,11 @@ from .program import LoweredCall
 T = TypeVar("T")
 
 
-def jaxpr_of(call: LoweredCall) -> jex.Jaxpr:
-    """The jaxpr of a call, whose first input is the step's random key."""
-    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype)) for value in call.inputs]
-    with jax.enable_x64(True):
-        return jax.make_jaxpr(lambda key, *operands: tuple(call.run(operands, key)))(_key(), *arrays).jaxpr
-
-
-def jaxpr_on(call: LoweredCall, where: Sharding | None) -> jex.Jaxpr:
-    """What a call computes of its operands and, if it draws, of a key behind them.
+def jaxpr_of(call: LoweredCall, where: Sharding | None = None) -> jex.Jaxpr:
+    """The jaxpr of a call, whose inputs are its operands and, if it draws, a random key.
 
     Args:
-        where: the mesh on which it will be lowered, as a sharding on it: JAX then traces the call here alone.
+        where: the mesh on which it will be lowered, as a sharding on it: JAX then traces the call only once.
     """
     arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype), sharding=where) for value in call.inputs]
     if call.draw is not None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from jax.sharding import Sharding
 
 from ..program.graph import Value
-from .jaxprs import jaxpr_on
+from .jaxprs import jaxpr_of
 from .program import LoweredCall, Template, View
 from .segments import Segment
 from .sharding_rules import ShardingRule, rule_of
@@ -151,11 +151,11 @@ def read_rules(segments: Sequence[Segment], where: Sharding) -> None:
 
 
 def rule_of_call(call: LoweredCall, where: Sharding | None = None) -> ShardingRule:
-    """The sharding rule of a call's operands and results; `where` as in `jaxprs.jaxpr_on`."""
+    """The sharding rule of a call's operands and results; `where` as in `jaxprs.jaxpr_of`."""
     shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
     found = _rules.get((call.kind, shapes))
     if found is None:
-        rule = rule_of(jaxpr_on(call, where))
+        rule = rule_of(jaxpr_of(call, where))
         found = _rules[call.kind, shapes] = ShardingRule(rule.operands[: len(call.inputs)], rule.results)
         if len(_rules) > _MOST:
             del _rules[next(iter(_rules))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 
 from ... import timeline
+from ...interpreter import cores
 from ...lower import aten
 from ...lower.dtypes import to_jax
 from ...lower.program import run_calls
@@ -58,7 +58,7 @@ class CompiledFunctions:
         self._entries: dict[int, executable_cache.Entry] = {}
         self._futures: dict[int, Future[Any]] = {}
         self.called: dict[int, Any] = {}
-        self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="firstloss-compile")
+        self._pool = ThreadPoolExecutor(cores(), thread_name_prefix="firstloss-compile")
         self._peers = peers_of(edges.whole.mesh) if edges is not None and compiles else None
         if self._peers is not None:
             self._peers.agree(name, self.digest)
