@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import CompatibilityError
-from ..undo import Undo
+from ..interpreter import Undo
 from .names import lookup
 
 # From the first deferred tensor on, as it may turn up anywhere.

@@ -16,7 +16,7 @@ import torch
 from ..capture.symbolic_scalars import is_symbolic, tensor_of
 from ..compat.names import lookup
 from ..compat.patches import swap
-from ..undo import Undo
+from ..interpreter import Undo
 
 Tensor = torch.Tensor
 

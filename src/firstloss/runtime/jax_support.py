@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..engine.huge_pages import advise_huge
+from ..interpreter import Undo
 from ..lower import unwritten
 from ..lower.dtypes import as_numpy, constant, to_jax, to_torch
-from ..undo import Undo
 from .device import on_gpu
 from .lazy_jax import on_cpu, pending_cache_directory
 

@@ -69,7 +69,7 @@ class _Materialization(Future):
 
     def _work(self) -> None:
         try:
-            with interpreter.switch_often(), timeline.span("materialize"):
+            with interpreter.switch_interval.changed(), timeline.span("materialize"):
                 self.set_result(self._make())
         except BaseException as error:  # re-raised in the thread that waits for the weights
             self.set_exception(error)

@@ -17,7 +17,7 @@ from typing import Any
 import torch.nn.modules.module
 
 from ...compat.python_names import getframe
-from ...undo import Undo
+from ...interpreter import Undo
 from .external_state import Outside
 from .native import native
 from .object_kinds import PACKAGE, can_be_instrumented, is_closed, is_ours

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...interpreter import no_full_collections
+from ...interpreter import gc_thresholds
 from ...program.graph import Value
 from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import LazyArray
@@ -70,7 +70,7 @@ class BackgroundCompiledStep:
     def lower(self) -> SegmentedStep:
         """Lower the step and start compiling it; returns the segmented step."""
         try:
-            with no_full_collections():
+            with gc_thresholds.changed():  # no full collections
                 made = self.made()
                 start_waiting_materializations()
                 made.lower()

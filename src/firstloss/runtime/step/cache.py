@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...capture import session
-from ...interpreter import pause, paused_until
-from ...undo import Undo
+from ...interpreter import Undo, pause, paused_until
 from ..backend import Backend
 from .arguments import Arguments, Itself, owner_of
 from .process_settings import modes, settings

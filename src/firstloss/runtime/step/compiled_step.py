@@ -13,8 +13,8 @@ from ...capture import session
 from ...capture.exported_memory import record_exported_memory
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...errors import BackendError, TraceError
+from ...interpreter import Undo
 from ...program.source import here
-from ...undo import Undo
 from ..backend import Backend
 from ..device import dispatch
 from ..device.buffer import DeviceBuffer, mesh_sharding

@@ -17,9 +17,9 @@ from ... import timeline
 from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
 from ...gpu.replay import Plan, ReplayedStep
+from ...interpreter import Undo
 from ...program.graph import Value
 from ...program.source import warn
-from ...undo import Undo
 from ..backend import Backend
 from ..guards.reconstruct import CallFrame
 from ..pytrees import flatten

@@ -23,12 +23,12 @@ from ...compat.torch_names import (
     step_pre_hooks,
 )
 from ...errors import TraceError
+from ...interpreter import Undo
 from ...optim.adafactor import without_reads
 from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
 from ...program.graph import Value, span
 from ...program.source import here
-from ...undo import Undo
 from ..guards.effects import Effects
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording

@@ -14,12 +14,11 @@ from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
 from ...init import shardings
-from ...interpreter import paused_until
+from ...interpreter import Undo, paused_until
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
 from ...lower.sharding import ArraySharding, Axes
 from ...program.graph import Value
-from ...undo import Undo
 from ..backend import Backend
 from ..mesh.mesh import SMALL, Mesh
 from ..mesh.segment_shardings import spec_of

@@ -85,9 +85,9 @@ def _leave(_: Any) -> None:
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *settings_of_torch(),
     (sys.getrecursionlimit, sys.setrecursionlimit),
-    (interpreter.switch_interval, interpreter.set_switch_interval),
+    (interpreter.switch_interval.get, interpreter.switch_interval.set),
     (interpreter.is_collecting, interpreter.set_collecting),
-    (interpreter.thresholds, interpreter.set_thresholds),
+    (interpreter.gc_thresholds.get, interpreter.gc_thresholds.set),
     (gc.get_debug, gc.set_debug),
     (_folder, os.chdir),
     (_numpy_errors, _set_numpy_errors),

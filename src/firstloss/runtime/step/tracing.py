@@ -18,11 +18,11 @@ from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
+from ...interpreter import Undo
 from ...program.compare import first_difference
 from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here
-from ...undo import Undo
 from ..backend import Backend
 from ..guards.bindings import Bind, always
 from ..guards.effects import Effects, restore_contents
