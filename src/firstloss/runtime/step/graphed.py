@@ -25,9 +25,8 @@ from ..guards.reconstruct import CallFrame
 from ..pytrees import flatten
 from . import tracing
 from .arguments import Arguments
-from .cache import StepCache
+from .cache import Request, StepCache
 from .process_settings import modes
-from .retracing import Request
 from .tracing import Shared, TracedProgram, TraceObserver
 
 # The tolerance of half-precision results, replayed and eager: one unit in the last place of bfloat16.
