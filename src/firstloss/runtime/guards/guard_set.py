@@ -11,11 +11,11 @@ import torch
 from ...capture.autograd_boundary import is_returned
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
-from .executed_code import CodeLines
 from .external_state import ExternalCall
 from .guards import Change, ListGuard, is_shared, same, with_article
 from .introspection import MISSING
 from .native import native
+from .recording import CodeLines
 from .value_guards import Values
 
 

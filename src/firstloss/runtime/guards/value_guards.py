@@ -18,9 +18,8 @@ from ...compat.python_names import is_python_class, lru_cache_wrapper
 from ...compat.torch_names import MODULE_TABLES
 from ...optim.schedule import schedules_of
 from . import lru_caches, mutable_state
-from .bytecode import Use
+from .bytecode import Updates, Use
 from .equality import same
-from .executed_code import Executed
 from .guards import (
     CellGuard,
     FunctionGuard,
@@ -48,8 +47,8 @@ from .object_kinds import (
     module_of_class,
     referents,
 )
+from .recording import Executed
 from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, DictSnapshot, Snapshot
-from .updates import Updates
 
 
 class Values:

@@ -19,8 +19,7 @@ from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
 from ...errors import TraceError
 from ...program.graph import Geometry, Value, contiguous_stride, is_dense
 from ...program.source import here
-from ..guards.bindings import Bind
-from ..guards.effects import Effects
+from ..guards.effects import Bind, Effects
 from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor, same_memory
 from ..pytrees import containers, flattened_attributes
 

@@ -20,13 +20,13 @@ from ..device import dispatch
 from ..device.buffer import DeviceBuffer, mesh_sharding
 from ..device.host_memory import HostMemory
 from ..device.lazy_array import LazyArray, ready
-from ..guards.bindings import Bind
+from ..guards.effects import Bind
 from ..guards.reconstruct import CallFrame
 from ..lazy_jax import is_array, is_imported
 from . import closures as _closures  # noqa: F401 - registers the handling of assertions
 from . import loop as loops
 from .arguments import Arguments
-from .background_compile import BackgroundCompiledStep, KernelsFirstRun
+from .first_loss import BackgroundCompiledStep, KernelsFirstRun
 from .inputs import Inputs, Owner, write_back
 from .tracing import Shared, TracedProgram
 
@@ -103,7 +103,7 @@ class CompiledStep:
         call = StepCall(arguments, ())
         env = self._env(arguments, dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed)))
         call.result = traced.result(env)
-        for bind in traced.effects.bindings(env):
+        for bind in [make(env) for make in traced.effects.bindings]:
             bind()
         traced.modes.leave()
         if traced.raised is not None:
@@ -206,7 +206,7 @@ class CompiledStep:
         if call.bindings is None:
             env = self._env(call.arguments, arrays)
             call.result = traced.result(env)
-            call.bindings = traced.effects.bindings(env)
+            call.bindings = [make(env) for make in traced.effects.bindings]
             call.bindings += [_keeping(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
             call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
         for bind in call.bindings:

@@ -11,8 +11,7 @@ from ...lower.registry import all_have_rules
 from ..backend import Backend
 from ..device import on_gpu
 from ..mesh.processes import processes
-from .background_compile import BackgroundCompiledStep
-from .first_loss import FirstLoss
+from .first_loss import BackgroundCompiledStep, FirstLoss
 from .inputs import Inputs
 from .tracing import TracedProgram
 

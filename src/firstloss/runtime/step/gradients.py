@@ -11,8 +11,7 @@ from ...capture.step import storage_key, whole_storage
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import DisableTorchDispatch
 from ...program.graph import Geometry, Ref, Value, geometry_of
-from ..guards.bindings import Bind, always
-from ..guards.effects import Effects
+from ..guards.effects import Bind, Effects, always
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
 from .inputs import Owner, memory_of, storage_or_itself
 

@@ -81,7 +81,7 @@ class GraphedStep:
             env = self._env(made, arguments)
             result = traced.result(env)
             afterwards = [make(env) for make in traced.optimizers.schedulers.afterwards]
-            for bind in (*traced.effects.bindings(env), *afterwards):
+            for bind in (*[make(env) for make in traced.effects.bindings], *afterwards):
                 bind()
             traced.modes.leave()
         return result

@@ -14,8 +14,7 @@ from ...capture.new_optimizer_state import PLAIN
 from ...capture.step import StepTrace, is_traced, storage_key
 from ...compat.torch_names import DisableTorchDispatch
 from ..backend import current_backend
-from ..guards.bindings import Bind, always
-from ..guards.effects import Effects
+from ..guards.effects import Bind, Effects, always
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 

@@ -13,8 +13,7 @@ from ...capture.step import StepTrace
 from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
-from ..guards.bindings import always
-from ..guards.effects import Effects
+from ..guards.effects import Effects, always
 from ..guards.equality import same
 from ..guards.introspection import MISSING
 from ..guards.snapshot import Snapshot

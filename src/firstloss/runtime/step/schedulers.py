@@ -16,7 +16,7 @@ from ...program.source import Source, here
 from ..guards.reconstruct import UnavailableNumber
 
 if TYPE_CHECKING:
-    from ..guards.bindings import Bind
+    from ..guards.effects import Bind
     from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 

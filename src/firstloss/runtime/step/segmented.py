@@ -14,12 +14,11 @@ from ...lower.dtypes import constant
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
 from ..device.executable_calls import Shield, begun, called, calling, flat, probe_memory
-from ..device.lazy_array import LazyArray, ready
+from ..device.lazy_array import BackgroundWork, LazyArray, ready
 from ..device.placement import start_waiting_materializations
 from ..jax_support import on_cpu, x64
 from ..mesh.segment_shardings import Edges
 from . import lowering_markers
-from .background_work import BackgroundWork
 from .functions import CompiledFunctions, Function, functions_of
 
 

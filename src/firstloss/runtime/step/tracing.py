@@ -24,8 +24,7 @@ from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here
 from ..backend import Backend
-from ..guards.bindings import Bind, always
-from ..guards.effects import Effects, restore_contents
+from ..guards.effects import Bind, Effects, always, restore_contents
 from ..guards.guard_set import GuardSet
 from ..guards.mutable_state import restore_environment
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
