@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..compat.python_names import is_initializing
+from ..interpreter import Undo
 from .device import pages
 
 if TYPE_CHECKING:
@@ -41,6 +42,16 @@ def is_array(found: Any) -> TypeGuard[jax.Array]:
     # While another thread is importing JAX, the name may not exist yet, but neither do arrays.
     kind = getattr(sys.modules.get("jax"), "Array", None)
     return kind is not None and isinstance(found, kind)
+
+
+def use_x64(undo: Undo) -> None:
+    """Like `jax_support.x64`, until `undo` runs, for blocks that may be interrupted; nothing if JAX is not imported."""
+    if is_imported():
+        import jax
+
+        state = jax.enable_x64
+        undo(state.set_local, state.get_local())
+        state.set_local(True)
 
 
 def is_installed() -> bool:

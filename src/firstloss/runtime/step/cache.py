@@ -35,9 +35,11 @@ from ..guards.guards import Change
 from ..guards.recording import functions_of
 from . import tracing
 from .arguments import Arguments, Itself, owner_of
+from .owners import Shared
 from .process_settings import modes, settings
 from .retrace_reports import ADVICE, Reports, reasons
-from .tracing import Shared, TracedProgram, TraceObserver
+from .traced_program import TracedProgram
+from .tracing import TraceObserver
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
@@ -208,8 +210,7 @@ class Request(NamedTuple):
             find: finds an equivalent earlier step, whose executable is reused; or raises.
         """
         from . import compiling  # imported late, because it imports JAX
-        from .compiled_step import CompiledStep
-        from .inputs import Inputs
+        from .compiled_step import CompiledStep, Inputs
 
         backend = self.backend
         with timeline.span("trace"):

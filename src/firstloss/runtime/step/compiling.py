@@ -11,9 +11,9 @@ from ...lower.registry import all_have_rules
 from ..backend import Backend
 from ..device import on_gpu
 from ..mesh.processes import processes
+from .compiled_step import Inputs
 from .first_loss import BackgroundCompiledStep, FirstLoss
-from .inputs import Inputs
-from .tracing import TracedProgram
+from .traced_program import TracedProgram
 
 if TYPE_CHECKING:
     from .segmented import SegmentedStep

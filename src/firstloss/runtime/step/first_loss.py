@@ -28,7 +28,7 @@ from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import BackgroundWork, LazyArray, copied_later
 from ..device.placement import start_waiting_materializations
 from ..lazy_jax import is_array
-from .tracing import Groups
+from .traced_program import Groups
 
 if TYPE_CHECKING:
     from .first_loss_random import Draws

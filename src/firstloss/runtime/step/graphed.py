@@ -26,8 +26,10 @@ from ..pytrees import flatten
 from . import tracing
 from .arguments import Arguments
 from .cache import Request, StepCache
+from .owners import Shared
 from .process_settings import modes
-from .tracing import Shared, TracedProgram, TraceObserver
+from .traced_program import TracedProgram
+from .tracing import TraceObserver
 
 # The tolerance of half-precision results, replayed and eager: one unit in the last place of bfloat16.
 _AGREE = 2.0**-7

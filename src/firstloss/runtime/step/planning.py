@@ -24,11 +24,13 @@ from ..mesh.mesh import SMALL, Mesh
 from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
+from .compiled_step import Inputs
 from .functions import Function, functions_of
-from .inputs import Inputs, Owner, storage_or_itself
+from .owners import Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, StepPlan
 from .segmentation import Segmentation, segment_step
-from .tracing import TracedProgram, TraceObserver
+from .traced_program import TracedProgram
+from .tracing import TraceObserver
 
 
 def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:
