@@ -295,13 +295,7 @@ class GuardSources:
                 self._values.read(name, read, before, f"the state of {name}'s random generator", name)
         for where, name, table in self._snapshot.hooks:
             before = self._values.before(table)
-            self._values.read(
-                name,
-                lambda where=where, name=name: tuple(where[name].items()) if where[name] else (),
-                tuple(before.items()),
-                f"PyTorch's {name}",
-                name,
-            )
+            self._values.hooks.append((where, name, tuple(before.items())))
             for hook in before.values():
                 self._values.value(hook, f"PyTorch's {name}", name)
         for namespace in namespaces():
