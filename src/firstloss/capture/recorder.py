@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..compat import patches
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, is_not_strided, span
@@ -19,10 +20,8 @@ from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
 from . import (
-    checkpoint_loaders,
     conjugate_views,
     distributed,
-    dtensor_init,
     evaluation,
     first_use,
     materialize_tensors,
@@ -101,7 +100,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(t._storage.resident is not None for t in call.deferred):
             return run_on_resident(call)
         if not session.depth and op in _USED_BY_LOADERS:
-            checkpoint_loaders.install()
+            patches.install_imported()
         if not session.depth and first_use.needs_values(call):
             return first_use.run(call)
         if any(map(is_not_strided, call.real)) or (traits.opaque and not traits.view):
@@ -357,4 +356,3 @@ Hooks.register(
     materialize_all=first_use.materialize,
     materialize_storages=materialize_tensors.materialize_storages,
 )
-distributed.when_imported(dtensor_init.install)
