@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..compat.patches import replaces
+from ..program.graph import FileValue
 from . import session
-from .file_value import FileValue
 from .first_use import sources
 from .tensor import Hooks, is_pending
 

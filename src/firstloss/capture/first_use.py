@@ -36,9 +36,8 @@ from ..program.source import here, script_line, warn
 from . import distributed, session
 from .direct_memory_access import is_unallocated
 from .evaluation import call_with_content, run_now, state_of
-from .file_value import is_in_file
 from .op_call import OpCall
-from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
+from .tensor import DeferredStorage, DeferredTensor, Hooks, is_in_file, is_pending
 
 _COLLECTIVES = distributed.COLLECTIVES
 

@@ -31,17 +31,16 @@ from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of
 from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
-from .file_value import is_in_file
 from .mapped_file import in_file
 from .metadata_mutation import resize
-from .op_call import OpCall, traits_of
+from .op_call import OpCall, is_symbolic, traits_of
 from .op_overrides import HANDLERS
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, as_meta, infer
-from .symbolic_scalars import check_positions, is_symbolic, number_ref
-from .tensor import DeferredStorage, DeferredTensor, Hooks, has_foreign_subclass
+from .symbolic_scalars import check_positions, number_ref
+from .tensor import DeferredStorage, DeferredTensor, Hooks, has_foreign_subclass, is_in_file
 
 __all__ = [
     "DeferredStorage",

@@ -23,7 +23,7 @@ from ..compat.torch_names import (
     throw_on_mutable_data_ptr,
 )
 from ..errors import ElsewhereError, TraceError
-from ..program.graph import Ref, Value, geometry_of
+from ..program.graph import FileValue, Ref, Value, geometry_of
 from ..program.source import here
 from . import distributed, session
 from .conjugate_bits import lazy_bits
@@ -374,6 +374,16 @@ def on_backend(tensor: Any) -> TypeGuard[DeferredTensor]:
 def is_pending(tensor: Any) -> TypeGuard[DeferredTensor]:
     """Whether a tensor is deferred and not on a backend."""
     return type(tensor) is DeferredTensor and tensor._storage.resident is None
+
+
+def is_in_file(tensor: DeferredTensor) -> bool:
+    """Whether the content of `tensor` is in a file, unmodified."""
+    return is_pending(tensor) and type(tensor._storage.value) is FileValue
+
+
+def file_tensor(value: FileValue) -> DeferredTensor:
+    """A deferred tensor with the content `value`."""
+    return DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
 
 
 def _is_mask(index: Any) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..capture.symbolic_scalars import is_symbolic, tensor_of
+from ..capture.op_call import is_symbolic
+from ..capture.symbolic_scalars import tensor_of
 from ..compat.names import lookup
 from ..compat.patches import swap
 from ..interpreter import Undo

@@ -14,7 +14,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from ... import interpreter, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
-from ...capture.file_value import FileValue
 from ...capture.first_use import disable_first_use
 from ...capture.recorder import DeferredStorage
 from ...capture.storage_swap import hook_tables, set_hook_tables, share_memory
@@ -29,7 +28,7 @@ from ...compat.torch_names import (
 )
 from ...engine.cpu_engine import materialize_values
 from ...errors import BackendError
-from ...program.graph import Geometry, Ref, Value, dense_count, geometry_of
+from ...program.graph import FileValue, Geometry, Ref, Value, dense_count, geometry_of
 from ...program.source import here
 from ..lazy_jax import is_imported, on_cpu, process_count
 from . import host_weights, on_gpu, pages

@@ -20,9 +20,8 @@ from ...compat.torch_names import DisableTorchDispatch, schema_of
 from ...engine.replay import Replay
 from ...errors import FirstlossError
 from ...interpreter import gc_thresholds
-from ...program.graph import Node, Ref, Value, slice_for
+from ...program.graph import Node, Ref, Value, is_number_type, slice_for
 from ...program.program import Program
-from ...program.schemas import is_number_type
 from ..device import on_gpu
 from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import BackgroundWork, LazyArray, copied_later
