@@ -29,6 +29,7 @@ from .distributed import parts_of
 from .evaluation import state_of
 from .generators import POLICIES
 from .recorder import CaptureMode, DeferredTensor
+from .tensor import disable_first_use
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
 @contextmanager
 def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
-    first_use.disable_first_use()
+    disable_first_use()
     try:
         with timeline.span("capture"), paused(), _synchronous_loading(), CaptureMode():
             yield

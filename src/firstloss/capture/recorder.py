@@ -19,14 +19,7 @@ from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, is
 from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
-from . import (
-    conjugate_views,
-    distributed,
-    evaluation,
-    first_use,
-    materialize_tensors,
-    session,
-)
+from . import conjugate_views, distributed, evaluation, first_use, materialize_tensors, session
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
 from .constants import constant_tensor, outer_geometry, ref_of, storage_of

@@ -376,6 +376,11 @@ def is_pending(tensor: Any) -> TypeGuard[DeferredTensor]:
     return type(tensor) is DeferredTensor and tensor._storage.resident is None
 
 
+def disable_first_use() -> None:
+    """Uninstall the mode of `first_use.py`, in a capture and after materialization; its `run` handles further uses."""
+    DeferredTensor.__torch_function__ = disabled_torch_function
+
+
 def is_in_file(tensor: DeferredTensor) -> bool:
     """Whether the content of `tensor` is in a file, unmodified."""
     return is_pending(tensor) and type(tensor._storage.value) is FileValue

@@ -8,6 +8,8 @@ capture are involved. If someone else has replaced a function in the meantime, t
 from __future__ import annotations
 
 import functools
+import importlib
+import operator
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +17,6 @@ from typing import Any, NamedTuple
 
 from ..errors import CompatibilityError
 from ..interpreter import Undo
-from .names import lookup
 
 # From the first deferred tensor on, as it may turn up anywhere.
 DEFERRED = "from the first deferred tensor on"
@@ -237,6 +238,35 @@ def swap(undo: Undo, name: str, new: Any) -> None:
     owner, attribute = _owner(name)
     undo(_set, owner, attribute, vars(owner).get(attribute, _ABSENT))
     setattr(owner, attribute, new)
+
+
+def lookup(path: str) -> Any:
+    """Look up a dotted path that begins with a module.
+
+    Raises:
+        ImportError, AttributeError: if it does not exist.
+    """
+    parts = path.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    imported = next((module for module in prefixes if module in sys.modules), None)
+    if imported is not None:  # avoids the import machinery, which is slow enough to matter in a trace
+        try:
+            return _walk(sys.modules[imported], path[len(imported) + 1 :])
+        except AttributeError:  # may be a module that is not imported yet
+            pass
+    for module in prefixes:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if module == parts[0] or not module.startswith(str(error.name)):
+                raise
+            continue
+        return _walk(found, path[len(module) + 1 :])
+    raise AssertionError(path)
+
+
+def _walk(root: Any, attributes: str) -> Any:
+    return operator.attrgetter(attributes)(root) if attributes else root
 
 
 def original(name: str) -> Any:

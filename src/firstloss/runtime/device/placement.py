@@ -14,10 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from ... import interpreter, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
-from ...capture.first_use import disable_first_use
 from ...capture.recorder import DeferredStorage
 from ...capture.storage_swap import hook_tables, set_hook_tables, share_memory
-from ...capture.tensor import DeferredTensor, Hooks
+from ...capture.tensor import DeferredTensor, Hooks, disable_first_use
 from ...compat.torch_names import (
     HOOK_TABLES,
     PARAMETER_FLAG,

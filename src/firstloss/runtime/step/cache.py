@@ -317,7 +317,7 @@ class CacheEntries:
         self._always = check == "always"
         self._known: list[CacheEntry] = []
         self._fitting: CacheEntry | None = None
-        self._reports = Reports(name, refuse)
+        self._refuse = refuse
         self._name = name
         self._functions: list[types.FunctionType] = []
 
@@ -397,7 +397,7 @@ class CacheEntries:
             self._known[self._known.index(twin[0])] = known
         else:
             self._known.insert(0, known)
-        self._reports.each_time(known.traced_each_time, known.seconds)
+        self._report_each_time(known)
         return known
 
     @staticmethod
@@ -437,8 +437,17 @@ class CacheEntries:
         if unseen and fresh.traced_each_time is None:
             fresh.differs_unseen()
         self._known[self._known.index(known)] = fresh
-        self._reports.each_time(fresh.traced_each_time, fresh.seconds)
+        self._report_each_time(fresh)
         return fresh
+
+    @functools.cached_property
+    def _reports(self) -> Reports:
+        return Reports(self._name, self._refuse)
+
+    def _report_each_time(self, known: CacheEntry) -> None:
+        """Report why the step is traced at each call, if it is."""
+        if known.traced_each_time is not None:
+            self._reports.each_time(known.traced_each_time, known.seconds)
 
     def _traced(
         self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False

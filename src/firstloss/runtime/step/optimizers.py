@@ -26,7 +26,7 @@ from ...compat.torch_names import (
 )
 from ...errors import TraceError
 from ...interpreter import Undo
-from ...optim.adafactor import without_reads
+from ...optim import adafactor as _adafactor  # noqa: F401 - for its patches
 from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
 from ...program.graph import Value, span
@@ -114,7 +114,7 @@ class Optimizers:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
             torch.clear_autocast_cache()  # drop casts made elsewhere, which the step would use
-            with without_reads(), self.schedulers.watched(recording.times_read):
+            with self.schedulers.watched(recording.times_read):
                 yield
         self._refused = changed
         self.groups.bake()

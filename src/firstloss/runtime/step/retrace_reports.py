@@ -44,9 +44,9 @@ class Reports:
             f"same. {ADVICE}"
         )
 
-    def each_time(self, why: str | None, seconds: float) -> None:
-        """Report why the step is traced at each call, if it is."""
-        if why is not None and why not in self._reported:
+    def each_time(self, why: str, seconds: float) -> None:
+        """Report why the step is traced at each call."""
+        if why not in self._reported:
             self._reported.add(why)
             _warn(f"{self._name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
 
