@@ -154,7 +154,7 @@ PATCHES = {
 
 _ABSENT = object()
 _lock = threading.RLock()
-_replacements: dict[str, Callable] = {}
+_replacements: dict[str, Any] = {}  # functions, or properties
 deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
 _holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
 _awaited: dict[str, list[Callable[[], None]]] = {}  # by module, what to do once others have imported it
@@ -162,13 +162,13 @@ _awaited: dict[str, list[Callable[[], None]]] = {}  # by module, what to do once
 _installed: dict[str, list[tuple[Any, str, Any, Any]]] = {}
 
 
-def replaces(*names: str) -> Callable[[Callable], Callable]:
+def replaces(*names: str) -> Callable[[Any], Any]:
     """Make the decorated function, `f(original, *args, **kwargs)`, the replacement of the functions `names`.
 
-    For a property, `f(original)` returns the replacing property.
+    For a property, it is given the replacing property.
     """
 
-    def register(function: Callable) -> Callable:
+    def register(function: Any) -> Any:
         for name in names:
             _replacements[name] = function
             if PATCHES[name].when == IMPORTED:
@@ -308,7 +308,7 @@ def _check(name: str) -> None:
         ) from error
 
 
-def _install(name: str, replacement: Callable) -> None:
+def _install(name: str, replacement: Any) -> None:
     if name in _installed:
         return
     made: dict[int, Any] = {}  # by the original's id
@@ -317,7 +317,7 @@ def _install(name: str, replacement: Callable) -> None:
             found = lookup(path)
         except (ImportError, AttributeError):  # `_check` has accepted that
             continue
-        new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement(found))
+        new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement)
         made[id(found)] = new
         owner, attribute = _owner(path)
         _installed.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))

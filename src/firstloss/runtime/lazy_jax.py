@@ -62,7 +62,7 @@ def is_installed() -> bool:
 def can_defer_import(mesh: Any = None) -> bool:
     """Whether the import of JAX can be deferred: it is installed, and its device, or the devices of a mesh given as
     sizes of axes, are known without it."""
-    if is_imported() or not is_installed() or not is_cpu_only() or not pages.are_available():
+    if is_imported() or not is_installed() or not is_cpu_only() or not pages.ARE_AVAILABLE:
         return False
     if mesh is None:
         return True

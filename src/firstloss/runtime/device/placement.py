@@ -167,7 +167,7 @@ def _materialize_in_background(
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
     """Run the recipes of `values`: on a CPU, directly in the device's memory, or before JAX is imported, in memory that
     becomes the device's; on a GPU shared with PyTorch, with Firstloss's kernels as far as these support them."""
-    if not is_imported() and on_cpu() and pages.are_available():
+    if not is_imported() and on_cpu() and pages.ARE_AVAILABLE:
         return host_weights.make(values, niceness)
     from ..jax_support import empties, empty, to_device
 
