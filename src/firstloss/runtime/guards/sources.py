@@ -28,8 +28,19 @@ from .bytecode import Use
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
 from .guards import CellGuard, describe_attribute, describe_global, namespaces, undisguised, with_article
-from .introspection import MISSING, cell_content, own_attributes, slot_reader
-from .object_kinds import ObjectKind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
+from .object_kinds import (
+    MISSING,
+    ObjectKind,
+    cell_content,
+    is_closed,
+    is_installed,
+    is_ours,
+    items_of,
+    kind_of,
+    module_of_class,
+    own_attributes,
+    slot_reader,
+)
 from .recording import Executed, Recording, Site, is_closed_code
 from .snapshot import Snapshot, is_guarded_elsewhere
 from .store_guards import guard_stored_names
