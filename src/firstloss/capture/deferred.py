@@ -22,7 +22,6 @@ from . import control_flow as _control_flow  # noqa: F401 - likewise
 from . import direct_memory_access, first_use, session
 from . import dtensor as _dtensor  # noqa: F401 - likewise
 from . import patches as _patches  # noqa: F401 - likewise
-from . import patches as _untyped_storage  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
 from .distributed import parts_of
