@@ -15,9 +15,9 @@ from ...program.program import Program
 from ..backend import Backend
 from ..lazy_jax import on_cpu
 from ..mesh.segment_shardings import Edges
-from .inputs import Inputs
+from .compiled_step import Inputs
 from .segmented import SegmentedStep
-from .tracing import Groups, TracedProgram
+from .traced_program import Groups, TracedProgram
 
 
 def refuse_unsupported(traced: TracedProgram) -> None:
