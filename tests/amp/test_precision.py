@@ -31,7 +31,7 @@ X, Y = torch.randn(6, 8), torch.randn(6, 4)
 
 
 def forward(model, x, y, region):
-    """Losses, and the dtypes met on the way."""
+    """Losses, and the dtypes of the intermediate results."""
     with region():
         h = model(x)
         product = x @ x.T
@@ -73,7 +73,7 @@ def test_autocast_regions_match_eager_pytorch(name, backend):
     got, gradients = step(X, Y)
     assert met == dtypes
     assert all(g.dtype == torch.float32 for g in gradients)
-    # Products are rounded to 8 bits or more, the sums in them are ordered otherwise.
+    # Products are rounded to 8 bits or more, and summed in another order.
     assert float(got) == pytest.approx(float(loss.detach()), rel=2**-7)
     for ours, p in zip(gradients, reference.parameters(), strict=True):
         torch.testing.assert_close(ours.clone(), p.grad, rtol=2**-6, atol=2**-7 * float(p.grad.abs().max()))
@@ -111,7 +111,8 @@ def test_a_step_uses_the_chosen_half_precision(backend):
 
 
 def rounded(x):
-    """The nearest number with 10 significant bits and an exponent from -30 to 31, ties to even; else zero, infinity."""
+    """The nearest number with 10 significant bits and an exponent from -30 to 31, ties to even; otherwise zero or
+    infinity."""
     if x == 0 or not math.isfinite(x):
         return x
     mantissa, exponent = math.frexp(x)  # |mantissa| from 0.5 to 1
@@ -136,7 +137,7 @@ def cb16(values):
 
 
 def test_cbfloat16_products_round_operands_and_results(backend):
-    """Operands are rounded, the product is exact, and then rounded: so are the gradients."""
+    """Operands are rounded, the exact product is rounded, and so are the gradients."""
     fl.amp.set_half_dtype("cbfloat16")
     weight = nn.Parameter(torch.tensor([[1.0], [1025.0], [70000.0], [3.0]]))
     holder = nn.Module()
@@ -155,11 +156,11 @@ def test_cbfloat16_products_round_operands_and_results(backend):
     y, big, gradient = step(x)
     expected = cb16(cb16(x) @ cb16(weight.detach().clone()).T)
     assert torch.equal(y.clone(), expected)
-    assert y.clone()[0, 2] > 65504  # float16 would have overflown
+    assert y.clone()[0, 2] > 65504  # float16 would overflow here
     assert torch.equal(big.clone(), cb16(expected * expected))
     assert math.isinf(big.clone()[1, 2])
     assert torch.equal(gradient.clone(), cb16(cb16(x).sum(0)).expand(4, 1))
-    assert y.dtype == torch.float32  # where nothing is float16 any more
+    assert y.dtype == torch.float32  # nothing is float16 any more
 
 
 def test_a_cbfloat16_model_stays_close_to_float32(backend):

@@ -1,4 +1,4 @@
-"""Shared assertions: deferred construction gives exactly the result of eager construction."""
+"""Shared assertions: deferred construction gives the result of eager construction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import firstloss as fl
 
 
 def tensors_of(made: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in what a constructor returned, under each name by which it can be reached, modules once."""
+    """Every tensor in a constructor's result, under each name by which it is reachable; each module once."""
     seen = set() if seen is None else seen
     if isinstance(made, torch.Tensor):
         yield path, made
@@ -42,13 +42,13 @@ def seed_all(seed: int) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements in logical order, as bytes: NaNs with their payload, zeros with their sign."""
+    """The elements in logical order, as bytes: includes NaN payloads and the sign of zero."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def eager(fn: Callable[[], Any], seed: int = 0) -> tuple[Any, bytes]:
-    """What `fn` makes in eager PyTorch, and the global generator's state afterwards."""
+    """The result of `fn` in eager PyTorch, and the state of the global generator afterwards."""
     seed_all(seed)
     with quiet():
         made = fn()
@@ -63,7 +63,7 @@ def quiet() -> Iterator[None]:
 
 
 def deferred(fn: Callable[[], Any], seed: int = 0) -> tuple[Any, bytes]:
-    """What `fn` makes deferred, and the global generator's state afterwards."""
+    """The deferred result of `fn`, and the state of the global generator afterwards."""
     seed_all(seed)
     with quiet():
         made = fl.deferred_init(fn)
@@ -71,7 +71,7 @@ def deferred(fn: Callable[[], Any], seed: int = 0) -> tuple[Any, bytes]:
 
 
 def materialize(made: Any, **options: Any) -> None:
-    """Make all that is deferred in what a constructor returned."""
+    """Materialize everything deferred in a constructor's result."""
     if isinstance(made, torch.nn.Module):
         fl.materialize_module(made, **options)
     else:
@@ -80,13 +80,13 @@ def materialize(made: Any, **options: Any) -> None:
 
 
 def steps(tensor: torch.Tensor) -> list[int]:
-    """The strides that mean something: of dimensions in which there is more than one element."""
+    """The strides of dimensions with more than one element; the others are arbitrary."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride for size, stride in sizes if size > 1] if tensor.numel() else []
 
 
 def assert_same(expected: Any, got: Any) -> None:
-    """Both hold the same tensors under the same names: properties, ties and bytes."""
+    """Both have the same tensors under the same names: properties, ties and bytes."""
     want, have = list(tensors_of(expected)), list(tensors_of(got))
     assert [name for name, _ in want] == [name for name, _ in have]
     for (name, a), (_, b) in zip(want, have, strict=True):
@@ -117,7 +117,7 @@ def _groups(named: list[tuple[str, torch.Tensor]], key: Callable[[torch.Tensor],
 
 
 def assert_same_as_eager(fn: Callable[[], Any], seed: int = 0, ways: Any = ({},), anything: bool = True) -> Any:
-    """`fn` run deferred and materialized gives what it gives run eagerly from the same seed; returns the last made.
+    """Assert that `fn`, deferred and materialized, gives the eager result from the same seed; returns the last result.
 
     Args:
         ways: options of `materialize_module`; the comparison is made with each.

@@ -1,4 +1,4 @@
-"""Conjugate and negative views are views: writes to them, or to their base, are visible in both."""
+"""Conjugate and negative views are views: writes to them or to their base are visible in both."""
 
 import random
 
@@ -25,7 +25,7 @@ EDITS += ["{t}.conj_physical_()", "{t}.neg_()"]
 
 
 def statements(seed):
-    """What makes views of complex tensors, and writes to some of them."""
+    """Statements that create views of complex tensors and write to some of them."""
     rng = random.Random(seed)
     lines, names = (
         [f"a = torch.view_as_complex(torch.arange(24.).reshape({rng.choice(['3, 4', '12', '2, 3, 2'])}, 2)) + 1"],
@@ -42,7 +42,7 @@ def statements(seed):
 
 
 def run(lines, **given):
-    """The tensors of a program by name, and the lines that PyTorch agreed to."""
+    """The tensors of a program by name, and the statements that PyTorch accepts."""
     scope, done = {"torch": torch, **given}, []
     for line in lines:
         try:
@@ -54,14 +54,14 @@ def run(lines, **given):
 
 
 def shown(tensor):
-    """The numbers as they are, whatever bits the view has."""
+    """The numbers, with conjugate and negative bits resolved."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
 def test_views_in_a_constructor_match_eager(first):
-    """They show what eager PyTorch's do, and go on to share memory once they are real."""
+    """The views have the values of eager PyTorch's, and still share memory when materialized."""
     for seed in range(first, first + 50):
         expected, lines = run(statements(seed))
         with fl.deferred():
@@ -81,7 +81,7 @@ def test_views_in_a_constructor_match_eager(first):
 
 @pytest.mark.parametrize("first", range(0, 30, 10))
 def test_views_in_a_step_match_eager(first):
-    """Of what the step makes, and of a tensor from outside that it edits."""
+    """Views of tensors created in the step, and of an outside tensor that it edits."""
     for seed in range(first, first + 10):
         (line, *lines), rng = statements(seed), random.Random(seed)
         expected, lines = run(lines, a=eval(line.removeprefix("a = ")))
@@ -103,7 +103,7 @@ def test_views_in_a_step_match_eager(first):
 
 
 def test_shape_changes_in_place_match_eager():
-    """Autograd takes views anew of what they are of, which has another shape by then."""
+    """Autograd regenerates views from their base, which has another shape by then."""
     with (
         pytest.raises(
             fl.errors.CaptureError,
@@ -118,7 +118,7 @@ def test_shape_changes_in_place_match_eager():
 
 
 def facts(tensors):
-    """What autograd knows of the weight `p` and its views, and what gradients and edits do."""
+    """What autograd knows about the weight `p` and its views, and the effects of gradients and edits."""
     p, *views = tensors
     found = [(t.requires_grad, t.is_leaf, t._base is p, t.dtype, t.stride(), t.is_conj()) for t in tensors]
     for view in views:
@@ -149,7 +149,7 @@ PARTS = {
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("parts", PARTS)
 def test_views_of_a_weight_stay_views(parts, frozen):
-    """What a constructor keeps of a weight is a view of it, through which gradients flow as they would."""
+    """Views that a constructor keeps of a weight remain views of it, and gradients flow through them."""
 
     def build():
         torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_views_of_a_weight_stay_views(parts, frozen):
 
 
 def test_views_of_a_weight_on_a_backend_stay_views():
-    """They share its memory, which the step writes."""
+    """The views share the weight's memory, which the step writes."""
     layer = nn.Module()
     layer.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64) * 1j)
     model = fl.compile(layer, fl.backend("XLA"))
@@ -216,7 +216,7 @@ DRAWN = {
 @pytest.mark.parametrize("shape", [(2, 2), (2, 17), (5, 6), (4, 4, 3)], ids=str)
 @pytest.mark.parametrize("view", SHOWN)
 def test_draws_into_a_view_leave_the_stream_where_eager_does(view, shape):
-    """PyTorch draws into a copy of a conjugated or negated view, which lies without gaps."""
+    """PyTorch draws into a contiguous copy of a conjugated or negated view."""
 
     def build(draw):
         whole = torch.randn(shape, dtype=torch.complex64)
@@ -229,7 +229,7 @@ def test_draws_into_a_view_leave_the_stream_where_eager_does(view, shape):
     for name, draw in DRAWN.items():
         try:
             expected, generator = eager(lambda draw=draw: build(draw))
-        except (RuntimeError, NotImplementedError):  # complex or negated, which few are for
+        except (RuntimeError, NotImplementedError):  # only operations for complex or negated views, which are few
             continue
         compared += 1
         made, left = deferred(lambda draw=draw: build(draw))

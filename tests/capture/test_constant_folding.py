@@ -1,4 +1,4 @@
-"""In a traced step, values that depend on no input are known: they can be read, and determine sizes."""
+"""In a traced step, values that depend on no input are known: they can be read, and used as sizes."""
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_ctc_loss_takes_traced_lengths(joined, backend):
     for ours, theirs in zip(
         fl.trace(gradient)(x, targets, long, lengths), gradient(x, targets, long, lengths), strict=True
     ):
-        # sums of some twenty probabilities, added up in another order
+        # sums of about twenty probabilities, in another order
         torch.testing.assert_close(ours.clone(), theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -178,7 +178,7 @@ def test_validation_branches_are_checked_after_the_step(backend):
 
 
 def test_a_distribution_is_validated_after_the_step(backend, monkeypatch):
-    # PyTorch's default, which its compiler sets otherwise for all of the process, once it has compiled anything.
+    # PyTorch's default; its compiler changes it for the whole process once it has compiled anything.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
 
     @fl.trace

@@ -1,4 +1,4 @@
-"""rng="counter": draws depend only on (seed, draw, index), however they are computed."""
+"""rng="counter": draws depend only on (seed, draw, index), whichever way they are computed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_slice_draws_only_its_own_words(monkeypatch):
         "normal",
         lambda seed, draw, begin, count, *a, **k: drawn.append(count) or real(seed, draw, begin, count, *a, **k),
     )
-    found = capture(lambda: torch.empty(1 << 40).normal_())  # 4 TB, of which a hundred elements are made
+    found = capture(lambda: torch.empty(1 << 40).normal_())  # 4 TB, of which a hundred elements are computed
     part = found[(1 << 39) + 3 :][:100].clone()
     assert np.array_equal(fl.materialize_tensor(part).numpy(), real(SEED, 0, (1 << 39) + 3, 100))
     assert sum(drawn) <= 200
@@ -150,7 +150,7 @@ def test_the_seed_comes_from_the_generator_and_later_blocks_continue():
         second = torch.randn(9)
     assert torch.equal(fl.materialize_tensor(first), a)
     assert len({tuple(t.tolist()) for t in (a, b, fl.materialize_tensor(second))}) == 3
-    capture(lambda: torch.randn(9000))  # where the generator is left depends on the number of draws alone
+    capture(lambda: torch.randn(9000))  # the generator's final state depends only on the number of draws
     assert torch.equal(torch.get_rng_state(), after)
 
 

@@ -1,4 +1,4 @@
-"""Operations in a traced step whose results depend on values: refused with a suggestion that works."""
+"""In a traced step, operations whose results depend on values are refused with a suggestion that works."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def added(x):
     x[x > 0] += 1
 
 
-# What the user writes; how the error cites it; a piece of the advice that is for this operation alone.
+# The user's code; how the error names it; a phrase of the advice for this operation.
 REFUSED = {
     "nonzero": (lambda x, i: x.nonzero(), "x.nonzero()", "nonzero_static"),
     "where": (lambda x, i: torch.where(x > 0), "torch.where(x > 0)", "three arguments"),
@@ -94,12 +94,12 @@ def sorted_count(i):
 
 
 def selected(x, mask):
-    """As transformers' LED asks whether some token attends to all others."""
+    """As transformers' LED checks whether some token attends globally."""
     global_too = (F.pad(mask, (0, 1), value=0) > 0).flatten().any().item()
     return x * 2 if global_too else x
 
 
-# The static ways that the errors name, beside what they stand for.
+# The static alternatives that the errors suggest, each with the code that it replaces.
 STATIC = {
     "mask, mean": (lambda x, i: x[x > 0].mean(), lambda x, i: torch.where(x > 0, x, 0).sum() / (x > 0).sum()),
     "unique": (lambda x, i: torch.tensor(len(i.unique())), lambda x, i: sorted_count(i)),
@@ -128,7 +128,7 @@ STATIC = {
 def test_the_suggested_code_gives_the_same_result(kind, backend):
     dynamic, static = STATIC[kind]
     got = fl.trace(static)(X, IDS)
-    # a sum of two or three numbers, in any order, and a division
+    # a sum of two or three numbers in any order, and a division
     torch.testing.assert_close(got.clone(), dynamic(X, IDS), rtol=1e-6, atol=0)
 
 
@@ -145,7 +145,7 @@ def test_repeat_interleave_is_static_with_output_size(repeats, dim, backend):
         return out.detach(), x.grad
 
     for got, expected in zip(fl.trace(step)(X, many), step(X, many), strict=True):
-        assert torch.equal(got, expected)  # the gradients are sums of small whole numbers
+        assert torch.equal(got, expected)  # the gradients are sums of small integers
 
 
 def test_a_wrong_output_size_is_visible(backend):

@@ -1,4 +1,4 @@
-"""What libraries and scripts do with a model gives the same result, bit for bit, with a deferred one."""
+"""What libraries and scripts do with a model gives bit-identical results with a deferred one."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ def use(function):
 
 
 def named(**uses):
-    """Each gives its result, or changes the model."""
+    """Uses of a model by name: each returns its result or changes the model."""
     USES.update(uses)
 
 
@@ -252,7 +252,7 @@ def test_uses_of_a_deferred_model_match_eager(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torch_jit_trace_of_a_deferred_model_is_refused():
-    """PyTorch holds what it traces by a weak reference in C++, so that no tensor can take its place."""
+    """PyTorch holds traced tensors by weak references in C++, so no other tensor can replace them."""
     torch.manual_seed(3)
     model = fl.deferred_init(Net)
     with pytest.raises(MaterializeError, match="firstloss.materialize_module"):
@@ -260,7 +260,7 @@ def test_torch_jit_trace_of_a_deferred_model_is_refused():
 
 
 def test_a_default_device_applies_to_patched_functions():
-    """PyTorch looks them up when `torch.device` is first a context, here while they are replaced."""
+    """PyTorch looks these functions up when `torch.device` is first used as a context, here while they are patched."""
     code = """if True:
         import torch, firstloss as fl
         with fl.deferred():

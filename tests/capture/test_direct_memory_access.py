@@ -1,4 +1,4 @@
-"""C functions that compute directly in a tensor's memory, in a deferred constructor."""
+"""C functions that access a tensor's memory directly, in a deferred constructor."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import CaptureError
 
-ORIGINAL = torch._sobol_engine_initialize_state_  # as a library would have it that imported it by name
+ORIGINAL = torch._sobol_engine_initialize_state_  # as in a library that imported it by name
 
 
 def drawn(scramble, seed, forward):

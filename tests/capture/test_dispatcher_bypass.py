@@ -98,7 +98,7 @@ def states_kept():
     return nn.ModuleList([OwnGenerator(), nn.Linear(2, 2)])
 
 
-# Own operations: with a meta kernel or without one, drawing where no schema says so.
+# Custom operators with or without a meta kernel, which draw random numbers without saying so in the schema.
 @torch.library.custom_op("firstloss_past::scaled", mutates_args=())
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x * factor

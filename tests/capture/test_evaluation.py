@@ -1,4 +1,4 @@
-"""Reading values of deferred tensors: each read computes what it needs, and the rest stays deferred."""
+"""Reading values of deferred tensors: each read computes what it needs; the rest stays deferred."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def weights_of_all_kinds():
 
 
 def addresses_as_names(tensors, module):
-    """As a library's module of this name asks for them."""
+    """Addresses used as names, as in a library's module of this name."""
     space = {"__name__": module, "tensors": tensors}
     exec("found = [tensor.data_ptr() for tensor in tensors]", space)
     return space["found"]
@@ -142,7 +142,7 @@ def test_addresses_that_serve_as_names_are_equal_where_those_of_memory_are():
     assert ours == addresses_as_names(made, "accelerate.accelerator")
     assert all(fl.is_deferred(tensor) for tensor in made)
     for i, j in itertools.combinations(range(len(expected)), 2):
-        if expected[i].numel() and expected[j].numel():  # of what is empty, eager PyTorch's addresses may be any
+        if expected[i].numel() and expected[j].numel():  # eager PyTorch's addresses of empty tensors are arbitrary
             assert (theirs[i] == theirs[j]) == (ours[i] == ours[j]), (i, j)
     reserved = set(ours)
     real = addresses_as_names(made, "another.library")

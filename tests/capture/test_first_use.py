@@ -1,4 +1,4 @@
-"""The first use of a deferred module materializes all of it, once, with a warning, bit-identical to eager PyTorch."""
+"""The first use of a deferred module materializes all of it once, with a warning, bit-identical to eager PyTorch."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ TOKENS = torch.arange(6).reshape(3, 2)
 
 
 class Model(nn.Module):
-    """Layers of many kinds: weights that C++ holds, ties, buffers, plain tensors, copies."""
+    """Layers of many kinds: weights held by C++, ties, buffers, plain tensors, copies."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def test_the_first_use_materializes_the_whole_module(use):
 
 
 class Alone(nn.Module):
-    """A loss of weights alone: no operation takes a real tensor."""
+    """A loss of weights only: no operation has a real tensor as argument."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def test_the_warning_names_the_line_the_module_and_what_to_call():
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("edited", [True, False], ids=["a script", "libraries alone"])
 def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, monkeypatch):
-    """Not that of the installed trainer that calls the model, unless there is no other."""
+    """The warning names the line in the user's own code if there is one, not in the installed trainer."""
     monkeypatch.setattr(source, "_INSTALLED", (str(tmp_path),) if edited else ("/",))
     use = fl.deferred_init(nn.Linear, 3, 4)
     for level in range(depth):
@@ -192,12 +192,13 @@ def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, mo
 
 
 def test_uses_that_bypass_the_dispatcher_materialize():
-    """As C++ comes: autograd has noted the tensors before it is known that they are needed."""
+    """In C++, autograd has recorded the tensors before it is known that their values are needed."""
 
     def use(model):
         first_use.disable_first_use()
         losses, parameters, buffers = train(model, foreach=True)
-        return buffers  # other kernels in the first step: PyTorch's C++ takes others for subclasses of tensors
+        # the first step uses other kernels, since PyTorch's C++ dispatches differently for tensor subclasses
+        return buffers
 
     model = compare(use, lambda: nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 1), Mean()))
     assert not fl.is_deferred(model) and all(type(p) is nn.Parameter for p in model.parameters())

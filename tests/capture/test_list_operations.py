@@ -46,7 +46,7 @@ def test_lists_of_deferred_and_real_tensors_match_eager(edit, outside):
         return [torch.randn(3), torch.randn(3)] if outside else changed([torch.randn(3), torch.randn(3)])
 
     def changed(made):
-        b = torch.from_numpy(np.arange(1, 4, dtype=np.float32))  # real, in a capture too
+        b = torch.from_numpy(np.arange(1, 4, dtype=np.float32))  # real, even in a capture
         edit(made[0], b)
         return [*made, b]
 
@@ -58,7 +58,7 @@ def test_lists_of_deferred_and_real_tensors_match_eager(edit, outside):
         counts.append([t._version for t in made])
         results.append(([fl.materialize_tensor(t).clone() for t in made], torch.get_rng_state()))
     assert torch.equal(results[0][1], results[1][1])
-    if not outside:  # where the edit itself makes the tensor real, its count begins there
+    if not outside:  # if the edit itself makes the tensor real, its version count starts there
         assert counts[0] == counts[1], "autograd knows by them what was edited since"
     for expected, got in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(expected, got)

@@ -1,4 +1,4 @@
-"""`fl.deferred(preserve_rng_state=True)`: generators end where construction on meta leaves them."""
+"""`fl.deferred(preserve_rng_state=True)` leaves generators where construction on meta leaves them."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ CONSTRUCTORS = {
 
 def after(construct, build):
     torch.manual_seed(1)
-    torch.randn(3)  # with half of a pair of normals left over
+    torch.randn(3)  # with half of a pair of normals cached
     OWN.manual_seed(5)
     with construct():
         model = build()
@@ -89,7 +89,7 @@ def test_generators_end_where_meta_leaves_them(build):
     model, states = after(lambda: fl.deferred(preserve_rng_state=True), build)
     for state, wanted in zip(states, expected, strict=True):
         assert torch.equal(state, wanted)
-    assert build is reseeding_last or not all(map(torch.equal, moved, expected))  # else this tests nothing
+    assert build is reseeding_last or not all(map(torch.equal, moved, expected))  # otherwise this test checks nothing
     drawn, _ = after(lambda: torch.random.fork_rng(devices=[]), build)
     for weight, same in zip(fl.materialize_module(model).parameters(), drawn.parameters(), strict=True):
         assert torch.equal(weight, same)

@@ -1,4 +1,4 @@
-"""Tensors that get another size, storage or identity in a deferred constructor."""
+"""Tensors whose size, storage or identity is changed in a deferred constructor."""
 
 import copy
 import itertools
@@ -18,7 +18,7 @@ SIZES = ["(2, 2)", "(5,)", "(3, 4)", "(40,)", "(0,)", "(2, 3, 2, 5)", "(2, 3, 2,
 
 
 def statements(seed):
-    """What makes tensors that share a storage, gives some another size, and writes to them."""
+    """Statements that create tensors sharing a storage, resize some of them, and write to them."""
     rng = random.Random(seed)
     lines, names = [f"a = torch.arange({rng.choice([0, 1, 6, 24])}.) + 1"], ["a"]
     for i in range(rng.randint(2, 6)):
@@ -36,7 +36,7 @@ def statements(seed):
 
 
 def run(lines):
-    """The tensors of a program by name, and the lines that PyTorch agreed to."""
+    """The tensors of a program by name, and the statements that PyTorch accepts."""
     scope, done = {"torch": torch}, []
     for line in lines:
         try:
@@ -52,7 +52,7 @@ def geometry(tensors):
 
 
 def written(tensor):
-    """As floats, where it was written: PyTorch can be asked to fill what is not with NaN."""
+    """The written elements, as floats: PyTorch can be told to fill uninitialized memory with NaN."""
     return tensor.detach().reshape(-1).float()
 
 
@@ -190,7 +190,7 @@ def test_changes_that_pytorch_allows_match_eager(quirk):
 
 def nonsense():
     record = np.frombuffer(torch.get_rng_state().numpy().tobytes(), LAYOUT).copy()
-    record["left"], record["next"] = 449, 0  # PyTorch takes it
+    record["left"], record["next"] = 449, 0  # PyTorch accepts it
     torch.set_rng_state(torch.from_numpy(record.view(np.uint8)))
     return torch.randn(3)
 

@@ -25,7 +25,7 @@ class Counted(nn.Parameter):
 
 
 class Scaled(torch.Tensor):
-    """A wrapper of two tensors, as quantised weights are."""
+    """A wrapper of two tensors, as used for quantized weights."""
 
     @staticmethod
     def __new__(cls, whole, scale):
@@ -116,7 +116,7 @@ def test_tensors_without_strides_are_made_at_once():
 
 
 def test_reads_import_what_they_need():
-    """In a process of its own: nobody has imported what materializes."""
+    """In a separate process, which has not imported anything that materializes."""
     code = (
         "import torch, firstloss as fl\nwith fl.deferred():\n    tensor = torch.ones(3)\nprint(tensor.numpy().sum())\n"
     )

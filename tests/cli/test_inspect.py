@@ -36,7 +36,7 @@ def test_405_billion_parameters_on_512_ranks(llama_405b, capsys):
     assert rows["model.layers.0.input_layernorm.weight"]["cut"] == [["fsdp"]]
     assert rows["lm_head.weight"]["bytes_per_rank"] == math.ceil(128256 / 512) * 16384 * 4
     assert found["bytes_per_rank"] == sum(row["bytes_per_rank"] for row in rows.values())
-    assert 0 <= found["bytes_per_rank"] * 512 / found["bytes"] - 1 < 0.002  # rows that 512 does not divide
+    assert 0 <= found["bytes_per_rank"] * 512 / found["bytes"] - 1 < 0.002  # 512 does not divide the number of rows
 
 
 def test_bytes_per_rank_are_printed(capsys):

@@ -161,7 +161,7 @@ COMMANDS = {
 @pytest.mark.parametrize("without", OF_EXTRA)
 def test_without_an_extra_a_command_runs_or_names_it(tmp_path, without):
     script = BLOCKED.format(blocked=set(OF_EXTRA[without]))
-    # Of the demo's extra fit needs nothing, and would train.
+    # `fit` does not need the demo's extra, and would train.
     told = {name: told for name, told in COMMANDS.items() if (name, without) != ("fit", "demo")}
     told = {name: [argument.format(folder=tmp_path) for argument in arguments] for name, arguments in told.items()}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -182,14 +182,15 @@ def test_405_billion_parameters_can_be_planned_on_4096_devices(llama_405b, capsy
     parameters = 2 * 128256 * 16384 + 126 * (16384 * (2 * 16384 + 2 * 1024 + 3 * 53248) + 2 * 16384) + 16384
     norms = (2 * 126 + 1) * 16384
     weights = sum(row["bytes"] for row in found["arrays"] if row["role"] == "weights" and "rotary" not in row["name"])
-    # The norms are cut over fsdp alone; 2 bytes each.
+    # The norms are sharded over fsdp only; 2 bytes per element.
     assert weights == 2 * (parameters - norms) // 4096 + 2 * norms // 512
-    # A forward pass is two operations a parameter and token, here done twice, a backward pass four. All but the
-    # embedding, which is looked up, the head, which is not computed again, and the last product of each layer, of which
-    # the backward pass does not need the result.
+    # A forward pass takes two operations per parameter and token, here computed twice, and a backward pass four.
+    # Exceptions: the embedding is a lookup, and the head and the last product of each layer, whose result the backward
+    # pass does not need, are not recomputed.
     tokens, embedding = 512 * 8192 // 4096, 128256 * 16384
     products = tokens * (8 * (parameters - norms - 2 * embedding) + 6 * embedding - 2 * 126 * 16384 * 53248)
-    # Of attention, scores and the sum that they weight: forward, again, and backward twice that and the scores again.
+    # Attention computes scores and their weighted sum: forward, recomputed, twice that in the backward pass, plus the
+    # scores once more.
     attention = 126 * tokens * 4 * 8192 * 16384 * 4.5
     assert found["matmul_flops"] == pytest.approx(products + attention, rel=1e-3)
     layers = [part for part in found["parts"] if part["turns"] > 1]

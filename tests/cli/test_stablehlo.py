@@ -1,4 +1,4 @@
-"""`firstloss stablehlo`: the module runs in a process that has neither the model nor PyTorch."""
+"""`firstloss stablehlo`: the module runs in a process without the model and without PyTorch."""
 
 import json
 import subprocess

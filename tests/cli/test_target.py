@@ -27,7 +27,7 @@ def deep(width):
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    """A user's module, in the folder that the command is started from."""
+    """A user's module in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "user_models.py").write_text(MODULE)
@@ -36,7 +36,7 @@ def user_module(tmp_path, monkeypatch):
 
 
 def fails(text, *arguments, call=False):
-    """The message of the one error that `text` gives."""
+    """The message of the single error that `text` raises."""
     with pytest.raises(TargetError) as caught:
         made = target.load(text, arguments)
         if call:
@@ -129,7 +129,7 @@ LLAMA = {
 
 @pytest.fixture
 def config(tmp_path):
-    """Writes a config.json and gives its path."""
+    """Write a config.json and return its path."""
     pytest.importorskip("transformers")
 
     def write(**changes):

@@ -1,4 +1,4 @@
-"""Private names of other libraries are in `firstloss.compat`, resolve as installed, and are on the page."""
+"""Private names of other libraries are listed in `firstloss.compat`, resolve as installed, and are on the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import page
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "firstloss"
 LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "sys", "functools", "os"}
-# What begins with an underscore and is documented, or is an ATen operation's name, or a NamedTuple's method.
+# Names that begin with an underscore but are documented, or are an ATen operation's name or a NamedTuple's method.
 PUBLIC = re.compile(r"_foreach_\w+|_replace|_fields|_asdict|_make|_assert_async|_firstloss")
 ROWS = [(table, name) for table in (torch_names, jax_names, python_names) for name in table.NAMES]
 
@@ -50,7 +50,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def private_names(tree: ast.Module, ours: set[str]) -> list[str]:
-    """The private names of others in a file: what it imports, and attributes that nothing of ours defines."""
+    """Private names of other libraries in a file: imports, and attributes that no file of this project defines."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
@@ -77,7 +77,7 @@ def ours() -> set[str]:
 
 @functools.cache
 def imported() -> set[tuple[str, str]]:
-    """(module, name) of what is imported from anywhere."""
+    """(module, name) of every import."""
     nodes = [node for tree in files().values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return {((node.module or "").rpartition(".")[2], alias.name) for node in nodes for alias in node.names}
 
@@ -125,7 +125,7 @@ def test_a_name_that_is_gone_breaks_its_users_by_an_error_that_names_it(use):
 
 
 def test_a_name_that_is_gone_breaks_nobody_else():
-    """Without it everything imports, and what does not need it works."""
+    """Without the name everything still imports, and features that do not need it work."""
     code = """
 import torch
 del torch._C._current_graph_task_id, torch.nn.BatchNorm1d._check_input_dim

@@ -1,4 +1,4 @@
-"""Patches of PyTorch: none on import, all of them in the table, undone when a capture ends."""
+"""Patches of PyTorch: none on import, all listed in the table, all removed when a capture ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from firstloss.runtime.step import optimizers as _optimizers  # noqa: F401 - lik
 from firstloss.undo import Undo
 
 ROOT = Path(__file__).parents[2]
-# Everything of PyTorch's and JAX's that can be assigned to, by its name.
+# Everything assignable in PyTorch and JAX, by name.
 CENSUS = """
 import sys, types, importlib
 
@@ -84,17 +84,18 @@ for then in (inside, traced, after):
 
 @pytest.fixture(scope="module")
 def replaced() -> list[set[str]]:
-    """What an import of all of it has replaced; and then a capture, a step, and what was left behind them."""
+    """The attributes replaced by importing the whole package; then by a capture and a step, and those left replaced
+    afterwards."""
     return [set(line.split()) for line in run(BEFORE_AND_AFTER)]
 
 
 def test_importing_firstloss_patches_nothing(replaced):
-    """Every module of it, with the libraries that they use imported before."""
+    """With every module imported, after the libraries that they use."""
     assert replaced[0] == set()
 
 
 def test_everything_that_a_capture_or_step_patches_is_in_the_table(replaced):
-    """And what is for a capture alone is back when it has ended."""
+    """Patches for captures are removed when the capture ends."""
     inside, traced, after = replaced[1:]
     allowed = {
         when: {place for name, row in patches.PATCHES.items() if row.when == when for place in places(name)}
@@ -110,13 +111,13 @@ def test_everything_that_a_capture_or_step_patches_is_in_the_table(replaced):
 
 
 def places(name: str) -> set[str]:
-    """Where the census finds what a row replaces."""
+    """The names under which the census finds what a row replaces."""
     found = set()
     for place in (name, *patches.PATCHES[name].also):
         path, _, attribute = place.rpartition(".")
         try:
             owner = lookup(path)
-        except AttributeError:  # of another version
+        except AttributeError:  # only in another version
             continue
         found.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}" if isinstance(owner, type) else place)
     return found
@@ -133,7 +134,7 @@ def test_a_row_has_what_it_replaces_and_a_reason(name):
 
 
 class Place:
-    """A class as PyTorch might have."""
+    """Stands for a class of PyTorch."""
 
     def method(self, x):
         return x + 1
@@ -187,7 +188,7 @@ def test_a_patch_lasts_until_the_block_ends():
 
 
 def test_concurrent_captures_keep_patches_until_the_last_ends():
-    """What a thread's capture leaves, another's keeps."""
+    """Patches of one thread's capture stay while another thread's capture needs them."""
     ready, go = threading.Event(), threading.Event()
 
     def other():

@@ -1,8 +1,8 @@
-"""Every public name of `cerebras.pytorch` 2.10 and of Model Zoo's `trainer`, and its counterpart here.
+"""Every public name of `cerebras.pytorch` 2.10 and of Model Zoo's `trainer`, and its counterpart in Firstloss.
 
-`names.jsonl` has one line per name: the name and signature as read from the packages, and whether it is the same here,
-differs (how), or is missing (why). This compares it with the code and generates docs/cstorch-names.md:
-`python -m tests.cstorch.names`.
+`names.jsonl` has one line per name: the name and signature as read from the packages, and whether it is the same in
+Firstloss, differs (how), or is missing (why). This module compares the list with the code and generates
+docs/cstorch-names.md: `python -m tests.cstorch.names`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PACKAGES = {
     "cerebras.modelzoo.trainer": "`cerebras.modelzoo.trainer` 2.10",
 }
 
-SURFACE = "2d5141dee1f89d32"  # of what was read; a name more or less, and this is another
+SURFACE = "2d5141dee1f89d32"  # of the list as read; any added or removed name changes it
 
 
 def digest():
-    """Of the names and signatures, whatever is said of them."""
+    """A digest of the names and signatures, without the descriptions."""
     keys = sorted((row["package"], row["module"], row["name"], row["signature"]) for row in rows())
     return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
 
@@ -38,7 +38,7 @@ def rows():
 
 
 def found(path):
-    """The object under a path such as firstloss.cstorch.optim.AdamW.step; None if there is none."""
+    """The object at a path such as firstloss.cstorch.optim.AdamW.step, or None."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -54,7 +54,7 @@ def found(path):
 
 
 def parameters(signature):
-    """[(name, default as it is written or None, kind)] of "(a, b=1, *, c=2, **d)"."""
+    """[(name, default as written or None, kind)] of "(a, b=1, *, c=2, **d)"."""
     arguments = ast.parse(f"def f{signature}: pass").body[0].args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + [ast.unparse(d) for d in arguments.defaults]
@@ -66,7 +66,7 @@ def parameters(signature):
 
 
 def why_not_same(row):
-    """In words, why a name that is said to be the same is not; empty if it is."""
+    """Why a name listed as the same is not the same; empty if it is."""
     ours = found(row["ours"])
     if ours is None:
         return f"{row['ours']} is not there"

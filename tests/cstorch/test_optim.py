@@ -1,6 +1,6 @@
-"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas in numpy.
+"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas against numpy.
 
-In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9.
+Computed in float64, so that rounding differences stay far below any mistake in a formula: they agree to 1e-9.
 """
 
 import inspect
@@ -58,7 +58,7 @@ class Make:
         return getattr(cstorch.optim, self.name)(parameters, **self.options)
 
 
-# Each is a generator: it is sent a gradient and the weight, and yields the new weight.
+# Each is a generator that receives a gradient and the weight, and yields the new weight.
 
 
 def adam_base(w, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, decay=0.0, l2=0.0, correct=True, amsgrad=False):
@@ -219,7 +219,7 @@ def test_traced_optimizers_match_eager(case, backend):
 
 @pytest.mark.parametrize("case", MORE)
 def test_some_optimizers_follow_pytorchs_formula(case):
-    """Given the same numbers: the code is PyTorch's, bit for bit."""
+    """With the same hyperparameters, these run PyTorch's code: bit-identical."""
     make = MORE[case]
     if case == "Lion":
         library, other = fl.optim, {}
@@ -246,7 +246,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_are_cerebras(name):
-    """Theirs here; in `fl.optim`, PyTorch's."""
+    """Cerebras' defaults in `firstloss.cstorch`; PyTorch's in `fl.optim`."""
     found = inspect.signature(getattr(cstorch.optim, name)).parameters
     assert {key: found[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
     ours, pytorchs = (inspect.signature(getattr(where, name)).parameters for where in (fl.optim, torch.optim))
@@ -254,7 +254,7 @@ def test_defaults_are_cerebras(name):
 
 
 def muon(w, lr, decay, momentum, nesterov, steps=5):
-    """In float64, where the optimizer computes in bfloat16."""
+    """Muon in float64; the optimizer computes in bfloat16."""
     b = np.zeros_like(w)
     g = yield w
     while True:
@@ -276,12 +276,12 @@ def test_muon_follows_its_formula(traced, nesterov, request):
     make = Make("Muon", lr=0.02, weight_decay=0.1, nesterov=nesterov)
     extra = (fl.trace, lambda model: fl.compile(model, request.getfixturevalue("backend"))) if traced else ()
     start, history = train(make, *extra)
-    for i in (0, 2):  # the matrices
+    for i in (0, 2):  # only the matrices
         run = muon(start[i], 0.02, 0.1, 0.95, nesterov)
         next(run)
         for gradients, weights in history:
-            # bfloat16 has 8 bits, and five iterations multiply singular values and their errors by up to 3.4 each
-            # while they are small: a twentieth of an update, which is 0.2 * 0.02 * 2 long.
+            # bfloat16 has 8 bits, and five iterations multiply singular values and their errors by up to 3.4 each while
+            # these are small: a twentieth of an update, whose length is 0.2 * 0.02 * 2.
             np.testing.assert_allclose(weights[i], run.send(gradients[i]), rtol=0, atol=STEPS * 0.008 / 20)
 
 
@@ -292,14 +292,14 @@ def test_a_convolutions_weight_is_a_matrix_to_muon():
     conv(torch.randn(1, 3, 5, 5)).sum().backward()
     optimizer.step()
     change = (conv.weight.detach() - before).reshape(4, -1) / (0.1 * 0.2 * 2)
-    # The iteration brings singular values to between 0.7 and 1.2, not to 1; the others are zero but for bfloat16.
+    # The iteration maps singular values to between 0.7 and 1.2, not to 1; the others are zero up to bfloat16 rounding.
     assert torch.linalg.matrix_norm(change, 2) < 1.3
     with pytest.raises(OptimizerError, match=r"shape \[4\]"):
         cstorch.optim.Muon([conv.weight, conv.bias])
 
 
 def test_cerebras_state_can_be_loaded():
-    """They keep beta1^(t + 1) instead of the step t."""
+    """Cerebras stores beta1^(t + 1) instead of the step t."""
     weight = nn.Parameter(torch.ones(2))
     theirs = cstorch.optim.AdamW([weight])
     weight.grad = torch.ones(2)

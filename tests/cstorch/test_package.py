@@ -1,4 +1,4 @@
-"""The package as a whole: its names, and a program written for `cerebras.pytorch` with its import changed."""
+"""The package as a whole: its names, and a program for `cerebras.pytorch` with only its import changed."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import firstloss.cstorch as cstorch
 
 
 def test_its_names_are_those_of_firstloss():
-    """Those of firstloss, the same objects, but for three modules."""
+    """Apart from three modules, the names are the same objects."""
     own = {"amp", "optim", "utils"}
     assert set(cstorch.__all__) == set(fl.__all__) - {"cstorch"} and set(cstorch.__all__) <= set(dir(cstorch))
     for name in cstorch.__all__:
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def program(name, folder, steps=8):
-    """A loop as the documentation of `cerebras.pytorch` has it: losses, logged steps, and where checkpoints were."""
+    """A loop as in the documentation of `cerebras.pytorch`: losses, logged steps, and the steps with checkpoints."""
     backend = cstorch.backend(name, artifact_dir=str(folder))
     torch.manual_seed(0)
     with backend.device:
@@ -95,7 +95,7 @@ def program(name, folder, steps=8):
 
 
 def test_a_cerebras_program_runs_on_both_backends(tmp_path):
-    """On both backends: the same losses, metrics and checkpoints."""
+    """Both backends give the same losses, metrics and checkpoints."""
     ours, accuracy, saved, count = program("CSX", tmp_path / "csx")
     theirs, expected, there, number = program("CPU", tmp_path / "cpu")
     assert [step for step, _ in ours] == [2, 4, 6, 8] and count == number == 2

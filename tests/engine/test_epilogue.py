@@ -1,4 +1,4 @@
-"""Elementwise edits of pieces of a weight give the bits of editing the whole."""
+"""Pointwise edits of pieces of a weight are bit-identical to editing the whole."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from firstloss.rng import native
 from tests.capture.eager_comparison import assert_same_as_eager, bytes_of
 
 aten = torch.ops.aten
-# Of what may be run on a range, the in-place operations whose operands are numbers.
+# The in-place operations whose operands are numbers, among those that may run on a range.
 EDITS = [
     op
     for packet in node_kinds.EXACT

@@ -1,4 +1,4 @@
-"""Stream samplers give torch's bits, whichever kernels they use."""
+"""Stream samplers are bit-identical to torch, whichever kernels they use."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-# Some have native kernels and some have not, so that the stream is handed from one to the other.
+# Some have native kernels and some do not, so the stream passes from one to the other.
 fills = st.sampled_from(
     [
         ("normal", 0.0, 1.0),
@@ -165,7 +165,7 @@ def test_the_check_is_not_captured(unchecked):
 
 
 class Layers(torch.nn.Module):
-    """Long and short fills, ragged ones, dead ones, other dtypes, and edits: all that lies between native fills."""
+    """Long, short, ragged and dead fills, other dtypes, and edits: everything that occurs between native fills."""
 
     def __init__(self):
         super().__init__()

@@ -88,7 +88,7 @@ def _campaign(options: argparse.Namespace) -> int:
 
 
 def _by_part(found: list[tuple[int, str, Outcome]]) -> None:
-    """How many of the programs with each part, as their first lines name them, failed or were refused."""
+    """For each part named in the programs' first lines, how many programs with it failed or were refused."""
     parts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for _, source, outcome in found:
         if (title := re.match(r'"""[^:\n]*: (.*)\."""', source)) and outcome.kind != "discarded":
@@ -101,7 +101,7 @@ def _by_part(found: list[tuple[int, str, Outcome]]) -> None:
 
 
 def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]]) -> None:
-    """Shrink one failure of each class, the most that are asked for, side by side."""
+    """Shrink one failure of each class, at most as many as requested, in parallel."""
     from .shrink import shrink
 
     chosen: dict[str, tuple[int, str, Outcome]] = {}
@@ -141,7 +141,7 @@ def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]
 
 
 def _class(outcome: Outcome) -> str:
-    """Failures that look alike: numbers, names and values left out."""
+    """A class of similar failures: numbers, names and values are removed."""
     what = outcome.what
     if outcome.kind == "differs":
         path, _, how = what.partition(": ")

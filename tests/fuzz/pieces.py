@@ -44,7 +44,7 @@ INITIAL = (
 
 
 def _outside(d: Draft, text: str) -> None:
-    """`base` and `table` are data from before."""
+    """`base` and `table` are existing outside data."""
     if "base" in text and "base" not in d.names:
         d.names.append("base")
         d.early.append("base = torch.arange(12.0) / 12")
@@ -73,7 +73,7 @@ def _use(d: Draft, p: Place) -> None:
 
 
 def rebound(d: Draft) -> None:
-    """A tensor in some place, replaced at each step by one that follows from it."""
+    """A tensor in some place, replaced at each step by one computed from it."""
     p = place(d, _initial(d))
     stat = d.rng.choice(STATS)
     update = d.pick(
@@ -93,7 +93,7 @@ def rebound(d: Draft) -> None:
 
 
 def _keep_older(d: Draft, p: Place) -> None:
-    """Somebody holds earlier states."""
+    """References to earlier states."""
     kept = d.name("older")
     outside = p.get.replace("$", "")
     kind = d.rng.random()
@@ -136,7 +136,7 @@ def edited(d: Draft) -> None:
 
 
 def swapped(d: Draft) -> None:
-    """Two places that exchange what they hold."""
+    """Two places that swap their contents."""
     p, q = place(d, _initial(d)), place(d, _initial(d))
     _use(d, p)
     stat = d.rng.choice(STATS)
@@ -228,7 +228,7 @@ def by_name(d: Draft) -> None:
 
 
 def buffer_ring(d: Draft) -> None:
-    """A tensor as a ring, by a Python index or one that is a tensor."""
+    """A tensor as a ring buffer, indexed by a Python number or a tensor."""
     s = d.name("ring")
     if d.chance(0.5):
         n = variable(d, "0")
@@ -261,7 +261,7 @@ def views(d: Draft) -> None:
 
 
 def weight_view(d: Draft) -> None:
-    """A view of a weight, made once outside."""
+    """A view of a weight, created once outside the step."""
     t = d.name("wv")
     view = d.pick(
         "m.z.weight.detach()[0]",
@@ -285,7 +285,7 @@ _INCREMENTS = ("{p} + 1", "{p} + 1", "1 + {p}", "max({p}, 0) + 1", "operator.add
 
 
 def counter(d: Draft) -> None:
-    """A number that counts calls, and perhaps decides something."""
+    """A number that counts calls, and perhaps controls a branch."""
     p = place(d, "0", number=True)
     how = d.rng.random()
     bump = p.put(d.rng.choice(_INCREMENTS).format(p=p.get))
@@ -351,7 +351,7 @@ def changed_outside(d: Draft) -> None:
 
 
 def exchanged(d: Draft) -> None:
-    """A number in place of which its equal is put, and then others, one of which may come to lie where that lay."""
+    """A number replaced by an equal one, then by others, one of which may be allocated at the first one's address."""
     fresh = d.pick("float('1.%d' % ({}))", "complex('1.%d' % ({})).real", "np.float64('1.%d' % ({}))")
     p = place(d, fresh.format(5), number=True)
     if "self." in p.get:
@@ -370,7 +370,7 @@ def exchanged(d: Draft) -> None:
 
 
 def of_kinds(d: Draft) -> None:
-    """An object of some kind that the step reads, and that is changed between its calls."""
+    """An object of some kind that the step reads, changed between calls."""
     case, make, read, events = d.pick(*objects.OWN), *(d.name(stem) for stem in ("make", "read", "events"))
     d.setup.append(f"{case.function(make)}\n{read}, {events} = {make}()")
     d.mid.append(f"loss = loss * (1 + 0.01 * {read}())")
@@ -420,7 +420,7 @@ def advanced(d: Draft) -> None:
 
 
 def generator(d: Draft) -> None:
-    """A generator with a state of its own, and perhaps tensors in it."""
+    """A generator with state of its own, and perhaps tensors in it."""
     g, f = d.name("gen"), d.name("gf")
     kind = d.pick("numbers", "send", "yields tensor")
     if kind == "numbers":
@@ -440,7 +440,7 @@ def generator(d: Draft) -> None:
 
 
 def sized(d: Draft) -> None:
-    """Objects that are read by Python's own protocols."""
+    """Objects read by Python's protocols."""
     s = d.name("box")
     cls = s.capitalize()
     methods, use = d.pick(
@@ -577,7 +577,7 @@ def called(d: Draft) -> None:
 
 
 def grown(d: Draft) -> None:
-    """A collection of plain values that grows, and perhaps is read."""
+    """A collection of plain values that grows and is perhaps read."""
     s = d.name("seen")
     made, add, read = d.pick(
         ("set()", f"{s}.add(len({s}))", f"len({s})"),
@@ -602,7 +602,7 @@ def grown(d: Draft) -> None:
 
 
 def looked_up(d: Draft) -> None:
-    """Settings read in the step and changed in between, by less common ways."""
+    """Settings read in the step in less common ways, and changed between steps."""
     s = d.name("cfg")
     made, read, change = d.pick(
         ("types.SimpleNamespace(a=1.0, b=2.0)", f"sum(vars({s}).values())", f"{s}.a = 3.0"),
@@ -645,7 +645,7 @@ def looked_up(d: Draft) -> None:
 
 
 def tensors_outside(d: Draft) -> None:
-    """Tensors and arrays of the caller's that the step reads, and that the loop edits or replaces."""
+    """Tensors and arrays of the caller's, read by the step and edited or replaced by the loop."""
     s = d.name("w")
     made = d.pick(
         "torch.ones(3)",
@@ -679,7 +679,7 @@ def tensors_outside(d: Draft) -> None:
 
 
 def other_memory(d: Draft) -> None:
-    """Kept tensors that come to share memory, or to have another shape, between two steps or in one."""
+    """Kept tensors that come to share memory or change shape, between two steps or in one."""
     k = place(d, "torch.zeros(3)").get
     q = d.pick(place(d, "torch.arange(3.0)").get, "$m.z.bias")
     d.setup.append("lent = torch.arange(3.0) / 6")
@@ -709,7 +709,7 @@ def other_memory(d: Draft) -> None:
 
 
 def conjugated(d: Draft) -> None:
-    """A kept complex tensor and conjugated views of it, of before and of the step's, any of which is written to."""
+    """A kept complex tensor and conjugated views of it, created before or in the step, any of which may be written."""
     s = place(d, "torch.complex(torch.arange(3.0), torch.ones(3)) / 3")
     d.mid.append(f"mirror = {d.pick(f'{s.get}.conj()', f'{s.get}.conj()[1:]', f'{s.get}.conj().imag', f'{s.get}.mH')}")
     write = d.pick(
@@ -740,7 +740,7 @@ def conjugated(d: Draft) -> None:
 
 
 def drawn(d: Draft) -> None:
-    """Random numbers of Python's or NumPy's, which are drawn at each step (or refused)."""
+    """Random numbers of Python's or NumPy's, drawn at each step (or refused)."""
     d.mid.append(
         d.pick(
             "loss = loss * (1 + random.random())",
@@ -751,7 +751,7 @@ def drawn(d: Draft) -> None:
 
 
 def read_value(d: Draft) -> None:
-    """A value of the step's own read in Python, which is refused."""
+    """A value computed in the step and read in Python, which is refused."""
     d.post.append(
         d.pick(
             "total = loss.item()",
@@ -768,7 +768,7 @@ def argument_edited(d: Draft) -> None:
 
 
 def closed_over(d: Draft) -> None:
-    """A step closure, with values."""
+    """A step closure with values."""
     s = d.name("log")
     d.setup.append(f"{s} = []\n@fl.step_closure\ndef note{s}(v):\n    {s}.append(float(v))")
     d.names.append(f"note{s}")
@@ -776,7 +776,7 @@ def closed_over(d: Draft) -> None:
 
 
 def leaf(d: Draft) -> None:
-    """A kept tensor that wants a gradient of its own, recreated at each step."""
+    """A kept tensor with requires_grad, recreated at each step."""
     p = place(d, "torch.zeros(3).requires_grad_()")
     d.mid.append(f"loss = loss + 0.1 * ({p.get} * out.mean(0)).sum()")
     new = d.pick(
@@ -791,7 +791,7 @@ def leaf(d: Draft) -> None:
 
 
 def second_gradient(d: Draft) -> None:
-    """Gradients taken in the forward pass, and kept."""
+    """Gradients computed in the forward pass, and kept."""
     kept = d.name("gs")
     weight = "$m.z.weight"
     d.setup.append(f"{kept} = []")
@@ -807,7 +807,7 @@ def second_gradient(d: Draft) -> None:
 
 
 def weights_in_step(d: Draft) -> None:
-    """The step edits weights, or replaces them, past the optimizer."""
+    """The step edits or replaces weights without the optimizer."""
     n = d.name("k")
     d.setup.append(f"{n} = [0]")
     d.post.append(
@@ -850,7 +850,7 @@ def model_in_step(d: Draft) -> None:
 
 
 def groups_in_step(d: Draft) -> None:
-    """The step itself sets the optimizer's numbers."""
+    """The step sets the optimizer's hyperparameters."""
     n = d.name("k")
     d.setup.append(f"{n} = [0]")
     d.pre.append(
@@ -866,7 +866,7 @@ def groups_in_step(d: Draft) -> None:
 
 
 def skipped(d: Draft) -> None:
-    """Some calls end early, by Python, or by an error that the loop catches."""
+    """Some calls end early, by Python or by an error that the loop catches."""
     n = d.name("k")
     d.setup.append(f"{n} = [0]")
     if d.chance(0.5):
@@ -878,7 +878,7 @@ def skipped(d: Draft) -> None:
 
 
 def returned(d: Draft) -> None:
-    """What the step keeps is also among what it returns, as the same object."""
+    """What the step keeps is also returned, as the same object."""
     p = place(d, _initial(d))
     d.post.append(p.put(f"{p.get} * 0.5 + {d.rng.choice(STATS)}"))
     d.results.append(d.pick(p.get, f"{{'h': {p.get}, 'n': 1}}", f"[{p.get}, {p.get}]", f"({p.get}, out.detach())"))
@@ -906,7 +906,7 @@ def returned_plain(d: Draft) -> None:
 
 
 def arrays(d: Draft) -> None:
-    """NumPy's arrays, that the step itself edits, reads or grows."""
+    """NumPy arrays that the step edits, reads or grows."""
     s = d.name("arr")
     d.setup.append(f"{s} = np.zeros(3)")
     d.pre.append(
@@ -926,7 +926,7 @@ def arrays(d: Draft) -> None:
 
 
 def second_step(d: Draft) -> None:
-    """Another traced step on the same model, which the loop calls now and then."""
+    """Another traced step on the same model, called now and then."""
     f, kept = d.name("other"), d.name("seen")
     body = d.pick(
         "with torch.no_grad():\n    return c(x).mean(0)",
@@ -967,8 +967,8 @@ def held_objects(d: Draft) -> None:
 
 
 def outside(d: Draft) -> None:
-    """A number that lies outside of Python's objects, or that no name leads to: it is read in the step, and another one
-    is put there between steps, and perhaps by the step."""
+    """A number outside Python's objects, or without a name: it is read in the step, and replaced between steps and
+    perhaps by the step."""
     k = d.name("out")
     d.names.remove(k)
     file, module, object_ = f"path{k}", f"of{k}", f"kept{k}"
@@ -1029,7 +1029,7 @@ def outside(d: Draft) -> None:
 
 
 def stored(d: Draft) -> None:
-    """Something that the step sets, mostly to what it is already, and that others set otherwise between steps."""
+    """Something that the step sets, mostly to its current value, and that others set differently between steps."""
     k, seen, cls = d.name("kept"), d.name("seen"), d.name("Stored")
     d.names.remove(cls)
     ones, twos, threes = d.pick(("1.0", "2.0", "3.0"), ("True", "False", "None"), ("'a'", "'b'", "'c'"))
@@ -1102,7 +1102,7 @@ def stored(d: Draft) -> None:
 
 
 def beside(d: Draft) -> None:
-    """A kept tensor that has something beside its content: a gradient, attributes."""
+    """A kept tensor with something besides its values: a gradient, attributes."""
     p, aux = place(d, "None"), d.name("aux")
     made = d.pick(
         "out", "out", "(out * 2)", "out.detach().requires_grad_()", "torch.zeros_like(out, requires_grad=True)"
@@ -1127,7 +1127,7 @@ def beside(d: Draft) -> None:
 
 
 def read_past(d: Draft) -> None:
-    """A number in an object that is read by another way than its name, and changed between steps."""
+    """A number in an object, read in another way than by attribute, and changed between steps."""
     s = d.name("box")
     cls = s.capitalize()
     plain = f"class {cls}:\n    def __init__(self):\n        self.v = 1.0"
@@ -1158,7 +1158,7 @@ def read_past(d: Draft) -> None:
 
 
 def only_clears(d: Draft) -> None:
-    """An optimizer that does nothing but clear gradients, whose weights become others."""
+    """An optimizer that only clears gradients, and whose weights are replaced."""
     o = d.name("clears")
     d.setup.append(f"{o} = torch.optim.SGD(list(m.parameters())[:{d.rng.randint(1, 3)}], lr=0.1)")
     if d.chance(0.5):
@@ -1176,7 +1176,7 @@ def only_clears(d: Draft) -> None:
 
 
 def keyed(d: Draft) -> None:
-    """A dict whose keys are objects: weights, modules, the user's own, tensors of nobody's, tuples of them."""
+    """A dict whose keys are objects: weights, modules, the user's own, unrelated tensors, tuples of them."""
     k, t = d.name("Key"), d.name("by")
     d.names.remove(k)
     d.top.append(f"class {k}:\n    def __init__(self, gain):\n        self.gain = gain")
@@ -1185,7 +1185,7 @@ def keyed(d: Draft) -> None:
     made = ", ".join(f"{key}: {d.rng.randint(1, 9) / 10}" for key in d.rng.sample(keys, d.rng.randint(1, 5)))
     made = d.pick(f"{{{made}}}", f"{{{made}}}", f"collections.OrderedDict({{{made}}})")
     d.setup.append(f"{t} = {made}")
-    if d.chance(0.1):  # more than are looked into
+    if d.chance(0.1):  # more than are inspected
         d.setup.append(f"{t}.update({{{d.pick(f'{k}(0.1)', 'torch.ones(1)', 'i')}: 0.1 for i in range(1100)}})")
     if d.chance(0.6):
         gain = (
@@ -1209,7 +1209,7 @@ def keyed(d: Draft) -> None:
 
 
 def reused_batch(d: Draft) -> None:
-    """The caller's batch lies in memory that is written again as soon as a call has returned."""
+    """The caller's batch is in memory that is overwritten as soon as a call has returned."""
     kept = d.name("buf")
     kind = d.pick("filled", "filled", "refilled", "doubled", "strided", "twice")
     if kind == "filled":
@@ -1227,7 +1227,7 @@ def reused_batch(d: Draft) -> None:
 
 
 def edited_after(d: Draft) -> None:
-    """What a step reads is edited as soon as the call has returned, when it may not have run yet."""
+    """What a step reads is edited as soon as the call has returned, when the step may not have run yet."""
     s = d.name("w")
     _outside(d, "base")
     d.setup.append(f"{s} = {d.pick('torch.ones(3)', 'base[1:4]', 'base.view(3, 4).t()[1]', 'base[:3]')}")

@@ -20,7 +20,7 @@ from .. import forked
 from .outcome import CRASHED, HUNG, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
-_RENEWED_AFTER = 150  # programs: compiled code is never given back, so a worker's memory grows
+_RENEWED_AFTER = 150  # programs per worker: compiled code is never freed, so a worker's memory grows
 
 
 class Worker:
@@ -30,17 +30,17 @@ class Worker:
         self._kind = kind
         self._seconds = seconds
         self._process: forked.Process | None = None
-        self._errors = tempfile.TemporaryFile()  # what the process says when it crashes
+        self._errors = tempfile.TemporaryFile()  # the process's output when it crashes
         self._checked = 0
 
     def check(self, source: str) -> Outcome:
-        """What became of `source`; the process is started anew when it is needed."""
+        """The outcome of `source`; the process is restarted if necessary."""
         return self.ask(source)[1]
 
     def ask(self, given: str | int) -> tuple[str, Outcome]:
-        """A program, which is given or that of a seed, and what became of it.
+        """A given program or that of a seed, and its outcome.
 
-        Programs are made in the process, too: what they are made of is run there, and PyTorch may crash.
+        Programs are generated in the process too, since generation runs their statements, which may crash PyTorch.
         """
         if self._checked >= _RENEWED_AFTER:
             self.close()
@@ -94,7 +94,7 @@ class Worker:
         environment = {**os.environ, "XLA_FLAGS": flags.strip(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")])
         command = ["-m", "tests.fuzz.pool", self._kind]
-        self._errors.seek(0)  # where the process begins to write
+        self._errors.seek(0)  # where the process starts writing
         self._errors.truncate()
         return forked.start(
             command,
@@ -107,7 +107,7 @@ class Worker:
 
 
 def check_all(kind: str, seeds: Iterable[int], jobs: int) -> Iterator[tuple]:
-    """`(seed, source, Outcome)` of each seed's program, as they come."""
+    """`(seed, source, Outcome)` of each seed's program, as they finish."""
     todo: queue.SimpleQueue = queue.SimpleQueue()
     done: queue.SimpleQueue = queue.SimpleQueue()
     for seed in seeds:
@@ -142,7 +142,7 @@ def check_all(kind: str, seeds: Iterable[int], jobs: int) -> Iterator[tuple]:
 
 
 def _serve(kind: str) -> None:
-    """Answer programs on standard input by verdicts on standard output, which the programs themselves do not see."""
+    """Read programs from standard input and write verdicts to standard output, which is hidden from the programs."""
     faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -151,7 +151,7 @@ def _serve(kind: str) -> None:
         from .interpret import instead_of_compiling
 
         instead_of_compiling()
-    gc.freeze()  # what is there now is looked through at no collection
+    gc.freeze()  # exclude all existing objects from garbage collection
     for line in sys.stdin:
         given = json.loads(line)
         source = module.generate(given) if isinstance(given, int) else given
@@ -163,7 +163,7 @@ def _serve(kind: str) -> None:
             outcome = Outcome("foreign", f"{type(error).__name__} of the checker: {error}"[:300])
         answers.write(json.dumps(asdict(outcome)) + "\n")
         answers.flush()
-        gc.freeze()  # nor is what a program has left in caches
+        gc.freeze()  # caches filled by a program are not
 
 
 if __name__ == "__main__":

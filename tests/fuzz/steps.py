@@ -1,6 +1,6 @@
 """Random training programs: a small model, an optimizer, a traced step that keeps Python state, events between steps.
 
-`generate(seed)` is a program's text; `check(source)` runs it eager and traced.
+`generate(seed)` is a program's text; `check(source)` runs it eagerly and traced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOOTER = """if __name__ == "__main__":  # from the root of the repository, with
 
 
 def generate(seed: int) -> str:
-    """The program of `seed`: the same text whenever and wherever."""
+    """The program of `seed`, always the same text on any machine."""
     rng = random.Random(f"steps {seed}")
     d = Draft(rng, form=rng.choice(FORMS), double=rng.random() < 0.7)
     model(d)

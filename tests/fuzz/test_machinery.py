@@ -105,7 +105,7 @@ def watched(alive):
     return [weakref.ref(box), box if alive else None]
 
 
-# What is made of the first argument twice is the same, and of the second is not the same as of the first.
+# Two results from the first argument are the same; one from the second differs from one from the first.
 HELD = {
     "tensor": (torch.tensor, 1.0, 1.5),
     "dtype": (lambda t: torch.ones(2, dtype=t), torch.float32, torch.float64),

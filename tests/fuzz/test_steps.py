@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.pool import check_all
 
 EACH = 20
-# Few programs may be refused (a value read in the step). Of 1,000 it is 1 to 2%; as few as here scatter.
+# Few programs may be refused (a value read in the step). Of 1,000 programs 1 to 2% are; samples this small scatter.
 REFUSED = 0.1
 
 
@@ -32,6 +32,6 @@ def test_generated_steps_match_eager(first):
 
 @pytest.mark.timeout(600)
 def test_generated_steps_match_eager_when_compiled(monkeypatch):
-    """As users run them; the others are run by PyTorch's kernels (`interpret.py`), which takes a tenth of the time."""
+    """As users run them; the other programs run with PyTorch's kernels (`interpret.py`) in a tenth of the time."""
     monkeypatch.setenv("FIRSTLOSS_FUZZ_COMPILE", "1")
     outcomes(range(1000, 1006))

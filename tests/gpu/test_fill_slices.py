@@ -30,7 +30,7 @@ def as_bits(tensor):
 
 @st.composite
 def slices(draw, most=300):
-    """The size of a fill, and a slice of it that is short wherever it lies: straight, or columns of some rows."""
+    """The size of a fill, and a short slice at any position in it: contiguous, or columns of some rows."""
     numel = draw(st.one_of(st.integers(16, 5000), st.integers(16, FAR)))
     if draw(st.booleans()):
         low = draw(st.integers(0, numel - 1))
@@ -45,7 +45,7 @@ def slices(draw, most=300):
 
 
 def elements(wanted):
-    """The numbers of the slice's elements, in its order."""
+    """The indices of the slice's elements, in order."""
     found = np.arange(wanted.low, wanted.high)
     if not wanted.row:
         return found
@@ -53,7 +53,7 @@ def elements(wanted):
 
 
 def written(wanted, dtype, fill):
-    """What `fill`, given an address, writes there: the slice, and nothing behind it."""
+    """What `fill`, given an address, writes there: the slice and nothing after it."""
     found = torch.full((wanted.numel + 8,), float("nan"), dtype=dtype)
     fill(found.data_ptr())
     assert torch.isnan(found[wanted.numel :]).all()
@@ -61,8 +61,8 @@ def written(wanted, dtype, fill):
 
 
 def drawn_there(stream, begin, name, dtype, pair, low, high):
-    """Elements [low, high), of whole groups of 16, of a fill that begins at `begin`: by PyTorch's own kernel, on a
-    generator that is there in the stream."""
+    """Elements [low, high), in whole groups of 16, of a fill that begins at `begin`: by PyTorch's own kernel, with a
+    generator at that stream position."""
     words = 2 if dtype == torch.float64 else 1
     generator = torch.Generator()
     generator.set_state(torch.from_numpy(stream.state_at(Position(begin + words * low))))
@@ -74,7 +74,7 @@ def drawn_there(stream, begin, name, dtype, pair, low, high):
 def test_slices_of_cpu_fills_match_pytorch(seed, begin, fill, of, bits):
     (name, dtype), (numel, wanted) = fill, of
     assume(cpu_stream.can_make(name, numel, dtype) and probe.cpu_type_is_supported(name, dtype))
-    if name == "normal":  # the last 16 of a ragged fill are drawn anew: see test_fills.py
+    if name == "normal":  # the last 16 of a ragged fill are redrawn: see test_fills.py
         numel += -numel % 16
     pair = (0.25, 0.5) if name == "normal" else (-0.3, 0.7)
     stream = Stream.from_state(torch.Generator().manual_seed(seed).get_state().numpy())
@@ -95,7 +95,7 @@ GEOMETRIES = st.builds(GpuProperties, st.integers(1, 200), st.sampled_from([1024
 
 
 def by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lane):
-    """Element by element, by the layout and Philox in numpy."""
+    """Each element computed from the layout and Philox, in numpy."""
     low, high = pair
     found = []
     for element in elements(wanted):
@@ -114,7 +114,7 @@ def by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lan
             continue
         else:
             x, y = block[place.lane & 2 : (place.lane & 2) + 2]
-            # In float32, as the kernel has them: of a number near 1 the logarithm is that of its rounding.
+            # In float32, like the kernel: near 1, the logarithm is that of the rounded number.
             u = np.float64(np.float32(x) * np.float32(2.0**-32) + np.float32(2.0**-33))
             v = np.float64(np.float32(y) * np.float32(2 * np.pi * 2.0**-32) + np.float32(np.pi * 2.0**-32))
         turned = np.cos(v) if place.lane & 1 else np.sin(v)
@@ -145,6 +145,6 @@ def test_slices_of_cuda_fills_follow_the_layout(seed, offset, fill, of, device, 
     if name == "uniform":
         assert torch.equal(as_bits(found), as_bits(expected))
     else:  # this machine's sine and logarithm instead of a GPU's
-        # Of float32's angles the last place is 5e-7 near 2 pi, where sines are near 0, and the radius is up to 6.7.
+        # Near 2 pi, where the sine is near 0, the last bit of a float32 angle is 5e-7; the radius is at most 6.7.
         rtol, atol = {torch.float64: (1e-12, 1e-13), torch.float32: (1e-5, 1e-5)}.get(dtype, (1e-2, 1e-3))
         assert torch.allclose(found.double(), expected.double(), rtol=rtol, atol=atol)

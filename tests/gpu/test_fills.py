@@ -30,7 +30,7 @@ def poisoned(count, dtype, launcher):
 
 @pytest.fixture(params=["on the CPU", pytest.param("on a GPU", marks=pytest.mark.gpu)])
 def launcher(request):
-    """The kernels as C, and as they are."""
+    """The kernels as compiled C code."""
     if request.param == "on the CPU":
         if compiler() is None:
             pytest.skip("there is no C compiler on this machine")
@@ -41,7 +41,7 @@ def launcher(request):
 
 
 class Drawing:
-    """Fills in eager PyTorch, one after another, and where in the stream each began."""
+    """Fills in eager PyTorch, one after another, with the stream position at which each began."""
 
     def __init__(self, seed=3):
         self.generator = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ class Drawing:
 
 
 def bits_of(dtype):
-    """Of a word, that this PyTorch makes a uniform of."""
+    """The number of a word's bits from which this PyTorch makes a uniform."""
     from firstloss.gpu.probe import uniform_bits
 
     return uniform_bits(dtype)
@@ -151,7 +151,7 @@ def test_slices_match_pytorchs_fills(name, which, launcher):
 
 
 def test_a_rank_computes_only_the_states_of_its_own_chunks():
-    """Of an eighth of what is drawn, an eighth of the windows, and those on the way there."""
+    """An eighth of the draws takes an eighth of the windows, and the jumps to them."""
     drawing = Drawing()
     whole = [
         cpu_stream.CpuPiece(drawing.stream, i << 22, "normal", 1 << 22, torch.float32, (0.0, 1.0), Slice(0, 1 << 22), 0)
@@ -170,7 +170,7 @@ def test_several_streams_and_far_positions_match_pytorch(launcher):
     for seed in (1, 2):
         drawing = Drawing(seed)
         for far in (0, 1 << 20, (1 << 33) + 12_345):
-            # What lies there is known from the stream itself: PyTorch would draw for hours.
+            # The expected values are from the stream itself: PyTorch would draw for hours.
             words = drawing.stream.words_at(far, 700)
             expected = torch.from_numpy(((words & 0xFFFFFF).astype(np.float32) * np.float32(2.0**-24)).copy())
             found = poisoned(700, torch.float32, launcher)
@@ -190,7 +190,7 @@ SMALL = GpuProperties(2, 1024)
 
 
 def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
-    """Element by element, by the layout and Philox in numpy."""
+    """Each element computed from the layout and Philox, in numpy."""
     dtype_name = str(dtype).removeprefix("torch.")
     low, high = pair
     out = np.empty(numel, np.float64)
@@ -211,7 +211,7 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
         elif name == "uniform":
             out[element] = np.float32(np.float32(block[place.lane]) * np.float32(2.0**-32) + np.float32(2.0**-33))
             out[element] = np.float32(out[element] * np.float32(np.float32(high) - np.float32(low)) + np.float32(low))
-            if torch.tensor(out[element]).to(dtype) == high:  # compared as it is kept
+            if torch.tensor(out[element]).to(dtype) == high:  # compared in the stored dtype
                 out[element] = low
         else:
             u = block[place.lane & 2] * 2.0**-32 + 2.0**-33
@@ -253,13 +253,13 @@ def test_slices_of_cuda_fills_follow_the_layout(name, pair, dtype, by_lane, laun
             if name == "uniform":
                 assert torch.equal(found[: len(part)], part)
             else:  # this machine's sine and logarithm instead of a GPU's
-                within = 1e-5 if dtype == torch.float32 else 1e-2  # of half precision, a place
+                within = 1e-5 if dtype == torch.float32 else 1e-2  # one unit in the last place of half precision
                 assert torch.allclose(found[: len(part)].double(), part.double(), rtol=within, atol=1e-5)
             assert torch.isnan(found[len(part) :]).all()
 
 
 def test_a_slice_costs_its_own_size():
-    """Units of the table: an eighth of a large fill takes an eighth of them, and a turn at each end."""
+    """In units of the table: an eighth of a large fill takes an eighth of them, and one more at each end."""
     h100 = GpuProperties(132, 2048)
     numel = 1 << 30
     whole = cuda_stream.CudaPiece(0, 0, "normal", numel, torch.bfloat16, (0.0, 1.0), Slice(0, numel), 0)

@@ -11,7 +11,7 @@ from benchmarks.gpu.table import rows, table
 
 
 def found_of(tmp_path, monkeypatch, code, limit=20):
-    """What is kept of a part that runs `code`."""
+    """The recorded result of a part that runs `code`."""
     real = command.subprocess.Popen
 
     def popen(args, **kwargs):
@@ -40,7 +40,7 @@ def test_results_of_a_part_are_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("half", [1, 2])
 def test_each_half_fits_into_ten_minutes(half):
-    """Limits are for what goes wrong; half of each is what is expected of it at most."""
+    """Limits are for failures; the expected time is at most half of each."""
     assert sum(part.limit for part in PARTS if part.half == half or part.name == "device") / 2 < 600
 
 

@@ -1,4 +1,4 @@
-"""On a GPU: what replaces PyTorch matches it there, and does its job."""
+"""On a GPU: replacements of PyTorch functions match them, and have the intended effect."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_a_models_weights_are_made_by_kernels(captured, monkeypatch):
 
 
 def test_a_fill_of_more_than_32_bits_index():
-    numel = (1 << 30) + 5  # of bfloat16: more than 2^31 bytes
+    numel = (1 << 30) + 5  # in bfloat16: more than 2^31 bytes
     if torch.cuda.mem_get_info()[0] < 3 * 2 * numel:
         pytest.skip("there is no room for it on this GPU")
     torch.manual_seed(1)

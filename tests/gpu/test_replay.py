@@ -1,4 +1,4 @@
-"""Steps on the "GPU" backend, replayed by PyTorch's kernels: on the CPU, where everything but the graph is the same."""
+"""Steps on the "GPU" backend, replayed with PyTorch's kernels: on the CPU, where all but the CUDA graph is the same."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ from tests import forked
 
 @pytest.fixture(params=["on the CPU", pytest.param("on a GPU", marks=pytest.mark.gpu)])
 def replaying(request, monkeypatch, tmp_path):
-    """A backend that is as "GPU", on the CPU; and that one."""
+    """A backend that behaves like "GPU", on the CPU; and the real one."""
     if request.param == "on a GPU":
         if not torch.cuda.is_available():
             pytest.skip("there is no GPU on this machine")
@@ -41,7 +41,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
         self.norm = nn.LayerNorm(16)
-        self.attention = nn.Linear(16, 48, bias=False)  # of the keys' bias the gradient is noise around 0
+        self.attention = nn.Linear(16, 48, bias=False)  # the gradient of the keys' bias is noise around 0
         self.out = nn.Linear(16, 16)
         self.head = nn.Linear(16, 50)
         self.dropout = nn.Dropout(dropout)
@@ -107,8 +107,8 @@ def assert_alike(expected, found, tolerance):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_and_weights_match_eager(replaying, name):
-    """Forward and backward pass and fused optimizers are eager's kernels; others are traced as capturable and foreach,
-    which round otherwise in the last places: 1e-5 after six steps."""
+    """The forward and backward passes and fused optimizers use eager's kernels; other optimizers are traced as
+    capturable and foreach, which round differently: 1e-5 after six steps."""
     if replaying.is_gpu and name in ON_THE_CPU:
         pytest.skip("it counts its steps on the CPU, and is run eagerly")
     torch.manual_seed(0)
@@ -119,11 +119,11 @@ def test_losses_and_weights_match_eager(replaying, name):
         warnings.simplefilter("error", fl.errors.EagerStepWarning)
         ours, _, traced = trained(found, OPTIMIZERS[name], 6, True)
     assert replays(traced)
-    assert ours[:2] == losses[:2]  # nothing is in between but an eager step
+    assert ours[:2] == losses[:2]  # only one eager step in between
     assert ours == pytest.approx(losses, rel=1e-5)
     assert_alike(expected, found, 1e-5)
     if name == "AdamW, fused" and not replaying.is_gpu:
-        assert ours == losses  # the very kernel
+        assert ours == losses  # the same kernel
     assert found.seen == 6 and all(type(p) is nn.Parameter for p in found.parameters())
 
 
@@ -321,7 +321,7 @@ def test_a_step_called_in_a_step_is_part_of_it(replaying):
 
 
 def test_the_trial_run_is_compared_with_the_eager_step(replaying, monkeypatch):
-    """A kernel that gives something else than it gave eager PyTorch is noticed before a step relies on it."""
+    """A kernel whose result differs from eager PyTorch's is detected before a step relies on it."""
     kernels = replay._Kernels
     run_one = kernels._run_one
 
@@ -386,7 +386,7 @@ def test_foreach_operations_in_parts_give_the_same_bits(replaying, monkeypatch, 
 
 
 class Recorder:
-    """In the place of CUDA graphs, on the CPU: one that cannot record."""
+    """Replaces CUDA graphs on the CPU by one that cannot record."""
 
     def __init__(self, monkeypatch, fails):
         self.recorded = 0
@@ -402,7 +402,7 @@ class Recorder:
 
 
 def test_a_step_that_cannot_be_recorded_is_replayed(replaying, monkeypatch):
-    """As on a GPU, but that recording fails: nothing is run twice, and it is not tried again."""
+    """As on a GPU where recording fails: nothing runs twice, and recording is not retried."""
     if replaying.is_gpu:
         pytest.skip("this stands for a GPU")
     recorder = Recorder(monkeypatch, fails="operation not permitted when stream is capturing")

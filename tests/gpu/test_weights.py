@@ -1,4 +1,4 @@
-"""Weights and shards by the GPU kernels, run on the CPU: which recipes they take, and PyTorch's bits."""
+"""Weights and shards by the GPU kernels, run on the CPU: which recipes they support, and PyTorch's bits."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CPU = torch.device("cpu", 0)
 
 
 def made(tensors):
-    """What the kernels make of deferred tensors, by the tensors' numbers."""
+    """The kernels' results for deferred tensors, by index."""
     known = {i: tensor._storage.value for i, tensor in enumerate(tensors)}
     found = weights.make(
         known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_type_is_supported(name, dtype)

@@ -15,15 +15,15 @@ def nvcc():
 
 
 class Compiled(NamedTuple):
-    """What came out, and what the assembler says of each kernel: {name: (registers, bytes spilled, bytes of shared
-    memory)}."""
+    """The compiler's output, and the assembler's report on each kernel: {name: (registers, bytes spilled, bytes of
+    shared memory)}."""
 
     code: bytes
     kernels: dict[str, tuple[int, int, int]]
 
 
 def compile(source, name, architecture, options=(), ptx=False):
-    """As `nvrtc.compile`, by nvcc."""
+    """Like `nvrtc.compile`, with nvcc."""
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / f"{name}.cu", Path(folder) / name
         given.write_text(source)
