@@ -61,7 +61,7 @@ def test_all_uniforms_match_pytorch(low, high):
 @pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine")
 @pytest.mark.parametrize("which", ["radius", "angle"])
 def test_normals_of_all_uniforms_match_pytorch(which):
-    """Each of the 2^24 uniforms, as radius and as angle, drawn by PyTorch's `normal_` from a generator state set for it."""
+    """Each of the 2^24 uniforms as radius and as angle: `normal_` draws them from a generator state set for it."""
     mean, std = 0.25, 0.02
     step = 1 << 20
     for begin in range(0, 1 << 24, step):

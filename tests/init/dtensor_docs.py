@@ -1,4 +1,4 @@
-"""The table in docs/sharded-init.md shows the values that PyTorch and Firstloss give."""
+"""The table in docs/sharded-init.md shows PyTorch's and Firstloss's actual values."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def both_ways(path):
 
 
 def check_row(world, path):
-    """The table's row for `world` processes says what `both_ways` has found."""
+    """The table's row for `world` processes agrees with the result of `both_ways`."""
     theirs, ours = json.loads(path.read_text())
     torch.manual_seed(0)
     eager = Weight().weight.flatten().tolist()

@@ -23,13 +23,13 @@ MESHES = {
     ),
     "columns": ({"tp": 8}, {"linear.weight": (None, "tp"), "after": (None, "tp"), "embed*": (None, "tp"), "*": ()}),
 }
-FLOAT32_ULPS = 8  # of what goes through a decomposition
+FLOAT32_ULPS = 8  # of values that are computed by a decomposition
 
 
 def program_of(kind, rng="eager"):
     torch.manual_seed(3)
     torch.randn(7)
-    torch.rand(5)  # the generator stands amid a block, with a normal cached
+    torch.rand(5)  # the generator is within a block, with a normal cached
     with fl.deferred(rng=rng):
         module = kind()
     return module, fl.init_program(module)
@@ -42,7 +42,7 @@ def expected_of(kind, rng="eager"):
 
 
 def same(arrays, expected, exactly=True):
-    """Names of those that differ, be it on one device only."""
+    """Names of the weights that differ on any device."""
     assert arrays.keys() == expected.keys()
     assert all(arrays["head.weight"] is arrays["embedding.weight"] for _ in "1")
     wrong = []
@@ -58,7 +58,7 @@ def same(arrays, expected, exactly=True):
     return sorted(set(wrong))
 
 
-# Absolute differences that are allowed where a device's mathematics are not PyTorch's: a few ulp of the largest value.
+# Allowed absolute differences if the device's math functions are not PyTorch's: a few ulp of the largest value.
 INEXACT = {"orthogonal": FLOAT32_ULPS * 2.0**-23}
 
 

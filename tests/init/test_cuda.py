@@ -55,7 +55,7 @@ def test_the_counter_policy_is_the_same_on_any_device():
 def on_gpu():
     with torch.device("cuda"):
         module = nn.Sequential(nn.Embedding(3000, 700), nn.Linear(700, 900), nn.LayerNorm(900), nn.Linear(5, 3).half())
-        module.order = torch.randperm(100)  # drawn at once, as the next one is
+        module.order = torch.randperm(100)  # drawn right away, like the next one
         nn.init.trunc_normal_(module[1].weight, std=0.02, a=-0.03, b=0.03)
         nn.init.normal_(module[0].weight, std=0.02)
         module.register_buffer("noise", torch.empty(1001, dtype=torch.float64).uniform_(-1, 1))
@@ -111,7 +111,7 @@ def test_uniforms_follow_the_layout():
         for element in {0, numel // 3, numel - 1}:
             place = cuda_layout.place(element, numel, device)
             word = cuda_layout.words(9, place.subsequence, place.offset)[place.lane]
-            # curand_uniform, which rounds to (0, 1]; PyTorch turns its 1 into 0.
+            # curand_uniform returns (0, 1]; PyTorch maps 1 to 0.
             expected = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
             assert found[element] == (0 if expected == 1 else expected)
 

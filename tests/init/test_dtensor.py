@@ -17,10 +17,10 @@ ON = {
 }
 
 
-@pytest.mark.timeout(0)  # `on_ranks` has a limit of its own
+@pytest.mark.timeout(0)  # `on_ranks` has a time limit of its own
 @pytest.mark.parametrize("world", ON)
 def test_shards_match_slices_of_one_process(world, tmp_path):
-    """One start of the processes for all that is in `dtensor_ranks.py`: torch's import is most of the time."""
+    """The processes start once for all cases of `dtensor_ranks.py`: importing torch takes most of the time."""
     calls = [f"{RANKS}:{name}" for name in ON[world]]
     calls += [f"{RANKS}:digest:{tmp_path / 'digest'}", f"{DOCS}:both_ways:{tmp_path / 'both'}"]
     if world == 2:

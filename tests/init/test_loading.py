@@ -27,7 +27,7 @@ def build():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model, and the folder that its weights are in, in files of safetensors and of torch.save."""
+    """A model, and the folder with its weights as safetensors and torch.save files."""
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(1)
     model = build()
@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def read(monkeypatch):
-    """How many bytes have been read of mapped files: each time, one entry."""
+    """The number of bytes read from mapped files, one entry per read."""
     counts = []
     real = mapped_file._read
 
@@ -51,7 +51,7 @@ def read(monkeypatch):
 
 
 def read_so_far():
-    """Bytes read by this process, all files and threads together."""
+    """Bytes read by this process so far, all files and threads together."""
     with open("/proc/self/io", encoding="ascii") as lines:
         return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
@@ -119,7 +119,7 @@ def test_weights_can_be_loaded_after_the_block(saved, source, read):
     model.load_state_dict(source(folder))
     assert sum(read) < BYTES // 100
     assert not any(recipe.draws for recipe in fl.init_program(model).recipes.values())
-    with pytest.warns(NotMaterializedWarning):  # a forgotten one, too
+    with pytest.warns(NotMaterializedWarning):  # including a forgotten one
         found = model[:6](torch.ones(2, 512))
     assert torch.equal(found, expected[:6](torch.ones(2, 512)))
 
@@ -141,7 +141,7 @@ def test_missing_keys_are_drawn_as_in_eager(saved):
         assert torch.equal(found[name], weight), name
 
 
-# -- when the memory is not what the file holds ------------------------------------------------------------------------
+# -- memory that does not have the file's values -----------------------------------------------------------------------
 
 
 def edited_before(state, name):
@@ -176,7 +176,7 @@ def test_editing_a_parameters_source_is_an_error(saved):
     with fl.deferred():
         model = build()
         model.load_state_dict(state, assign=True)
-    state["3.weight"].zero_()  # in eager PyTorch, the parameter's memory
+    state["3.weight"].zero_()  # in eager PyTorch, it is the parameter's memory
     with pytest.raises(ConstantChangedError, match="edited after a parameter"):
         fl.materialize_module(model)
 
@@ -322,7 +322,7 @@ dist.destroy_process_group()
 
 
 def test_each_rank_reads_its_own(saved):
-    """Of each way to load, one after the other in the same two processes."""
+    """With each way to load, one after another in the same two processes."""
     kinds = ["copied", "assigned", "after", "set_model_state_dict", "broadcast", "dcp"]
     kinds += ["dcp, with to_empty", "dcp, with an optimizer"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HERE": os.getcwd()}

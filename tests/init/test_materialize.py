@@ -182,7 +182,7 @@ def test_a_gradient_through_a_constructors_computation_is_an_error():
     eager = Scaled()
     torch.manual_seed(0)
     module = fl.deferred_init(Scaled)
-    module.twice.sum().backward()  # while it is deferred, its history is there
+    module.twice.sum().backward()  # autograd works while it is deferred
     assert fl.materialize_tensor(module.weight.grad).tolist() == [2.0, 2.0, 2.0]
     fl.materialize_module(module)
     for name in ("twice", "part", "plain"):

@@ -17,7 +17,7 @@ from firstloss.init.disk import save
 from firstloss.init.disk import state_dict as saved_tensors
 from tests import forked, tiny_llama
 
-# Rows of 250 elements: weights begin and end in the middle of blocks and of the granules of their draws.
+# Rows of 250 elements: weights begin and end within blocks, and within the granules of their draws.
 FIELDS = {
     "vocab_size": 999,
     "hidden_size": 250,
@@ -145,7 +145,7 @@ def test_views_of_one_buffer_are_saved_by_value(view, captured, tmp_path):
     eager, deferred = both(Views)
     fl.save_initialized(deferred, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
-    if torch.equal(eager.view, eager.z):  # a tie: the metadata says so
+    if torch.equal(eager.view, eager.z):  # tied weights are listed in the metadata
         found["view"] = found["z"]
     assert_same(found, {name: tensor.resolve_conj().resolve_neg() for name, tensor in eager.state_dict().items()})
 
@@ -216,7 +216,7 @@ def test_a_killed_run_leaves_no_model_and_is_resumed(tmp_path, monkeypatch):
     eager, deferred = both(llama)
     told = []
     fl.save_initialized(deferred, target, max_shard_size="2MB", progress=lambda *at: told.append(at))
-    assert told[0][0] > told[0][1] / 4  # what had been written was not written again
+    assert told[0][0] > told[0][1] / 4  # files that were complete have not been rewritten
     assert_same(tensors(target), dict(eager.state_dict()))
     assert not [name for name in os.listdir(target) if name.startswith(".")]
 

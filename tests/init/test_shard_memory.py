@@ -44,7 +44,7 @@ def test_the_memory_can_be_donated():
     assert grown.unsafe_buffer_pointer() in places.values() and np.all(np.asarray(grown) == 2)
 
 
-# How long making an input takes is the machine's business: two test runs side by side took seconds.
+# No time limit: two concurrent test runs took seconds to create an input.
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 50), max_size=6))
 def test_rounds_have_a_small_remainder(counts):

@@ -34,7 +34,7 @@ def program(count=2, seed=0):
     return fl.init_program(fl.deferred_init(Layers, count))
 
 
-# "rows and columns" cuts rows, columns and both; the default, of "fsdp", is what the processes below have.
+# "rows and columns" splits rows, columns and both; the processes below test the default, "fsdp".
 @pytest.mark.parametrize(
     "mesh", [pytest.param(n, marks=[pytest.mark.sweep] * (n != "rows and columns")) for n in MESHES if n != "one"]
 )
@@ -43,7 +43,7 @@ def test_eight_devices_match_eager(mesh, tmp_path):
     done = forked.run(command, env=environment(), cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    # Before PyTorch 2.12 trunc_normal_ goes through erfinv, of which XLA's differs by a few units of the last place.
+    # Before PyTorch 2.12 trunc_normal_ uses erfinv, and XLA's differs by a few units in the last place.
     close = ["inside"] if torch.__version__ < "2.12" else []
     assert found.pop("said") and found.keys() == {"torch", "xla", "counter", "module"}
     assert not found["torch"] and all(set(unlike) <= set(close) for unlike in found.values()), found
@@ -97,7 +97,7 @@ def test_equal_recipes_are_one_function():
     two, five = program(2).to_stablehlo({"fsdp": 4}), program(5).to_stablehlo({"fsdp": 4})
     functions = [re.findall(r"func\.func private @(\w+)", text) for text in (two, five)]
     assert functions[0] == functions[1]
-    # A weight more is a position, a call, and its name among the outputs.
+    # One more weight adds a position, a call, and a name in the outputs.
     assert five.count("\n") - two.count("\n") == 3 * 2 * 2
 
 
@@ -111,7 +111,7 @@ def test_a_plan_needs_no_devices():
     assert made.devices == 4096
     up, down, embedding = 6 * 2 * 4, 32 * 96 * 4, 6 * 32 * 4
     assert made.bytes == 3 * (up + down) + embedding
-    # Of its six rows a device draws all the columns; of a weight that is not cut, everything.
+    # A device draws all columns of its six rows; of a replicated weight, everything.
     assert made.draws == 3 * (6 * 32 + 32 * 96) + 6 * 32
     assert made.compile_units == 3 and made.to_dict()["made_whole"] == []
     assert "4096 devices" in str(made)
@@ -122,7 +122,7 @@ def test_a_device_needs_no_more_memory_than_its_shards():
     large = fl.init_program(fl.deferred_init(nn.Linear, 2048, 1024, bias=False))
     found = large.peak_bytes({"fsdp": 1})
     assert found["weights"] == 2048 * 1024 * 4
-    # Beside the shard: the lanes' windows and one block of words. Nothing that grows with the weight.
+    # Besides the shard: the lanes' windows and one block of words, independent of the weight's size.
     assert found["temporary"] < 1 << 17
 
 
@@ -182,7 +182,8 @@ def test_edits_buffers_and_numpy_constants_work_in_another_process(tmp_path):
             assert {*arrays} == weights.keys() - {"tied"}
             for name in arrays:
                 assert arrays[name].dtype == weights[name].dtype and arrays[name].shape == weights[name].shape, name
-                if "counter" in path and name == "edited":  # normals by that policy: within 4 units of the largest
+                # normals of the counter policy: within 4 units of the largest
+                if "counter" in path and name == "edited":
                     largest = np.abs(weights[name]).max()
                     assert np.abs(arrays[name] - weights[name]).max() <= 4 * np.spacing(largest)
                 else:
@@ -237,7 +238,7 @@ def test_fills_that_no_device_supports_are_refused():
 
 
 def test_lanes_draw_what_one_lane_does():
-    """What accelerators do: many lanes, their windows spread from one."""
+    """Accelerators use many lanes, whose windows are computed from one."""
     from firstloss.init.stablehlo import module as stablehlo
     from firstloss.init.stablehlo import plan as stablehlo_plan
 
@@ -251,7 +252,7 @@ def test_lanes_draw_what_one_lane_does():
 
 
 def test_a_constant_edited_after_capture_is_an_error():
-    outside = torch.ones(1024, 1024)  # smaller ones are copied at capture
+    outside = torch.ones(1024, 1024)  # smaller ones are copied during capture
 
     class Copy(nn.Module):
         def __init__(self):

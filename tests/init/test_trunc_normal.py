@@ -1,4 +1,4 @@
-"""`trunc_normal_` stays deferred: the same bits, and the stream continues where eager PyTorch's does."""
+"""`trunc_normal_` stays deferred: bit-identical, and the stream continues as in eager PyTorch."""
 
 import pytest
 import torch

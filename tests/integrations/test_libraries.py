@@ -1,4 +1,4 @@
-"""Trainers from libraries, with one line for Firstloss: training is bit-identical to without."""
+"""Trainers of libraries with one line for Firstloss train bit-identically."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ def seeded(construct, *args):
 
 
 def same(expected, found):
-    """Losses, and weights by name."""
+    """Compare losses, and weights by name."""
     assert expected[0] == found[0] and len(found[0]) > 0
     assert expected[1].keys() == found[1].keys()
     for name, weight in expected[1].items():
@@ -116,7 +116,7 @@ def tied():
 @pytest.mark.parametrize("inside", [False, True], ids=["after the block", "in the block"])
 @pytest.mark.parametrize("names", [names for n in range(4) for names in itertools.combinations("abc", n)], ids="".join)
 def test_accelerate_keeps_tied_weights(tmp_path, names, inside, kind):
-    """The checkpoint has some names of one tensor, or none; the files of safetensors are not read in the block."""
+    """The checkpoint has some of a tensor's names, or none; the safetensors files are not read in the block."""
     needs("accelerate")
     import accelerate
     import safetensors.torch
@@ -323,10 +323,10 @@ def test_accelerate_fsdp2():
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch cannot gather the strided shards that this takes")
 def test_transformers_tensor_parallel(tmp_path):
-    needs("accelerate")  # transformers asks for it
+    needs("accelerate")  # transformers needs it
     from transformers import LlamaForCausalLM, LlamaModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    large = {"hidden_size": 128, "intermediate_size": 256}  # tensors that are not read before they are used
+    large = {"hidden_size": 128, "intermediate_size": 256}  # tensors read only when they are used
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
     models = {
         "plain": (LlamaForCausalLM, llama(**large)),

@@ -1,4 +1,4 @@
-"""Pipeline stages: each initializes its own weights, with the weights and losses of the whole model."""
+"""Pipeline stages: each initializes its own weights; weights and losses match the whole model."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""nanoGPT's, nanochat's and torchtitan's training programs with one line changed: the same weights, bit for bit.
+"""The training programs of nanoGPT, nanochat and torchtitan with one line changed: the same weights, bit for bit.
 
-nanoGPT and nanochat are no packages: FIRSTLOSS_TRAINERS names a folder with checkouts of them.
+nanoGPT and nanochat are not packages: FIRSTLOSS_TRAINERS names a folder with checkouts of them.
 """
 
 import itertools
@@ -92,8 +92,8 @@ def test_nanochat(tmp_path):
     same(expected, found)
 
 
-# torchtitan asks PyTorch for an accelerator, and its attention has no backward pass on a CPU: in its place is the one
-# that PyTorch has for everything, with the same mask.
+# torchtitan requires an accelerator, and its attention has no backward pass on a CPU: replaced by PyTorch's own
+# attention with the same mask.
 TORCHTITAN = """
 import hashlib, importlib, os, sys, types, torch
 import torchtitan.tools.utils as utils
@@ -173,9 +173,9 @@ torch.distributed.barrier()
     [("llama3", "llama3_debugmodel"), ("qwen3", "qwen3_moe_debug"), ("deepseek_v3", "deepseek_v3_debugmodel")],
 )
 def test_torchtitan(tmp_path, family, name):
-    """On two ranks the weights and the first output of one process, and three steps of training from them.
+    """Two ranks have the weights and the first output of one process, and train three steps from them.
 
-    As it is, torchtitan has other weights on each mesh: for two ranks it is given those of one process.
+    Unmodified, torchtitan has different weights on each mesh: two ranks are given those of one process.
     """
     needs("torchtitan", "triton", "tokenizers", "datasets")
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers

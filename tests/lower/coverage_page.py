@@ -58,7 +58,7 @@ def _total(outcome: dict[str, Any], *verdicts: str) -> int:
 
 
 def _limits(outcomes: dict[str, dict[str, Any]]) -> list[str]:
-    """With which versions, what was left out, and what is of an earlier sweep."""
+    """Versions, omissions, and what is from an earlier sweep."""
     versions = sorted({f"torch {found['torch']} and jax {found['jax']}" for found in outcomes.values()})
     lines = [f"Swept with {', '.join(versions)}.", ""]
     cut = [(found["limit"], n) for found in outcomes.values() for n in found["cut"].values()]

@@ -1,13 +1,13 @@
-"""One training step of small models of three zoos, compiled, against eager PyTorch: the loss and every gradient.
+"""One training step of small models from three zoos, compiled, against eager PyTorch: the loss and every gradient.
 
-    python -m tests.lower.model_steps                         # all that have no outcome yet, hours; writes the page
+    python -m tests.lower.model_steps                         # all without an outcome, hours; writes the page
     python -m tests.lower.model_steps transformers --only bert
-    python -m tests.lower.model_steps --table                 # the page again, from outcomes found before
+    python -m tests.lower.model_steps --table                 # regenerate the page from stored outcomes
 
-Each model runs in a process of its own, with a limit on its time. Its outcome takes the place of its row in
-docs/model-steps.jsonl, of which docs/model-steps.md is made; a model that has one is not run again unless it is named.
+Each model runs in a process of its own, with a time limit. Its outcome replaces its row in docs/model-steps.jsonl, from
+which docs/model-steps.md is generated; a model that has an outcome is run again only if it is named.
 
-What counts as the same is written in model_rounding.py.
+model_rounding.py defines which results count as the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .model_rounding import BETAS, RATE, Step, Tensors, judge, judge_update, nud
 
 
 def train(case: Case, dtype: torch.dtype | None = None, nudged: int | None = None) -> tuple[Tensors, Step]:
-    """The weights before, and one step of eager PyTorch."""
+    """The initial weights, and one step of eager PyTorch."""
     torch.manual_seed(0)
     model = silence(case.build()).train()
     torch.manual_seed(1)
@@ -90,7 +90,7 @@ def collect(loss: torch.Tensor, model: nn.Module) -> Step:
 
 
 def examine(zoo: str, name: str, artifacts: str) -> dict[str, Any]:
-    """What became of one model's step."""
+    """The outcome of one model's step."""
     case = ZOOS[zoo][1](name)
     out: dict[str, Any] = {"zoo": zoo, "name": name, "verdict": "same", "why": ""}
     began = time.perf_counter()
@@ -139,7 +139,7 @@ def _child(zoo: str, name: str, connection: Any) -> None:
 
 
 def in_child(zoo: str, name: str, limit: float) -> dict[str, Any]:
-    """One model in a process of its own, forked from this one, in which nothing but imports has happened."""
+    """Run one model in a process forked from this one, which has only imported modules."""
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=_child, args=(zoo, name, theirs))
     process.start()
@@ -156,7 +156,7 @@ def in_child(zoo: str, name: str, limit: float) -> dict[str, Any]:
 
 
 def is_known(zoo: str, name: str) -> bool:
-    """Whether a model has an outcome, by the present check and within its time."""
+    """Whether a model has an outcome by the current check and within its time limit."""
     row = read_rows().get((zoo, name), {"verdict": "late"})
     return row["verdict"] != "late" and not row.get("partly")
 

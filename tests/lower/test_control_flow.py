@@ -20,7 +20,7 @@ WEIGHT = torch.linspace(-0.5, 0.7, 16).reshape(4, 4)
 
 
 def assert_same(found, expected):
-    """Within what PyTorch allows two kernels for float32."""
+    """Within PyTorch's tolerance between two float32 kernels."""
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.clone(), theirs.detach(), rtol=1.3e-6, atol=1e-5)
@@ -190,7 +190,7 @@ def test_scan_draws_new_numbers_in_each_iteration():
     ones = torch.ones(6, 64)
     ys, grad = (t.clone() for t in step(ones))
     again, _ = step(ones)
-    assert torch.equal(ys, grad)  # 2 where an element was kept, 0 where not, in both
+    assert torch.equal(ys, grad)  # 2 for kept elements, 0 for the others, in both
     assert len({tuple(row.tolist()) for row in ys}) == 6
     assert not torch.equal(ys, again.clone())
     assert 0.3 < ys.count_nonzero() / ys.numel() < 0.7

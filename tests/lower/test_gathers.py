@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 def training(tmp_path):
-    """The only segment of a step, and the shardings of what goes in: as many rows of each matrix on each of four."""
+    """The only segment of a step, and the shardings of its inputs: the rows of each matrix split over four devices."""
     torch.manual_seed(0)
     backend = fl.backend("XLA", validate_only=True, artifact_dir=tmp_path)
     with backend.device:
@@ -51,7 +51,7 @@ def test_only_weights_of_products_are_gathered(tmp_path):
     gathers = gathers_of(segment, placed, {"fsdp": 4})
     found = {(tuple(one.value.shape), one.value.dtype, one.dim, one.axes) for one in gathers.gathers}
     assert found == {((128, 64), torch.float32, 0, ("fsdp",)), ((64, 128), torch.bfloat16, 0, ("fsdp",))}
-    assert len(gathers.gathers) == 2  # the forward pass' and the backward pass' are one
+    assert len(gathers.gathers) == 2  # the forward and the backward pass share one
     wanted = {one.value for one in gathers.gathers}
     readers = [(call, values) for call, values in gathers.after if values]
     assert all(values <= wanted & set(call.inputs) for call, values in readers)
@@ -59,7 +59,7 @@ def test_only_weights_of_products_are_gathered(tmp_path):
 
 
 def test_gathers_have_no_later_dependencies(tmp_path):
-    """A dropout's mask is not of the batch, nor is what is computed from it; both wait for the random number."""
+    """A dropout mask and what is computed from it do not depend on the batch; both wait for the random number."""
     segment, placed = training(tmp_path)
     gathers = gathers_of(segment, placed, {"fsdp": 4})
     later = [call for call, _ in gathers.after]

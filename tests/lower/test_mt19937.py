@@ -1,4 +1,4 @@
-"""Random words, states and jumps on the device, against numpy's and PyTorch's."""
+"""Random words, states and jumps on the device, against NumPy's and PyTorch's."""
 
 import jax
 import numpy as np

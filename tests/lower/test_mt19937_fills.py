@@ -1,4 +1,4 @@
-"""Fills made on the device, against PyTorch's kernels."""
+"""Fills computed on the device, against PyTorch's kernels."""
 
 import jax
 import numpy as np
@@ -68,8 +68,8 @@ def test_bounded_integers_match_eager(arguments, bounds):
 def test_normals_are_within_their_ulps_of_eagers(dtype, mean, std):
     arguments = {"mean": mean, "std": std}
     got, expected = both("normal", dtype, arguments, lambda t, g: t.normal_(mean, std, generator=g))
-    # 4 units in the last place of the largest standard normal there is (5.77), scaled: what the docs promise for a
-    # platform that fuses as it likes. Where it fuses as PyTorch does, as XLA on AVX2 machines, bits are equal.
+    # 4 units in the last place of the largest standard normal (5.77), scaled: the documented tolerance if a platform
+    # fuses differently. If it fuses like PyTorch, as XLA does on AVX2 machines, bits are equal.
     unit = np.float64(2.0 ** (2 - 24 + 1)) * std + np.spacing(np.float32(abs(mean)))
     half = {torch.float32: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     gap = np.abs(got.astype(np.float64) - expected.astype(np.float64))
@@ -79,7 +79,7 @@ def test_normals_are_within_their_ulps_of_eagers(dtype, mean, std):
 @pytest.mark.parametrize(
     "name, dtype, arguments",
     [
-        ("uniform", torch.float32, {"low": 1e-20, "high": 1.0}),  # rounded twice, it might differ
+        ("uniform", torch.float32, {"low": 1e-20, "high": 1.0}),  # would differ if rounded twice
         ("normal", torch.float64, {"mean": 0, "std": 1}),
         ("exponential", torch.float32, {"lambd": 1.0}),
     ],

@@ -1,4 +1,4 @@
-"""float32 products follow PyTorch's settings for a GPU, checked in the lowered module without one."""
+"""float32 products follow PyTorch's settings for a GPU: checked in the lowered module, without a GPU."""
 
 import jax
 import pytest
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def as_it_was():
-    """What PyTorch has been told is put back."""
+    """Restores PyTorch's settings afterwards."""
     products, convolutions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     yield
     torch.backends.cuda.matmul.fp32_precision = products

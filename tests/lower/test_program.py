@@ -1,4 +1,4 @@
-"""Views of a Program's Values, read and written, against PyTorch."""
+"""Reads and writes of views of a Program's Values, against PyTorch."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @st.composite
 def views(draw):
-    """A base tensor, dense in some order of its dimensions, and a view of it made by PyTorch's own view operations."""
+    """A base tensor, dense in some order of its dimensions, and a view of it by PyTorch's own view operations."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(shape))))
     count = int(np.prod(shape))
@@ -78,7 +78,7 @@ def test_a_view_is_written_as_pytorch_writes_it(pair):
     base, view = pair
     places = view.reshape(-1).tolist()
     if len(set(places)) < len(places):
-        return  # two elements of the view in one place: PyTorch refuses to write
+        return  # two elements of the view share memory: PyTorch refuses to write
     new = torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape) - 100
     before = jax.numpy.asarray(base.contiguous().numpy())
     written = write_view(before, jax.numpy.asarray(new.contiguous().numpy()), geometry(base, view))

@@ -1,4 +1,4 @@
-"""Special functions where naive formulas lose all digits: their tails, in relative error."""
+"""Special functions where naive formulas lose all digits: tails, in relative error."""
 
 import jax
 import pytest

@@ -12,7 +12,7 @@ import jax
 def assert_declared(
     source: Path, fields: Iterable[tuple[str, str, str, str]], numbers: Mapping[str, str], folder: Path
 ) -> None:
-    """What a source in C uses of XLA's structures lies where the header has it.
+    """Assert that the structures declared in a C source have XLA's layout.
 
     Args:
         source: the C source.
