@@ -1,7 +1,7 @@
 """Changes of an optimizer between two traced steps match the same changes in eager PyTorch.
 
-In float64: what is left is another order of rounding, so agreement is to 1e-9. (Adam's and its like's steps are counted
-in float32 in a traced step: 1e-6 there, and so for all of PyTorch's optimizers.)
+In float64, where another order of rounding stays below 1e-9. (The steps of Adam and similar optimizers are counted in
+float32 in a traced step: 1e-6 there, and so for all of PyTorch's optimizers.)
 """
 
 import copy
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def backend(folder, by_kernels, float64):
-    """All of these tests share one folder: many of their steps are the same, and compiled once."""
+    """All of these tests share one folder, since many of their steps are identical: each is compiled once."""
     return fl.backend("XLA", artifact_dir=folder)
 
 
@@ -64,7 +64,7 @@ class Run:
         return losses
 
     def state(self):
-        """Weights and buffers, and what the optimizer keeps, by name."""
+        """Weights, buffers, and the optimizer's state, by name."""
         found = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         for i, p in enumerate(self.parameters):
             for key, entry in self.optimizer.state.get(p, {}).items():
@@ -78,7 +78,7 @@ def plain():
 
 
 def check(backend, make, between=lambda n, run: None, model=None, set_to_none=True, close=CLOSE, also=lambda run: {}):
-    """Traced and eager, the same losses, weights and optimizer state."""
+    """Traced and eager training have the same losses, weights and optimizer state."""
     found = []
     for where in (backend, fl.backend("CPU")):
         fl.backend(where)
@@ -128,7 +128,7 @@ def test_momentum_switched_off_leaves_its_buffer(kind, values, backend):
 
 
 def test_momentum_switched_off_by_a_schedule_on_the_device(backend):
-    """Whose value nobody on the host knows."""
+    """The host does not know the scheduled value."""
 
     def run_on(where):
         fl.backend(where)
@@ -197,7 +197,7 @@ NUMBERS = {
 @pytest.mark.parametrize("name, number", [(name, number) for name, numbers in NUMBERS.items() for number in numbers])
 @pytest.mark.parametrize("schedule", CYCLING)
 def test_a_number_may_be_set_by_hand_and_by_a_scheduler(schedule, name, number, backend):
-    """A tuple of which the scheduler moves one number has others that nobody reads again unless told to."""
+    """A scheduler sets one number of a tuple, so changes of the others could be missed."""
 
     def between(n, run):
         if n == 0:
@@ -229,7 +229,7 @@ def test_a_list_in_a_group_may_be_edited_in_place(backend):
 
 
 def test_a_number_may_return_to_its_first_value(backend):
-    """The first executable has it baked in, later ones take it as an input: both would do."""
+    """The first executable has the value as a constant, later ones as an input: either may run."""
     check(backend, sgd, setting("momentum", [0.9, 0.8, 0.9, 0.8, 0.9, 0.9, 0.9, 0.8, 0.9]))
 
 
@@ -291,7 +291,7 @@ def test_a_rate_that_is_a_tensor_may_be_edited_and_replaced(name, how, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
 def test_a_rate_may_have_any_dtype(dtype, backend):
-    # eager computes with a float16 rate in float16 where it is alone
+    # eager computes in float16 if the rate is float16 and on its own
     close = {"rtol": 1e-2, "atol": 1e-4} if dtype == torch.float16 else CLOSE
     check(backend, lambda p: torch.optim.SGD(p, lr=torch.tensor(1, dtype=dtype), momentum=0.5), close=close)
 
@@ -597,7 +597,7 @@ def test_an_averaged_model_is_updated_in_a_step(name, of, backend):
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
 @pytest.mark.parametrize("event", ["nothing", "eval between", "reset", "momentum given"])
-@pytest.mark.optimized  # in eval mode the kernel gives other shapes of what is kept for the backward pass
+@pytest.mark.optimized  # in eval mode the kernel saves tensors of other shapes for the backward pass
 def test_batch_norm_with_a_cumulative_average_matches_eager(norm, event, backend):
     def between(n, run):
         if event == "eval between":

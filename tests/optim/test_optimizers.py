@@ -1,7 +1,7 @@
-"""Each optimizer, traced and eager, against eager PyTorch or, if that lacks it, a second implementation.
+"""Each optimizer, traced and eager, against eager PyTorch or, if PyTorch lacks it, a second implementation.
 
-In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9, and what is
-left of it is a division by a small square root.
+In float64, so that rounding differences stay far below any mistake in a formula: they agree to 1e-9, the remainder
+being a division by a small square root.
 """
 
 import pytest
@@ -99,16 +99,16 @@ def maker(case, library):
     return lambda parameters: getattr(library, name)(pick(parameters), **STOCK[case])
 
 
-@pytest.mark.parametrize("case", [case for case in STOCK if case != "Muon"])  # which computes in bfloat16: see below
+@pytest.mark.parametrize("case", [case for case in STOCK if case != "Muon"])  # computes in bfloat16: see below
 def test_traced_stock_optimizers_match_eager(case, backend):
-    # SGD's momentum begins as the first gradient, undamped: the first step is another computation.
+    # SGD's momentum starts as the first gradient, without dampening: the first step is another computation.
     compiles = 2 if case == "SGD, dampening" else 1
     ours = train_traced(maker(case, torch.optim), backend, compiles=compiles)
     assert_same(ours, train_eagerly(maker(case, torch.optim)))
 
 
 def test_traced_muon_matches_eager(backend):
-    """Muon orthogonalises in bfloat16: 2^-8 of an update, which is lr long."""
+    """Muon orthogonalizes in bfloat16: 2^-8 of an update, whose size is lr."""
     ours, theirs = train_traced(maker("Muon", torch.optim), backend), train_eagerly(maker("Muon", torch.optim))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=STEPS * 0.01 * 2**-6)
@@ -116,7 +116,7 @@ def test_traced_muon_matches_eager(backend):
 
 @pytest.mark.parametrize("case", STOCK)
 def test_preinitialize_creates_the_state_of_the_first_step(case):
-    """Bit for bit: the code that steps is PyTorch's."""
+    """Bit-identical: PyTorch's own code computes the step."""
     made = []
 
     def prepare(optimizer):
@@ -151,7 +151,7 @@ def test_preinitialize_can_be_called_before_a_traced_step(backend):
     assert_same(ours, train_eagerly(Heavy, Heavy.preinitialize))
 
 
-# -- the two that PyTorch has not --
+# -- the two that PyTorch lacks --
 
 
 class PlainLion:
@@ -223,7 +223,7 @@ def test_invalid_numbers_are_refused(make):
         make([nn.Parameter(torch.zeros(3))], lr=-1)
 
 
-# -- what cannot be traced --
+# -- optimizers that cannot be traced --
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
@@ -244,7 +244,7 @@ def test_optimizers_that_cannot_be_traced_are_an_error(name, backend):
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts in Python, in its groups."""
+    """Counts in Python, in its parameter groups."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -315,11 +315,11 @@ def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, pre
         made[0].zero_grad()
         made[1].step()
     assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in reference.parameters()])
-    assert type(schedule.last_epoch).__name__ == "DeferredTensor"  # lives on the backend: nobody waits for it
+    assert type(schedule.last_epoch).__name__ == "DeferredTensor"  # is on the backend: nobody waits for its value
 
 
 class Rebinding(torch.optim.Optimizer):
-    """Binds its state, and the weights' data, to new tensors at each step."""
+    """Rebinds its state, and the weights' data, to new tensors at each step."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -353,7 +353,7 @@ def _replaced(optimizer):
     "make, change", [(Rebinding, None), (sgd_with_momentum, _cleared), (sgd_with_momentum, _replaced)]
 )
 def test_state_may_be_rebound(make, change, tmp_path):
-    """By the optimizer itself, or by somebody between steps."""
+    """By the optimizer itself, or by the caller between steps."""
 
     def losses(backend):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Schedules of numbers other than the learning rate, per parameter group, and starting in the middle."""
+"""Schedules of hyperparameters other than the learning rate, per parameter group, and starting in the middle."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def adam(groups=1):
 
 @pytest.mark.parametrize("name", RATES)
 def test_any_number_can_be_scheduled_like_the_rate(name):
-    """The schedule of weight decay, and that of any number, have the formula of the rate's."""
+    """Schedules of weight decay and of any other number use the formulas of the rate's."""
     arguments = RATES[name]
     rate = getattr(lr_scheduler, f"{name}LR")(adam(), *arguments)
     decay = getattr(weight_decay_scheduler, f"{name}WD")(adam(), *arguments)

@@ -1,6 +1,6 @@
-"""PyTorch's schedulers, stepped between traced steps, and numbers changed by hand: compiled once, or twice.
+"""PyTorch's schedulers, stepped between traced steps, and numbers set by hand: compiled once or twice.
 
-In float64, against the same loop in eager PyTorch; to 1e-9, which is another order of rounding.
+In float64, against the same loop in eager PyTorch, to 1e-9: another order of rounding.
 """
 
 import pytest
@@ -21,7 +21,8 @@ STEPS = 8
 
 
 def train(backend, make, change):
-    """The losses and weights of `STEPS` steps, with `change(step number, loss)` made by `change(optimizer)` between."""
+    """The losses and weights of `STEPS` steps; `change(optimizer)` returns `change(step number, loss)`, called between
+    them."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     xs, ys = torch.randn(STEPS, 6, 4), torch.randn(STEPS, 6, 3)
@@ -50,7 +51,7 @@ def check(backend, make, change, compiles=1):
 
 
 def stepping(make):
-    """A scheduler as `train` takes it."""
+    """A scheduler in the form that `train` takes."""
     return lambda optimizer: (lambda schedule: lambda n, loss: schedule.step())(make(optimizer))
 
 
@@ -105,7 +106,7 @@ def test_numbers_changed_by_hand_are_inputs_from_the_second_compile_on(make, key
 
 
 def test_numbers_of_a_custom_optimizer_are_retraced(backend):
-    """What it does with them in Python is not known."""
+    """What the optimizer's Python does with them is unknown."""
 
     class Odd(torch.optim.Optimizer):
         def __init__(self, parameters):
@@ -154,7 +155,7 @@ INSIDE = {
 
 
 def inside(name, rate, backend, steps=8):
-    """A training whose step calls its scheduler; losses, rates and what the scheduler holds."""
+    """Training whose step calls its scheduler; returns losses, rates and the scheduler's state."""
     fl.backend(backend)
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
@@ -183,11 +184,11 @@ def test_a_scheduler_can_step_inside_the_traced_step(name, backend, traced):
     expected, _ = inside(name, 0.1, fl.backend("CPU"))
     found, schedule = inside(name, 0.1, backend)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)  # XLA adds in another order than PyTorch
-    assert len(traced) <= 3  # the numbers of a schedule are inputs
+    assert len(traced) <= 3  # a schedule's numbers are inputs
     if name not in ("plateau", "chained"):
         before = schedule.last_epoch
         schedule.step()
-        assert schedule.last_epoch == before + 1  # outside of a step, it is PyTorch's own
+        assert schedule.last_epoch == before + 1  # outside a step it is PyTorch's own
 
 
 @pytest.mark.parametrize("name", ["step", "chained"])

@@ -1,6 +1,6 @@
 """Schedules against their formulas in plain Python, against PyTorch's, and in traced steps.
 
-Agreement is to 1e-12: both compute in float64, in another order.
+They agree to 1e-12: both compute in float64, in another order.
 """
 
 import copy
@@ -32,7 +32,7 @@ def half_cosine(start, end, t):
 
 
 def restarts(t, first, factor):
-    """How far the cosine has come at step t, by counting."""
+    """The cosine's position at step t, by counting."""
     begin, length = 0, first
     while t >= begin + length:
         begin, length = begin + length, length * factor
@@ -57,7 +57,7 @@ def line(start, end, t):
     return start + (end - start) * t
 
 
-# Name: how to make it, and its formula.
+# Name: how to create it, and its formula.
 FORMULAS = {
     "ConstantLR": (lambda o: ours.ConstantLR(o, 0.3), lambda t: 0.3),
     "LinearLR": (lambda o: ours.LinearLR(o, 0.1, 0.02, 9), lambda t: 0.1 - 0.08 * min(t, 9) / 9),
@@ -141,7 +141,7 @@ FORMULAS = {
     ),
 }
 
-# The same from PyTorch, whose optimizer has rate 0.1.
+# The same schedule by PyTorch, whose optimizer has rate 0.1.
 PYTORCH = {
     "LinearLR": lambda o: theirs.LinearLR(o, 1.0, 0.2, 9),
     "ExponentialLR": lambda o: theirs.ExponentialLR(o, 0.5 ** (1 / 7)),
@@ -249,7 +249,7 @@ def train(backend, optimizer_of, schedules_of, steps, resume=None, eager=False):
     compiled = fl.compile(model, backend)
     if resume is not None:
         model.load_state_dict(resume[0])
-        optimizer.load_state_dict(copy.deepcopy(resume[1]))  # which keeps the tensors it is given
+        optimizer.load_state_dict(copy.deepcopy(resume[1]))  # holds on to the tensors that it is given
         for schedule, state in zip(schedules, resume[2], strict=True):
             schedule.load_state_dict(state)
 
@@ -271,7 +271,7 @@ def train(backend, optimizer_of, schedules_of, steps, resume=None, eager=False):
 
 
 def several(optimizer):
-    """The rate, the weight decay and a moment's fading, all scheduled."""
+    """The rate, the weight decay and a moment's decay rate, all scheduled."""
     return [
         ours.CosineDecayLR(optimizer, 0.1, 0.01, 10),
         ours.LinearLR(optimizer, 0.0, 0.5, 5, param_group_key="weight_decay"),
@@ -285,7 +285,7 @@ def test_weight_decay_and_betas_follow_schedules_too(backend):
 
     traced, _ = train(backend, adam, several, 8)
     eager, _ = train(fl.backend("CPU"), adam, several, 8, eager=True)
-    # Adam's traced form computes 1 - beta^t in float32, which costs it 6e-8 / 1e-3 at first
+    # A traced Adam computes 1 - beta^t in float32: an error of 6e-8 / 1e-3 at first
     assert traced == pytest.approx(eager, rel=1e-4)
     assert traced != pytest.approx(train(fl.backend("CPU"), adam, lambda o: several(o)[:1], 8, eager=True)[0], rel=1e-2)
 

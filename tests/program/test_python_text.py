@@ -1,4 +1,4 @@
-"""`print(program)` is Python that runs and gives the same bits."""
+"""`print(program)` is Python code that runs and gives the same bits."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def deferred(build, policy="eager"):
 
 
 def executed(program, *inputs):
-    """The outputs of a Program, of what it prints."""
+    """The outputs of running a Program's printed text."""
     scope = program.scope()
     exec(str(program), scope)
     return scope["program"](*inputs)
@@ -127,7 +127,7 @@ def test_a_steps_text_computes_what_its_nodes_do(build, shape, tmp_path):
     ]
     kept = [tensor.clone() for tensor in given]
     found = executed(program, *given)
-    assert all(map(torch.equal, given, kept))  # what is written to is copied
+    assert all(map(torch.equal, given, kept))  # written inputs are copied
     replay = Replay()
     for value, tensor in zip(program.inputs.values(), given, strict=True):
         replay.buffers[value] = value.empty().copy_(tensor)
@@ -152,7 +152,7 @@ def test_a_steps_text_matches_eagers_step(tmp_path):
     program, batch = traced_program(build, (16, 8), tmp_path)
     torch.manual_seed(0)
     eager = build()
-    weights = {tuple(weight.shape): weight for weight in eager.parameters()}  # no two of one shape
+    weights = {tuple(weight.shape): weight for weight in eager.parameters()}  # all of different shapes
     given = []
     for label, value in program.inputs.items():
         lr = torch.tensor(0.1, dtype=value.dtype)

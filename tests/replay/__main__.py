@@ -1,11 +1,11 @@
-"""Check whether a code change affects what Firstloss makes of models: Programs, recipes, weights, StableHLO.
+"""Check whether a code change affects Firstloss's results for models: Programs, recipes, weights, StableHLO.
 
-    python -m tests.replay                          # the working tree against main, in some minutes
-    python -m tests.replay --against HEAD~3         # ... against another revision, or a file written before
-    python -m tests.replay --write before.json.gz   # only write down what the working tree makes
+    python -m tests.replay                          # the working tree against main, a few minutes
+    python -m tests.replay --against HEAD~3         # ... against another revision, or a recorded file
+    python -m tests.replay --write before.json.gz   # only record the working tree
     python -m tests.replay --size all               # every model of the zoos, an hour
 
-What differs is listed, each with the first lines that do; then the exit status is 1. A refactor differs in nothing.
+Prints each difference with its first differing lines; then the exit status is 1. A refactoring must not cause any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 8  # lines of a difference
 
 
 def record(source: Path, out: Path, arguments: list[str]) -> dict[str, str]:
-    """What the package in `source` makes, recorded in a process of its own."""
+    """The texts for the package in `source`, recorded in a separate process."""
     paths = [str(source), str(ROOT)]
     command = [sys.executable, "-m", "tests.replay.record", str(out), *arguments]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
@@ -41,7 +41,7 @@ def read(path: Path) -> dict[str, str]:
 
 
 def check_out(revision: str, folder: Path) -> Path:
-    """The `src` of a revision, with the compiled parts of the working tree whose sources are the same."""
+    """Check out the `src` of a revision, with the working tree's compiled extensions whose sources are the same."""
     archive = subprocess.run(["git", "archive", revision, "src"], check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], check=True, input=archive)
     for built in (ROOT / "src").rglob("*.so"):
@@ -57,7 +57,7 @@ def same_bytes(a: Path, b: Path) -> bool:
 
 
 def compare(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """What differs, in words."""
+    """The differences, in words."""
     told = [f"{name}: only before" for name in sorted(old.keys() - new.keys())]
     told += [f"{name}: only now" for name in sorted(new.keys() - old.keys())]
     for name in sorted(old.keys() & new.keys()):

@@ -1,8 +1,8 @@
 """Generate the table of `src/firstloss/rng/_erfinv_table.h`: `python -m tests.rng.fit_erfinv` prints it.
 
-erfinv(x) / x is even and smooth up to the singularities at 1 and -1. 1 - |x| is cut at the powers of two, and between
-them into four, which keeps each interval far from the singularity for its length; there the Chebyshev interpolation of
-degree 6 in t = |x| - centre is right to 2e-10.
+erfinv(x) / x is even and smooth up to the singularities at 1 and -1. 1 - |x| is split at the powers of two, and each
+part into four, so that each interval is far from the singularity relative to its length; there the Chebyshev
+interpolation of degree 6 in t = |x| - centre is accurate to 2e-10.
 """
 
 from pathlib import Path
@@ -29,14 +29,14 @@ def ratio(x):
 def fit(low, high, centre):
     """Coefficients in |x| - centre, on low <= |x| <= high."""
     if centre == 0:
-        low = -high  # an even function: let the fit know
+        low = -high  # an even function: tell the fit
     nodes = (np.cos(np.pi * (np.arange(64) + 0.5) / 64) + 1) / 2 * (high - low) + low
     fitted = Chebyshev.fit(nodes - centre, ratio(nodes), DEGREE, domain=[low - centre, high - centre])
     return fitted.convert(kind=Polynomial).coef
 
 
 def table():
-    """float32 numbers, of shape (10, 32): a row of ROWS, a column of an interval."""
+    """float32 numbers, of shape (10, 32): a row of ROWS, a column per interval."""
     found = np.zeros((len(ROWS), OCTAVES * PARTS), np.float32)
     for octave in range(OCTAVES):
         for part in range(PARTS):
@@ -54,7 +54,7 @@ def table():
 
 
 def largest_error(x):
-    """Of the table in float64 at the numbers x, 0 <= x <= 1 - 2^-8: in distances of float32 numbers at most."""
+    """The table's largest error, computed in float64 at the numbers x, 0 <= x <= 1 - 2^-8, in float32 spacings."""
     numbers = table().astype(np.float64)[:, place(np.minimum(1 - x, 1 - 2.0**-24))]
     t = x - numbers[0]
     found = numbers[-1]

@@ -1,4 +1,4 @@
-"""The counter policy: slices match the whole, keys and seeds differ, and numbers have their distribution."""
+"""The counter policy: slices match the whole, keys and seeds differ, and the distributions are correct."""
 
 import hashlib
 import math
@@ -43,7 +43,7 @@ def test_values_match_a_computation_by_hand():
 
 
 def test_values_never_change():
-    """Weights made by an earlier version have to be made again by a later one, on any machine."""
+    """Later versions must reproduce the weights of an earlier one, on any machine."""
     digest = hashlib.sha256()
     for fill in FILLS:
         digest.update(fill(2**63 + 12345, 2**40 + 1, 2**34 - 7, 100_000, -0.25, 0.75).astype("<f4").tobytes())
@@ -51,7 +51,7 @@ def test_values_never_change():
 
 
 def test_normals_are_accurate():
-    """Two units in the last place of the radius and of the sine, and 24 bits of angle, make 5e-7 at most."""
+    """Two units in the last place of the radius and of the sine, and 24 bits of angle, give at most 5e-7."""
     bits = philox.words(3, np.arange(75_000), 17).astype(np.float64) // 256 * 2.0**-24
     radius = np.sqrt(-2 * np.log(bits[:, 0::2] + 2.0**-24))
     angle = 2 * np.pi * bits[:, 1::2] - np.pi / 4
@@ -98,7 +98,7 @@ def test_xla_gives_the_same_words_and_uniforms_and_close_normals():
     assert np.array_equal(words, philox.words(3, np.arange(75_000), 17))
     assert np.array_equal(uniforms, WHOLE[counter.uniform][0::4])
     ours = WHOLE[counter.normal].reshape(-1, 4)[:, :2]
-    # XLA fuses multiplications with additions: last bits of logarithm, sine and cosine.
+    # XLA fuses multiplications with additions, which changes the last bits of logarithm, sine and cosine.
     assert (np.abs(normals - ours) <= 4 * np.spacing(np.abs(ours))).all()
 
 

@@ -1,4 +1,4 @@
-"""The layout of CUDA's random stream: against a simulation of the kernel's loops, and against numbers from GPUs."""
+"""The layout of CUDA's random stream, against a simulation of the kernel's loops and against values from GPUs."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ SMALL = GpuProperties(2, 1024)
 
 
 def kernel(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
-    """The launch as its threads run it: element -> (subsequence, offset, lane), and the blocks each thread takes."""
+    """The launch as its threads run it: element -> (subsequence, offset, lane), and how many blocks each thread takes."""
     grid = min(device.multi_processor_count * (device.max_threads_per_multi_processor // 256), (numel + 255) // 256)
     stride = 256 * grid
     rounded = ((numel - 1) // (stride * lanes) + 1) * stride * lanes
@@ -40,7 +40,7 @@ def test_the_layout_matches_the_kernel(numel, dtype):
 
 
 def by_lane(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
-    """`kernel`, as pull request 194828 launches it."""
+    """`kernel` as changed by pull request 194828."""
     resident = device.multi_processor_count * (device.max_threads_per_multi_processor // 256)
     threads = 256 * min(resident, -(-numel // (256 * lanes)))
     made = {e: (e % threads, 4 * (e // threads // lanes), e // threads % lanes) for e in range(numel)}
@@ -62,13 +62,13 @@ def test_the_proposed_layout_matches_its_kernel(numel, dtype):
 
 @given(st.integers(1, 1 << 40), st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(1, 200))
 def test_both_layouts_advance_the_generator_equally(numel, dtype, processors):
-    """So a fill can be recorded before it is known which of the two this PyTorch has."""
+    """So a fill can be recorded before it is known which layout this PyTorch uses."""
     device = GpuProperties(processors, 2048)
     assert advance(numel, device, 16, dtype) == advance(numel, device, 16, dtype, by_lane=True)
 
 
 def halved(begin: int, numel: int, size: int) -> list[tuple[int, int]]:
-    """TensorIterator's SplitUntil32Bit: a stack, of whose top the first half is taken off until 32 bits index it."""
+    """TensorIterator's SplitUntil32Bit: a stack, whose top is halved until it can be indexed with 32 bits."""
     stack, found = [(begin, numel)], []
     while stack:
         begin, numel = stack.pop()
@@ -102,7 +102,7 @@ def uniform_block(block: np.ndarray) -> np.ndarray:
 
 
 def test_uniforms_match_those_of_gpus():
-    # torch.manual_seed(0); torch.rand(4, device="cuda"): a fill this small has one lane of each thread.
+    # torch.manual_seed(0); torch.rand(4, device="cuda"): a fill this small uses one lane of each thread.
     places = [place(i, 4, V100) for i in range(4)]
     found = [uniform_block(words(0, p.subsequence, p.offset))[p.lane] for p in places]
     assert np.allclose(found, [0.3990, 0.5167, 0.0249, 0.9401], atol=5e-5)

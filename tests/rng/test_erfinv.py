@@ -26,7 +26,7 @@ def bits(tensor):
 
 
 def answered(numbers, margin):
-    """What the kernel makes of `numbers`, and of which of them it answers."""
+    """The kernel's results for `numbers`, and a mask of those for which it gives one."""
     found, buffers = numbers.clone(), HardCaseBuffers(len(numbers))
     count = native.erfinv(found.data_ptr(), len(found), buffers.hard_cases(margin))
     sure = torch.ones(len(numbers), dtype=torch.bool)
@@ -37,7 +37,7 @@ def answered(numbers, margin):
 
 @trusted_only
 def test_all_uniforms_match_torch():
-    """All that `uniform_(-1, 1)` can draw; half the doubt that the engine allows would do."""
+    """All values that `uniform_(-1, 1)` can draw; half of the engine's margin suffices."""
     numbers = torch.arange(1 << 24, dtype=torch.float32) * 2**-23 - 1
     found, sure = answered(numbers, ROUNDING_MARGIN / 2)
     assert torch.equal(bits(found[sure]), bits(numbers.erfinv()[sure]))
@@ -49,7 +49,7 @@ def test_all_uniforms_match_torch():
 @given(st.integers(0, 2**32), st.integers(0, 70))
 def test_any_numbers_match_torch(seed, count):
     numbers = torch.empty(40 * count, dtype=torch.int32).random_(generator=torch.Generator().manual_seed(seed))
-    numbers = torch.cat([numbers * 2 + 1, numbers]).view(torch.float32)  # of both signs; some of them are none
+    numbers = torch.cat([numbers * 2 + 1, numbers]).view(torch.float32)  # of both signs; some are NaN
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, 1e-44, -1e-30, torch.inf, -torch.inf, torch.nan])
     numbers = torch.cat([numbers[:count], special, numbers.clamp(-1, 1)])
     found, sure = answered(numbers, ROUNDING_MARGIN)
@@ -62,7 +62,7 @@ def test_a_smaller_doubt_interval_leaves_fewer_numbers():
     numbers = torch.empty(50_000).uniform_(-0.99, 0.99)
     margins = [1 / 4, 1 / 16, 1 / 64]
     left = [(~answered(numbers, margin)[1]).float().mean().item() for margin in margins]
-    # what lies within `margin` of a middle, on both sides; 4 standard deviations of a mean of 50,000
+    # values within `margin` of a midpoint, on both sides; 4 standard deviations of a mean of 50,000
     assert all(abs(found - 2 * margin) < 0.01 for found, margin in zip(left, margins, strict=True))
 
 
@@ -94,7 +94,7 @@ def test_a_fused_draw_matches_torch(seed, drawn, count, misaligned, interval, fi
 
 
 def test_the_table_is_up_to_date():
-    """And the fit is closer to the truth than the doubt that the engine allows; the rest of it is for rounding."""
+    """And the fit's error is below half of the engine's margin; the rest is for rounding."""
     written = fit_erfinv.written(fit_erfinv.table()).split()
     with open(fit_erfinv.PATH) as file:
         kept = file.read().split()
@@ -103,7 +103,7 @@ def test_the_table_is_up_to_date():
         if not theirs.endswith("f,"):
             assert ours == theirs
             continue
-        # float64 libraries differ in last bits, and with them what is left below float32: the lower halves (by 1.2e-13
-        # between two processors, of coefficients of up to 1)
+        # float64 libraries differ in the last bits, and so do the errors below float32, the lower halves (by 1.2e-13
+        # between two processors, for coefficients of up to 1)
         assert float.fromhex(ours[:-2]) == pytest.approx(float.fromhex(theirs[:-2]), rel=1e-4, abs=1e-12)
     assert fit_erfinv.largest_error(np.linspace(0, 1 - 2**-8, 20_001)) < ROUNDING_MARGIN / 2

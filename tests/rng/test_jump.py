@@ -1,4 +1,4 @@
-"""Jumps against plain drawing, and the characteristic polynomial against Berlekamp-Massey."""
+"""Jumps against drawing one by one, and the characteristic polynomial against Berlekamp-Massey."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ FAR = extend(WINDOW, 300_000)
 
 
 def to_powers_of_t(residue: int) -> int:
-    """A polynomial in base Y written out: bit e stands for t^e."""
+    """A polynomial in base Y, expanded: bit e stands for t^e."""
     out = 0
     for k in range(32, -1, -1):
         out = out << 623 ^ out << 396 ^ residue >> 623 * k & (1 << 623) - 1
@@ -71,7 +71,7 @@ def test_powers_of_t_multiply(n):
 
 
 def test_a_jump_by_the_period_is_the_identity():
-    # 2^19937 - 1 is prime, so t has that order exactly if t^(2^19937) = t: 19,937 squarings, an end-to-end check.
+    # 2^19937 - 1 is prime, so t has that order exactly if t^(2^19937) = t: 19,937 squarings as an end-to-end check.
     residue = power(2)
     for _ in range(19937 - 1):
         residue = jumps._reduce(jumps._square(residue))

@@ -1,4 +1,4 @@
-"""The native kernels are bit-identical to torch's, generator included."""
+"""The native kernels are bit-identical to torch's, generator state included."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ from firstloss.compat.cpu_fills import uniform_leaves_out_end
 from firstloss.engine import sampler
 from firstloss.rng import Position, Stream, native
 
-# PyTorch has a kernel for each kind of CPU; ours are the one for AVX2, and with another they are not used.
+# PyTorch has a kernel for each kind of CPU; ours match the AVX2 one, and are not used with another.
 pytestmark = [
     pytest.mark.skipif(
         not native.available(), reason="no native kernels: build them with python setup.py build_ext --inplace"
@@ -35,7 +35,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def both(kind, generator, counts, first, second, width=None, misaligned=0):
-    """Fills of `counts` elements one after another, made natively and by torch: two lists of tensors, two states."""
+    """Fills of `counts` elements one after another, natively and by torch: two lists of tensors, two states."""
     cursor = native.Cursor(generator.get_state().numpy(), width)
     ours = [torch.full((count + misaligned,), torch.nan)[misaligned:] for count in counts]
     for tensor in ours:
@@ -48,7 +48,7 @@ def same(ours, theirs, our_state, their_state) -> bool:
     return all(map(torch.equal, map(bits, ours), map(bits, theirs))) and our_state.tobytes() == their_state.tobytes()
 
 
-# What matters: where in a block of 624 words a fill begins, where it ends, and the remainder modulo 16.
+# What matters: where in a block of 624 words a fill begins and ends, and the remainder modulo 16.
 places = st.integers(0, 2000)
 normal_counts = st.one_of(st.integers(16, 700), st.integers(16, 20_000))
 uniform_counts = st.one_of(st.integers(1, 700), st.integers(1, 20_000))
@@ -77,7 +77,7 @@ def test_any_mean_and_deviation_match_torch(mean, std, width):
     assert same(*both("normal", seeded(5), [1003], mean, std, width))
 
 
-# Before PyTorch 2.12 the kernels are not trusted (`engine/sampler.py`), since the end stays there.
+# Before PyTorch 2.12 the kernels are not used (`engine/sampler.py`), since the end of the interval is not excluded.
 end_is_left_out = pytest.mark.skipif(not uniform_leaves_out_end(), reason="this PyTorch's uniforms may be the end")
 
 
@@ -98,14 +98,14 @@ def test_any_interval_matches_torch(low, length, width):
 def test_uniforms_that_round_up_to_the_end_match_torch():
     ours, theirs, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
     assert same(ours, theirs, *states)
-    # The interval holds four floats; the eighth of all uniforms that rounds to its end comes back at its beginning.
+    # The interval holds four floats; an eighth of all uniforms round to its end, which wraps to its beginning.
     assert ours[0].max() == 2.0**23 + 3
     assert 0.24 < (ours[0] == 2.0**23).float().mean() < 0.26
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_large_fills_match_torch(width):
-    """Some millions, so that nearly all of the 2^24 radii and angles are met once."""
+    """A few million elements, which include nearly all of the 2^24 radii and angles."""
     for seed in range(2):
         assert same(*both("normal", seeded(seed), [(1 << 22) + 5], 0.0, 1.0, width))
 
@@ -173,14 +173,14 @@ def test_columns_match_torch(kind, drawn, widths, rows, dtype, width):
     assert cursor.state().tobytes() == generator.get_state().numpy().tobytes()
 
 
-# PyTorch before 2.12 drew other bfloat16 normals, and there ours are not used.
+# PyTorch before 2.12 drew other bfloat16 normals; there ours are not used.
 in_bfloat16 = pytest.mark.skipif(
     not sampler.bfloat16_trusted(), reason="PyTorch's bfloat16 kernels are not those that ours repeat"
 )
 
 
 def both_in_bfloat16(kind, generator, counts, first, second, width=None, misaligned=0):
-    """As `both`."""
+    """Like `both`."""
     cursor = native.Cursor(generator.get_state().numpy(), width)
     ours = [torch.full((n + misaligned,), torch.nan, dtype=torch.bfloat16)[misaligned:] for n in counts]
     theirs = [torch.empty(n, dtype=torch.bfloat16) for n in counts]
@@ -214,14 +214,14 @@ def test_any_numbers_in_bfloat16_match_torch(first, second, width):
 @in_bfloat16
 @pytest.mark.parametrize("width", WIDTHS)
 def test_large_bfloat16_fills_match_torch(width):
-    """Some millions, among them those that are rounded up to the end of the interval."""
+    """A few million elements, some of which round up to the end of the interval."""
     assert same(*both_in_bfloat16("normal", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3))
     ours, theirs, *states = both_in_bfloat16("uniform", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3)
     assert same(ours, theirs, *states)
-    assert (ours[0] == 0).float().mean() > 1e-3  # of the 24 bits' zeros alone there would be 6e-8
+    assert (ours[0] == 0).float().mean() > 1e-3  # the zeros of the 24 bits alone would be 6e-8
     before = torch.full((48,), 7, dtype=torch.int16)
     native.Cursor(seeded(3).get_state().numpy()).normal_bfloat16(before[16:].data_ptr(), 17, 0.0, 1.0)
-    assert before[:16].eq(7).all() and before[33:].eq(7).all()  # nothing beside the tensor is written
+    assert before[:16].eq(7).all() and before[33:].eq(7).all()  # nothing outside the tensor is written
 
 
 @settings(max_examples=80)
@@ -234,7 +234,7 @@ def test_large_bfloat16_fills_match_torch(width):
     st.sampled_from(WIDTHS),
 )
 def test_selected_normals_match_torch(seed, drawn, count, numbers, bounds, width):
-    """Those outside the bounds, found by one cursor and made by another: the rest of the draw is only gone through."""
+    """Normals outside the bounds, found by one cursor and computed by another; the rest of the draw is skipped."""
     ours, theirs, after, expected_after = both("normal", seeded(seed, drawn), [count], *numbers, width)
     low, high = (float(torch.tensor(numbers[0] + numbers[1] * bound)) for bound in bounds)
     expected = ((theirs[0] < low) | (theirs[0] > high)).nonzero().view(-1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from firstloss.rng import Position, Stream, words_drawn
 
-# Bounds beyond a floating dtype's precision warn; they are here because the range decides how many words are drawn.
+# Bounds beyond a floating dtype's precision warn; they are included because the range decides how many words are drawn.
 pytestmark = pytest.mark.filterwarnings("ignore:.*out of bounds")
 
 SIZES = [0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 100, 1000, 65537]
@@ -20,7 +20,7 @@ SIGNED = ["int8", "int16", "int32", "int64"]
 INTEGERS = ["uint8", *SIGNED]
 Fill = Callable[[torch.Tensor, torch.Generator], object]
 
-# (name in the table, dtypes, what to do with a tensor, the plain arguments)
+# (name in the table, dtypes, the operation on a tensor, its arguments)
 FILLS: list[tuple[str, list[str], Fill, dict]] = [
     ("uniform", FLOATS + COMPLEX, lambda t, g: t.uniform_(generator=g), {}),
     ("uniform", FLOATS, lambda t, g: t.uniform_(-3, 5, generator=g), {"from_": -3.0, "to": 5.0}),
@@ -83,7 +83,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def check_stands_where_predicted(
     stream: Stream, drawn: words_drawn.WordsDrawn | None, generator: torch.Generator
 ) -> None:
-    """The generator draws on as a fresh one put at the predicted position, and its state is the same bytes."""
+    """The generator continues like a fresh one at the predicted position, and its state has the same bytes."""
     assert drawn is not None
     predicted = words_drawn.advance(stream.start, drawn)
     state = torch.from_numpy(stream.state_at(predicted))
@@ -223,7 +223,7 @@ def test_unproved_operations_have_no_rule(op, dtype, args):
 
 
 def test_sequences_draw_what_the_table_says():
-    """Ops that leave and take the spare normal, one after the other, recorded as positions only."""
+    """Operations that leave or use the cached normal, one after another, recorded only as positions."""
     generator = seeded(False)
     stream = Stream.from_state(generator.get_state().numpy())
     position = stream.start
@@ -242,7 +242,7 @@ def test_sequences_draw_what_the_table_says():
 def split(
     fill: Fill, op: str, dtype: str, args: dict, numel: int, cuts: list[int], seed: int, spare: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A fill of `numel` elements whole, and in pieces between the cuts, the last piece first."""
+    """A fill of `numel` elements as a whole, and in pieces between the cuts, the last piece first."""
     generator = seeded(spare, seed)
     stream = Stream.from_state(generator.get_state().numpy())
     whole = torch.zeros(numel, dtype=getattr(torch, dtype))

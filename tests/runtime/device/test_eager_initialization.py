@@ -13,7 +13,7 @@ from tests.small_training import training_step
 
 
 def on_host(tensors):
-    """The bytes of `tensors` that the host holds, edits that are under way included."""
+    """The bytes of `tensors` in host memory, pending edits included."""
     total = 0
     for t in tensors:
         if type(t) is not DeferredTensor:
@@ -24,7 +24,7 @@ def on_host(tensors):
 
 
 class Block(nn.Module):
-    """Two layers and a weight of its own, which it fills after its layers are there."""
+    """Two layers and a weight of its own, which is filled after its layers."""
 
     made: list = []
     most = 0
@@ -171,7 +171,7 @@ def loaded(model):
 
 @pytest.mark.parametrize("change", [converted, loaded])
 def test_weights_can_be_swapped_during_construction(change, backend):
-    """`torch.utils.swap_tensors` refuses tensors that somebody refers to weakly."""
+    """`torch.utils.swap_tensors` refuses tensors that have weak references."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         torch.manual_seed(0)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine")
 @pytest.mark.parametrize("first", ["eager", "compiled"])
 def test_weights_are_made_in_xlas_memory_and_donated_from_there(first):
-    """By kernels of ours; the first loss by PyTorch's, in the same memory."""
+    """Firstloss's kernels compute the weights, and PyTorch's the first loss, in the same memory."""
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command = [sys.executable, "-m", "tests.runtime.device.simulated_gpu", first]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
@@ -50,7 +50,7 @@ def test_without_a_gpu_nothing_is_made_there():
 
 
 class Attends(nn.Module):
-    """Tensors that the forward pass makes, with a device and without, and attention."""
+    """The forward pass creates tensors, with and without a device, and uses attention."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Attends(nn.Module):
 
 
 def test_all_of_a_first_loss_is_computed_on_its_device(tmp_path, monkeypatch):
-    """On the meta device in a GPU's place: no kernel there takes a tensor of another, and no result is elsewhere."""
+    """With the meta device in place of the GPU: no kernel gets tensors on two devices, and every result is on it."""
     seen, attempt = [], first_loss.FirstLoss.attempt
     monkeypatch.setattr(
         first_loss.FirstLoss, "attempt", lambda self, *given: seen.append(self) or attempt(self, *given)

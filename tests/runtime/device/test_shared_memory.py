@@ -1,7 +1,7 @@
-"""The memory of a tensor on the backend, accessed past PyTorch's dispatcher, is as in eager PyTorch.
+"""Access to the memory of a tensor on the backend without PyTorch's dispatcher behaves as in eager PyTorch.
 
-Each case runs one program eagerly and on the backend: who gets at the memory of a tensor (a way), of what kind, when,
-and goes on to look at it and edit it between steps.
+Each case runs one program eagerly and on the backend: code accesses a tensor's memory in one of several ways, for one
+kind of tensor, at some time, and keeps reading and editing it between steps.
 """
 
 import copy
@@ -25,11 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 NUMPYS = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.int16, torch.int64: np.int64}
 
 
-# -- ways to get at the memory of a tensor: each gives an array of numpy's on it --------------------------------------
+# -- ways to access a tensor's memory: each returns a NumPy array of it
+# -------------------------------------------------
 
 
 def _at(address, like):
-    """An array on raw memory, laid out as `like`: what C++ would do with a pointer."""
+    """An array at a raw address, laid out like `like`: as C++ would use a pointer."""
     kind = np.dtype(NUMPYS[like.dtype])
     if not like.numel():
         return np.empty(tuple(like.shape), kind)
@@ -40,7 +41,7 @@ def _at(address, like):
 
 
 def _bits(t):
-    """What numpy takes of it."""
+    """The tensor in a dtype that NumPy supports."""
     return t.view(torch.int16) if t.dtype == torch.bfloat16 else t
 
 
@@ -82,7 +83,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.big = nn.Parameter(torch.randn(160, 128))  # more than 64 KiB: memory of the device's own
+        self.big = nn.Parameter(torch.randn(160, 128))  # more than 64 KiB: memory owned by the device
         self.small = nn.Parameter(torch.randn(4, 3))
         self.column_major = nn.Parameter(torch.randn(3, 5).t())
         self.big_column_major = nn.Parameter(torch.randn(128, 160).t())
@@ -155,7 +156,7 @@ def close(ours, theirs, what=""):
 
 
 def _edit(held):
-    """An edit through numpy, of what can be edited."""
+    """Edit writable arrays through NumPy."""
     if held.size and held.flags.writeable and 0 not in held.strides:
         held[...] = (
             held + 3
@@ -165,7 +166,7 @@ def _edit(held):
 
 
 def program(run, way, moment):
-    """What somebody sees who takes hold of memory of all kinds at `moment`, keeps it, and edits it between steps."""
+    """The values seen by code that gets memory of all kinds at `moment`, keeps it, and edits it between steps."""
     if moment != "before the first step":
         loss = run.step(run.x)
         if moment == "between steps":
@@ -178,7 +179,7 @@ def program(run, way, moment):
 
     look("when it was taken")
     run.step(run.x)
-    look("after a step")  # which may be under way
+    look("after a step")  # which may still be running
     for kind, array in held.items():
         _edit(array)
         seen.append((f"{kind}, by PyTorch, edited", _bits(KINDS[kind](run.model)).clone().numpy()))
@@ -208,11 +209,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def backend(folder):
-    """A backend that compiles what all tests compile once."""
+    """A backend that compiles everything that the tests share once."""
     return fl.backend("XLA", artifact_dir=folder)
 
 
-# One way at each moment, and each of the others at one.
+# One way at each time, and each of the others at one time.
 OFTEN = [(way, MOMENTS[n % 3]) for n, way in enumerate(WAYS)] + [("numpy", moment) for moment in MOMENTS]
 
 
@@ -236,7 +237,7 @@ def test_numpy_and_pointers_show_the_weights_own_memory(backend, way, moment):
 
 
 class Tied(nn.Module):
-    """Weights that share memory, whole and in part, and one that is laid out otherwise."""
+    """Weights that share memory, fully and in part, and one with another layout."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +258,7 @@ class Tied(nn.Module):
 def trained(backend=None, steps=3):
     run = Run(backend, lambda p: torch.optim.AdamW(p, 0.01), Tied)
     for _ in range(steps):
-        run.step(run.x)  # the last is under way
+        run.step(run.x)  # the last step is still running
     return run
 
 
@@ -319,7 +320,7 @@ def test_saved_values_are_current(backend, tmp_path, saver):
     loaded = SAVERS[saver](run.model.state_dict(), tmp_path)
     for name, value in loaded.items():
         assert torch.equal(value, run.model.state_dict()[name].clone().to(value.dtype)), name
-    run.step(run.x).item()  # a copy stays what it was
+    run.step(run.x).item()  # a copy is unchanged
     assert not torch.equal(loaded["middle.weight"], run.model.middle.weight.detach().clone())
     again = SAVERS[saver](run.model.state_dict(), tmp_path)
     for name, value in again.items():
@@ -414,7 +415,7 @@ def test_transformers_save_pretrained_round_trips(backend, tmp_path, tied):
         assert losses[-1] == pytest.approx(step(tokens).item(), rel=1e-5)
 
 
-# -- memory that others hold when a model comes to the backend --------------------------------------------------------
+# -- memory with other owners when a model is moved to the backend -----------------------------------------------------
 
 
 def _numpy_parameter():
@@ -562,11 +563,11 @@ def test_memory_shared_before_stays_shared(backend, held, where):
         close(a, b, f"look {i}")
 
 
-# -- `weight.data = ...` and `set_`: another memory -------------------------------------------------------------------
+# -- `weight.data = ...` and `set_`: other memory ----------------------------------------------------------------------
 
 
 def _swap_for_evaluation(m, held):
-    """What exponential moving averages are swapped in by."""
+    """How exponential moving averages are swapped in."""
     backup = m.small.data
     m.small.data = torch.full((4, 3), 0.5)
     held += [m.small.detach().clone(), backup.clone()]
@@ -718,7 +719,7 @@ def test_a_step_can_use_a_weight_and_a_real_alias(backend, view, write):
 
 @pytest.mark.parametrize("begin, end", [(0, 20), (5, 20), (0, 10), (5, 10)])
 def test_a_step_can_use_memory_that_contains_a_weight(backend, begin, end):
-    """Right if all of the tensor is the weight's, an error if it is partly so."""
+    """Supported if the weight covers the whole tensor, an error if it covers a part."""
     run = Run(backend)
     vector = torch.arange(30.0) / 30
     run.model.small.data = vector[3:15].view(4, 3)
@@ -738,7 +739,7 @@ def test_a_step_can_use_memory_that_contains_a_weight(backend, begin, end):
                 step(run.x)
 
 
-# -- what it costs, and how long it lasts -----------------------------------------------------------------------------
+# -- cost and lifetime -------------------------------------------------------------------------------------------------
 
 
 def test_released_memory_returns_to_the_device(backend):
@@ -753,7 +754,7 @@ def test_released_memory_returns_to_the_device(backend):
         run.step(run.x)
         run.step(run.x)
         assert not run.model.big._storage.resident.is_exported
-        assert run.model.big._storage.resident.current is not None  # what the next step takes, without a question
+        assert run.model.big._storage.resident.current is not None  # the fast path of the next step
     address = run.model.big.data_ptr()
     for _ in range(3):
         run.step(run.x)
@@ -762,12 +763,12 @@ def test_released_memory_returns_to_the_device(backend):
 
 
 class Deep(nn.Module):
-    """So many alike layers that the step is cut into segments, whose first loss comes before the update."""
+    """So many identical layers that the step is split into segments, whose first loss comes before the update."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*[nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 48), nn.GELU()) for _ in range(24)])
-        self.double()  # float32 would carry what sums in another order make of it through all layers
+        self.double()  # float32 would amplify rounding differences through the layers
 
     def forward(self, x):
         return (self.layers(torch.linspace(-1, 1, 48, dtype=torch.float64) * x) - 1).square().mean()
@@ -871,7 +872,7 @@ def test_memory_can_be_shared_between_processes(backend):
     assert not np.array_equal(seen, before.numpy())
 
 
-# -- as eager refuses -------------------------------------------------------------------------------------------------
+# -- errors as in eager PyTorch ----------------------------------------------------------------------------------------
 
 REFUSED = {
     "numpy": lambda t: t.numpy(),
@@ -893,7 +894,7 @@ def test_accesses_that_eager_refuses_are_refused(backend, what):
 
 
 def test_c_code_gets_no_null_pointer(backend):
-    """C++ that is handed the tensor itself; there is nothing to hook."""
+    """C++ that gets the tensor itself, which cannot be intercepted."""
     tensor = Run(backend).model.small
     for take in (torch._C.TensorBase.data_ptr, torch._C._to_dlpack):
         with pytest.raises(RuntimeError, match="data pointer"):
@@ -913,7 +914,7 @@ def test_c_code_gets_a_materialized_tensor():
     assert torch.equal(tensor, expected)
 
 
-# -- deferred, and on no backend --------------------------------------------------------------------------------------
+# -- deferred, without a backend ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)

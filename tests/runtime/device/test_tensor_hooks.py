@@ -1,5 +1,5 @@
-"""Hooks of tensors that move: to the backend, or from a deferred value to a real one. Below the Python object the
-tensor is then another, and `register_hook` tells autograd of a table of hooks only when it makes the table."""
+"""Hooks of tensors that move to the backend or are materialized. The C++ tensor under the Python object is then
+replaced, and `register_hook` passes its dict of hooks to autograd only when it creates the dict."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ REGISTER = {
         lambda p: (told.append("p"), p.grad.mul_(0.5)) and None
     ),
 }
-# What is done before the tensor moves: nothing; a hook put there and taken away; one that stays.
+# Before the tensor moves: nothing; a hook registered and removed; a hook that stays.
 BEFORE = {
     "": lambda register, p, told: None,
     "removed": lambda register, p, told: register(p, told).remove(),
@@ -86,7 +86,8 @@ def test_a_hook_registered_after_materialization_runs(kind, before):
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
-    """What hooks use is known before they run: the second is registered when the first has kept some."""
+    """The objects that hooks use are known before they run: the second hook is registered after the first has stored
+    some."""
 
     def run(backend):
         torch.manual_seed(0)

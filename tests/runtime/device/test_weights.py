@@ -1,4 +1,4 @@
-"""Weights on the backend are tensors: everything that can be done to eager ones between steps works."""
+"""Weights on the backend are tensors: between steps they support all operations of eager ones."""
 
 import copy
 import io
@@ -12,7 +12,7 @@ from torch import nn
 import firstloss as fl
 from tests import compiled_steps
 
-# In float64, so that what is compared differs by no more than the order of sums, after steps of training too.
+# In float64, so that results differ only by the order of sums, also after training steps.
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4).sin()
 Y = torch.linspace(0, 1, 6, dtype=torch.float64).reshape(3, 2)
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model that is trained, by a traced step or eagerly."""
+    """A model trained by a traced step or eagerly."""
 
     def __init__(self, backend=None, optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9), before=False, make=Net):
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ class Run:
 
 
 def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)  # float64, and some ten steps
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)  # float64, about ten steps
 
 
 def same(ours, theirs):
@@ -74,7 +74,7 @@ def same(ours, theirs):
 
 @pytest.fixture(params=[False, True], ids=["optimizer after compile", "optimizer before compile"])
 def runs(request, backend):
-    """The same training, on the backend and eagerly, two steps on."""
+    """The same training, on the backend and eagerly, after two steps."""
     ours, theirs = Run(backend, before=request.param), Run(before=request.param)
     close(ours.train(), theirs.train())
     return ours, theirs
@@ -316,7 +316,7 @@ def test_averaged_weights_match_eager(backend):
     close(*averages)
 
 
-# -- eager work outside of a step -------------------------------------------------------------------------------------
+# -- eager work outside a step -----------------------------------------------------------------------------------------
 
 
 def test_eager_and_traced_steps_can_alternate(runs):
@@ -360,16 +360,16 @@ def test_an_update_uses_existing_gradients(eager_backward, backend):
         for n in range(4):
             run.losses.append(backward(X).item())
             for p in run.model.parameters():
-                p.grad = p.grad * (n + 1)  # another tensor than the step left
+                p.grad = p.grad * (n + 1)  # a different tensor from the step's
             update()
     close(ours.losses, theirs.losses)
     assert same(ours, theirs)
 
 
 def test_gradients_of_any_layout_are_used(backend, traced):
-    """That of a Linear's weight is a product transposed, whichever step leaves it: the update is not traced again.
+    """The gradient of a Linear's weight is a transposed product, in any step: the update is not retraced.
 
-    One that is put in its place may lie otherwise: `hidden.weight` is square, so no shape would tell.
+    A replaced gradient may have another layout: `hidden.weight` is square, so the shape does not show it.
     """
     ours, theirs = Run(backend), Run()
     updates = []
@@ -398,7 +398,7 @@ def test_gradients_of_any_layout_are_used(backend, traced):
         theirs.optimizer.step()
         theirs.optimizer.zero_grad()
         assert same(ours, theirs)
-    assert updates[2:4] == [0, 0]  # momentum is made at the first
+    assert updates[2:4] == [0, 0]  # momentum is created in the first step
 
 
 # -- several models, several runs -------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def test_weights_assigned_in_the_step_match_eager(backend):
 
 
 def test_one_step_can_train_two_models(backend):
-    """As adversarial training does."""
+    """As in adversarial training."""
 
     def losses(on):
         torch.manual_seed(0)
@@ -473,5 +473,5 @@ def test_one_step_can_train_two_models(backend):
         step = fl.trace(one) if on else one
         return [[value.item() for value in step(X)] for _ in range(4)]
 
-    # Adam's step count is a float32 tensor in a compiled step, from which its corrections are computed
+    # Adam's step count is a float32 tensor in a compiled step, and bias corrections are computed from it
     torch.testing.assert_close(losses(True), losses(False), rtol=1e-5, atol=0)
