@@ -12,7 +12,7 @@ SMALL = GpuProperties(2, 1024)
 
 
 def kernel(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tuple[int, int, int]], int]:
-    """The launch as its threads run it: element -> (subsequence, offset, lane), and how many blocks each thread takes."""
+    """The launch as its threads run it: element -> (subsequence, offset, lane), and each thread's number of blocks."""
     grid = min(device.multi_processor_count * (device.max_threads_per_multi_processor // 256), (numel + 255) // 256)
     stride = 256 * grid
     rounded = ((numel - 1) // (stride * lanes) + 1) * stride * lanes

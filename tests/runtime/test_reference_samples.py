@@ -1,4 +1,4 @@
-"""The samples in the reference systems' documentation run unchanged, and the limits they state are lifted.
+"""The samples in the reference systems' documentation run unchanged, and the limits that it states are lifted.
 
 | what they admit | shown by |
 | --- | --- |
@@ -44,11 +44,11 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the samples' backends have the default artifact_dir
+    monkeypatch.chdir(tmp_path)  # the samples' backends use the default artifact_dir
 
 
 def run(sample, **names):
-    """Run a sample; returns what it defines. It has a file, so that errors can cite its lines."""
+    """Run a sample; returns its globals. It is a file, so that errors can cite its lines."""
     with open("sample.py", "w") as file:
         file.write(sample)
     namespace = {"cstorch": cstorch, "torch": torch, "F": F, **names}
@@ -82,13 +82,13 @@ def test_the_assert_that_will_fail_holds():
     first, rest = THE_ASSERT_THAT_WILL_FAIL.split("with backend.device:")
     torch.manual_seed(0)
     made = run(first, **made)
-    torch.manual_seed(0)  # both from the same seed; eager PyTorch would need it as well
+    torch.manual_seed(0)  # both from the same seed, as eager PyTorch would need too
     made = run("with backend.device:" + rest, **made)
     assert torch.equal(made["cpu_model"].w2, made["model"].w2.to("cpu"))
 
 
 def test_the_constructor_is_the_specification():
-    """From randn stand-ins a language model's first loss would be ten times what the constructor's weights give."""
+    """With randn stand-ins a language model's first loss would be ten times that of the constructor's weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -96,11 +96,11 @@ def test_the_constructor_is_the_specification():
     compiled = cstorch.compile(made["model"], made["backend"])
     tokens = torch.arange(64).reshape(2, 32)
     loss = cstorch.trace(lambda batch: compiled(input_ids=batch, labels=batch).loss)(tokens).item()
-    assert abs(loss - math.log(128)) < 0.1  # a model that knows nothing; randn gives some 20
+    assert abs(loss - math.log(128)) < 0.1  # an untrained model; with randn about 20
 
 
 def trained(model, backend=None, make=lambda p: torch.optim.SGD(p, lr=0.1), steps=4):
-    """The losses of some steps; eagerly without a backend."""
+    """The losses of some steps; eager if `backend` is None."""
     compiled = model if backend is None else cstorch.compile(model, backend)
     optimizer = make(model.parameters())
 
@@ -165,7 +165,7 @@ def test_tensors_work_as_scalars(sample):
         value = 3.14 if sample is not TRACED_SCALAR else number * 0.0001 if number > 1000 else 0.0002
         if sample is SCALAR_FROM_OUTSIDE:
             value = torch.tensor(3.14, dtype=torch.float16).item()
-        # one multiplication and one addition, which XLA may do in one rounding
+        # one multiplication and one addition, which XLA may fuse
         expected = X.addcdiv(tensor1, tensor2, value=value)
         torch.testing.assert_close(traced(X, torch.tensor(number)).clone(), expected, rtol=1e-6, atol=1e-7)
 
@@ -175,7 +175,7 @@ def test_state_that_step_makes_under_a_condition_is_carried():
     CustomOptimizer = run(OPTIMIZER, state=state)["CustomOptimizer"]
 
     class Updating(CustomOptimizer):
-        """With what the documentation leaves out: a constructor, whose state it is, and an update."""
+        """With what the documentation omits: a constructor, which creates its state, and an update."""
 
         @torch.no_grad()
         def step(self):
@@ -196,7 +196,7 @@ def test_state_that_step_makes_under_a_condition_is_carried():
 
 
 def test_samples_that_need_changes_run():
-    """Evaluation comes first, the scheduler is PyTorch's, and all is float32."""
+    """Evaluation first, PyTorch's scheduler, and everything in float32."""
 
     def losses(backend):
         torch.manual_seed(0)

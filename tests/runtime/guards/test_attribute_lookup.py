@@ -1,6 +1,6 @@
-"""Reads that bypass attribute look-up, changed between steps: as in eager PyTorch.
+"""Reads that bypass attribute lookup, changed between steps: as in eager PyTorch.
 
-What is looked up is noted by `__getattribute__`; these ways of reading do not ask that for the name that matters."""
+Reads are recorded by `__getattribute__`; these ways of reading do not call it with the relevant name."""
 
 import copy
 import dataclasses
@@ -95,7 +95,7 @@ def compiled_linear(backend):
 
 
 def results(step, change):
-    """Of six calls; something is changed before the fourth and the sixth."""
+    """The losses of six calls; something is changed before the fourth and the sixth."""
     found = []
     for i in range(6):
         if i in (3, 5):
@@ -105,7 +105,7 @@ def results(step, change):
 
 
 def check(run):
-    """`run(backend)` finds the same on both, and the changes make a difference."""
+    """Both backends give the same results for `run(backend)`, and the changes affect them."""
     eager = run(fl.backend("CPU"))
     assert len(set(eager)) > 1
     assert run(fl.backend("XLA")) == pytest.approx(eager, rel=1e-5)  # float32
@@ -123,7 +123,7 @@ def shown(held):
     return float(repr(held).split("=")[1][:-1])
 
 
-# How it is made, read, and changed to a number.
+# How an object is created, read, and changed.
 WAYS = {
     "renamed by its class": (Renames, lambda held: held.scale, set_z),
     "renamed, its base asked": (AsksItsBase, lambda held: held.scale, set_z),
@@ -323,7 +323,7 @@ def test_reads_through_the_compiled_model_are_guarded(what, by_model, by_kernels
 
 
 def test_numbers_of_our_schedules_are_guarded(by_kernels):
-    """They are baked into the step, whose Python need not read them itself."""
+    """They are constants of the step, even if its Python does not read them."""
 
     def run(backend):
         compiled = compiled_linear(backend)
@@ -363,7 +363,7 @@ class Scripted(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_module_is_checked_at_each_call(by_kernels):
-    """Its attributes are in C++."""
+    """Its attributes are stored in C++."""
 
     def run(backend):
         scripted, compiled = torch.jit.script(Scripted()), compiled_linear(backend)
@@ -437,7 +437,7 @@ def test_metadata_is_guarded(fact, by_kernels):
 
 @pytest.mark.parametrize("make", [space, lambda: Space(z=1.0)])
 def test_a_namespace_can_be_set_by_any_method(make, by_kernels):
-    """While a step is traced as well, and what it sets to what it is counts as read."""
+    """Also while a step is traced; setting an attribute to its current value counts as a read."""
 
     def run(backend):
         compiled, held = compiled_linear(backend), make()

@@ -1,4 +1,4 @@
-"""Settings around a call of a step, of the process, the thread or the context, match eager PyTorch."""
+"""Settings of the process, the thread or the context around a call of a step match eager PyTorch."""
 
 import asyncio
 import contextlib
@@ -40,13 +40,13 @@ OTHERS = (3, 4)  # the calls around which it is set
 
 
 def case(make):
-    """A function that gives what the step multiplies its loss with, and what the calls 3 and 4 are made in."""
+    """Register a function that returns the loss's factor, and the context around calls 3 and 4."""
     CASES[make.__name__] = make
     return make
 
 
 class Handling(NamedTuple):
-    """The call is made where an exception is handled."""
+    """The call is made while an exception is being handled."""
 
     error: Exception
 
@@ -557,7 +557,8 @@ def test_settings_around_a_call_match_eager(name, monkeypatch):
     torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, seven steps
 
 
-# What a step sets and does not set back: how, how it is read, and how it is set back between the calls.
+# Settings that a step changes without restoring them: how, how they are read, and how the caller restores them between
+# calls.
 LEFT = {
     "numpy": (lambda: np.seterr(divide="raise"), np.geterr, lambda: np.seterr(divide="warn")),
     "numpy_calls": (lambda: np.seterrcall(print), np.geterrcall, lambda: np.seterrcall(None)),

@@ -27,7 +27,7 @@ MAKE = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "defaultdict": lambda entries: collections.defaultdict(float, entries),
-    "WeakKeyDictionary": lambda entries: weakref.WeakKeyDictionary(  # which asks tensors whether they are equal
+    "WeakKeyDictionary": lambda entries: weakref.WeakKeyDictionary(  # compares tensors for equality
         {key: value for key, value in entries.items() if isinstance(key, (Setting, nn.Module))}
     ),
 }
@@ -76,7 +76,7 @@ def test_keys_keep_their_identity_and_contents_are_guarded(kind: str, change: st
         assert len(now) == len(left) + (change in ("a weight", "a module"))
         assert all(a is b for a, b in zip(left, now, strict=False))
         seen[name] = losses, [float(value) for value in table.values()]
-    # Two sums of six products: their order may be another.
+    # Two sums of six products, perhaps in another order.
     torch.testing.assert_close(torch.tensor(seen["CPU"][0]), torch.tensor(seen["XLA"][0]), rtol=1e-5, atol=0)
     torch.testing.assert_close(torch.tensor(seen["CPU"][1]), torch.tensor(seen["XLA"][1]), rtol=1e-5, atol=0)
     assert seen["XLA"][0][2] != seen["XLA"][0][3]
@@ -110,7 +110,7 @@ def test_an_equal_tensor_is_another_key(tmp_path) -> None:
 @pytest.mark.parametrize("one", [1, 1.0, torch.ones(())], ids=["int", "float", "tensor"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning", "ignore::UserWarning")
 def test_an_equal_item_of_a_large_list_is_detected(one, tmp_path) -> None:
-    """`1 == True == 1.0`, and tensors of one element say so, too."""
+    """`1 == True == 1.0`, and one-element tensors compare equal too."""
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     with backend.device:
         model = nn.Linear(3, 2)

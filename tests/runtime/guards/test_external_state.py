@@ -1,5 +1,5 @@
-"""What a step asks of the world outside of Python's objects, and what it reaches by ways that no name shows: something
-else is there at each call, or at some, and the losses are those of eager PyTorch."""
+"""State outside Python's objects, and state reached without naming it, that a step reads: it changes at some calls, and
+the losses are those of eager PyTorch."""
 
 import abc
 import collections
@@ -48,7 +48,7 @@ STEPS = 6
 
 
 def case(make):
-    """A function that gives what the step multiplies its loss with, and what is done before the i-th call."""
+    """Register a function that returns the loss's factor, and what is done before the i-th call."""
     CASES[make.__name__] = make
     return make
 
@@ -530,7 +530,7 @@ def losses(backend, make):
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
-    """What the cases change of the process is put back, and nothing is compiled: what is asked is what is traced."""
+    """Restores the process's state, and does not compile: these tests are about the trace."""
     folder, argv, modules, environment = os.getcwd(), list(sys.argv), dict(sys.modules), dict(os.environ)
     spoken, limit, threads = locale.setlocale(locale.LC_ALL), sys.getrecursionlimit(), torch.get_num_threads()
     errors = np.geterr()
@@ -556,7 +556,7 @@ def compare(name):
     torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, six steps
 
 
-# What any module has is looked through: of those of this process, all that other tests have imported.
+# These look at all modules of the process, which include everything that other tests have imported.
 ANY_MODULE = ("a_module_by_a_name_worked_out", "whether_a_module_is_there")
 
 
@@ -596,7 +596,7 @@ def test_the_warning_names_the_line_and_what_is_called(name, called):
 
 
 def test_a_profiler_continues_after_a_trace():
-    """It waits while the step is traced, and what the step asks is known all the same."""
+    """It is paused while the step is traced, and the step's reads are still recorded."""
     seen = []
     get, change = CASES["whether_a_file_is_there"]()
 
@@ -624,7 +624,7 @@ def test_a_profiler_continues_after_a_trace():
 
 
 def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
-    """No step has been run that should have been another; from there on it is traced at each call."""
+    """No step has run that should have been another; from then on it is traced at each call."""
     hidden = itertools.count(1)
 
     from firstloss.runtime.guards import mutable_state
@@ -660,8 +660,7 @@ def test_refusing_changes_refuses_unexplained_ones():
 
 @pytest.mark.parametrize("itself", [False, True], ids=["another", "a part of it"])
 def test_a_file_and_an_argument_reached_in_another_way_match_eager(itself):
-    """Where arguments share memory, and one is edited, the step's Python runs twice, and would read what it has
-    written."""
+    """If arguments share memory and one is edited, the step's Python runs twice, and would read what it has written."""
     file = pathlib.Path(path())
 
     @fl.trace

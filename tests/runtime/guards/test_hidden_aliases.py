@@ -82,5 +82,5 @@ def test_memory_is_shared_with_hidden_tensors(holder: str, shows: str, kept: str
 
     expected = list(run(fl.backend("CPU")))
     found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
-    # XLA adds four products in another order.
+    # XLA sums four products in another order.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Containers too large to be compared item by item are still watched, or the line that reads them is named."""
+"""Containers too large to be compared item by item are still guarded, or the error names the line that reads them."""
 
 import array
 import collections
@@ -17,7 +17,7 @@ from firstloss.runtime.step import retracing
 MANY, TOO_MANY = 5000, mutable_state.MAX_ITEMS + 2000
 X = torch.ones(2)
 filled: list = []
-# Not among the first and last that are looked at in what is larger still, nor at a multiple of the distance between.
+# Not one of the first or last items, nor of the evenly spaced ones, that are compared in larger containers.
 PLACE = 3001
 
 
@@ -26,7 +26,7 @@ class Flag:
 
 
 def switched(held, place=PLACE, on=1):
-    """A step that is something else when `held[place]` is set, and what sets it."""
+    """A step that depends on `held[place]`, and a function that sets it."""
 
     def step(x):
         return x * 3 if held[place] else x * 2
@@ -87,7 +87,7 @@ def test_unchanged_large_containers_do_not_retrace(backend, monkeypatch, traced)
         warnings.simplefilter("error", GraphChangeWarning)
         for _ in range(5):
             step(X)
-    assert len(traced) == 2  # the second call looks for what cannot be seen
+    assert len(traced) == 2  # the second call searches for reads that cannot be guarded
 
 
 TOO_LARGE = {
@@ -151,7 +151,7 @@ def test_containers_that_user_code_does_not_read_are_not_named(backend):
 
     @fl.trace
     def step(x):
-        filled.append(0)  # the same in each call, and decides nothing
+        filled.append(0)  # the same in each call, and without effect
         return x * 2
 
     with warnings.catch_warnings():

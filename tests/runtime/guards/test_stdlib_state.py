@@ -1,4 +1,4 @@
-"""State in Python's standard library that a step reads, changed between two calls, is detected."""
+"""State in Python's standard library that a step reads is guarded: changes between two calls are detected."""
 
 import builtins
 import collections
@@ -111,7 +111,7 @@ def factory_of_a_dict():
     made = collections.defaultdict(lambda: torch.from_numpy(table))
 
     def read():
-        made["h"].add_(1)  # it lies in the array's memory
+        made["h"].add_(1)  # it is in the array's memory
         return made["h"].sum()
 
     def change():

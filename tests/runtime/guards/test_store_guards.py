@@ -1,5 +1,5 @@
-"""What a step sets, mostly to what it is already; others set it otherwise between steps, and after each call it is what
-eager PyTorch would have left."""
+"""State that a step sets, mostly to its current value, and that others change between steps: after each call it is as
+in eager PyTorch."""
 
 import array
 import collections
@@ -33,8 +33,7 @@ CASES = {}
 
 
 def case(make):
-    """A function of a model and an optimizer that gives what sets something to ON, OFF or, so to say, either, and what
-    shows it."""
+    """Register a function of a model and an optimizer that returns a setter (for ON and OFF) and a getter."""
     CASES[make.__name__] = make
     return make
 
@@ -454,16 +453,15 @@ SETTINGS = {
 for name, (show, put) in SETTINGS.items():
     CASES[name] = lambda m, o, put=put, show=show: (put, show)
 
-# Of eight calls, those before which others set something, and what; at the end twice in a row, so that a graph is met
-# again.
+# The calls, out of eight, before which others set something, and what; two in a row, so that a graph is reused.
 OTHERWISE = {2: OFF, 4: OFF, 5: OFF, 6: ON}
 
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch):
-    """Nothing that a case sets is left; steps are interpreted, which is sooner than compiling them."""
+    """Restores the state that cases set; steps are interpreted, which is faster than compiling them."""
     monkeypatch.setattr(compiling, "compile_step", interpreted)
-    # numpy's errors first: what restores them is set by the others
+    # NumPy's error state first, since the setter that restores it raises under the others' settings
     states = random.getstate(), np.random.get_state(), np.geterr(), decimal.getcontext().prec
     settings = gc.isenabled(), gc.get_threshold(), sys.getrecursionlimit(), os.getcwd(), torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -486,7 +484,7 @@ def as_before(monkeypatch):
 
 
 def run(make, backend, first, late, others=OTHERWISE):
-    """The losses, and what is shown after each call.
+    """The losses, and the state after each call.
 
     Args:
         first: what the step sets; None for now ON and now OFF. Before the first call it is ON.
@@ -550,7 +548,7 @@ def test_stores_match_eager(name, first, late):
 
 @pytest.mark.parametrize("name", ["an attribute of Plain", "a_global", "a_variable", "training", "gc.isenabled"])
 def test_unchanged_stores_are_traced_twice(name, monkeypatch):
-    """The second time to find out what the first call could not know."""
+    """Again to verify the second call, since the first could not know."""
     traces = []
     monkeypatch.setattr(tracing, "trace_step", lambda *args: (traces.append(args), trace_step(*args))[1])
     run(CASES[name], fl.backend("XLA"), ON, late=False, others={})
@@ -565,7 +563,7 @@ def endless(numbers):
 def one_by_one(numbers):
     for number in numbers:
         kept = number
-        yield kept  # where it stands shows nowhere, if the number is the same again
+        yield kept  # the position is not observable if the number is the same again
 
 
 def without_names():
@@ -590,7 +588,7 @@ ITERATORS = {
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("name", ITERATORS)
 def test_iterators_advance_as_in_eager(name):
-    """Also where they stand, by all that can be seen, where they stood before. Nothing moves them but Python."""
+    """Also if their position is the same as before, as far as it is observable. Only Python advances them."""
 
     def losses(backend):
         numbers = ITERATORS[name]()
@@ -607,7 +605,7 @@ def test_iterators_advance_as_in_eager(name):
 @pytest.mark.parametrize("module", [random, np.random], ids=["random", "numpy.random"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_random_generators_advance_as_in_eager(module):
-    """Seeded by others before each call; what they draw after it follows what the step has drawn."""
+    """Others seed them before each call; draws after the call continue after the step's."""
 
     def drawn(backend):
         @fl.trace
@@ -621,11 +619,11 @@ def test_random_generators_advance_as_in_eager(module):
         return found
 
     ours, eager = drawn(fl.backend("XLA")), drawn(fl.backend("CPU"))
-    np.testing.assert_allclose(ours, eager, rtol=1e-6)  # the losses are of float32
+    np.testing.assert_allclose(ours, eager, rtol=1e-6)  # the losses are float32
 
 
 def test_the_environment_of_others_is_left_alone():
-    """A variable that the step sets is set at each call, and no other one put back."""
+    """A variable that the step sets is set at each call; no other variable is restored."""
 
     @fl.trace
     def step(x):
@@ -670,7 +668,7 @@ def test_memory_edited_through_another_object_matches_eager(name):
 
 
 def test_arrays_edited_together_with_arguments_match_eager():
-    """Which have no memory that could be an array's while a step is traced."""
+    """While a step is traced, the arguments have no memory that could be an array's."""
     held, leaf = np.zeros(3), torch.ones(3, requires_grad=True)
 
     @fl.trace
@@ -729,7 +727,7 @@ def test_a_rate_known_only_on_the_device_is_refused():
 
 
 def test_steps_guard_pytorchs_current_settings(backend, by_kernels, traced, monkeypatch):
-    """The step that sets a function there guards what was there before, alone."""
+    """A step that sets a function there guards only its previous value."""
     monkeypatch.setattr(F, "celu", F.celu)
     _, _, compiled = small_training.build(backend)
 
@@ -743,7 +741,7 @@ def test_steps_guard_pytorchs_current_settings(backend, by_kernels, traced, monk
         return compiled(x).mean()
 
     x = torch.ones(2, 4)
-    plain(x)  # what is there has been written down
+    plain(x)  # the previous value is recorded
     replaces(x)
     traced.clear()
     for _ in range(4):

@@ -1,6 +1,5 @@
-"""What a step asks of tensors from outside beside their values: how they lie, their class, their place in memory, as
-keys
-of dicts, their text. Something else is there before some calls, and the step follows."""
+"""Properties of outside tensors other than their values: layout, class, address, identity as dict keys, repr. They
+change before some calls, and the step follows."""
 
 import types
 
@@ -19,7 +18,8 @@ class Own(torch.Tensor):
 
 
 def case(make):
-    """An object whose tensors the step reads, a function that asks, and what is done before the i-th call."""
+    """Register an object whose tensors the step reads, a function that reads them, and what is done before the i-th
+    call."""
     CASES[make.__name__] = make
     return make
 

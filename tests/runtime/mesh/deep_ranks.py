@@ -1,8 +1,8 @@
-"""One of several processes that train a deep model, save it, and resume from what as many or others have saved:
-python deep_ranks.py FOLDER PORT RANK COUNT DEVICES FROM BEGIN SAVE_AT; with port 0 one process that has all devices,
-and the reference.
+"""One of several processes that train a deep model, save it, and resume from a checkpoint of any number of processes:
+python deep_ranks.py FOLDER PORT RANK COUNT DEVICES FROM BEGIN SAVE_AT; with port 0 the reference, one process with all
+devices.
 
-Each prints what it has found as a line of JSON.
+Each prints its results as a line of JSON.
 """
 
 import json
@@ -25,7 +25,7 @@ import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
 from tests import compiled_steps  # noqa: E402
 
-segments._SAVED = 100  # so few layers are cut, too
+segments._SAVED = 100  # also split models with so few layers
 STEPS = 6
 compiled_here = []
 compile_one = jax.stages.Lowered.compile

@@ -1,7 +1,7 @@
-"""One of several processes with a device each, whose loaders read their own rows, or with port 0 the reference:
-python loader_ranks.py FOLDER PORT RANK COUNT.
+"""One of several processes with a device each, whose loaders read their own rows, or with port 0 the reference: python
+loader_ranks.py FOLDER PORT RANK COUNT.
 
-Each prints what it has found as a line of JSON.
+Each prints its results as a line of JSON.
 """
 
 import json
@@ -21,12 +21,12 @@ from torch import nn  # noqa: E402
 import firstloss as fl  # noqa: E402
 
 MESH = {"fsdp": count} if port else None
-ROWS = 32  # of a batch: for each process as many as there are devices, or more
+ROWS = 32  # rows of a batch: for each process as many as there are devices, or more
 DATA = torch.randn(5 * ROWS, 64, generator=torch.Generator().manual_seed(3))
 
 
 class Rows(torch.utils.data.Sampler):
-    """All rows, shuffled anew in each epoch by PyTorch's generator; of each batch those of this process."""
+    """All rows, reshuffled in each epoch by PyTorch's generator; of each batch this process's rows."""
 
     def __len__(self):
         return len(DATA) // ROWS
@@ -42,7 +42,7 @@ def own_rows():
 
 
 class WholeBatches:
-    """The same, put together by the loader: they are on their way to the devices while the step before runs."""
+    """The same as whole batches: they are transferred to the devices while the previous step runs."""
 
     def __init__(self):
         self.loader = own_rows()
@@ -93,7 +93,7 @@ torch.manual_seed(0)
 found = {"losses": Run(own_rows).train(12, save_at=7 if port else None)}
 if port:
     again = Run(own_rows)
-    torch.manual_seed(99)  # elsewhere than it was
+    torch.manual_seed(99)  # elsewhere than before
     for name, state in fl.load(f"{folder}/it").items():
         again.parts()[name].load_state_dict(state)
     again.loader.load_state_dict(torch.load(f"{folder}/loader{rank}"))

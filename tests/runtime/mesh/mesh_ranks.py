@@ -1,6 +1,6 @@
 """One of two processes with two devices each, or with port 0 the reference: python mesh_ranks.py FOLDER PORT RANK.
 
-Each prints what it has found as a line of JSON.
+Each prints its results as a line of JSON.
 """
 
 import json
@@ -58,7 +58,7 @@ class Run:
     def train(self, begin, end, own=False):
         generator = torch.Generator().manual_seed(7)
         batches = [torch.randint(0, 500, (8, 4), generator=generator) for _ in range(end)][begin:]
-        if own and MESH:  # each process reads its rows, those of its devices
+        if own and MESH:  # each process reads the rows of its devices
             batches = [fl.distributed.global_batch(batch[4 * rank : 4 * rank + 4]) for batch in batches]
         results = [self.step(batch) for batch in batches]
         assert all(out.shape == (8, 4, 64) and bool(out.isfinite().all()) for _, out in results)

@@ -1,4 +1,4 @@
-"""Processes that join, each in torchrun's environment."""
+"""Processes that join a cluster, each in torchrun's environment."""
 
 import os
 import socket
@@ -80,7 +80,7 @@ def test_a_late_process_is_waited_for_with_a_message(tmp_path):
     assert "firstloss: process 0 of 2 has waited 1 s for training" in err
 
 
-# What JAX says of process 1.
+# JAX's message about process 1.
 GONE = ("tasks are unhealthy (stopped sending heartbeats):\n1\n", "Task 1 heartbeat timeout")
 
 
@@ -94,10 +94,10 @@ def test_a_process_that_dies_in_training_is_an_error_in_the_others(count, tmp_pa
             assert status == 3
         else:
             assert status not in (0, None)
-            # Who has computed with it is told by Firstloss; else by JAX, which may be sooner.
+            # A process that has computed with it is told by Firstloss; otherwise by JAX, whichever is earlier.
             told = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be"
             assert any(words in err for words in (told, *GONE)), err[-3000:]
-    assert time.monotonic() - begin < 100  # all that they do before takes some 10 s; 1,000 steps would take longer
+    assert time.monotonic() - begin < 100  # everything before takes about 10 s; 1,000 steps would take longer
 
 
 def test_a_process_that_hangs_in_training_ends_the_others(tmp_path):

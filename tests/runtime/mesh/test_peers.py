@@ -15,7 +15,7 @@ from firstloss.runtime.mesh.peers import Peers
 
 
 class Client:
-    """What JAX's coordination service does."""
+    """Stands for JAX's coordination service."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -51,7 +51,7 @@ class Client:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """How often something has been compiled."""
+    """The number of compilations."""
     found, compile_one = [], jax.stages.Lowered.compile
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda *given: found.append(threading.get_ident()) or compile_one(*given)
@@ -61,7 +61,7 @@ def compiled(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Without JAX's own files there: what has been read from one cannot be packed, and each compiles."""
+    """Without JAX's own cache: a function read from it cannot be serialized, so each process compiles."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", False)
@@ -73,7 +73,7 @@ def folder(tmp_path):
 
 
 def together(count, run):
-    """What `run(peers)` returns or raises in each of `count` processes."""
+    """The results or errors of `run(peers)` in each of `count` processes."""
     client = Client()
     everyone = []
     for index in range(count):
@@ -96,7 +96,8 @@ def compile_together(count, factor=lambda index: 2.0):
 def test_one_process_compiles_and_a_later_start_reads(count, compiled, folder):
     found, client = compile_together(count)
     assert [executable(jnp.ones(3)).tolist() for executable in found] == [[2.0] * 3] * count
-    assert len(compiled) == 1 and not client.key_value_dir_get("step/function0")  # none keeps what all have taken
+    # entries are removed when all have read them
+    assert len(compiled) == 1 and not client.key_value_dir_get("step/function0")
     again, _ = compile_together(count)
     assert [executable(jnp.ones(3)).tolist() for executable in again] == [[2.0] * 3] * count
     assert len(compiled) == 1
@@ -129,7 +130,7 @@ def test_unserializable_executables_are_compiled_by_each(compiled, folder, monke
 
 
 def test_executables_from_jaxs_cache_are_compiled_by_each(compiled, folder, monkeypatch):
-    """XLA cannot pack it again on a CPU: it would lack its functions."""
+    """XLA cannot serialize it again on a CPU: it would lack its functions."""
     compile_one = jax.stages.Lowered.compile
 
     def read(*given):
@@ -191,6 +192,6 @@ GONE = [
 @pytest.mark.parametrize("words", [*GONE, "RESOURCE_EXHAUSTED: Out of memory"])
 def test_errors_of_a_lost_process_are_recognized(words, monkeypatch):
     error = jax.errors.JaxRuntimeError(words)
-    assert peers.explain_loss(error) is error  # of this process alone
+    assert peers.explain_loss(error) is error  # for this process only
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert isinstance(peers.explain_loss(error), ProcessLostError) == (words in GONE)
