@@ -11,10 +11,10 @@ import pytest
 import firstloss as fl
 from firstloss import errors, trainer
 
-# Name -> its arguments as documented, in order; `*` before those that are given by name alone.
+# Name -> its documented arguments, in order; `*` precedes the keyword-only ones.
 SIGNATURES = {
     "deferred_init": "fn *args **kwargs",
-    "deferred": "rng=None",  # of the block around it, else "eager"
+    "deferred": "rng=None",  # the enclosing block's policy, otherwise "eager"
     "is_deferred": "module_or_tensor",
     "materialize_tensor": "tensor",
     "materialize_module": "module buffers_only=False check_fn=None * device=None dtype=None num_threads=None "
@@ -64,7 +64,7 @@ def found(name, where=fl):
 
 
 def check(function, documented):
-    """Whether a call as documented is one: names, order, kinds and defaults; more may be there."""
+    """Whether a call as documented is valid: names, order, kinds and defaults; more parameters are allowed."""
     have = inspect.signature(function).parameters
     by_name_only, place = False, 0
     for argument in documented.split():

@@ -14,7 +14,7 @@ from benchmarks.__main__ import FIGURES
 pytest.importorskip("rich")
 
 
-# What figures are made with, and those of a GPU, which `make gpu` makes.
+# Helper modules, and the benchmarks that need a GPU, which `make gpu` runs.
 HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "flax_models", "flax_scan", "jax_llama"}
 
 
@@ -75,7 +75,7 @@ def test_the_gpu_benchmark_runs_tiny_on_a_cpu():
     done = subprocess.run(command, cwd=harness.ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (figure,) = json.loads(done.stdout)
-    assert figure["met"]  # the eager policy's weights are the CPU's
+    assert figure["met"]  # the eager policy gives the CPU's weights
     said = dict(figure["rows"])
     assert {
         "rng='eager': faster than eager construction on the GPU",

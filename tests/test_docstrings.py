@@ -16,7 +16,7 @@ import pytest
 import firstloss as fl
 
 SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Examples):")
-# Beside what the reference lists, which is made of the package's own table.
+# In addition to the names listed in the reference, which is generated from the package's own table.
 MODULES = ("firstloss.trainer.callbacks", "firstloss.cstorch")
 
 
@@ -34,7 +34,7 @@ def is_ours(thing) -> bool:
 
 
 def named() -> dict[str, object]:
-    """What is on the page of all public names: functions, classes, and what public modules hold of these."""
+    """Functions and classes on the page of all public names, and those in its public modules."""
     found = {}
     for name in modules():
         holder, _, last = name.rpartition(".")
@@ -50,7 +50,7 @@ def named() -> dict[str, object]:
 
 
 def public() -> dict[str, tuple[object, type | None]]:
-    """(callable, class that it is a method of) by name; what overrides a documented method has its documentation."""
+    """(callable, class that it is a method of) by name; without overrides of documented methods."""
     found: dict[str, tuple[object, type | None]] = {}
     seen = set()
     for name, thing in named().items():
@@ -83,7 +83,7 @@ def described(doc: str) -> set[str]:
 
 
 def arguments_left_out(thing, owner: type | None) -> set[str]:
-    """Those that neither the docstring names nor that of the class, or of a base class of ours."""
+    """Arguments named neither in the docstring nor in the class's or a base class's."""
     if isinstance(thing, type):
         makers = ("__init__", "__new__")
         maker = next((base for base in thing.__mro__ if any(key in vars(base) for key in makers)), thing)
@@ -95,7 +95,7 @@ def arguments_left_out(thing, owner: type | None) -> set[str]:
     for base in above:
         for doc in (base.__doc__, vars(base).get("__init__", base).__doc__):
             told |= described(inspect.cleandoc(doc or ""))
-        if base is not thing and isinstance(thing, type):  # what is passed on to a base
+        if base is not thing and isinstance(thing, type):  # passed on to a base
             told |= {name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD}
     return {name for name in parameters if name not in told | {"self", "cls"}}
 
@@ -115,7 +115,7 @@ def raised(function: types.FunctionType) -> set[str]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     for line in tree.body:
         visit(line)
-    return {name for name in found if name.endswith("Error")} - {"NotImplementedError"}  # which is of a base class
+    return {name for name in found if name.endswith("Error")} - {"NotImplementedError"}  # documented in a base class
 
 
 def problems(thing, owner: type | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Settings of the interpreter that Firstloss changes temporarily: the user's are reported, and restored."""
+"""Settings of the interpreter that Firstloss changes temporarily: the user's values are reported and restored."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ from firstloss.undo import Undo
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen(monkeypatch):
-    """As for users: what conftest.py has frozen is so again afterwards."""
+    """As for users: unfreezes the objects that conftest.py has frozen, and freezes them again afterwards."""
     gc.unfreeze()
     monkeypatch.setattr(interpreter, "_others_freeze", False)
     yield
@@ -118,7 +118,7 @@ def test_a_pause_leaves_collection_off_where_it_was_off():
 
 @pytest.mark.parametrize("block", [until_undone, paused])
 def test_what_is_wanted_is_what_others_have_set(block):
-    """A step is known by it, and other threads have blocks of ours open while it is looked for."""
+    """Steps are identified by the settings of others, although other threads have blocks of ours open at the time."""
     with block():
         assert is_collecting()
         set_collecting(False)
@@ -146,7 +146,7 @@ def users():
 
 
 def test_blocks_that_overlap_in_two_threads(users):
-    """The one that began within the other's time ends last."""
+    """The block that began during the other one ends last."""
     entered, leave = threading.Event(), threading.Event()
 
     def work():
@@ -181,7 +181,7 @@ def test_what_is_wanted_in_a_block_is_set_after_it(users):
 
 @pytest.fixture
 def users_thresholds():
-    """The thresholds, which are put back."""
+    """The user's thresholds, restored afterwards."""
     found = gc.get_threshold()
     yield found
     gc.set_threshold(*found)

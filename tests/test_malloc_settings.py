@@ -1,4 +1,4 @@
-"""malloc: arrays are mapped separately, unless the user has configured it otherwise."""
+"""malloc maps arrays separately, unless the user has configured it otherwise."""
 
 import ctypes
 import mmap
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc"
 )
 
-# How many bytes are mapped by themselves for 5 MiB, after 16 MiB have been freed: glibc then keeps such in its heaps.
+# The number of bytes mapped separately for 5 MiB after freeing 16 MiB, which makes glibc serve such sizes from its
+# heaps.
 PROGRAM = """
 import ctypes, sys
 from firstloss import malloc_settings
@@ -72,7 +73,7 @@ print(None, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_scratch_memory_is_kept_for_the_next_request():
-    """Asked for eight times, 2 MiB are touched for the first time once, not at each time."""
+    """Requested eight times, 2 MiB are touched for the first time only once."""
     _, faults = mapped("map", program=FREED)
     assert faults < 1.5 * (2 << 20) / mmap.PAGESIZE
 

@@ -136,7 +136,7 @@ def test_traced_metrics_match_their_reference(case, part_of_a_model, backend, tr
         assert float(metric) == pytest.approx(expected(), rel=1e-6)  # by PyTorch
         assert metric.num_updates == BATCHES
         metric.reset()
-    # Once, and once more to see that nothing has changed: num_updates and the state are no reason to trace again.
+    # Once, and once more for verification: num_updates and the state must not cause retracing.
     assert len(traced) <= 3
 
 
@@ -152,7 +152,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_torchmetrics_work_in_a_step(name, backend):
-    """Updated in a traced step, computed outside of it: the same as eager."""
+    """Updated in a traced step, computed outside it: the same as eager."""
     eager, metric = THEIRS[name](), THEIRS[name]()
 
     def add(metric, y, p):
@@ -175,14 +175,14 @@ def test_torchmetrics_work_in_a_step(name, backend):
 
 
 def test_torchmetrics_with_data_dependent_sizes_are_refused(backend):
-    """What counts by torch.bincount, whose size depends on values, says so, and what there is instead works."""
+    """Metrics that count with torch.bincount, whose size depends on values, raise an error whose suggestion works."""
     metric = torchmetrics.JaccardIndex("multiclass", num_classes=CLASSES, validate_args=False)
     y, p, _ = batches()[0]
     with pytest.raises(fl.errors.ValueReadError, match="bincount"):
         fl.trace(lambda y, p: metric.update(p, y))(y, p)
 
 
-# -- ours against theirs, on numbers of any kind --
+# -- Firstloss's metrics against others', on random numbers --
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -194,7 +194,7 @@ def test_metrics_match_torchmetrics(seed):
     kind = {"task": "multiclass", "num_classes": CLASSES}
     theirs = {"accuracy": THEIRS["accuracy"](), "F1": torchmetrics.F1Score(**kind, average="macro")}
     for y, p, _ in batches(seed):
-        y = torch.where(torch.rand(y.shape) < 0.1, CLASSES - 1, y)  # torchmetrics leaves absent classes out of the mean
+        y = torch.where(torch.rand(y.shape) < 0.1, CLASSES - 1, y)  # torchmetrics excludes absent classes from the mean
         for name in ours:
             ours[name].update(labels=y, predictions=p)
             theirs[name].update(p, y)

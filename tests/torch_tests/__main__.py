@@ -1,8 +1,9 @@
 """`python -m tests.torch_tests FOLDER`: run PyTorch's own tests on the backend.
 
 FOLDER is a checkout of PyTorch at the tag of the installed torch:
-`git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch`. Nothing is built in it; of its folder `test`
-a few files are run. What became of each test is kept in docs/torch-tests.jsonl, of which docs/torch-tests.md is made.
+`git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch`. It is not built; a few files of its folder
+`test` are run. The outcome of each test is stored in docs/torch-tests.jsonl, from which docs/torch-tests.md is
+generated.
 """
 
 from __future__ import annotations
@@ -67,14 +68,15 @@ def main() -> int:
 
 
 def version(folder: Path) -> str:
-    """Of a checkout of PyTorch."""
+    """The version of a checkout of PyTorch."""
     return (folder / "version.txt").read_text().strip()
 
 
 def outcomes(
     file: Path, way: str, pattern: str, scratch: str, seconds: float, left_out: set[str], verbose: bool = False
 ) -> Any:
-    """Of the tests of `file` whose names match, but those `left_out`, in processes that may end or hang."""
+    """Outcomes of the tests of `file` with matching names, except those `left_out`, in processes that may crash or
+    hang."""
     done = set(left_out)
     while True:
         begun, ended = None, True

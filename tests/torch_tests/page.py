@@ -1,4 +1,4 @@
-"""The outcomes of PyTorch's own tests: one row per test in docs/torch-tests.jsonl, and the page made of them."""
+"""The outcomes of PyTorch's own tests: one row per test in docs/torch-tests.jsonl, and the page generated from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ways import WAYS
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = DOCS / "torch-tests.jsonl"
 PAGE = DOCS / "torch-tests.md"
-# The files, and the ways in which their tests are run.
+# The files, and the modes in which their tests run.
 FILES = {
     "nn/test_module_hooks.py": ("eager", "backend", "whole"),
     "nn/test_parametrization.py": ("eager", "backend", "steps", "whole"),
@@ -57,13 +57,13 @@ place also cause in eager PyTorch (as in front of a batch norm, where gradients 
 
 
 def read_rows() -> dict[tuple[str, str], Row]:
-    """By file and test."""
+    """Rows by file and test."""
     rows = map(json.loads, ROWS.read_text().splitlines()) if ROWS.exists() else ()
     return {(row["file"], row["test"]): row for row in rows}
 
 
 def keep(file: str, way: str, outcomes: dict[str, dict[str, Any]], of: str) -> None:
-    """Put outcomes in place of the last ones."""
+    """Replace the stored outcomes."""
     rows = read_rows()
     versions = {package: importlib.metadata.version(package) for package in ("torch", "jax")}
     run = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
@@ -79,7 +79,7 @@ def keep(file: str, way: str, outcomes: dict[str, dict[str, Any]], of: str) -> N
 
 
 def verdict(row: Row, way: str) -> str:
-    """What became of a test in this way; empty if it was not run."""
+    """The outcome of a test in this mode; empty if it was not run."""
     found = row.get(way, "")
     return found if isinstance(found, str) else found["verdict"]
 
@@ -152,7 +152,7 @@ that assume another version than the installed one do not pass in eager mode.
 
 
 def _reasons(rows: list[Row], way: str) -> list[str]:
-    """Why tests do not pass, each reason with the tests that have it."""
+    """Why tests do not pass: each reason with its tests."""
     found: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for row in rows:
         if verdict(row, way) in ("refused", *BAD):
@@ -169,7 +169,7 @@ def _reasons(rows: list[Row], way: str) -> list[str]:
 
 
 def reason(why: str) -> str:
-    """An error's words without what is another test's: one row for all tests that meet it."""
+    """An error's message without what is specific to a test, so that all tests with this error share a row."""
     why = why.partition(" To execute this test")[0]
     for pattern, words in (
         (

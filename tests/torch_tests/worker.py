@@ -48,7 +48,7 @@ def load(file: Path) -> types.ModuleType:
 
 
 def tests_of(module: types.ModuleType) -> list[unittest.TestCase]:
-    """Its tests, in the order of their names."""
+    """The tests of a module, in the order of their names."""
     loader = unittest.TestLoader()
 
     def flat(suite: Any) -> Iterator[unittest.TestCase]:
@@ -72,7 +72,7 @@ def name_of(test: unittest.TestCase) -> str:
 
 
 class _Result(unittest.TestResult):
-    """Keeps the first error of a test, whole."""
+    """Keeps the first error of a test with its traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class _Result(unittest.TestResult):
 
 
 def outcome(test: unittest.TestCase, way: str, artifacts: str, verbose: bool = False) -> tuple[dict[str, Any], Trail]:
-    """What became of one test."""
+    """The outcome of one test."""
     result = _Result()
     with warnings.catch_warnings():
         if way != "eager":
-            # Part of what is promised, and no business of a test that counts the warnings of PyTorch.
+            # These warnings are intended, and must not count in tests that count PyTorch's warnings.
             warnings.simplefilter("ignore", fl.errors.GraphChangeWarning)
         try:
             times = 2 if way == "whole" and _passes_twice(test, artifacts) else 1
@@ -127,7 +127,8 @@ def outcome(test: unittest.TestCase, way: str, artifacts: str, verbose: bool = F
 
 
 def _passes_twice(test: unittest.TestCase, artifacts: str) -> bool:
-    """Whether eager PyTorch passes it when its method runs twice: it may leave something behind that it stumbles on."""
+    """Whether eager PyTorch passes a test whose method runs twice: the first run may leave state that breaks the
+    second."""
     result = _Result()
     with client("eager", artifacts):
         run(type(test)(test._testMethodName), "eager", result, times=2)
@@ -135,7 +136,7 @@ def _passes_twice(test: unittest.TestCase, artifacts: str) -> bool:
 
 
 def _ours(error: BaseException) -> BaseException | None:
-    """The error of Firstloss's from which `error` follows."""
+    """Firstloss's error in the causes of `error`."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if isinstance(error, fl.errors.FirstlossError):
@@ -146,7 +147,7 @@ def _ours(error: BaseException) -> BaseException | None:
 
 
 def words(error: BaseException) -> str:
-    """An error's kind and first lines, without the place."""
+    """An error's type and first lines, without the location."""
     text = " ".join(line.strip() for line in str(error).strip().splitlines()[:3] if line.strip())
     text = re.sub(r"\S*?([\w]+\.py):\d+", r"\1", text)
     text = re.sub(r"0x[0-9a-f]+", "0x...", text)
@@ -154,8 +155,8 @@ def words(error: BaseException) -> str:
 
 
 def apart(eager: Trail, other: Trail, least: torch.dtype = torch.float64) -> str | None:
-    """Where what models and optimizers have computed differs from eager's by more than rounding to their dtype, or to
-    `least` if that is less exact; None where it does not."""
+    """Where the values of models and optimizers differ from eager's by more than rounding in their dtype, or in `least`
+    if that is less exact; None if they do not."""
     if [kind for kind, _ in eager] != [kind for kind, _ in other]:
         return f"{len(eager)} calls and steps, and {len(other)} on the backend"
     for number, ((kind, ours), (_, theirs)) in enumerate(zip(eager, other, strict=True)):
@@ -167,7 +168,7 @@ def apart(eager: Trail, other: Trail, least: torch.dtype = torch.float64) -> str
             if not a.is_floating_point() and not a.is_complex():
                 near = torch.equal(a, b)
             else:
-                # What some thousand roundings in another order make of numbers of this size, in 20 steps or calls.
+                # About a thousand roundings in another order, in 20 steps or calls, of numbers of this size.
                 eps = max(torch.finfo(a.dtype).eps, torch.finfo(least).eps)
                 scale = a.abs().nan_to_num(0, 0, 0).max().item() if a.numel() else 0.0
                 near = torch.allclose(a, b, rtol=2000 * eps, atol=1000 * eps * max(scale, 1e-3), equal_nan=True)
@@ -177,8 +178,8 @@ def apart(eager: Trail, other: Trail, least: torch.dtype = torch.float64) -> str
 
 
 def sensitive(test: unittest.TestCase, expected: Trail, artifacts: str) -> bool:
-    """Whether rounding errors of a few units in the last place make a difference in eager PyTorch itself, as where a
-    batch norm follows: the gradients of a convolution are zero then but for rounding, and Adam divides by them."""
+    """Whether rounding errors of a few units in the last place make a difference in eager PyTorch itself: the gradients
+    of a convolution before a batch norm are zero up to rounding, and Adam divides by them."""
     again = type(test)(test._testMethodName)
     with client("eager", artifacts) as trail, _Noise():
         run(again, "eager", _Result())
@@ -190,7 +191,7 @@ def main() -> None:
     done = set(os.environ.get("FIRSTLOSS_CLIENTS_DONE", "").split())
     verbose = bool(os.environ.get("FIRSTLOSS_CLIENTS_VERBOSE"))
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what tests print is no outcome
+    os.dup2(2, 1)  # tests' output is not an outcome
     for test in tests_of(load(Path(file))):
         name = name_of(test)
         if name in done or not re.search(pattern, name):
@@ -202,7 +203,7 @@ def main() -> None:
             torch.save(trail if len(trail) < 2000 else [], kept)
         elif way != "whole" and found["verdict"] == PASSED and kept.exists():
             expected = torch.load(kept)
-            # Step counts are kept in float32, and so is what is computed from them (docs/schedules.md).
+            # Step counts are float32, and so are values computed from them (docs/schedules.md).
             least = torch.float32 if way == "steps" else torch.float64
             where = apart(expected, trail, least) if expected else None
             if where is not None and not sensitive(test, expected, artifacts):

@@ -1,6 +1,6 @@
 """One of two processes that train one model: `python -m tests.trainer.ranks FOLDER PORT RANK STEPS`; prints JSON.
 
-More than a hundred steps are not meant to be done: process 1, and it alone, gets a signal at step 8.
+The run would take more than a hundred steps, but process 1, and only it, gets a signal at step 8.
 """
 
 import json
@@ -26,7 +26,7 @@ from .small import adamw, decay, loader  # noqa: E402
 
 
 class Wide(nn.Module):
-    """Wide enough to be cut: weights of fewer than 4,096 elements are whole on each device."""
+    """Wide enough to be sharded: weights with fewer than 4,096 elements are replicated."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Wide(nn.Module):
 
 
 class Found(Callback):
-    """What this process saw; and the signal."""
+    """Records this process's results, and sends the signal."""
 
     def __init__(self):
         self.losses, self.saved = [], []

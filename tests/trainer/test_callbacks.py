@@ -15,13 +15,13 @@ from .small import loader, trainer
 
 
 class Diary(Callback):
-    """Writes down each hook that is called."""
+    """Records each hook that is called."""
 
     def __init__(self):
         self.lines = []
 
 
-# Those that Model Zoo names otherwise, and those within a step, have a test of their own.
+# Hooks that Model Zoo names differently, and those within a step, have a test of their own.
 OURS = [
     name
     for name in vars(Callback)
@@ -97,7 +97,7 @@ class Stops(Callback):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_files_have_each_step_once(killed, tmp_path):
-    """Also when the run was cut off between a checkpoint and the next."""
+    """Also if the run was interrupted between two checkpoints."""
     loggers = lambda: [JSONLogger(), CSVLogger()]  # noqa: E731
     options = {"max_steps": 6, "checkpoint": Checkpoint(steps=3)}
     if killed:
@@ -136,7 +136,7 @@ def test_progress_without_a_terminal_is_lines(tmp_path, capsys):
     first, one, three, val, done = capsys.readouterr().err.splitlines()
     assert first.startswith("first loss 1.") and one.startswith("step 1  loss 1.") and "val_loss" in val
     assert "steps/s" in three and "samples/s" in three
-    assert "steps/s" not in one  # of what was compiled meanwhile there is no rate
+    assert "steps/s" not in one  # there is no rate for steps that were compiled
 
 
 def test_a_finished_run_says_so(tmp_path, capsys):

@@ -33,7 +33,7 @@ BACKENDS = ["XLA", "CPU"]
 
 
 class Book(Callback):
-    """Keeps what is logged, by step."""
+    """Records logged values by step."""
 
     def __init__(self):
         self.logged = {}
@@ -245,7 +245,7 @@ class Scaled(Net):
 
 
 def test_hooks_run_in_the_step(tmp_path):
-    """The same numbers traced and eager; what they do to gradients and arguments is done."""
+    """The same numbers traced and eager; changes that hooks make to gradients and arguments take effect."""
     books = []
     for device in BACKENDS:
         everything = Everything()
@@ -333,7 +333,7 @@ def test_unknown_settings_are_refused(tmp_path):
 @pytest.mark.parametrize("options", [{"max_norm": 0.01}, {"max_value": 0.001}])
 @pytest.mark.parametrize("device", BACKENDS)
 def test_clipping_callbacks_match_the_loops(options, device, tmp_path):
-    """As the loop's own clipping."""
+    """Like the loop's own clipping."""
     weights = []
     for way in ("callback", "loop"):
         theirs = {f"clip_grad_{name.removeprefix('max_')}": value for name, value in options.items()}
@@ -429,7 +429,7 @@ def test_validation_losses_are_checked(tmp_path):
 
 @pytest.mark.parametrize("device", BACKENDS)
 def test_averaged_weights_match_pytorchs(device, tmp_path):
-    """As PyTorch's own, and validation is with them; a checkpoint has both, for going on and for validating."""
+    """The same as PyTorch's own, and validation uses them; a checkpoint has both, to resume and to validate."""
     history = []
 
     class Keep(Callback):
@@ -456,7 +456,7 @@ def test_averaged_weights_match_pytorchs(device, tmp_path):
     with torch.no_grad():
         expected = sum(float(model(x, y)["loss"]) for x, y in loader(count=16, shuffle=False)) / 2
     assert book.logged[4]["val_loss"] == pytest.approx(expected, rel=1e-4)
-    # Another process: validate, and go on.
+    # Another process: validate, and resume.
     other, _ = run(tmp_path, device, callbacks=[ModelEMA(decay=0.5)])
     found = other.validate(loader(count=16))
     assert found["val_loss"] == pytest.approx(expected, rel=1e-4)
@@ -555,7 +555,7 @@ def test_a_run_can_only_compile(tmp_path):
 
 @pytest.fixture
 def services(monkeypatch):
-    """What stands for wandb and mlflow, which are not installed, and writes down how it is called."""
+    """Fakes of wandb and mlflow, which are not installed; records the calls."""
     calls = []
 
     def note(name, result=None):
@@ -586,7 +586,7 @@ def test_weights_and_biases_gets_the_metrics(services, tmp_path):
     go(2)
     go(3)
     started = [kwargs for name, _, kwargs in services if name == "init"]
-    assert [s["id"] for s in started] == [None, "abc"]  # the second goes on with the first one's
+    assert [s["id"] for s in started] == [None, "abc"]  # the second continues with the first one's
     assert started[0]["project"] == "mine" and started[0]["tags"] == ["a"] and started[0]["config"]["seed"] is None
     logged = {kwargs["step"] for name, _, kwargs in services if name == "log"}
     assert 1 in logged

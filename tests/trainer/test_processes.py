@@ -17,7 +17,7 @@ from .small import adamw, decay, loader, trainer
 
 
 def run(folder, steps):
-    """Two processes; what each has printed, and how it ended."""
+    """The output and exit status of both processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -30,7 +30,7 @@ def run(folder, steps):
 
 
 def alone(folder, steps):
-    """The same in eager PyTorch: the losses."""
+    """The losses of the same training in eager PyTorch."""
 
     class Wide(torch.nn.Module):
         def __init__(self):
@@ -58,7 +58,7 @@ def alone(folder, steps):
 def test_two_processes_write_one_run_and_end_together(tmp_path):
     found, status, outs = run(tmp_path, 4)
     assert status == [0, 0], outs[0][1][-4000:]
-    assert found[0] == found[1] and found[0]["saved"] == [2, 4]  # both take part in saving, and find the same
+    assert found[0] == found[1] and found[0]["saved"] == [2, 4]  # both take part in saving, and load the same
     assert found[0]["losses"] == pytest.approx(alone(tmp_path / "alone", 4), rel=1e-4)  # sums in another order
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -69,7 +69,7 @@ def test_two_processes_write_one_run_and_end_together(tmp_path):
     assert outs[0][1].count("first loss") == 1 and outs[1][1].count("first loss") == 0
     best = json.loads((folder / "checkpoints" / "best.json").read_text())
     assert best["value"] == min(line["val_loss"] for line in lines if "val_loss" in line)
-    # A signal to one of them: both resume from step 4, and save and end at the next step that is logged.
+    # One of them gets a signal: both resume from step 4, and save and end at the next logged step.
     found, status, outs = run(tmp_path, 1000)
     assert status == [-signal.SIGTERM] * 2, outs[1][1][-4000:]
     assert found == [{"stopped": 10, "saved": [10]}] * 2

@@ -1,4 +1,4 @@
-"""Loaders and the loop over their batches."""
+"""Data loaders and the loop over their batches."""
 
 import random
 import warnings
@@ -22,7 +22,7 @@ def backend():
 
 
 class Noisy(data.Dataset):
-    """Its items draw from all three global generators, as augmentations do."""
+    """Its samples draw from all three global generators, like augmentations."""
 
     def __len__(self):
         return 10
@@ -36,7 +36,7 @@ def shuffled(**options):
 
 
 def test_workers_are_forked_without_warnings():
-    """JAX warns of each fork, for those who use JAX in the child; a loader forks workers for each epoch."""
+    """JAX warns of each fork, in case the child uses JAX; a loader forks workers in each epoch."""
     jax.devices()
     loader = shuffled(num_workers=1)
     with warnings.catch_warnings(record=True) as said:
@@ -44,7 +44,7 @@ def test_workers_are_forked_without_warnings():
         list(DataExecutor(loader)), list(DataExecutor(loader))
         assert not [w for w in said if "fork" in str(w.message)]
         list(loader)
-    assert [w for w in said if "fork" in str(w.message)]  # else there is nothing to be kept quiet any more
+    assert [w for w in said if "fork" in str(w.message)]  # otherwise there is no warning to suppress any more
 
 
 def seeded(seed=0):
@@ -139,7 +139,7 @@ class Noise(data.Dataset):
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_workers_that_are_kept_are_seeded_once(epoch, recwarn):
-    """So in a later epoch their random numbers cannot be found again, of which a warning tells."""
+    """So the random numbers of a later epoch cannot be reproduced, and a warning says so."""
 
     def loader():
         seeded()
@@ -227,7 +227,7 @@ def test_invalid_numbers_of_steps_are_refused(numbers):
 
 
 def resumed(state, steps, make=shuffled, **options):
-    """A new process, as far as loaders go: other seeds, another loader, and the position from a checkpoint."""
+    """Simulates a new process for loaders: other seeds, another loader, and the position from a checkpoint."""
     seeded(99)
     loader = DataLoader(make, **options)
     loader.load_state_dict(state)

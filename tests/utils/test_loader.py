@@ -16,7 +16,7 @@ from firstloss.utils.data import RestartableDataLoader, SyntheticDataset, comput
 
 
 class Which(Dataset):
-    """Samples that say which process read them."""
+    """Samples that identify the process that read them."""
 
     def __len__(self):
         return 24
@@ -35,7 +35,7 @@ def processes_of(loader):
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
 @pytest.mark.parametrize("count", [None, 0, 2])
 def test_the_number_of_workers_is_chosen(own, name, count, tmp_path):
-    """As many as the backend says, else as many as the loader says; 0 of them: this process."""
+    """The backend's number, otherwise the loader's; 0 is this process."""
     fl.backend(name, artifact_dir=tmp_path, cluster_config=fl.distributed.ClusterConfig(num_workers_per_csx=count))
     loader = DataLoader(Which(), batch_size=4, num_workers=own, prefetch_factor=4 if own else None)
     found = processes_of(fl.utils.data.DataLoader(lambda: loader))
@@ -60,7 +60,7 @@ def test_a_loader_without_worker_support_is_refused(tmp_path):
         list(fl.utils.data.DataExecutor([torch.zeros(1)]))
 
 
-# -- which process, and how many rows it reads --
+# -- processes, and how many rows they read --
 
 
 def test_one_process_reads_all_rows(backend):
@@ -120,7 +120,7 @@ def test_invalid_synthetic_specs_are_refused(spec, count):
 
 
 class Counting:
-    """Gives 0, 1, 2 and so on, and goes on where it was, without reading what came before."""
+    """Yields 0, 1, 2 and so on, and resumes without reading earlier items."""
 
     def __init__(self):
         self.next, self.begun = 0, []
@@ -244,7 +244,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
 def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
-    """From a loader to a step: each keeps its type, and the step is traced once for all of them."""
+    """From a loader to a step each keeps its type, and the step is traced once for all of them."""
     make, parts = KINDS[kind]
     backend = fl.backend(name, artifact_dir=tmp_path)
     torch.manual_seed(0)
@@ -268,7 +268,7 @@ def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
     for batch in fl.utils.data.DataExecutor(given):
         assert type(batch) is type(given[0]) and all(isinstance(part, torch.Tensor) for part in parts(batch))
         losses.append(float(step(batch)))
-    assert len(traced) <= (2 if name == "CSX" else 0)  # once, and once more to look for changes
+    assert len(traced) <= (2 if name == "CSX" else 0)  # once, and once more for verification
     weight, bias = start.clone().requires_grad_(), model.bias.detach().clone()
     for x, y, loss in zip(xs, ys, losses, strict=True):
         expected = (x @ weight.T + bias - y).square().mean()
@@ -278,7 +278,8 @@ def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
 
 
 def test_changes_of_a_dataclass_batch_are_kept(backend):
-    """As eager PyTorch: attributes set and lists grown in it are there after each call; one given twice is one."""
+    """As in eager PyTorch: attributes set and lists extended in the step are there after each call; shared objects stay
+    one."""
 
     @fl.trace
     def step(batch, other):
@@ -301,7 +302,7 @@ def test_nonnumeric_arrays_are_unchanged():
 
 
 def test_a_dataclass_without_tensors_is_not_a_batch(backend):
-    """It is a constant of the step, as before."""
+    """It is a constant of the step."""
     config = Inner(3.0)
     step = fl.trace(lambda x, config: x * config.y)
     assert float(step(torch.tensor(2.0), config)) == 6
@@ -312,7 +313,7 @@ def test_a_dataclass_without_tensors_is_not_a_batch(backend):
 
 @pytest.mark.parametrize("seed", [0, 99], ids=["the same seed", "another seed"])
 def test_a_resumed_loader_leaves_the_steps_random_numbers_alone(seed, tmp_path):
-    """It brings PyTorch's generator back to where it was, in a process that was seeded otherwise, too."""
+    """It restores the position of PyTorch's generator, even in a process with another seed."""
 
     def batches():
         data = torch.arange(24.0).view(12, 2)

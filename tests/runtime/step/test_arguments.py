@@ -1,4 +1,4 @@
-"""Arguments of a traced step: changes of them, and of dicts and lists that hold them, are made at each call."""
+"""Arguments of a traced step: changes of them, and of dicts and lists that contain them, are repeated at each call."""
 
 import array
 import collections
@@ -363,7 +363,7 @@ def objects(net, model, optimizer):
 
 
 class Judge:
-    """Has a method by the name of one of ours."""
+    """Has a method with the name of one of ours."""
 
     def __init__(self, score):
         self.score = score
@@ -459,7 +459,7 @@ def plain_dict(value):
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_argument_updates_match_eager(name, tmp_path):
     expected, found = run("CPU", CASES[name], tmp_path), run("XLA", CASES[name], tmp_path)
-    # XLA adds in another order than PyTorch.
+    # XLA sums in another order than PyTorch.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -525,7 +525,7 @@ def test_new_argument_values_do_not_retrace(backend, traced):
 
 
 def test_a_step_traced_twice_edits_arrays_once(backend):
-    """An argument turns out to be a part of another, and the step is traced again for it, at the same call."""
+    """An argument turns out to be part of another, and the step is traced again in the same call."""
 
     def program(backend):
         torch.manual_seed(0)
@@ -560,7 +560,7 @@ def test_a_step_traced_twice_edits_arrays_once(backend):
 
     expected = list(program(fl.backend("CPU")))
     found = list(program(fl.backend(backend)))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA sums in another order
 
 
 LAYOUTS = {
@@ -573,7 +573,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arguments_keep_their_strides(layout):
-    """The step may ask how; another layout is another graph. (What a step returns lies row by row.)"""
+    """The step may read them; another layout is another graph. (A step's results are contiguous.)"""
 
     @fl.trace
     def step(x):

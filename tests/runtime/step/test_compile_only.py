@@ -11,7 +11,7 @@ import firstloss as fl
 from firstloss.errors import BackendError, LoweringError
 
 pytestmark = pytest.mark.own_compile_cache
-DEPTH = 6  # as many layers alike as a step is cut into segments for
+DEPTH = 6  # enough identical layers for a step to be split into segments
 
 
 class Model(nn.Module):
@@ -192,7 +192,7 @@ def test_numpy_arrays_round_trip():
         assert fl.from_numpy(tensor) is tensor and fl.to_numpy(array) is array
         assert np.array_equal(fl.to_numpy(tensor), array) and fl.to_numpy(tensor).dtype == array.dtype
         tensor[0, 0] = 1
-        assert array[0, 0] == 1  # one memory
+        assert array[0, 0] == 1  # shared memory
         fixed = array[::-1]
         fixed.flags.writeable = False
         assert np.array_equal(fl.to_numpy(fl.from_numpy(fixed)), fixed)

@@ -1,4 +1,4 @@
-"""Steps with conjugate and negative views, and views of another dtype, in a weight's memory."""
+"""Steps with conjugate and negative views, and views of another dtype, of a weight's memory."""
 
 import types
 
@@ -26,7 +26,7 @@ def numbers(tensor):
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-# What is there before the step, what the step does, and what is done after each call; `n` is the number of the call.
+# Statements before the step, in the step, and after each call; `n` is the number of the call.
 PROGRAMS = {
     "returned": ("", "y = x + 1j\ns.all = [y, y.conj(), y.imag, y.conj().imag]", "s.all[0].mul_(2)"),
     "returned and edited": ("", "y = x + 1j\ns.all = [y.conj(), y]", "s.all[0].mul_(2j)"),
@@ -64,7 +64,7 @@ PROGRAMS = {
 
 
 def trained(name, backend):
-    """What a program leaves after each call."""
+    """The program's values after each call."""
     before, during, after = PROGRAMS[name]
     torch.manual_seed(0)
     m = Net()
@@ -106,7 +106,7 @@ def test_views_in_a_step_match_eager(name):
 
 
 class Held(nn.Module):
-    """A weight, and what a constructor may keep of it."""
+    """A weight, and views that a constructor may keep."""
 
     def __init__(self, make):
         super().__init__()

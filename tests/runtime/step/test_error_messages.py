@@ -188,7 +188,7 @@ def test_a_gradient_for_a_result_is_an_error(more, compiled):
 
 
 def test_a_gradient_for_an_argument_from_a_step_is_an_error(compiled):
-    """The first step's weights would get none of it."""
+    """The first step's weights would not get a gradient from it."""
     features = fl.trace(lambda x: compiled(x))
     weight = torch.ones(3, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""What PyTorch's optimizers leave in the gradients, which may differ between loops and foreach operations."""
+"""PyTorch's optimizers may change gradients, differently in for-loops and foreach operations."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _cases():
         options = {**options, "maximize": (False, True), "foreach": (None, True)}
         for values in itertools.product(*options.values()):
             chosen = dict(zip(options, values, strict=True))
-            if not (chosen.get("nesterov") and not chosen["momentum"]):  # which SGD refuses
+            if not (chosen.get("nesterov") and not chosen["momentum"]):  # refused by SGD
                 words = [f"{k}={v}" for k, v in chosen.items() if v]
                 yield pytest.param(cls, chosen, id=" ".join([cls.__name__, *words]))
 
 
 @pytest.mark.parametrize(("cls", "options"), _cases())
 def test_gradients_match_eager(cls, options, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: bit for bit, and quickly
+    monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: bit-identical, and fast
 
     def run(backend):
         torch.manual_seed(0)
@@ -55,6 +55,6 @@ def test_gradients_match_eager(cls, options, tmp_path, monkeypatch) -> None:
         return found
 
     expected, found = on_both(run, tmp_path)
-    # Some optimizers compute corrections from float32 counts, in Python or in tensors: 2e-8 apart after two steps.
-    # An update that lands in a gradient is of the gradient's own size.
+    # Some optimizers compute corrections from float32 counts, in Python or in tensors: 2e-8 apart after two steps. An
+    # update stored in a gradient is of the gradient's own size.
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Optimizer state that the step reads before the optimizer steps: as a gradient, in its own code, by a view."""
+"""Optimizer state that the step reads before the optimizer steps: as a gradient, in the step's own code, by a view."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import firstloss as fl
 
 
 class Own(torch.optim.Optimizer):
-    """Keeps gradients themselves."""
+    """Keeps gradients as state."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""The arithmetic of plans for shapes and meshes of any size; plan_cases.py compares with real devices."""
+"""The arithmetic of plans for any shapes and meshes; plan_cases.py compares with real devices."""
 
 import math
 
@@ -105,13 +105,13 @@ def test_a_perceptrons_plan_matches_formulas(tmp_path_factory, widths, axes, row
     weights = [a * b for a, b in zip(widths, widths[1:], strict=False)]
     shared = [n // math.prod(shardings_of(axes, a, b)) for n, a, b in zip(weights, widths, widths[1:], strict=False)]
     assert plan.bytes_of("weights") == plan.gradients == 4 * sum(shared)
-    assert plan.bytes_of("state") == 8 * sum(shared) + 4 * len(shared)  # two moments, and a count of steps
+    assert plan.bytes_of("state") == 8 * sum(shared) + 4 * len(shared)  # two moments, and a step count
     assert plan.bytes_of("batch") == 4 * rows * widths[0]
-    # Forward, the weight's gradient and, but for the first layer, the input's.
+    # Forward, the weight's gradient and, except for the first layer, the input's.
     assert plan.matmul_flops == 2 * rows * (3 * sum(weights) - weights[0])
     gathered = sum(one.bytes for one in plan.sent() if one.kind == "all-gather")
     cut = [n if mine < n else 0 for n, mine in zip(weights, shared, strict=True)]
-    # Transposed for the forward pass, and for the input's gradient, which the first layer does not need, as it is.
+    # Transposed for the forward pass, unchanged for the input's gradient, which the first layer does not need.
     assert gathered == 4 * (2 * sum(cut) - cut[0])
     assert sum(one.bytes for one in plan.sent() if one.kind == "reduce-scatter") == 4 * sum(cut)
     reduced = sum(one.bytes for one in plan.sent() if one.kind == "all-reduce")
@@ -121,7 +121,7 @@ def test_a_perceptrons_plan_matches_formulas(tmp_path_factory, widths, axes, row
 
 
 def shardings_of(axes, *shape):
-    """Into how many parts FSDP's policy cuts a weight along each dimension."""
+    """The number of parts into which FSDP's policy splits a weight along each dimension."""
     if math.prod(shape) < 4096:
         return [1]
     spec = shardings.by_default(shape[::-1], axes)
@@ -195,7 +195,7 @@ def test_seconds_match_a_computation_by_hand(tmp_path):
 
 W = 512
 F32 = 4
-# What a step of one argument x of W x W computes: bytes read and written, operations.
+# A step of one argument x of W x W: bytes read and written, operations.
 TRAFFIC = {
     "product": (lambda x: x @ x.sin().cos(), F32 * (2 * W * W + 2 * W * W + W * W)),  # x; x again, sin(x); x @ that
     "fused, one after the other": (lambda x: ((x * 2 + 1).relu() - x).exp(), F32 * 2 * W * W),
@@ -207,7 +207,7 @@ TRAFFIC = {
 }
 
 
-BY_ROWS = ("fused, one after the other", "fused with a sum")  # cut over the devices, so is all that is read
+BY_ROWS = ("fused, one after the other", "fused with a sum")  # split over the devices, and so are all reads
 
 
 @pytest.mark.parametrize("name, ways", [*((name, 1) for name in TRAFFIC), *((name, 8) for name in BY_ROWS)])

@@ -1,4 +1,4 @@
-"""A step that sets process-wide dtypes and modes: what it computes, and what is set after each call."""
+"""A step that sets process-wide dtypes and modes: its results, and the settings after each call."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def as_before():
 
 
 def both(backend, losses):
-    """What `losses(trace, compile)` gives, traced and in eager PyTorch."""
+    """`losses(trace, compile)`, traced and in eager PyTorch."""
     before = ModesLeft()
     ours = losses(fl.trace, lambda model: fl.compile(model, backend))
     before.undo()
@@ -40,7 +40,7 @@ SETTERS = {
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("name", SETTERS)
 def test_settings_made_by_a_step_apply_in_it_and_after_each_call(name, again, backend):
-    """Set back before each call or not: as in eager PyTorch, although a compiled step runs no Python."""
+    """Whether reset before each call or not: as in eager PyTorch, although a compiled step runs no Python."""
     weight = nn.Parameter(torch.ones(4, 8))
 
     def look(x):
@@ -119,12 +119,12 @@ def test_gradients_accumulate_though_a_step_sets_its_half_dtype(backend):
         return out
 
     ours, theirs = both(backend, losses)
-    # Sums in another order, a few of which are rounded to 8 bits the other way.
+    # Sums in another order, some of which round to 8 bits in the other direction.
     assert ours == pytest.approx(theirs, rel=2**-8)
 
 
 def test_another_default_device_is_another_step(backend):
-    """Set, or given in a region: tensors that the step makes are made there."""
+    """Set globally or in a region: the step's factory functions use it."""
     x = torch.ones(2)
     step = fl.trace(lambda x: x * 2 if torch.ones(2).device.type == "cpu" else x * 3)
     found = [step(x)[0].item()]

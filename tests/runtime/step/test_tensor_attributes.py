@@ -96,7 +96,7 @@ def test_a_kept_tensor_has_its_gradient_and_attributes(make, attribute, kept, by
             result = step(x, y)
             tensor = {"returned": result, "left": place.held}[kept] if kept != "in a list" else place.held[0]
             older.append(tensor)
-        for tensor in older:  # all steps later, each is what it was
+        for tensor in older:  # each is unchanged by later steps
             aux = getattr(tensor, "aux", None)
             gradient = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
             found.append([tensor.detach(), gradient, tensor.requires_grad, aux is tensor])

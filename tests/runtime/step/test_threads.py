@@ -1,4 +1,4 @@
-"""Threads that trace, train, construct and compute concurrently get what each would get alone in eager PyTorch."""
+"""Threads that trace, train, construct and compute concurrently get the results of each alone in eager PyTorch."""
 
 import threading
 
@@ -10,7 +10,7 @@ import firstloss as fl
 
 
 def side_by_side(works):
-    """Run all at once, each in a thread; raises what one of them raised."""
+    """Run all at once, each in a thread; re-raises their errors."""
     errors, start = [], threading.Barrier(len(works))
 
     def run(work):
@@ -42,7 +42,7 @@ OPTIMIZERS = {
 
 
 def training(backend, model, optimizer, seed):
-    """A function that does one step; weights do not depend on what other threads draw."""
+    """A function that does one step; weights do not depend on other threads' draws."""
     with backend.device:
         net = MODELS[model]()
         generator = torch.Generator().manual_seed(seed)
@@ -88,11 +88,11 @@ def test_models_can_be_trained_concurrently(where, tmp_path):
         return out
 
     for ours, eager in zip(losses("XLA"), losses("CPU"), strict=True):
-        assert ours == pytest.approx(eager, rel=1e-3, abs=1e-4)  # XLA adds in another order
+        assert ours == pytest.approx(eager, rel=1e-3, abs=1e-4)  # XLA sums in another order
 
 
 def test_other_work_can_run_during_a_trace(tmp_path):
-    """A thread that draws, computes and trains eagerly sees nothing of the trace beside it."""
+    """A thread that draws, computes and trains eagerly is not affected by a concurrent trace."""
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     run, _ = training(backend, "deep", "adamw", 0)
     tracing, done = threading.Event(), threading.Event()
@@ -136,7 +136,7 @@ def test_other_work_can_run_during_a_trace(tmp_path):
 
 
 def test_constructors_can_run_concurrently():
-    """Each of many deferred models has numbers of its own from the one stream, and the stream goes on behind them."""
+    """Each of many deferred models has its own numbers from the single stream, and the stream continues after them."""
     models = [None] * 4
 
     def construct(i):
@@ -153,7 +153,7 @@ def test_constructors_can_run_concurrently():
 
 
 class Loads(threading.local):
-    """Attributes of each thread's own, which begin with those that it is given."""
+    """Attributes local to each thread, initialized from the arguments."""
 
     def __init__(self, scale):
         self.scale = scale

@@ -1,4 +1,4 @@
-"""The rules of traced steps, on a model of a few weights."""
+"""The rules of traced steps, on a model with a few weights."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests import compiled_steps
 
 
 def line_of(function, text):
-    """The place, as "file:line", of the line of `function` that contains `text`."""
+    """The location, as "file:line", of the line of `function` that contains `text`."""
     import inspect
 
     lines, begin = inspect.getsourcelines(function)
@@ -105,7 +105,7 @@ def test_a_real_model_is_moved(backend):
     weight = model.weight
     step, _ = make_step(model, backend)
     assert model.weight is weight
-    for _ in range(3):  # the loss gets 30 times smaller, and what the weights were rounded by does not
+    for _ in range(3):  # the loss decreases 30 times, but the rounding error of the weights does not
         assert float(step(X, Y)) == pytest.approx(eager_step(reference, 0.1), rel=1e-5)
 
 
@@ -155,7 +155,7 @@ def test_kept_gradients_accumulate(backend, model):
 
 
 class Counted(torch.optim.Optimizer):
-    """The reference's custom optimizer: it makes its state inside step(), under a condition."""
+    """The reference's custom optimizer: it creates its state inside step(), under a condition."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -229,7 +229,7 @@ def test_reading_a_value_is_refused_at_the_users_line(kind, backend, model):
     with pytest.raises(fl.errors.ValueReadError) as caught:
         step(X)
     assert f"{__file__}:" in str(caught.value) and "torch.where" in str(caught.value)
-    # nothing of the failed trace is left
+    # the failed trace left nothing behind
     assert model.weight.grad is None
     assert not any(optimizer.state[p] for p in model.parameters())
     assert isinstance(optimizer.param_groups[0]["lr"], float)
