@@ -169,15 +169,15 @@ def traced(monkeypatch):
     """A list with one item per trace, to count how often a step's Python runs."""
     from firstloss.runtime.step import tracing
 
-    found = []
+    traces = []
     trace = tracing.trace_step
 
     def counted(*args):
-        found.append(1)
+        traces.append(1)
         return trace(*args)
 
     monkeypatch.setattr(tracing, "trace_step", counted)
-    return found
+    return traces
 
 
 @pytest.fixture

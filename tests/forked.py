@@ -52,11 +52,11 @@ class Process:
         if self.returncode is None:
             self._status.settimeout(timeout)
             try:
-                found = self._status.recv(4)
+                reply = self._status.recv(4)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
-            assert len(found) == 4, "the server of processes has died"
-            self.returncode = struct.unpack("i", found)[0]
+            assert len(reply) == 4, "the server of processes has died"
+            self.returncode = struct.unpack("i", reply)[0]
             self._status.close()
         return self.returncode
 
@@ -69,11 +69,11 @@ class Process:
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
         """Wait for the process to end, and return its output."""
-        found: list[str | None] = [None, None]
+        outputs: list[str | None] = [None, None]
 
         def read(number: int, stream: IO[str]) -> None:
             with stream:
-                found[number] = stream.read()
+                outputs[number] = stream.read()
 
         streams = [(n, stream) for n, stream in enumerate((self.stdout, self.stderr)) if stream is not None]
         readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
@@ -85,7 +85,7 @@ class Process:
             if reader.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
         self.wait(None if end is None else max(0.01, end - time.monotonic()))
-        return found[0], found[1]
+        return outputs[0], outputs[1]
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it is running."""
@@ -142,7 +142,7 @@ def start(
             descriptor = os.dup(number if wanted is None else wanted.fileno())
         opened.append(descriptor)
         streams.append(stream)
-    status, theirs = socket.socketpair()
+    status, child_status = socket.socketpair()
     request = {
         "command": [os.fspath(part) for part in command],
         "env": environment,
@@ -151,13 +151,13 @@ def start(
     }
     message = json.dumps(request).encode()
     assert len(message) < _LARGEST
-    socket.send_fds(server, [message], [theirs.fileno(), *opened])
+    socket.send_fds(server, [message], [child_status.fileno(), *opened])
     for descriptor in opened:
         os.close(descriptor)
-    theirs.close()
-    found = status.recv(4)
-    assert len(found) == 4, "the server of processes has died"
-    return Process(command, struct.unpack("i", found)[0], status, streams)
+    child_status.close()
+    reply = status.recv(4)
+    assert len(reply) == 4, "the server of processes has died"
+    return Process(command, struct.unpack("i", reply)[0], status, streams)
 
 
 def run(
@@ -183,33 +183,33 @@ def run(
     return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
 
-def without_leaks(said: str) -> str:
+def without_leaks(output: str) -> str:
     """A process's output without nanobind's leak reports about triton, which a CUDA build of torch imports."""
-    return re.sub(r"nanobind: leaked .*refleaks\.html\n?", "", said, flags=re.DOTALL)
+    return re.sub(r"nanobind: leaked .*refleaks\.html\n?", "", output, flags=re.DOTALL)
 
 
 @functools.cache
 def _server(jax: bool) -> tuple[socket.socket, dict[str, str]]:
     """The connection to the server, and the environment in which the server was started."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _LARGEST)
+    parent, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _LARGEST)
     environment = dict(os.environ)
-    with theirs:
+    with child:
         path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT])
         code = f"from tests import forked; forked.main({jax})"
         server = subprocess.Popen(
-            [sys.executable, "-c", code, str(theirs.fileno())],
+            [sys.executable, "-c", code, str(child.fileno())],
             env={**environment, "PYTHONPATH": path},
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child.fileno()],
             stdin=subprocess.DEVNULL,
         )
 
     def end() -> None:
-        ours.close()
+        parent.close()
         server.wait()
 
     atexit.register(end)
-    return ours, environment
+    return parent, environment
 
 
 # -- in the server ----------------------------------------------------------------------------------------------------

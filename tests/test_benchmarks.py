@@ -19,8 +19,8 @@ HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "
 
 
 def test_make_bench_runs_all_benchmarks():
-    there = {path.stem for path in Path(harness.ROOT, "benchmarks").glob("*.py")} - HELPERS
-    assert set(FIGURES) == there and len(FIGURES) == len(there)
+    names = {path.stem for path in Path(harness.ROOT, "benchmarks").glob("*.py")} - HELPERS
+    assert set(FIGURES) == names and len(FIGURES) == len(names)
 
 
 @pytest.mark.sweep
@@ -45,8 +45,8 @@ def test_the_ratio_is_taken_round_by_round():
 
 
 def test_bandwidth_is_in_bytes_per_second():
-    found = harness.write_bandwidth(1 << 24)
-    assert found["fresh"] > 1e6 and found["touched"] > 1e6
+    bandwidth = harness.write_bandwidth(1 << 24)
+    assert bandwidth["fresh"] > 1e6 and bandwidth["touched"] > 1e6
 
 
 def test_reports_are_printed_as_text_and_json(capsys):
@@ -76,11 +76,11 @@ def test_the_gpu_benchmark_runs_tiny_on_a_cpu():
     assert done.returncode == 0, done.stderr
     (figure,) = json.loads(done.stdout)
     assert figure["met"]  # the eager policy gives the CPU's weights
-    said = dict(figure["rows"])
+    rows = dict(figure["rows"])
     assert {
         "rng='eager': faster than eager construction on the GPU",
         "rng='counter': capture, compile and draw",
-    } <= set(said)
+    } <= set(rows)
 
 
 def test_one_benchmark_runs_end_to_end():

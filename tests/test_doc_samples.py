@@ -200,9 +200,9 @@ assert float(optimizer.param_groups[0]["lr"]) == 1e-5
     + """
 <sample>
 assert weights["layers.0.q_proj.weight"].addressable_shards[0].data.shape == (2, 8)
-made = weights
+written = weights
 <sample>
-assert all((weights[name] == made[name]).all() for name in made)
+assert all((weights[name] == written[name]).all() for name in written)
 """,
     "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
     "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
@@ -289,11 +289,11 @@ def test_samples_run():
     """One process imports what they need, and forks one for each page. (One test, or every worker would import it.)"""
     done = forked.run(["-m", __name__], capture_output=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == SCRIPTS.keys()
+    failures = json.loads(done.stdout.splitlines()[-1])
+    assert failures.keys() == SCRIPTS.keys()
     if importlib.util.find_spec("timm") is None:
-        del found["docs/how-to/trainer.md"]
-    wrong = {page: text for page, text in found.items() if text}
+        del failures["docs/how-to/trainer.md"]
+    wrong = {page: text for page, text in failures.items() if text}
     if wrong:  # without this test's source, so that the report shows only what is wrong
         pytest.fail("\n\n".join(f"{page}: {text[-4000:]}" for page, text in wrong.items()), pytrace=False)
 
@@ -325,9 +325,9 @@ def in_fork(page):
         os._exit(0)
     os.close(write_end)
     with open(read_end) as answer:
-        said = answer.read()
+        failure = answer.read()
     status = os.waitpid(child, 0)[1]
-    return said or (f"it ended with status {status}" if status else "")
+    return failure or (f"it ended with status {status}" if status else "")
 
 
 if __name__ == "__main__":

@@ -150,8 +150,8 @@ def messages():
     text = re.sub(r"\s+", " ", read("docs/troubleshooting.md"))
     return [
         (name, piece.strip(" ."))
-        for name, said in re.findall(r"`(\w+(?:Error|Warning)): ([^`]*)`", text)
-        for piece in re.split(r"\.\.\.|\bModel\b", said)
+        for name, message in re.findall(r"`(\w+(?:Error|Warning)): ([^`]*)`", text)
+        for piece in re.split(r"\.\.\.|\bModel\b", message)
         if piece.strip(" .")
     ]
 

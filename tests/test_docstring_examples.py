@@ -32,10 +32,10 @@ def test_core_names_have_an_example():
 
 def run(test, space):
     """The failures of a docstring's examples."""
-    said = []
+    output = []
     test.globs = {"fl": fl, "torch": torch, "nn": nn, **space}
-    doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append)
-    return "".join(said)
+    doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+    return "".join(output)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

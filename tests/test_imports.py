@@ -38,11 +38,11 @@ FORBIDDEN: set[tuple[str, str]] = set()
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for path in (SOURCE / "firstloss").rglob("*.py"):
         name = ".".join(path.relative_to(SOURCE / "firstloss").with_suffix("").parts)
-        found[name.removesuffix(".__init__").removesuffix("__init__")] = path
-    return found
+        paths[name.removesuffix(".__init__").removesuffix("__init__")] = path
+    return paths
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def circles(types: bool = False) -> list[set[str]]:
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    components = []
 
     def visit(name: str) -> None:
         number[name] = low[name] = len(number)
@@ -130,12 +130,12 @@ def circles(types: bool = False) -> list[set[str]]:
             part = set(stack[at:])
             del stack[at:]
             if len(part) > 1:
-                found.append(part)
+                components.append(part)
 
     for name in modules():
         if name not in number:
             visit(name)
-    return found
+    return components
 
 
 def test_the_table_has_all_rooms():
@@ -173,8 +173,8 @@ def test_the_table_has_all_inner_rooms():
 @pytest.mark.parametrize("name", sorted(inner_table()))
 def test_inner_rooms_import_only_what_the_table_allows(name):
     edges = {(module, to) for module in modules() for to in graph()[module]}
-    found = {(a, b) for a, b in edges if room(a) == room(b) == "runtime" and inner_room(a) == name}
-    assert {(a, b) for a, b in found if inner_room(b) not in {"", name, *inner_table()[name]}} == set()
+    inner_edges = {(a, b) for a, b in edges if room(a) == room(b) == "runtime" and inner_room(a) == name}
+    assert {(a, b) for a, b in inner_edges if inner_room(b) not in {"", name, *inner_table()[name]}} == set()
 
 
 def test_files_named_on_the_page_exist():
@@ -208,7 +208,7 @@ ROUND_BY_TYPES = [{"trainer"}]
 def test_there_are_no_import_cycles_for_the_type_checker():
     """Except within the trainer, where the two are each other's arguments."""
     rooms = [{room(name) for name in circle} for circle in circles(types=True)]
-    assert all(found in ROUND_BY_TYPES for found in rooms)
+    assert all(cycle in ROUND_BY_TYPES for cycle in rooms)
 
 
 # Attributes of deferred tensors that the package shares: other attributes of a tensor are PyTorch's or a user's.
@@ -219,15 +219,15 @@ NOT_OURS = {"compat.jax_names": {"_params"}, "runtime.guards.native": {"_guards"
 
 def defined(name: str) -> set[str]:
     """The names that a module defines: functions, classes, variables, attributes and slots."""
-    found = set()
+    names = set()
     for node in nodes(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
-            found.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
-    return found
+            names.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
+    return names
 
 
 @functools.cache

@@ -98,8 +98,8 @@ def test_what_is_freed_as_often_as_made_begins_no_collection():
     gc.callbacks.append(note)
     try:
         with until_undone():
-            made = [[] for _ in range(100_000)]
-            del made
+            lists = [[] for _ in range(100_000)]
+            del lists
             assert not gc.isenabled()
         assert gc.isenabled() and not collections
     finally:
@@ -182,9 +182,9 @@ def test_what_is_wanted_in_a_block_is_set_after_it(users):
 @pytest.fixture
 def users_thresholds():
     """The user's thresholds, restored afterwards."""
-    found = gc.get_threshold()
-    yield found
-    gc.set_threshold(*found)
+    thresholds = gc.get_threshold()
+    yield thresholds
+    gc.set_threshold(*thresholds)
 
 
 def test_a_thread_beside_the_users_collects_young_objects_alone(users_thresholds):

@@ -43,14 +43,14 @@ def mapped(*arguments, program=PROGRAM, **environment):
         text=True,
         check=True,
     )
-    made, count = done.stdout.split()
-    return made, int(count)
+    is_mapped, count = done.stdout.split()
+    return is_mapped, int(count)
 
 
 def test_arrays_are_mapped_separately():
     assert mapped() == ("None", 0)
-    made, count = mapped("map")
-    assert made == "True" and count >= 5 << 20
+    is_mapped, count = mapped("map")
+    assert is_mapped == "True" and count >= 5 << 20
 
 
 FREED = """
@@ -91,5 +91,5 @@ def test_the_users_settings_are_kept(environment):
 
 
 def test_huge_pages_work_with_the_settings():
-    made, count = mapped("map", GLIBC_TUNABLES=malloc_settings.environment()["GLIBC_TUNABLES"])
-    assert made == "True" and count >= 5 << 20
+    is_mapped, count = mapped("map", GLIBC_TUNABLES=malloc_settings.environment()["GLIBC_TUNABLES"])
+    assert is_mapped == "True" and count >= 5 << 20

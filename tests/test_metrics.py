@@ -187,19 +187,19 @@ def test_torchmetrics_with_data_dependent_sizes_are_refused(backend):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_metrics_match_torchmetrics(seed):
-    ours = {
+    actual = {
         "accuracy": fl.metrics.AccuracyMetric("a"),
         "F1": fl.metrics.FBetaScoreMetric(CLASSES, average_type="macro"),
     }
     kind = {"task": "multiclass", "num_classes": CLASSES}
-    theirs = {"accuracy": THEIRS["accuracy"](), "F1": torchmetrics.F1Score(**kind, average="macro")}
+    expected = {"accuracy": THEIRS["accuracy"](), "F1": torchmetrics.F1Score(**kind, average="macro")}
     for y, p, _ in batches(seed):
         y = torch.where(torch.rand(y.shape) < 0.1, CLASSES - 1, y)  # torchmetrics excludes absent classes from the mean
-        for name in ours:
-            ours[name].update(labels=y, predictions=p)
-            theirs[name].update(p, y)
-    for name in ours:
-        assert float(ours[name]) == pytest.approx(float(theirs[name].compute()), rel=1e-6)
+        for name in actual:
+            actual[name].update(labels=y, predictions=p)
+            expected[name].update(p, y)
+    for name in actual:
+        assert float(actual[name]) == pytest.approx(float(expected[name].compute()), rel=1e-6)
 
 
 def test_invalid_labels_are_an_error():
@@ -235,10 +235,10 @@ def test_invalid_arguments_are_refused(case):
 
 
 def test_metrics_can_be_found_by_name():
-    ours = [fl.metrics.MeanMetric(f"only here {i // 2}") for i in range(3)]
-    found = {name: metric for name, metric in fl.metrics.get_all_metrics() if "only here" in name}
-    assert found == {"only here 0.0": ours[0], "only here 0.1": ours[1], "only here 1": ours[2]}
-    ours[2].update(3.0)
+    metrics = [fl.metrics.MeanMetric(f"only here {i // 2}") for i in range(3)]
+    registered = {name: metric for name, metric in fl.metrics.get_all_metrics() if "only here" in name}
+    assert registered == {"only here 0.0": metrics[0], "only here 0.1": metrics[1], "only here 1": metrics[2]}
+    metrics[2].update(3.0)
     computed = fl.metrics.compute_all_metrics()
     assert computed["only here 1"] == 3 and "only here 0.0" not in computed
 

@@ -90,17 +90,17 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_traced_step_skips_an_update_that_overflows(name, backend):
-    ours, step = train(backend, OPTIMIZERS[name], dynamic)
-    theirs, _ = train(fl.backend("CPU"), OPTIMIZERS[name], dynamic)
+    actual, step = train(backend, OPTIMIZERS[name], dynamic)
+    eager, _ = train(fl.backend("CPU"), OPTIMIZERS[name], dynamic)
     assert compiled_steps.kinds(step) == 1
-    for n, ((weights, state, scale, skipped), (expected, _, *rest)) in enumerate(zip(ours, theirs, strict=True)):
+    for n, ((weights, state, scale, skipped), (expected, _, *rest)) in enumerate(zip(actual, eager, strict=True)):
         assert [scale, skipped] == rest
         # A traced Adam computes 1 - beta^t in float32; tests/optim checks its state and weights.
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
         if n and not torch.tensor(OVERFLOWS[n]).isfinite():  # skipped: bit-identical to the step before
-            assert torch.equal(weights, ours[n - 1][0])
-            assert all(torch.equal(a, b) for a, b in zip(state, ours[n - 1][1], strict=True))
-    assert ours[-1][3] == 2
+            assert torch.equal(weights, actual[n - 1][0])
+            assert all(torch.equal(a, b) for a, b in zip(state, actual[n - 1][1], strict=True))
+    assert actual[-1][3] == 2
 
 
 @pytest.mark.parametrize("limits", [{"norm": 0.01}, {"value": 0.003}, {}])
@@ -109,11 +109,11 @@ def test_gradients_are_clipped_with_a_fixed_scale(limits, scale, backend):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.5)
 
-    ours, _ = train(backend, sgd, lambda: fl.amp.GradScaler(scale), **limits, factors=[1.0] * 3)
+    actual, _ = train(backend, sgd, lambda: fl.amp.GradScaler(scale), **limits, factors=[1.0] * 3)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     x, y = torch.randn(5, 4), torch.randn(5, 2)
-    for weights, *_ in ours:
+    for weights, *_ in actual:
         model.zero_grad()
         F.mse_loss(model(x), y).backward()
         if "norm" in limits:

@@ -95,8 +95,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_match_a_loop_by_hand(case, name, tmp_path):
     scaler, step, options = CASES[case]
-    ours = train(fl.backend(name, artifact_dir=tmp_path), scaler, step)
-    for a, b in zip(ours, by_hand(**options), strict=True):
+    actual = train(fl.backend(name, artifact_dir=tmp_path), scaler, step)
+    for a, b in zip(actual, by_hand(**options), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # float32, summed in another order
 
 

@@ -61,22 +61,22 @@ def test_autocast_regions_match_eager_pytorch(name, backend):
     loss, dtypes = forward(reference, X, Y, region)
     loss.backward()
     compiled = fl.compile(model, backend)
-    met = []
+    seen_dtypes = []
 
     @fl.trace
     def step(x, y):
         loss, dtypes = forward(compiled, x, y, region)
-        met[:] = dtypes
+        seen_dtypes[:] = dtypes
         loss.backward()
         return loss, [p.grad for p in model.parameters()]
 
-    got, gradients = step(X, Y)
-    assert met == dtypes
+    result, gradients = step(X, Y)
+    assert seen_dtypes == dtypes
     assert all(g.dtype == torch.float32 for g in gradients)
     # Products are rounded to 8 bits or more, and summed in another order.
-    assert float(got) == pytest.approx(float(loss.detach()), rel=2**-7)
-    for ours, p in zip(gradients, reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.clone(), p.grad, rtol=2**-6, atol=2**-7 * float(p.grad.abs().max()))
+    assert float(result) == pytest.approx(float(loss.detach()), rel=2**-7)
+    for actual, p in zip(gradients, reference.parameters(), strict=True):
+        torch.testing.assert_close(actual.clone(), p.grad, rtol=2**-6, atol=2**-7 * float(p.grad.abs().max()))
 
 
 def test_a_region_around_the_call_selects_the_step(backend):
@@ -127,9 +127,9 @@ def rounded(x):
 def test_cbfloat16_rounds_to_nearest(numbers):
     from firstloss.lower.cbfloat16 import round_cbfloat16
 
-    got = np.asarray(round_cbfloat16(np.array(numbers, np.float32)))
+    actual = np.asarray(round_cbfloat16(np.array(numbers, np.float32)))
     expected = np.array([rounded(x) for x in numbers], np.float32)
-    assert got.tobytes() == expected.tobytes() or np.array_equal(got, expected, equal_nan=True)
+    assert actual.tobytes() == expected.tobytes() or np.array_equal(actual, expected, equal_nan=True)
 
 
 def cb16(values):

@@ -14,24 +14,24 @@ import torch
 import firstloss as fl
 
 
-def tensors_of(made: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(result: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a constructor's result, under each name by which it is reachable; each module once."""
     seen = set() if seen is None else seen
-    if isinstance(made, torch.Tensor):
-        yield path, made
+    if isinstance(result, torch.Tensor):
+        yield path, result
         return
-    if id(made) in seen:
+    if id(result) in seen:
         return
-    if isinstance(made, torch.nn.Module):
-        seen.add(id(made))
-        for name, value in vars(made).items():
+    if isinstance(result, torch.nn.Module):
+        seen.add(id(result))
+        for name, value in vars(result).items():
             if name in ("_parameters", "_buffers", "_modules") or not name.startswith("_"):
                 yield from tensors_of(value, f"{path}.{name}".strip("."), seen)
-    elif isinstance(made, dict):
-        for key, value in made.items():
+    elif isinstance(result, dict):
+        for key, value in result.items():
             yield from tensors_of(value, f"{path}.{key}".strip("."), seen)
-    elif isinstance(made, (list, tuple)):
-        for number, value in enumerate(made):
+    elif isinstance(result, (list, tuple)):
+        for number, value in enumerate(result):
             yield from tensors_of(value, f"{path}.{number}".strip("."), seen)
 
 
@@ -51,8 +51,8 @@ def eager(fn: Callable[[], Any], seed: int = 0) -> tuple[Any, bytes]:
     """The result of `fn` in eager PyTorch, and the state of the global generator afterwards."""
     seed_all(seed)
     with quiet():
-        made = fn()
-    return made, torch.get_rng_state().numpy().tobytes()
+        result = fn()
+    return result, torch.get_rng_state().numpy().tobytes()
 
 
 @contextlib.contextmanager
@@ -66,16 +66,16 @@ def deferred(fn: Callable[[], Any], seed: int = 0) -> tuple[Any, bytes]:
     """The deferred result of `fn`, and the state of the global generator afterwards."""
     seed_all(seed)
     with quiet():
-        made = fl.deferred_init(fn)
-    return made, torch.get_rng_state().numpy().tobytes()
+        result = fl.deferred_init(fn)
+    return result, torch.get_rng_state().numpy().tobytes()
 
 
-def materialize(made: Any, **options: Any) -> None:
+def materialize(result: Any, **options: Any) -> None:
     """Materialize everything deferred in a constructor's result."""
-    if isinstance(made, torch.nn.Module):
-        fl.materialize_module(made, **options)
+    if isinstance(result, torch.nn.Module):
+        fl.materialize_module(result, **options)
     else:
-        for _, tensor in tensors_of(made):
+        for _, tensor in tensors_of(result):
             fl.materialize_tensor(tensor)
 
 
@@ -85,9 +85,9 @@ def steps(tensor: torch.Tensor) -> list[int]:
     return [stride for size, stride in sizes if size > 1] if tensor.numel() else []
 
 
-def assert_same(expected: Any, got: Any) -> None:
+def assert_same(expected: Any, actual: Any) -> None:
     """Both have the same tensors under the same names: properties, ties and bytes."""
-    want, have = list(tensors_of(expected)), list(tensors_of(got))
+    want, have = list(tensors_of(expected)), list(tensors_of(actual))
     assert [name for name, _ in want] == [name for name, _ in have]
     for (name, a), (_, b) in zip(want, have, strict=True):
         assert not fl.is_deferred(b), f"{name} is still deferred"
@@ -125,12 +125,12 @@ def assert_same_as_eager(fn: Callable[[], Any], seed: int = 0, ways: Any = ({},)
     """
     expected, expected_state = eager(fn, seed)
     for options in ways:
-        made, state = deferred(fn, seed)
+        result, state = deferred(fn, seed)
         assert state == expected_state, "the generator does not stand where eager leaves it"
         if anything:
-            assert any(fl.is_deferred(tensor) for _, tensor in tensors_of(made)), "nothing was deferred"
+            assert any(fl.is_deferred(tensor) for _, tensor in tensors_of(result)), "nothing was deferred"
         with quiet():
-            materialize(made, **options)
+            materialize(result, **options)
         assert torch.get_rng_state().numpy().tobytes() == expected_state, "materializing moved the generator"
-        assert_same(expected, made)
-    return made
+        assert_same(expected, result)
+    return result

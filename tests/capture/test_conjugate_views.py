@@ -41,9 +41,9 @@ def statements(seed):
     return lines
 
 
-def run(lines, **given):
+def run(lines, **variables):
     """The tensors of a program by name, and the statements that PyTorch accepts."""
-    scope, done = {"torch": torch, **given}, []
+    scope, done = {"torch": torch, **variables}, []
     for line in lines:
         try:
             exec(line, scope)
@@ -65,18 +65,18 @@ def test_views_in_a_constructor_match_eager(first):
     for seed in range(first, first + 50):
         expected, lines = run(statements(seed))
         with fl.deferred():
-            made, _ = run(lines)
-        for name in sorted(made, key=lambda n: random.Random(f"{seed}{n}").random()):
-            fl.materialize_tensor(made[name])
-        assert made.keys() == expected.keys()
-        for tensors in (expected, made):
+            actual, _ = run(lines)
+        for name in sorted(actual, key=lambda n: random.Random(f"{seed}{n}").random()):
+            fl.materialize_tensor(actual[name])
+        assert actual.keys() == expected.keys()
+        for tensors in (expected, actual):
             last = tensors[sorted(tensors)[-1]]
             last.reshape(-1)[:1].mul_(3) if last.is_contiguous() else last.mul_(3)
-        for name, tensor in made.items():
-            said = f"{name} of seed {seed}: " + "; ".join(lines)
-            assert torch.equal(shown(tensor), shown(expected[name])), said
-            assert (tensor.is_conj(), tensor.is_neg()) == (expected[name].is_conj(), expected[name].is_neg()), said
-            assert (tensor.shape, tensor.stride()) == (expected[name].shape, expected[name].stride()), said
+        for name, tensor in actual.items():
+            message = f"{name} of seed {seed}: " + "; ".join(lines)
+            assert torch.equal(shown(tensor), shown(expected[name])), message
+            assert (tensor.is_conj(), tensor.is_neg()) == (expected[name].is_conj(), expected[name].is_neg()), message
+            assert (tensor.shape, tensor.stride()) == (expected[name].shape, expected[name].stride()), message
 
 
 @pytest.mark.parametrize("first", range(0, 30, 10))
@@ -92,12 +92,12 @@ def test_views_in_a_step_match_eager(first):
         @fl.trace
         def step(x):
             a = kept if outside else torch.view_as_complex(x)  # noqa: B023
-            found, _ = run(lines, a=a if outside else a + 0)  # noqa: B023
-            return {name: shown(tensor) + 0 * model(torch.ones(2)).sum() for name, tensor in found.items()}  # noqa: B023
+            actual, _ = run(lines, a=a if outside else a + 0)  # noqa: B023
+            return {name: shown(tensor) + 0 * model(torch.ones(2)).sum() for name, tensor in actual.items()}  # noqa: B023
 
-        found = step(torch.view_as_real(kept.clone()))
+        actual = step(torch.view_as_real(kept.clone()))
         for name, tensor in expected.items():
-            assert torch.equal(found[name], shown(tensor)), f"{name} of seed {seed}: " + "; ".join([line, *lines])
+            assert torch.equal(actual[name], shown(tensor)), f"{name} of seed {seed}: " + "; ".join([line, *lines])
         if outside:
             assert torch.equal(shown(kept), shown(expected["a"])), f"seed {seed}: " + "; ".join([line, *lines])
 
@@ -120,17 +120,17 @@ def test_shape_changes_in_place_match_eager():
 def facts(tensors):
     """What autograd knows about the weight `p` and its views, and the effects of gradients and edits."""
     p, *views = tensors
-    found = [(t.requires_grad, t.is_leaf, t._base is p, t.dtype, t.stride(), t.is_conj()) for t in tensors]
+    result = [(t.requires_grad, t.is_leaf, t._base is p, t.dtype, t.stride(), t.is_conj()) for t in tensors]
     for view in views:
         p.grad = None
         try:
             (view.abs() ** 2).sum().backward()
-            found.append(None if p.grad is None else shown(p.grad).tolist())
+            result.append(None if p.grad is None else shown(p.grad).tolist())
         except RuntimeError as error:
-            found.append(str(error).split(" is a view")[0][:30])
+            result.append(str(error).split(" is a view")[0][:30])
     p.requires_grad_(False)
     p.mul_(2)
-    return [*found, *((t.requires_grad, shown(t).tolist()) for t in tensors)]
+    return [*result, *((t.requires_grad, shown(t).tolist()) for t in tensors)]
 
 
 PARTS = {
@@ -162,10 +162,10 @@ def test_views_of_a_weight_stay_views(parts, frozen):
         return tensors
 
     with fl.deferred():
-        made = build()
-    for tensor in reversed(made):
+        result = build()
+    for tensor in reversed(result):
         fl.materialize_tensor(tensor)
-    assert facts(made) == facts(build())
+    assert facts(result) == facts(build())
 
 
 def test_views_of_a_weight_on_a_backend_stay_views():
@@ -220,10 +220,10 @@ def test_draws_into_a_view_leave_the_stream_where_eager_does(view, shape):
 
     def build(draw):
         whole = torch.randn(shape, dtype=torch.complex64)
-        shown = SHOWN[view](whole)
+        visible = SHOWN[view](whole)
         with torch.no_grad():
-            draw(shown)
-        return [whole.clone(), shown.resolve_neg().resolve_conj().clone(), torch.randn(3)]
+            draw(visible)
+        return [whole.clone(), visible.resolve_neg().resolve_conj().clone(), torch.randn(3)]
 
     compared = 0
     for name, draw in DRAWN.items():
@@ -232,8 +232,8 @@ def test_draws_into_a_view_leave_the_stream_where_eager_does(view, shape):
         except (RuntimeError, NotImplementedError):  # only operations for complex or negated views, which are few
             continue
         compared += 1
-        made, left = deferred(lambda draw=draw: build(draw))
-        materialize(made)
-        assert_same(expected, made)
+        actual, left = deferred(lambda draw=draw: build(draw))
+        materialize(actual)
+        assert_same(expected, actual)
         assert generator == left, name
     assert compared

@@ -116,9 +116,11 @@ def test_views_keep_their_memory(part, compiled_by_xla, tmp_path, monkeypatch):
             with pytest.raises(TraceError, match="test_data_assignment.py:.* shares its memory"):
                 list(traced)
             continue
-        for expected, found in zip(eager, traced, strict=True):
-            said = lambda text, setting=setting: f"{setting}: {text}"  # noqa: E731
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=said)  # XLA adds in another order
+        for expected, actual in zip(eager, traced, strict=True):
+            describe = lambda text, setting=setting: f"{setting}: {text}"  # noqa: E731
+            torch.testing.assert_close(
+                actual, expected, rtol=1e-4, atol=1e-5, msg=describe
+            )  # XLA adds in another order
 
 
 def test_outside_memory_is_refused(backend):

@@ -217,11 +217,11 @@ def hooked(m):
 
 @use
 def in_a_thread(m):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(m(X)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(m(X)))
     thread.start()
     thread.join()
-    return found
+    return results
 
 
 @use
@@ -234,14 +234,14 @@ def outcome(use, make):
     torch.manual_seed(3)
     model = make()
     torch.manual_seed(4)
-    found = []
+    results = []
     for leaf in tree_leaves(use(model)):
         if isinstance(leaf, torch.Tensor):
             content = leaf.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            found.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, content))
+            results.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, content))
         else:
-            found.append(leaf)
-    return found, torch.rand(1).item()
+            results.append(leaf)
+    return results, torch.rand(1).item()
 
 
 @pytest.mark.parametrize("name", USES)

@@ -25,10 +25,10 @@ def drawn(scramble, seed, forward):
 @pytest.mark.parametrize("scramble, seed", [(False, None), (True, 3), (True, None)])
 def test_quasirandom_numbers_match_eager(scramble, seed, forward):
     torch.manual_seed(1)
-    theirs = drawn(scramble, seed, forward)
+    expected = drawn(scramble, seed, forward)
     torch.manual_seed(1)
-    ours = fl.materialize_module(fl.deferred_init(drawn, scramble, seed, forward))
-    for (name, a), b in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
+    actual = fl.materialize_module(fl.deferred_init(drawn, scramble, seed, forward))
+    for (name, a), b in zip(expected.state_dict().items(), actual.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 
 

@@ -127,8 +127,8 @@ def test_modules_match_eager(cls, args, kwargs):
     with quiet():
         has_weights = any(True for _ in cls(*args, **kwargs).parameters())
     # Added because a constructor that creates no tensor at all is an error.
-    made = assert_same_as_eager(lambda: [cls(*args, **kwargs), nn.Linear(2, 2)])
-    assert has_weights == any(True for _ in made[0].parameters())
+    result = assert_same_as_eager(lambda: [cls(*args, **kwargs), nn.Linear(2, 2)])
+    assert has_weights == any(True for _ in result[0].parameters())
 
 
 def classes_with_weights():
@@ -176,8 +176,8 @@ SHAPES = {"dirac_": [(6, 4, 3), (4, 4, 3, 3)], "eye_": [(5, 7)], "sparse_": [(9,
 
 
 def test_all_initializers_are_tested():
-    found = {name for name, fn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
-    assert found == INITIALISERS.keys()
+    result = {name for name, fn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
+    assert result == INITIALISERS.keys()
 
 
 @pytest.mark.parametrize("name", INITIALISERS)

@@ -57,8 +57,8 @@ def of_our_own(tensor):
 
 def run(op, sample, seed):
     torch.manual_seed(seed)
-    made = op(of_our_own(sample.input), *tree_map(of_our_own, sample.args), **tree_map(of_our_own, sample.kwargs))
-    return [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
+    output = op(of_our_own(sample.input), *tree_map(of_our_own, sample.args), **tree_map(of_our_own, sample.kwargs))
+    return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
 
 
 def check(op, sample, seed):
@@ -68,18 +68,18 @@ def check(op, sample, seed):
         return None  # a sample for another device
     state = torch.get_rng_state()
     with fl.deferred():
-        made = run(op, sample, seed)
+        actual = run(op, sample, seed)
     if not torch.equal(torch.get_rng_state(), state):
         return "the generator does not stand where eager leaves it"
-    made = [fl.materialize_tensor(t) for t in made]
+    actual = [fl.materialize_tensor(t) for t in actual]
     if not torch.equal(torch.get_rng_state(), state):
         return "materializing moved the generator"
-    if len(made) != len(expected) or not all(map(same, expected, made)):
+    if len(actual) != len(expected) or not all(map(same, expected, actual)):
         strides = (
             [t.stride() for t in expected if t.layout == torch.strided],
-            [t.stride() for t in made if t.layout == torch.strided],
+            [t.stride() for t in actual if t.layout == torch.strided],
         )
-        return f"differs:\n{expected}\n{made}\n{strides}"
+        return f"differs:\n{expected}\n{actual}\n{strides}"
     return None
 
 
@@ -100,9 +100,9 @@ def test_operations_in_a_constructor_match_eager(group):
             samples = list(itertools.islice(op.sample_inputs("cpu", dtype), 1 + chance.randrange(5)))[-1:]
             for sample in samples:  # the last draw
                 try:
-                    found = check(op, sample, seed=group)
+                    problem = check(op, sample, seed=group)
                 except Exception as error:
-                    found = f"{type(error).__name__}: {error}"
-                if found:
-                    wrong.append(f"{name_of(op)} {dtype} {sample.summary()}: {found}")
+                    problem = f"{type(error).__name__}: {error}"
+                if problem:
+                    wrong.append(f"{name_of(op)} {dtype} {sample.summary()}: {problem}")
     assert not wrong, "\n".join(wrong)

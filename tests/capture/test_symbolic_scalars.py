@@ -61,16 +61,16 @@ def test_results_match_eager_at_every_step(backend):
         return {name: place(t) for name, place in PLACES.items()}
 
     for n in (1001, 1002, 1003):
-        got = step()
+        result = step()
         t = torch.where(torch.tensor(n) > 1001, torch.tensor(n).float() * 0.0001, 0.2)
         for name, place in PLACES.items():
             want = place(t)
-            pairs = zip(got[name], want, strict=True) if isinstance(want, list) else [(got[name], want)]
-            for ours, theirs in pairs:
-                assert ours.dtype == theirs.dtype, name
+            pairs = zip(result[name], want, strict=True) if isinstance(want, list) else [(result[name], want)]
+            for actual, expected in pairs:
+                assert actual.dtype == expected.dtype, name
                 # float32 rounding in another order
                 torch.testing.assert_close(
-                    ours.clone(), theirs, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                    actual.clone(), expected, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
                 )
     assert compiled_steps.kinds(step) == 1
 
@@ -129,11 +129,11 @@ def test_an_outside_tensor_is_read_at_each_call(way, backend):
     for value in (0.5, 0.25, 0.25, 0.5):
         number.fill_(value)
         try:
-            got = step(X)
+            actual = step(X)
         except fl.errors.ValueReadError:  # of a comparison, which is an operation of the step
             assert way == "if"
             return
-        torch.testing.assert_close(got.clone(), READS[way](X, number))
+        torch.testing.assert_close(actual.clone(), READS[way](X, number))
 
 
 def test_a_number_edited_by_the_step_is_read_after_the_edit(backend):

@@ -68,10 +68,10 @@ def fake_jobs(monkeypatch):
     def job(way, args, scratch):
         if way == "warm":
             return
-        told = losses[way]
-        if isinstance(told, Exception):
-            raise told
-        yield from ({"loss": loss} for loss in told)
+        reported = losses[way]
+        if isinstance(reported, Exception):
+            raise reported
+        yield from ({"loss": loss} for loss in reported)
         spans = [{"name": "import", "track": "main", "start": 0.0, "end": 1.0}]
         yield {"timeline": {"spans": spans, "marks": [{"name": "first loss", "at": 3.0}]}}
 

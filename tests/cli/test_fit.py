@@ -69,11 +69,11 @@ def test_the_trainer_constructs_the_model(config, capsys, monkeypatch):
     defer it."""
     from tests.trainer import small
 
-    made = []
+    constructed = []
     monkeypatch.setattr(small, "build", lambda: None, raising=False)
 
     def build(dropout: float = 0.5) -> small.nn.Module:
-        made.append(dropout)
+        constructed.append(dropout)
         return small.Net(dropout)
 
     monkeypatch.setattr(small, "build", build)
@@ -81,10 +81,10 @@ def test_the_trainer_constructs_the_model(config, capsys, monkeypatch):
 
     file = config(model={"class_path": "tests.trainer.small.build", "init_args": {"dropout": 0.3}})
     parser, read = configuration.read("fit", file, [])
-    given = configuration.instantiate("fit", parser, read)
-    assert made == []
-    given.trainer.fit(given.train_dataloader, given.val_dataloader)
-    assert made == [0.3]
+    parsed = configuration.instantiate("fit", parser, read)
+    assert constructed == []
+    parsed.trainer.fit(parsed.train_dataloader, parsed.val_dataloader)
+    assert constructed == [0.3]
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_print_config_shows_the_overridden_values(config, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["fit", config(), "--print_config"])
     assert stopped.value.code == 0
-    shown = yaml.safe_load(capsys.readouterr().out)["trainer"]
-    assert shown["loop"]["max_steps"] == 4
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert printed["loop"]["max_steps"] == 4
 
 
 def test_print_config_shows_every_key(capsys):
@@ -234,13 +234,13 @@ def test_print_config_shows_every_key(capsys):
 
     with pytest.raises(SystemExit):
         main(["fit", "--print_config"])
-    shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["trainer"].keys() | {"backend"} == set(inspect.signature(Trainer).parameters) | {
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"].keys() | {"backend"} == set(inspect.signature(Trainer).parameters) | {
         "artifact_dir", "mesh", "cluster_config"
     }  # fmt: skip
-    assert shown["trainer"]["loop"].keys() == TrainingLoop.__dataclass_fields__.keys()
-    assert shown["trainer"]["checkpoint"] == dataclasses.asdict(Checkpoint())
-    assert shown["ckpt_path"] == "last"
+    assert printed["trainer"]["loop"].keys() == TrainingLoop.__dataclass_fields__.keys()
+    assert printed["trainer"]["checkpoint"] == dataclasses.asdict(Checkpoint())
+    assert printed["ckpt_path"] == "last"
 
 
 def test_other_commands_refuse_unknown_arguments(capsys):

@@ -36,35 +36,35 @@ def is_private(name: str) -> bool:
 
 def defined(tree: ast.Module) -> set[str]:
     """The names that a file defines: functions, classes, variables, attributes, slots and fields."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
-            found.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
-    return found
+            names.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
+    return names
 
 
-def private_names(tree: ast.Module, ours: set[str]) -> list[str]:
+def private_names(tree: ast.Module, defined_here: set[str]) -> list[str]:
     """Private names of other libraries in a file: imports, and attributes that no file of this project defines."""
-    found = []
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found += [f"{node.module}: {node.names[0].name}"] * any(map(is_private, parts))
+            names += [f"{node.module}: {node.names[0].name}"] * any(map(is_private, parts))
         elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))]
+            names += [alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = ast.unparse(node.value)
             if owner in ("aten", "_aten", "torch.ops.aten"):
                 continue
-            if node.attr not in ours or owner.split(".")[0] in LIBRARIES:
-                found.append(f"{owner}.{node.attr}")
-    return found
+            if node.attr not in defined_here or owner.split(".")[0] in LIBRARIES:
+                names.append(f"{owner}.{node.attr}")
+    return names
 
 
 REST = [path for path in files() if path.parent.name != "compat"]

@@ -24,22 +24,22 @@ CENSUS = """
 import sys, types, importlib
 
 def census():
-    found = {}
+    attributes = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in ("torch", "jax", "jaxlib", "numpy") or not isinstance(module, types.ModuleType):
             continue
         for attribute, value in list(vars(module).items()):
             if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-                found[name, attribute] = value
+                attributes[name, attribute] = value
             if isinstance(value, type) and value.__module__.split(".")[0] == name.split(".")[0]:
                 for inner, member in list(vars(value).items()):
                     if callable(member) or isinstance(member, (staticmethod, classmethod, property)):
-                        found[value.__module__, value.__qualname__, inner] = member
-    return found
+                        attributes[value.__module__, value.__qualname__, inner] = member
+    return attributes
 
 def changed(before, after):
-    made = {key: getattr(after[key], "__func__", after[key]) for key in after.keys() - before.keys()}
-    new = {key for key, function in made.items() if "/firstloss/" in str(getattr(function, "__code__", ""))}
+    replacements = {key: getattr(after[key], "__func__", after[key]) for key in after.keys() - before.keys()}
+    new = {key for key, function in replacements.items() if "/firstloss/" in str(getattr(function, "__code__", ""))}
     return sorted(".".join(key) for key in new | {key for key in before if after.get(key) is not before[key]})
 """
 
@@ -112,15 +112,15 @@ def test_everything_that_a_capture_or_step_patches_is_in_the_table(replaced):
 
 def places(name: str) -> set[str]:
     """The names under which the census finds what a row replaces."""
-    found = set()
+    names = set()
     for place in (name, *patches.PATCHES[name].also):
         path, _, attribute = place.rpartition(".")
         try:
             owner = lookup(path)
         except AttributeError:  # only in another version
             continue
-        found.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}" if isinstance(owner, type) else place)
-    return found
+        names.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}" if isinstance(owner, type) else place)
+    return names
 
 
 @pytest.mark.parametrize("name", patches.PATCHES)
@@ -163,8 +163,8 @@ def test_a_patch_ends_with_its_last_user(row):
 
 def test_a_replacement_by_other_code_stays(row, monkeypatch):
     patches.enter(patches.CAPTURE, "a")
-    ours = Place.method
-    monkeypatch.setattr(Place, "method", lambda self, x: ours(self, x) + 100)
+    replacement = Place.method
+    monkeypatch.setattr(Place, "method", lambda self, x: replacement(self, x) + 100)
     patches.leave(patches.CAPTURE, "a")
     assert Place().method(1) == 120
     patches.enter(patches.CAPTURE, "a")

@@ -30,7 +30,7 @@ def test_every_row_is_true(module):
         if row["status"] == "same":
             assert not names.why_not_same(row), (row["name"], names.why_not_same(row))
         elif row["status"] == "differs":
-            assert names.found(row["ours"]) is not None, row
+            assert names.resolve(row["ours"]) is not None, row
 
 
 def test_missing_names_are_missing():
@@ -38,7 +38,7 @@ def test_missing_names_are_missing():
     for row in ROWS:
         if row["status"] == "not here" and row["package"] == "cerebras.pytorch" and "." not in row["name"]:
             path = ".".join(part for part in ("firstloss.cstorch", row["module"], row["name"]) if part)
-            assert names.found(path) is None, row
+            assert names.resolve(path) is None, row
 
 
 def test_the_list_has_all_names():

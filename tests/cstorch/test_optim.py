@@ -212,8 +212,8 @@ def test_traced_optimizers_match_eager(case, backend):
     make = MORE[case] if case in MORE else FORMULAS[case][0]
     _, eager = train(make)
     _, traced = train(make, fl.trace, lambda model: fl.compile(model, backend))
-    for (_, theirs), (_, ours) in zip(eager, traced, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
+    for (_, expected), (_, actual) in zip(eager, traced, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -227,9 +227,9 @@ def test_some_optimizers_follow_pytorchs_formula(case):
         parameter = inspect.signature(getattr(cstorch.optim, case)).parameters
         other = {name: p.default for name, p in parameter.items() if name != "params"}
         library = torch.optim
-    theirs = Make(case, **{**other, **make.options})
-    theirs.__class__ = type("Of", (Make,), {"__call__": lambda self, p: getattr(library, case)(p, **self.options)})
-    for (_, a), (_, b) in zip(train(make)[1], train(theirs)[1], strict=True):
+    pytorchs = Make(case, **{**other, **make.options})
+    pytorchs.__class__ = type("Of", (Make,), {"__call__": lambda self, p: getattr(library, case)(p, **self.options)})
+    for (_, a), (_, b) in zip(train(make)[1], train(pytorchs)[1], strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -247,10 +247,10 @@ DEFAULTS = {
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_are_cerebras(name):
     """Cerebras' defaults in `firstloss.cstorch`; PyTorch's in `fl.optim`."""
-    found = inspect.signature(getattr(cstorch.optim, name)).parameters
-    assert {key: found[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
-    ours, pytorchs = (inspect.signature(getattr(where, name)).parameters for where in (fl.optim, torch.optim))
-    assert {k: p.default for k, p in ours.items()} == {k: p.default for k, p in pytorchs.items()}
+    parameters = inspect.signature(getattr(cstorch.optim, name)).parameters
+    assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
+    firstlosses, pytorchs = (inspect.signature(getattr(where, name)).parameters for where in (fl.optim, torch.optim))
+    assert {k: p.default for k, p in firstlosses.items()} == {k: p.default for k, p in pytorchs.items()}
 
 
 def muon(w, lr, decay, momentum, nesterov, steps=5):
@@ -301,29 +301,32 @@ def test_a_convolutions_weight_is_a_matrix_to_muon():
 def test_cerebras_state_can_be_loaded():
     """Cerebras stores beta1^(t + 1) instead of the step t."""
     weight = nn.Parameter(torch.ones(2))
-    theirs = cstorch.optim.AdamW([weight])
+    saved = cstorch.optim.AdamW([weight])
     weight.grad = torch.ones(2)
     for _ in range(3):
-        theirs.step()
-    state = theirs.state_dict()
+        saved.step()
+    state = saved.state_dict()
     entries = state["state"][0]
     entries["beta1_power"], entries["beta2_power"] = torch.tensor(0.9**4), torch.tensor(0.999**4)
     expected = entries.pop("step")
-    ours = cstorch.optim.AdamW([weight])
-    ours.load_state_dict(state)
-    assert ours.state[weight]["step"] == expected == 3
-    assert "beta1_power" not in ours.state[weight]
+    optimizer = cstorch.optim.AdamW([weight])
+    optimizer.load_state_dict(state)
+    assert optimizer.state[weight]["step"] == expected == 3
+    assert "beta1_power" not in optimizer.state[weight]
 
 
 def test_pytorchs_state_can_be_loaded():
     weight = nn.Parameter(torch.ones(2))
-    theirs = torch.optim.Adam([weight], weight_decay=0.1)
+    saved = torch.optim.Adam([weight], weight_decay=0.1)
     weight.grad = torch.ones(2)
-    theirs.step()
-    ours = cstorch.optim.Adam([weight])
-    ours.load_state_dict(theirs.state_dict())
-    assert (ours.param_groups[0]["l2_regularization_rate"], ours.param_groups[0]["weight_decay"]) == (0.1, 0.0)
-    ours.step()
+    saved.step()
+    optimizer = cstorch.optim.Adam([weight])
+    optimizer.load_state_dict(saved.state_dict())
+    assert (optimizer.param_groups[0]["l2_regularization_rate"], optimizer.param_groups[0]["weight_decay"]) == (
+        0.1,
+        0.0,
+    )
+    optimizer.step()
 
 
 WRONG = {
@@ -360,8 +363,8 @@ Counting.matrices = False
 def test_global_steps_count_in_a_traced_step(backend):
     _, eager = train(Counting)
     _, traced = train(Counting, fl.trace, lambda model: fl.compile(model, backend))
-    for (_, theirs), (_, ours) in zip(eager, traced, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
+    for (_, expected), (_, actual) in zip(eager, traced, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 

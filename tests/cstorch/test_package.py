@@ -96,11 +96,11 @@ def program(name, folder, steps=8):
 
 def test_a_cerebras_program_runs_on_both_backends(tmp_path):
     """Both backends give the same losses, metrics and checkpoints."""
-    ours, accuracy, saved, count = program("CSX", tmp_path / "csx")
-    theirs, expected, there, number = program("CPU", tmp_path / "cpu")
-    assert [step for step, _ in ours] == [2, 4, 6, 8] and count == number == 2
-    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], abs=1e-5)
+    actual, accuracy, saved, count = program("CSX", tmp_path / "csx")
+    eager, expected, eager_saved, number = program("CPU", tmp_path / "cpu")
+    assert [step for step, _ in actual] == [2, 4, 6, 8] and count == number == 2
+    assert [loss for _, loss in actual] == pytest.approx([loss for _, loss in eager], abs=1e-5)
     assert accuracy == expected
-    for name, weight in there["model"].items():
+    for name, weight in eager_saved["model"].items():
         torch.testing.assert_close(saved["model"][name], weight, rtol=1e-4, atol=1e-5)  # 8 steps in float32
-    assert int(saved["schedule"]["last_epoch"]) == int(there["schedule"]["last_epoch"]) == 8
+    assert int(saved["schedule"]["last_epoch"]) == int(eager_saved["schedule"]["last_epoch"]) == 8

@@ -60,11 +60,11 @@ def test_consecutive_fills_match_torch(sequence, trust):
             patch.setattr(sampler, "trusted", lambda: False)
         generator = torch.Generator().manual_seed(1)
         stream = Stream.from_state(generator.get_state().numpy())
-        ours = sampler.StreamSampler()
-        ours.seek(stream, Position(0))
+        stream_sampler = sampler.StreamSampler()
+        stream_sampler.seek(stream, Position(0))
         for (name, first, second), how in sequence:
             drawn, expected = target(*how), target(*how)
-            ours.fill(name, drawn, first, second)
+            stream_sampler.fill(name, drawn, first, second)
             getattr(expected, f"{name}_")(first, second, generator=generator)
             assert torch.equal(bits(drawn), bits(expected))
 
@@ -73,15 +73,15 @@ def test_the_position_can_be_moved_back_and_forth(kernels):
     generator = torch.Generator().manual_seed(1)
     stream = Stream.from_state(generator.get_state().numpy())
     expected = torch.empty(1000).normal_(generator=generator)
-    ours = sampler.StreamSampler()
+    stream_sampler = sampler.StreamSampler()
     for begin in (480, 0, 16):
         drawn = torch.empty(160)
-        ours.seek(stream, Position(begin))
-        ours.fill("normal", drawn, 0.0, 1.0)
+        stream_sampler.seek(stream, Position(begin))
+        stream_sampler.fill("normal", drawn, 0.0, 1.0)
         assert torch.equal(drawn, expected[begin : begin + 160])
-        ours.at = (stream, Position(begin + 160))
-        ours.seek(stream, Position(begin + 160))
-        ours.fill("normal", drawn, 0.0, 1.0)
+        stream_sampler.at = (stream, Position(begin + 160))
+        stream_sampler.seek(stream, Position(begin + 160))
+        stream_sampler.fill("normal", drawn, 0.0, 1.0)
         assert torch.equal(drawn, expected[begin + 160 : begin + 320])
 
 
@@ -91,11 +91,11 @@ def test_the_position_can_be_moved_back_and_forth(kernels):
 )
 def test_invalid_fills_are_refused_as_by_torch(name, numbers):
     stream = Stream.from_state(torch.Generator().get_state().numpy())
-    ours = sampler.StreamSampler()
-    ours.seek(stream, Position(0))
+    stream_sampler = sampler.StreamSampler()
+    stream_sampler.seek(stream, Position(0))
     with pytest.raises(RuntimeError):
-        ours.fill(name, torch.empty(100), *numbers)
-    assert ours.at is None
+        stream_sampler.fill(name, torch.empty(100), *numbers)
+    assert stream_sampler.at is None
 
 
 @with_kernels

@@ -47,8 +47,8 @@ def run(name, device, folder, stops=(STEPS,)):
     for steps in stops:
         trainer, train, val = make(name, device, folder, steps)
         trainer.fit(train, val)
-    found = trainer.validate_all([val], str(folder / "checkpoints" / "step_*"))
-    return logged(folder), {Path(path).name: metrics for path, metrics in found.items()}
+    validation = trainer.validate_all([val], str(folder / "checkpoints" / "step_*"))
+    return logged(folder), {Path(path).name: metrics for path, metrics in validation.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,12 +81,12 @@ def test_the_command_runs_a_model_zoo_file(tmp_path, capsys):
     folder = tmp_path / "run"
     overrides = [f"--trainer.init.model_dir={folder}", "--trainer.init.loop.max_steps=4"]
     assert main(["fit", "examples/model_zoo/gpt2.yaml", *overrides, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["step"] == 4 and (folder / "tensorboard").is_dir() and (folder / "artifacts" / "compiled").is_dir()
+    report = json.loads(capsys.readouterr().out)
+    assert report["step"] == 4 and (folder / "tensorboard").is_dir() and (folder / "artifacts" / "compiled").is_dir()
     paths = f"--trainer.validate_all.ckpt_paths={folder}/checkpoints/step_*"
     assert main(["validate", "examples/model_zoo/gpt2.yaml", *overrides, paths, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert list(shown["validate_all"]) == [str(folder / "checkpoints" / "step_4")]
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["validate_all"]) == [str(folder / "checkpoints" / "step_4")]
 
 
 WRONG = {
@@ -116,18 +116,18 @@ def test_the_schema_accepts_what_the_commands_accept(options, capsys):
     """The schema accepts the configs that the commands accept, and its keys are those of the classes."""
     assert main(["schema", *options]) == 0
     schema = json.loads(capsys.readouterr().out)
-    theirs, ours = schema["properties"]["trainer"]["anyOf"]
+    model_zoos, firstlosses = schema["properties"]["trainer"]["anyOf"]
     file = yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())["trainer"]
-    assert valid(file, theirs) and not valid(file, ours)
+    assert valid(file, model_zoos) and not valid(file, firstlosses)
     file["init"]["loop"]["max_step"] = 3
-    assert not valid(file, theirs)
+    assert not valid(file, model_zoos)
     del file["init"]["loop"]["max_step"]
     file["init"]["callbacks"].append({"CheckLos": {}})
-    assert not valid(file, theirs)
+    assert not valid(file, model_zoos)
     other = yaml.safe_load((ROOT / "examples" / "byte_lm.yaml").read_text())["trainer"]
-    assert valid(other, ours) and not valid(other, theirs)
+    assert valid(other, firstlosses) and not valid(other, model_zoos)
     other["loop"]["max_step"] = 3
-    assert not valid(other, ours)
+    assert not valid(other, firstlosses)
 
 
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}

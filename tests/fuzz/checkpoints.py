@@ -194,14 +194,14 @@ _CHANGES = (
 @contextlib.contextmanager
 def _copied_before_each_change(folder: str, copies: str) -> Iterator[list[str]]:
     """Copies of `folder` in `copies`, as a kill before each change to it would have left it."""
-    made: list[str] = []
+    folders: list[str] = []
 
     def copying(original: Callable) -> Callable:
         def change(*args: Any, **kwargs: Any) -> Any:
-            if len(made) < 60:
-                made.append(os.path.join(copies, str(len(made))))
+            if len(folders) < 60:
+                folders.append(os.path.join(copies, str(len(folders))))
                 with contextlib.suppress(OSError, shutil.Error):
-                    _copy(folder, made[-1])
+                    _copy(folder, folders[-1])
             return original(*args, **kwargs)
 
         return change
@@ -227,7 +227,7 @@ def _copied_before_each_change(folder: str, copies: str) -> Iterator[list[str]]:
     for name, original in originals.items():
         setattr(os, name, copying(original))
     try:
-        yield made
+        yield folders
     finally:
         for name, original in originals.items():
             setattr(os, name, original)
@@ -309,24 +309,24 @@ def check(source: str, traceback: bool = False) -> Outcome:
 
 
 def _checked(scope: dict[str, Any], folder: str) -> Outcome:
-    def made(which: str) -> Any:
+    def saved(which: str) -> Any:
         torch.manual_seed(scope["SEED"])
         np.random.seed(scope["SEED"])
         return scope[which]()
 
     try:
-        before, now = made("before"), made("now")
+        before, now = saved("before"), saved("now")
         single = scope["NAME"].endswith(".safetensors")
-        wanted = (_plain(Single(made(which)) if single else made(which)) for which in ("before", "now"))
-        wanted_before, wanted_now = wanted
+        contents = (_plain(Single(saved(which)) if single else saved(which)) for which in ("before", "now"))
+        wanted_before, wanted_now = contents
     except Exception as error:
         return Outcome(DISCARDED, f"{type(error).__name__}: {error}")
     home = os.path.join(folder, "home")
     os.mkdir(home)
     path, older = os.path.join(home, scope["NAME"]), os.path.join(folder, "older")
     fl.save(before, path)
-    if (found := _load_saved(path)) != wanted_before:
-        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_before, found)}")
+    if (loaded := _load_saved(path)) != wanted_before:
+        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_before, loaded)}")
     (shutil.copytree if os.path.isdir(path) else shutil.copy)(path, older)
     with (
         _copied_before_each_change(home, os.path.join(folder, "kills"))
@@ -337,8 +337,8 @@ def _checked(scope: dict[str, Any], folder: str) -> Outcome:
             fl.save(now, path)
         except fl.errors.FirstlossError:
             wanted_now = wanted_before  # refused: the previous checkpoint is still there
-    if (found := _load_saved(path)) != wanted_now:
-        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_now, found)}")
+    if (loaded := _load_saved(path)) != wanted_now:
+        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_now, loaded)}")
     for k in sorted({int(at * len(kills)) for at in scope["KILLS"]} if kills else ()):
         left = os.path.join(kills[k], scope["NAME"])
         if os.path.isdir(kills[k]) and _load_saved(left) not in (wanted_before, wanted_now):
@@ -347,19 +347,19 @@ def _checked(scope: dict[str, Any], folder: str) -> Outcome:
         _harm(path, older, kind, where, how)
     if not scope["HARMS"]:
         return Outcome(SAME)
-    found = _load(path)
-    if found == wanted_now or _is_all_old(scope, found, wanted_before):
+    loaded = _load(path)
+    if loaded == wanted_now or _is_all_old(scope, loaded, wanted_before):
         return Outcome(SAME)
-    return Outcome(DIFFERS, f"after {[h[0] for h in scope['HARMS']]}: {_part(wanted_now, found)}")
+    return Outcome(DIFFERS, f"after {[h[0] for h in scope['HARMS']]}: {_part(wanted_now, loaded)}")
 
 
-def _is_all_old(scope: dict[str, Any], found: Any, before: Any) -> bool:
+def _is_all_old(scope: dict[str, Any], loaded: Any, before: Any) -> bool:
     """A complete file was replaced by an older one, which is undetectable."""
-    return found == before and any(harm[0] == "older" for harm in scope["HARMS"]) and "." in scope["NAME"]
+    return loaded == before and any(harm[0] == "older" for harm in scope["HARMS"]) and "." in scope["NAME"]
 
 
-def _part(wanted: Any, found: Any) -> str:
+def _part(wanted: Any, loaded: Any) -> str:
     """The first difference between the two, in short."""
-    a, b = repr(wanted), repr(found)
+    a, b = repr(wanted), repr(loaded)
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return f"{a[max(at - 80, 0) : at + 60]} ... and found {b[max(at - 20, 0) : at + 60]}"

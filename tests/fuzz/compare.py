@@ -104,11 +104,11 @@ def _content(held: Any) -> torch.Tensor:
     """A copy of the content of a tensor or array, by which later edits can be recognized."""
     with torch.no_grad():
         if isinstance(held, torch.Tensor):
-            found = torch.as_tensor(held.detach().clone())
-            found = found.to_dense() if found.is_sparse else found
+            content = torch.as_tensor(held.detach().clone())
+            content = content.to_dense() if content.is_sparse else content
         else:
-            found = torch.from_numpy(np.array(held, dtype=np.complex128 if held.dtype.kind == "c" else np.float64))
-        return torch.view_as_real(found).double() if found.is_complex() else found.double()
+            content = torch.from_numpy(np.array(held, dtype=np.complex128 if held.dtype.kind == "c" else np.float64))
+        return torch.view_as_real(content).double() if content.is_complex() else content.double()
 
 
 def _editable(tensor: torch.Tensor) -> bool:
@@ -194,10 +194,10 @@ class _Walk:
 
     def _again(self, path: str, a: Any, b: Any) -> bool:
         """Whether both have been visited before, as each other's counterparts."""
-        mine, other = self._twin
-        was, is_ = mine.get(id(a)), other.get(id(b))
+        first, other = self._twin
+        was, is_ = first.get(id(a)), other.get(id(b))
         if was is None and is_ is None:
-            mine[id(a)], other[id(b)] = (id(b), path), (id(a), path)
+            first[id(a)], other[id(b)] = (id(b), path), (id(a), path)
             self._alive += [a, b]
             return False
         if was is None or is_ is None or was[0] != id(b):
@@ -309,15 +309,15 @@ class _Walk:
 
     def _attributes(self, path: str, a: Any, b: Any, plain: bool) -> Iterator[tuple[str, Any, Any]]:
         """Attributes in `__dict__` and slots; for PyTorch's own objects, only those that a program may have set."""
-        mine, other = _state(a), _state(b)
+        first, other = _state(a), _state(b)
         if isinstance(a, torch.optim.Optimizer):
             known = {"param_groups", "state", "defaults"}
-            mine = {k: v for k, v in mine.items() if k not in known and not k.startswith("_") and k != "step"}
-            other = {k: v for k, v in other.items() if k in mine}
-        if list(mine) != list(other) and set(mine) != set(other):
-            raise Difference(path, f"eager has the attributes {_keys(mine)}, traced {_keys(other)}")
-        for name in mine:
-            yield f".{name}", mine[name], other[name]
+            first = {k: v for k, v in first.items() if k not in known and not k.startswith("_") and k != "step"}
+            other = {k: v for k, v in other.items() if k in first}
+        if list(first) != list(other) and set(first) != set(other):
+            raise Difference(path, f"eager has the attributes {_keys(first)}, traced {_keys(other)}")
+        for name in first:
+            yield f".{name}", first[name], other[name]
 
 
 def _is_plain(key: Any) -> bool:

@@ -268,9 +268,9 @@ def _quietly():
 class Holder(torch.nn.Module):
     """A module that holds a constructor's tensors."""
 
-    def __init__(self, made: dict[str, Any]) -> None:
+    def __init__(self, variables: dict[str, Any]) -> None:
         super().__init__()
-        for name, value in made.items():
+        for name, value in variables.items():
             if isinstance(value, (torch.Tensor, torch.nn.Module, list, tuple, dict, int, float, str, np.ndarray)):
                 setattr(self, name, value)
 
@@ -325,9 +325,9 @@ def _named(model: torch.nn.Module) -> list[Any]:
 
 def _run(scope: dict[str, Any], deferred: bool) -> tuple[Any, bytes]:
     seed_all(scope.get("SEED", 0))
-    made = fl.deferred_init(scope["build"]) if deferred else scope["build"]()
-    made = scope["after"](made, deferred)
-    return made, torch.get_rng_state().numpy().tobytes()
+    module = fl.deferred_init(scope["build"]) if deferred else scope["build"]()
+    module = scope["after"](module, deferred)
+    return module, torch.get_rng_state().numpy().tobytes()
 
 
 def check(source: str, traceback: bool = False) -> Outcome:
@@ -360,19 +360,19 @@ def _checked(scope: Callable[[], dict[str, Any]], traceback: bool) -> Outcome:
         return Outcome(DISCARDED, f"{type(error).__name__}: {error}".splitlines()[0])
     try:
         program = scope()
-        made, ours = _run(program, deferred=True)
-        if ours != state:
+        actual, actual_state = _run(program, deferred=True)
+        if actual_state != state:
             return Outcome(DIFFERS, "the generator does not stand where eager leaves it")
-        _materialize(made, program["HOW"])
+        _materialize(actual, program["HOW"])
         if torch.get_rng_state().numpy().tobytes() != state:
             return Outcome(DIFFERS, "materializing moved the generator")
         if "model.to_empty" in program["SOURCE"]:  # gives tensors that shared memory separate memory
-            for (name, a), (_, b) in zip(tensors_of(expected), tensors_of(made), strict=True):
+            for (name, a), (_, b) in zip(tensors_of(expected), tensors_of(actual), strict=True):
                 assert bytes_of(a) == bytes_of(b), f"{name}: values differ"
         else:
-            assert_same(expected, made)
-        if repr(getattr(expected, "numbers", None)) != repr(getattr(made, "numbers", None)):
-            return Outcome(DIFFERS, f"numbers: {made.numbers} where eager has {expected.numbers}"[:300])
+            assert_same(expected, actual)
+        if repr(getattr(expected, "numbers", None)) != repr(getattr(actual, "numbers", None)):
+            return Outcome(DIFFERS, f"numbers: {actual.numbers} where eager has {expected.numbers}"[:300])
     except AssertionError as error:
         if traceback:
             tracebacks.print_exc()

@@ -70,7 +70,7 @@ class Interpreted:
                 logical = to_host(jax.numpy.asarray(ready(array)))
                 replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))
             replay.run(self._program.nodes)
-            found = {
+            results = {
                 name: jax.numpy.array(as_argument(ref.view(replay.buffer(ref.value)).contiguous()), copy=True)
                 for name, ref in self._program.outputs.items()
             }
@@ -78,7 +78,7 @@ class Interpreted:
             if isinstance(array, jax.Array):
                 array.delete()
         self.ran = True
-        return tuple(tuple(found[name] for name in names) for names in (self._new, self._made, self._names))
+        return tuple(tuple(results[name] for name in names) for names in (self._new, self._made, self._names))
 
 
 def instead_of_compiling() -> None:

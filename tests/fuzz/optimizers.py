@@ -167,9 +167,9 @@ def optimizer(d: Draft) -> None:
         d.update.insert(0, f"{two}.step()")
     if not own and d.chance(0.22):
         s = d.name("sched")
-        made = d.rng.choice(_SCHEDULERS)
-        d.setup.append(f"{s} = {made}")
-        argument = "float(loss)" if "Plateau" in made else ""
+        scheduler = d.rng.choice(_SCHEDULERS)
+        d.setup.append(f"{s} = {scheduler}")
+        argument = "float(loss)" if "Plateau" in scheduler else ""
         if argument or d.chance(0.7):
             d.after.append(f"{s}.step({argument})")
         else:

@@ -181,8 +181,8 @@ def _sensitive(source: str, difference: Difference) -> bool:
             with _Noise():
                 other = _run(source, "CPU")
             compare(eager, other, MODULE, tolerance=0.2)
-        except Difference as found:
-            if difference.of_values or not found.of_values:
+        except Difference as other_difference:
+            if difference.of_values or not other_difference.of_values:
                 return True
         except Exception:
             return False
@@ -195,9 +195,9 @@ def _line(error: BaseException) -> str:
 
 def _user_line(error: BaseException, source: str) -> str:
     """The line of the program named in the error message, or ""."""
-    found = re.search(rf"{MODULE}\.py(?:\", line |:)(\d+)", str(error))
-    if found is None:
+    match = re.search(rf"{MODULE}\.py(?:\", line |:)(\d+)", str(error))
+    if match is None:
         return ""
-    number = int(found[1])
+    number = int(match[1])
     lines = source.splitlines()
     return f"line {number}: {lines[number - 1].strip()}" if 0 < number <= len(lines) else f"line {number}"

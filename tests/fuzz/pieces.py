@@ -161,7 +161,7 @@ def appended(d: Draft) -> None:
     """A collection of tensors that grows."""
     stat = d.rng.choice((*STATS, "loss.detach()", "loss.detach().clone()", "out.detach()", "x", "y", "loss"))
     s = d.name("hist")
-    made, add, last = d.pick(
+    init, add, last = d.pick(
         ("[]", f"{s}.append({stat})", f"{s}[-1]"),
         ("[]", f"{s}.insert(0, {stat})", f"{s}[0]"),
         ("[]", f"{s} += [{stat}]" if d.form == "x" else f"{s}.extend([{stat}])", f"{s}[-1]"),
@@ -176,17 +176,17 @@ def appended(d: Draft) -> None:
         ("[]", f"{s}.append(types.SimpleNamespace(v={stat}))", f"{s}[-1].v"),
         ("types.SimpleNamespace(h=[], n=0)", f"{s}.h.append({stat})\n{s}.n += 1", f"{s}.h[-1]"),
     )
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.post.append(add)
     use = d.rng.random()
     numeric = "loss" not in stat or "zeros" in stat
     if use < 0.3 and numeric and stat not in ("x", "y", "out.detach()"):
         d.mid.append(
-            f"if {s}:\n    loss = loss + 0.01 * ({last} * out.mean(0)).sum()" if "Simple" not in made else "pass"
+            f"if {s}:\n    loss = loss + 0.01 * ({last} * out.mean(0)).sum()" if "Simple" not in init else "pass"
         )
     elif (
         use < 0.4
-        and made in ("[]",)
+        and init in ("[]",)
         and add.startswith(f"{s}.append({stat})")
         and stat not in ("x", "y", "out.detach()")
     ):
@@ -393,7 +393,7 @@ def _use_number_always(d: Draft, n: str) -> None:
 def advanced(d: Draft) -> None:
     """An iterator or generator that the step advances."""
     s = d.name("it")
-    made = d.pick(
+    init = d.pick(
         "itertools.count(1)",
         "itertools.cycle([1.0, 0.5, 2.0])",
         "iter([0.5 + 0.1 * k for k in range(20)])",
@@ -407,8 +407,8 @@ def advanced(d: Draft) -> None:
         "reversed([0.1 * k for k in range(20)])",
         "itertools.chain([1.0], [2.0], [0.5] * 20)",
     )
-    d.setup.append(f"{s} = {made}")
-    value = f"next({s})" + ("[0]" if made.startswith(("zip", "enum")) or "items()" in made else "")
+    d.setup.append(f"{s} = {init}")
+    value = f"next({s})" + ("[0]" if init.startswith(("zip", "enum")) or "items()" in init else "")
     d.mid.append(
         d.pick(
             f"loss = loss * (1 + 0.1 * {value})",
@@ -579,7 +579,7 @@ def called(d: Draft) -> None:
 def grown(d: Draft) -> None:
     """A collection of plain values that grows and is perhaps read."""
     s = d.name("seen")
-    made, add, read = d.pick(
+    init, add, read = d.pick(
         ("set()", f"{s}.add(len({s}))", f"len({s})"),
         ("[]", f"{s}.append(len({s}))", f"sum({s})"),
         ("{}", f"{s}[len({s})] = 'x'", f"len({s})"),
@@ -595,7 +595,7 @@ def grown(d: Draft) -> None:
         ("{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}", f"{s}.pop()", f"len({s})"),
         ("[5, 4, 3, 2, 1, 0, 1, 2, 3, 4]", f"{s}.pop()", f"{s}[-1]"),
     )
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.rng.choice((d.pre, d.post)).append(add)
     if d.chance(0.4):
         d.mid.append(d.pick(f"loss = loss * (1 + 0.1 * {read})", f"if {read} > 3:\n    loss = loss * 0.5"))
@@ -604,7 +604,7 @@ def grown(d: Draft) -> None:
 def looked_up(d: Draft) -> None:
     """Settings read in the step in less common ways, and changed between steps."""
     s = d.name("cfg")
-    made, read, change = d.pick(
+    init, read, change = d.pick(
         ("types.SimpleNamespace(a=1.0, b=2.0)", f"sum(vars({s}).values())", f"{s}.a = 3.0"),
         ("types.SimpleNamespace(a=1.0)", f"getattr({s}, 'k', 1.0)", f"{s}.k = 0.5"),
         ("types.SimpleNamespace(a=1.0)", f"(2.0 if hasattr({s}, 'k') else 1.0)", f"{s}.k = 0.5"),
@@ -639,7 +639,7 @@ def looked_up(d: Draft) -> None:
         ("[[1.0], [2.0]]", f"{s}[0][0]", f"{s}.reverse()"),
         ("{'a': [1.0]}", f"sum(map(sum, {s}.values()))", f"{s}['a'].append(1.0)"),
     )
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.mid.append(f"loss = loss * (1 + 0.1 * {read})")
     d.at(change)
 
@@ -647,7 +647,7 @@ def looked_up(d: Draft) -> None:
 def tensors_outside(d: Draft) -> None:
     """Tensors and arrays of the caller's, read by the step and edited or replaced by the loop."""
     s = d.name("w")
-    made = d.pick(
+    init = d.pick(
         "torch.ones(3)",
         "base[1:4]",
         "torch.from_numpy(table)",
@@ -656,9 +656,9 @@ def tensors_outside(d: Draft) -> None:
         "{'w': torch.ones(3)}",
         "(torch.ones(3), 1)",
     )
-    _outside(d, made)
-    d.setup.append(f"{s} = {made}")
-    read = {"[": f"{s}[0]", "{": f"{s}['w']", "(": f"{s}[0]"}.get(made[0], s)
+    _outside(d, init)
+    d.setup.append(f"{s} = {init}")
+    read = {"[": f"{s}[0]", "{": f"{s}['w']", "(": f"{s}[0]"}.get(init[0], s)
     d.mid.append(f"loss = loss + 0.1 * ({read} * out.mean(0)).sum()")
     edits = [
         f"{read}.mul_(2)",
@@ -667,11 +667,11 @@ def tensors_outside(d: Draft) -> None:
         f"{read}.copy_(torch.arange(3.0))",
         f"{read}.detach().numpy()[1] = 4.0",
     ]
-    if made[0] != "(":
+    if init[0] != "(":
         edits += [f"{read} = torch.full((3,), 0.5)", f"{read} = {read} * 2"]
-    if "base" in made:
+    if "base" in init:
         edits += ["base.mul_(3)", "base[2] = 1.0"]
-    if "table" in made:
+    if "table" in init:
         edits += ["table *= 2", "table[0] = 5"]
     d.at(d.rng.choice(edits))
     if d.chance(0.5):
@@ -702,10 +702,10 @@ def other_memory(d: Draft) -> None:
     for _ in range(d.pick(1, 1, 2)):
         d.at(d.rng.choice(between).replace("$m", "m"))
     if d.chance(0.3):
-        there, other = "torch.from_numpy(m.z.bias.detach().numpy())", "torch.arange(3.0) / 5"
-        lies = place(d, d.pick(there, other))
+        weight_memory, other = "torch.from_numpy(m.z.bias.detach().numpy())", "torch.arange(3.0) / 5"
+        lies = place(d, d.pick(weight_memory, other))
         d.mid.append(f"loss = loss + 0.1 * ({lies.get} * y.mean(0)).sum()")
-        d.at(lies.put(d.pick(there, other, "m.z.bias.detach()")))
+        d.at(lies.put(d.pick(weight_memory, other, "m.z.bias.detach()")))
 
 
 def conjugated(d: Draft) -> None:
@@ -1104,11 +1104,11 @@ def stored(d: Draft) -> None:
 def beside(d: Draft) -> None:
     """A kept tensor with something besides its values: a gradient, attributes."""
     p, aux = place(d, "None"), d.name("aux")
-    made = d.pick(
+    init = d.pick(
         "out", "out", "(out * 2)", "out.detach().requires_grad_()", "torch.zeros_like(out, requires_grad=True)"
     )
-    d.mid.append(f"{aux} = {made}\nloss = loss + 0.1 * ({aux} * out).mean()")
-    if made in ("out", "(out * 2)"):
+    d.mid.append(f"{aux} = {init}\nloss = loss + 0.1 * ({aux} * out).mean()")
+    if init in ("out", "(out * 2)"):
         d.mid.append(f"{aux}.retain_grad()")
     note = d.pick("", f"{aux}.tag = 'x'", f"{aux}.more = loss.detach() * 2", f"{aux}.more = [loss.detach(), 1]")
     if note:
@@ -1135,7 +1135,7 @@ def read_past(d: Draft) -> None:
         f"{plain}\n\n    def __getattribute__(self, name):\n"
         "        return {}.__getattribute__(self, 'v' if name == 'scale' else name)"
     )
-    top, made, read = d.pick(
+    top, init, read = d.pick(
         (renames.format("object"), f"{cls}()", f"{s}.scale"),
         (renames.replace("__(self, 'v'", "__('v'").format("super()"), f"{cls}()", f"{s}.scale"),
         (plain, f"{cls}()", f"object.__getattribute__({s}, 'v')"),
@@ -1149,7 +1149,7 @@ def read_past(d: Draft) -> None:
     )  # fmt: skip
     if top:
         d.top.append(top)
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.mid.append(f"loss = loss * {read}")
     for _ in range(d.rng.randint(1, 2)):
         d.at(f"{s}.v = {d.rng.randint(2, 9) / 10}")
@@ -1182,9 +1182,9 @@ def keyed(d: Draft) -> None:
     d.top.append(f"class {k}:\n    def __init__(self, gain):\n        self.gain = gain")
     keys = [f"{k}(0.3)", f"{k}(0.7)", f"({k}(0.5), 1)", f"frozenset([{k}(0.2)])", "torch.ones(2)", "nn.Linear(2, 2)"]
     keys += ["nn.Parameter(torch.ones(2))", "m.z.weight", "m.z", "m.a.weight", "'plain'", "1.5"]
-    made = ", ".join(f"{key}: {d.rng.randint(1, 9) / 10}" for key in d.rng.sample(keys, d.rng.randint(1, 5)))
-    made = d.pick(f"{{{made}}}", f"{{{made}}}", f"collections.OrderedDict({{{made}}})")
-    d.setup.append(f"{t} = {made}")
+    content = ", ".join(f"{key}: {d.rng.randint(1, 9) / 10}" for key in d.rng.sample(keys, d.rng.randint(1, 5)))
+    content = d.pick(f"{{{content}}}", f"{{{content}}}", f"collections.OrderedDict({{{content}}})")
+    d.setup.append(f"{t} = {content}")
     if d.chance(0.1):  # more than are inspected
         d.setup.append(f"{t}.update({{{d.pick(f'{k}(0.1)', 'torch.ones(1)', 'i')}: 0.1 for i in range(1100)}})")
     if d.chance(0.6):

@@ -37,7 +37,7 @@ class Worker:
         """The outcome of `source`; the process is restarted if necessary."""
         return self.ask(source)[1]
 
-    def ask(self, given: str | int) -> tuple[str, Outcome]:
+    def ask(self, request: str | int) -> tuple[str, Outcome]:
         """A given program or that of a seed, and its outcome.
 
         Programs are generated in the process too, since generation runs their statements, which may crash PyTorch.
@@ -59,22 +59,24 @@ class Worker:
         timer.start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-            made, answer = process.stdout.readline(), process.stdout.readline()
+            program, answer = process.stdout.readline(), process.stdout.readline()
         except OSError:
-            made = answer = ""
+            program = answer = ""
         finally:
             timer.cancel()
         if not answer:
             status = process.wait()
             self._process = None
-            if not made:
+            if not program:
                 return "", Outcome("discarded", f"PyTorch ended the process, with status {status}, while it was made")
             if hung.is_set():
-                return json.loads(made), Outcome(HUNG, f"no end within {self._seconds:g} s")
-            return json.loads(made), Outcome(CRASHED, f"the process ended with status {status}: {self._last_words()}")
-        return json.loads(made), Outcome(**json.loads(answer))
+                return json.loads(program), Outcome(HUNG, f"no end within {self._seconds:g} s")
+            return json.loads(program), Outcome(
+                CRASHED, f"the process ended with status {status}: {self._last_words()}"
+            )
+        return json.loads(program), Outcome(**json.loads(answer))
 
     def close(self) -> None:
         """End the process."""
@@ -153,8 +155,8 @@ def _serve(kind: str) -> None:
         instead_of_compiling()
     gc.freeze()  # exclude all existing objects from garbage collection
     for line in sys.stdin:
-        given = json.loads(line)
-        source = module.generate(given) if isinstance(given, int) else given
+        request = json.loads(line)
+        source = module.generate(request) if isinstance(request, int) else request
         answers.write(json.dumps(source) + "\n")
         answers.flush()
         try:

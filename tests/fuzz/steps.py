@@ -50,10 +50,10 @@ def _loop(d: Draft, body: str) -> list[str]:
     seeded = "g = torch.Generator().manual_seed(1)"
     if d.chance(0.85):
         return ["n = 6", seeded, f"for i in range({STEPS}):\n{block(body, 1)}"]
-    made = ", ".join(line.partition(" = ")[2].replace("(n,", "(6,") for line in d.batch)
+    batch = ", ".join(line.partition(" = ")[2].replace("(n,", "(6,") for line in d.batch)
     body = "\n".join(line for line in body.splitlines() if line not in d.batch)
     return [
-        f"def batches():\n    {seeded}\n    return [({made}) for _ in range({STEPS})]",
+        f"def batches():\n    {seeded}\n    return [({batch}) for _ in range({STEPS})]",
         "loader = fl.utils.data.DataLoader(batches)",
         d.pick("executor = loader", f"executor = fl.utils.data.DataExecutor(loader, num_steps={STEPS})"),
         f"for i, (x, y) in enumerate(executor):\n{block(body, 1)}",
@@ -102,7 +102,7 @@ def _text(d: Draft, seed: int) -> str:
         "pair": "loss = result[0]",
         "dict": "loss = result['loss']",
     }
-    keep = d.pick(
+    keep_losses = d.pick(
         "losses.append(loss)",
         "losses.append(loss)",
         "losses.append(loss.detach().clone())",
@@ -111,7 +111,7 @@ def _text(d: Draft, seed: int) -> str:
     call = f"result = {call}"
     if d.catches:
         call = f"try:\n    {call}\nexcept BadBatch as error:\n    losses.append(str(error))\n    continue"
-    body_of_loop = "\n".join([*d.batch, *loop, *d.each, call, take[returned], keep, *d.after])
+    body_of_loop = "\n".join([*d.batch, *loop, *d.each, call, take[returned], keep_losses, *d.after])
     statements = [
         *(["torch.set_default_dtype(torch.float64)"] if d.double else []),
         *d.early,

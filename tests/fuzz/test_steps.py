@@ -12,10 +12,10 @@ REFUSED = 0.1
 
 
 def outcomes(seeds):
-    found = list(check_all("steps", seeds, 1))
-    assert not [f"seed {seed}: {outcome.what}" for seed, _, outcome in found if outcome.failed]
-    assert not [seed for seed, _, outcome in found if outcome.kind == "refused" and not outcome.where]
-    return found
+    checked = list(check_all("steps", seeds, 1))
+    assert not [f"seed {seed}: {outcome.what}" for seed, _, outcome in checked if outcome.failed]
+    assert not [seed for seed, _, outcome in checked if outcome.kind == "refused" and not outcome.where]
+    return checked
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ def outcomes(seeds):
 )
 @pytest.mark.timeout(600)
 def test_generated_steps_match_eager(first):
-    found = outcomes(range(first, first + EACH))
-    counts = collections.Counter(outcome.kind for _, _, outcome in found)
-    assert counts["refused"] <= REFUSED * len(found)
-    assert counts["same"] >= 0.8 * len(found), "or the programs have nothing to compare"
+    checked = outcomes(range(first, first + EACH))
+    counts = collections.Counter(outcome.kind for _, _, outcome in checked)
+    assert counts["refused"] <= REFUSED * len(checked)
+    assert counts["same"] >= 0.8 * len(checked), "or the programs have nothing to compare"
 
 
 @pytest.mark.timeout(600)

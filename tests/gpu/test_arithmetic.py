@@ -46,8 +46,8 @@ LOW_HIGH = [(0.0, 1.0), (-0.03, 0.07), (2.0**23, 2.0**23 + 3), (-1.0, 1.0)]
 def test_all_uniforms_match_pytorch(low, high):
     """A float32 uniform is made of a word's lowest 24 bits. All are tested, against the formula of PyTorch's kernel in
     double precision, rounded once where the kernel rounds: product and sum are exact there."""
-    found = np.empty(1 << 24, np.float32)
-    library().all_units(address(found), ctypes.c_float(low), ctypes.c_float(high))
+    actual = np.empty(1 << 24, np.float32)
+    library().all_units(address(actual), ctypes.c_float(low), ctypes.c_float(high))
     unit = np.arange(1 << 24, dtype=np.float64) * 2.0**-24
     low32, high32 = np.float32(low), np.float32(high)
     # 24 bits times 24 bits, plus 24 bits: exact in longdouble's 64 if the exponents are close.
@@ -55,7 +55,7 @@ def test_all_uniforms_match_pytorch(low, high):
         np.float32
     )
     expected[expected == high32] = low32
-    assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
+    assert np.array_equal(actual.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine")
@@ -122,13 +122,13 @@ def test_rounding_to_half_precision_matches_pytorch(dtype):
     tiny = np.arange(0x32000000, 0x39000000, 997, dtype=np.uint32)
     numbers = np.concatenate([bits, middles.reshape(-1), tiny, tiny | np.uint32(1 << 31)]).view(np.float32)
     expected = torch.from_numpy(numbers.copy()).to(dtype)
-    found = np.empty(len(numbers), np.uint16)
+    actual = np.empty(len(numbers), np.uint16)
     kind = ctypes.c_uint32(kernels.DTYPES[dtype])
-    library().to_half(address(numbers), address(found), ctypes.c_int64(len(numbers)), kind)
+    library().to_half(address(numbers), address(actual), ctypes.c_int64(len(numbers)), kind)
     number = ~torch.isnan(expected)
-    found = torch.from_numpy(found.view(np.int16))
-    assert torch.equal(found[number], expected.view(torch.int16)[number])
-    assert torch.isnan(found.view(dtype)[~number]).all()
+    actual = torch.from_numpy(actual.view(np.int16))
+    assert torch.equal(actual[number], expected.view(torch.int16)[number])
+    assert torch.isnan(actual.view(dtype)[~number]).all()
     back = np.empty(1 << 16, np.float32)
     library().from_half(address(halves), address(back), ctypes.c_int64(1 << 16), kind)
     numbers = ~np.isnan(exact)

@@ -50,11 +50,11 @@ class Drawing:
         self.at = 0
 
     def fill(self, name, count, dtype, pair):
-        made = torch.empty(count, dtype=dtype)
-        getattr(made, f"{name}_")(*pair, generator=self.generator)
+        values = torch.empty(count, dtype=dtype)
+        getattr(values, f"{name}_")(*pair, generator=self.generator)
         begin = self.at
         self.at += words_drawn.draw(name, str(dtype).removeprefix("torch."), count).words
-        return begin, made
+        return begin, values
 
     def skip(self, words):
         torch.empty(words, dtype=torch.int32).random_(generator=self.generator)
@@ -86,23 +86,23 @@ def test_whole_fills_match_pytorch(name, pair, dtype, bits, launcher):
     drawing, pieces, pairs = Drawing(), [], []
     for count in COUNTS:
         begin, expected = drawing.fill(name, count, dtype, pair)
-        found = poisoned(count, dtype, launcher)
+        actual = poisoned(count, dtype, launcher)
         whole = Slice(0, count)
         pieces.append(
             cpu_stream.CpuPiece(
-                drawing.stream, begin, name, count, dtype, pair, whole, found.data_ptr(), bits_of(dtype)
+                drawing.stream, begin, name, count, dtype, pair, whole, actual.data_ptr(), bits_of(dtype)
             )
         )
-        pairs.append((expected, found))
+        pairs.append((expected, actual))
         drawing.skip(5 * count)
     cpu_stream.fill(pieces, launcher, bits)
-    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
+    for expected, actual in ((expected, actual.cpu()) for expected, actual in pairs):
         count = len(expected)
-        assert torch.equal(as_bits(found[:count]), as_bits(expected)), (
+        assert torch.equal(as_bits(actual[:count]), as_bits(expected)), (
             count,
-            (found[:count] != expected).nonzero()[:5],
+            (actual[:count] != expected).nonzero()[:5],
         )
-        assert torch.isnan(found[count:]).all()
+        assert torch.isnan(actual[count:]).all()
 
 
 def test_float32_is_filled_by_our_kernels():
@@ -136,18 +136,18 @@ def test_slices_match_pytorchs_fills(name, which, launcher):
     drawing.skip(3333)
     begin, whole = drawing.fill(name, 5005, torch.float32, (0.0, 0.5))
     pieces, pairs = [], []
-    for wanted in SLICES.values() if which == "all of these" else [SLICES[which]]:
-        expected = cut(whole, wanted)
-        assert wanted.numel == len(expected)
-        found = poisoned(len(expected), torch.float32, launcher)
+    for part in SLICES.values() if which == "all of these" else [SLICES[which]]:
+        expected = cut(whole, part)
+        assert part.numel == len(expected)
+        actual = poisoned(len(expected), torch.float32, launcher)
         pieces.append(
-            cpu_stream.CpuPiece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), wanted, found.data_ptr())
+            cpu_stream.CpuPiece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), part, actual.data_ptr())
         )
-        pairs.append((expected, found))
+        pairs.append((expected, actual))
     cpu_stream.fill(pieces, launcher, 9)
-    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
-        assert torch.equal(as_bits(found[: len(expected)]), as_bits(expected))
-        assert torch.isnan(found[len(expected) :]).all()
+    for expected, actual in ((expected, actual.cpu()) for expected, actual in pairs):
+        assert torch.equal(as_bits(actual[: len(expected)]), as_bits(expected))
+        assert torch.isnan(actual[len(expected) :]).all()
 
 
 def test_a_rank_computes_only_the_states_of_its_own_chunks():
@@ -173,15 +173,15 @@ def test_several_streams_and_far_positions_match_pytorch(launcher):
             # The expected values are from the stream itself: PyTorch would draw for hours.
             words = drawing.stream.words_at(far, 700)
             expected = torch.from_numpy(((words & 0xFFFFFF).astype(np.float32) * np.float32(2.0**-24)).copy())
-            found = poisoned(700, torch.float32, launcher)
+            actual = poisoned(700, torch.float32, launcher)
             piece = cpu_stream.CpuPiece(
-                drawing.stream, far, "uniform", 700, torch.float32, (0.0, 1.0), Slice(0, 700), found.data_ptr()
+                drawing.stream, far, "uniform", 700, torch.float32, (0.0, 1.0), Slice(0, 700), actual.data_ptr()
             )
             pieces.append(piece)
-            pairs.append((expected, found))
+            pairs.append((expected, actual))
     cpu_stream.fill(pieces, launcher, 14)
-    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
-        assert torch.equal(found[:700], expected)
+    for expected, actual in ((expected, actual.cpu()) for expected, actual in pairs):
+        assert torch.equal(actual[:700], expected)
 
 
 # -- CUDA's stream ----------------------------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
                 out[element] = out[element] * (high - low) + low
             else:
                 v = 2 * np.pi * (y * 2.0**-53 + 2.0**-54)
-                turned = np.cos(v) if place.lane & 1 else np.sin(v)
-                out[element] = np.sqrt(-2 * np.log(out[element])) * turned * high + low
+                direction = np.cos(v) if place.lane & 1 else np.sin(v)
+                out[element] = np.sqrt(-2 * np.log(out[element])) * direction * high + low
         elif name == "uniform":
             out[element] = np.float32(np.float32(block[place.lane]) * np.float32(2.0**-32) + np.float32(2.0**-33))
             out[element] = np.float32(out[element] * np.float32(np.float32(high) - np.float32(low)) + np.float32(low))
@@ -216,8 +216,8 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
         else:
             u = block[place.lane & 2] * 2.0**-32 + 2.0**-33
             v = 2 * np.pi * (block[(place.lane & 2) + 1] * 2.0**-32 + 2.0**-33)
-            turned = np.cos(v) if place.lane & 1 else np.sin(v)
-            out[element] = np.sqrt(-2 * np.log(u)) * turned * high + low
+            direction = np.cos(v) if place.lane & 1 else np.sin(v)
+            out[element] = np.sqrt(-2 * np.log(u)) * direction * high + low
     return torch.from_numpy(out).to(dtype)
 
 
@@ -245,17 +245,17 @@ def test_slices_of_cuda_fills_follow_the_layout(name, pair, dtype, by_lane, laun
         pieces, pairs = [], []
         for wanted in slices:
             part = cut(expected, wanted)
-            found = poisoned(len(part), dtype, launcher)
-            pieces.append(cuda_stream.CudaPiece(seed, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
-            pairs.append((part, found))
+            actual = poisoned(len(part), dtype, launcher)
+            pieces.append(cuda_stream.CudaPiece(seed, offset, name, numel, dtype, pair, wanted, actual.data_ptr()))
+            pairs.append((part, actual))
         cuda_stream.fill(pieces, launcher, SMALL, by_lane)
-        for part, found in ((part, found.cpu()) for part, found in pairs):
+        for part, actual in ((part, actual.cpu()) for part, actual in pairs):
             if name == "uniform":
-                assert torch.equal(found[: len(part)], part)
+                assert torch.equal(actual[: len(part)], part)
             else:  # this machine's sine and logarithm instead of a GPU's
                 within = 1e-5 if dtype == torch.float32 else 1e-2  # one unit in the last place of half precision
-                assert torch.allclose(found[: len(part)].double(), part.double(), rtol=within, atol=1e-5)
-            assert torch.isnan(found[len(part) :]).all()
+                assert torch.allclose(actual[: len(part)].double(), part.double(), rtol=within, atol=1e-5)
+            assert torch.isnan(actual[len(part) :]).all()
 
 
 def test_a_slice_costs_its_own_size():

@@ -36,16 +36,16 @@ def test_kernels_compile(compiler, part, architecture):
 @pytest.mark.parametrize("part, registers", [("mt19937", 64), ("philox", 64)])
 def test_kernels_do_not_spill_registers(part, registers):
     """Four blocks of 256 threads fit on a multiprocessor, and no register is spilled."""
-    found = toolkit.compile(kernels.source(part), part, "sm_90", UNITS[part]).kernels
-    assert found.keys() == set(KERNELS[part])
-    for name, (used, spilled, shared) in found.items():
+    compiled = toolkit.compile(kernels.source(part), part, "sm_90", UNITS[part]).kernels
+    assert compiled.keys() == set(KERNELS[part])
+    for name, (used, spilled, shared) in compiled.items():
         assert used <= registers and spilled == 0 and shared <= 48 << 10, (name, used, spilled, shared)
 
 
 def ptx_of(part):
     """The PTX code from whichever compiler is installed."""
-    given = kernels.source(part), part, "sm_90", UNITS[part]
-    code = nvrtc.compile(*given, ptx=True) if toolkit.has_nvrtc() else toolkit.compile(*given, ptx=True).code
+    arguments = kernels.source(part), part, "sm_90", UNITS[part]
+    code = nvrtc.compile(*arguments, ptx=True) if toolkit.has_nvrtc() else toolkit.compile(*arguments, ptx=True).code
     return code.decode()
 
 
@@ -59,8 +59,8 @@ def test_arithmetic_for_the_cpus_bits_is_not_fused():
     """PTX operations with an explicit rounding mode are never fused; those without one may be."""
     text = ptx_of("mt19937")
     body = text[text.index(".entry fill") :]
-    found = re.findall(r"\b(?:mul|add|sub|fma|sqrt|div)\.(?:[a-z.]*)f(?:32|64)\b", body)
-    assert found and all(".rn." in operation for operation in found), set(found)
+    operations = re.findall(r"\b(?:mul|add|sub|fma|sqrt|div)\.(?:[a-z.]*)f(?:32|64)\b", body)
+    assert operations and all(".rn." in operation for operation in operations), set(operations)
     assert not re.search(r"\.(approx|ftz)\b", body)
     # Only the explicit fused operations: for a normal 8 + 2 + 1 in the logarithm, 3 + 3 + 3 for an angle, 2 at the end.
     assert len(re.findall(r"\bfma\.rn\.f32\b", body)) == 8 + 3 + 3 + 3 + 3 + 2 + 1
@@ -78,9 +78,11 @@ def test_elements_are_counted_in_64_bits(part):
     stores = re.findall(r"\bst\.(?:global\.)?(?:u16|b16|f32|b32|u32|f64|b64)\s+\[(%rd\d+)", body)
     assert stores
     for address in set(stores):
-        made = [line for line in body.splitlines() if re.search(rf"\b(?:add|mad|shl)\.\S+\s+{address}\b,", line)]
-        assert made and all(re.search(r"\.[sub]64", line) for line in made), (address, made)
-        indices = set(re.findall(r"%rd\d+", " ".join(made))) - {address}
+        instructions = [
+            line for line in body.splitlines() if re.search(rf"\b(?:add|mad|shl)\.\S+\s+{address}\b,", line)
+        ]
+        assert instructions and all(re.search(r"\.[sub]64", line) for line in instructions), (address, instructions)
+        indices = set(re.findall(r"%rd\d+", " ".join(instructions))) - {address}
         for index in indices:
             scaled = [line for line in body.splitlines() if re.search(rf"\S+\s+{index}\b,", line)]
             assert not any(re.search(r"\bcvt\.[su]64\.[su]32|\bmul\.wide", line) for line in scaled), scaled

@@ -67,14 +67,14 @@ def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu")
 def _wait(ranks: list[forked.Process], seconds: float) -> tuple[int, str] | None:
     """Wait for all; returns the first that fails, and how."""
     for _ in range(int(seconds / _TICK)):
-        found = [rank.poll() for rank in ranks]
-        for number, status in enumerate(found):
+        statuses = [rank.poll() for rank in ranks]
+        for number, status in enumerate(statuses):
             if status:
                 return number, f"ended with status {status}"
-        if None not in found:
+        if None not in statuses:
             return None
         time.sleep(_TICK)
-    return found.index(None), f"was not done after {seconds} seconds"
+    return statuses.index(None), f"was not done after {seconds} seconds"
 
 
 def main() -> None:

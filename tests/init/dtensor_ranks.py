@@ -88,9 +88,9 @@ class no_collectives:
 def assert_slices(deferred, eager):
     """Every parameter and buffer of `deferred` equals the local shard of the one of `eager`."""
     expected = dict([*eager.named_parameters(), *eager.named_buffers()])
-    found = dict([*deferred.named_parameters(), *deferred.named_buffers()])
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual = dict([*deferred.named_parameters(), *deferred.named_buffers()])
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         whole = expected[name].detach().to(DEVICE)
         assert tensor.device.type == DEVICE, (name, tensor.device)
         if isinstance(tensor, DTensor):
@@ -134,8 +134,8 @@ def fsdp():
     )
     assert_slices(deferred, eager)
     expected, _ = train(eager.to(DEVICE), tokens())
-    found, _ = train(deferred, tokens())
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4), (found, expected)
+    losses, _ = train(deferred, tokens())
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4), (losses, expected)
 
 
 def one_fill_each():
@@ -153,13 +153,13 @@ def made_by_kernels():
     """Each rank draws its shards on its GPU: none is copied from the CPU."""
     from firstloss.gpu import weights
 
-    made, real = [], weights.make
+    counts, real = [], weights.make
 
-    def counted(values, *given, **how):
+    def counted(values, *args, **how):
         values = list(values)
-        found = real(values, *given, **how)
-        made.append((len(found), sum(value.numel > 0 for value in values)))
-        return found
+        computed = real(values, *args, **how)
+        counts.append((len(computed), sum(value.numel > 0 for value in values)))
+        return computed
 
     weights.make = counted
     try:
@@ -168,7 +168,7 @@ def made_by_kernels():
         fl.materialize_module(deferred)
     finally:
         weights.make = real
-    assert made == [(2, 2)], made
+    assert counts == [(2, 2)], counts
 
 
 def fsdp_policies():
@@ -212,8 +212,8 @@ def tensor_parallel():
         fl.materialize_module(deferred)
     assert_slices(deferred, eager)
     expected, _ = train(eager.to(DEVICE), tokens())
-    found, _ = train(deferred, tokens())
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
+    losses, _ = train(deferred, tokens())
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4)
 
 
 def two_dimensions():
@@ -259,12 +259,12 @@ def placements():
 
             eager, deferred = both(make)
             with no_collectives():
-                found = distribute_tensor(deferred, mesh, how)
-                assert fl.is_deferred(found)
-                assert fl.materialize_tensor(found) is found
+                sharded = distribute_tensor(deferred, mesh, how)
+                assert fl.is_deferred(sharded)
+                assert fl.materialize_tensor(sharded) is sharded
             expected = distribute_tensor(eager, mesh, how, src_data_rank=None)
-            assert torch.equal(found.to_local(), expected.to_local()), (shape, how)
-            assert found.placements == expected.placements and found.stride() == expected.stride()
+            assert torch.equal(sharded.to_local(), expected.to_local()), (shape, how)
+            assert sharded.placements == expected.placements and sharded.stride() == expected.stride()
 
 
 class Titan(nn.Module):
@@ -345,14 +345,14 @@ def initialisers_after_sharding():
     for how in (Shard(0), Shard(1), Replicate()):
         for number, call in enumerate(calls):
             eager, deferred = both(lambda: torch.zeros(10, 7))
-            found = distribute_tensor(deferred, mesh, [how])
-            for tensor in (eager, found):
+            sharded = distribute_tensor(deferred, mesh, [how])
+            for tensor in (eager, sharded):
                 torch.manual_seed(1)
                 with torch.no_grad():
                     call(tensor)
                 state = torch.get_rng_state()
-            fl.materialize_tensor(found)
-            assert torch.equal(found.full_tensor(), eager), (number, how)
+            fl.materialize_tensor(sharded)
+            assert torch.equal(sharded.full_tensor(), eager), (number, how)
             torch.manual_seed(1)
             with torch.no_grad():
                 call(eager)
@@ -435,12 +435,12 @@ def counter():
 def real_tensors_still_travel():
     fl.deferred_init(lambda: torch.rand(3)).detach()  # installs Firstloss's handling of DTensors
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    mine = torch.full((8, 3), float(dist.get_rank()))
+    local = torch.full((8, 3), float(dist.get_rank()))
     kinds = [Shard(0), Replicate()]
     if torch.__version__ >= "2.12":  # earlier versions raise in full_tensor() of a single strided shard
         kinds.append(_StridedShard(0, split_factor=2))
     for how in kinds:
-        assert torch.equal(distribute_tensor(mine, mesh, [how]).full_tensor(), torch.zeros(8, 3))
+        assert torch.equal(distribute_tensor(local, mesh, [how]).full_tensor(), torch.zeros(8, 3))
 
 
 def collectives_are_refused():
@@ -466,9 +466,9 @@ def collectives_are_refused():
     dist.all_reduce(tensor)  # needs the value if there is no capture
     assert not fl.is_deferred(tensor) and tensor.tolist() == [2.0] * 5
     with fl.deferred():  # real tensors may be communicated meanwhile
-        mine = fl.materialize_tensor(torch.ones(3))
-        dist.all_reduce(mine)
-    assert mine.tolist() == [2.0, 2.0, 2.0]
+        local = fl.materialize_tensor(torch.ones(3))
+        dist.all_reduce(local)
+    assert local.tolist() == [2.0, 2.0, 2.0]
 
 
 def nothing_whole():
@@ -490,16 +490,16 @@ def nothing_whole():
     torch.manual_seed(0)
     rows, width = 4000, 1024
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
-    found = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(0)])
-    fl.materialize_tensor(found)
+    sharded = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(0)])
+    fl.materialize_tensor(sharded)
     assert drawn <= rows * width // world + 64, drawn
     drawn = longest = 0
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
-    found = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(1)])
-    fl.materialize_tensor(found)
+    sharded = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(1)])
+    fl.materialize_tensor(sharded)
     assert drawn <= rows * width + 64, drawn
     assert longest <= rows * width * 4 / 1.5, longest
-    assert found.to_local().untyped_storage().nbytes() == rows * width * 4 // world
+    assert sharded.to_local().untyped_storage().nbytes() == rows * width * 4 // world
     # FSDP pads unequal shards; what the constructor drew there is redrawn, so the first draw is dead.
     layer = fl.deferred_init(nn.Linear, width, rows + 1, bias=False)
     fully_shard(layer)
@@ -552,17 +552,17 @@ def digest(path):
     model = fl.deferred_init(Model)
     fully_shard(model)
     fl.materialize_module(model)
-    found = digest_of(model)
+    text = digest_of(model)
     if dist.get_rank() == 0:
-        Path(path).write_text(found)
+        Path(path).write_text(text)
 
 
 def digest_of(model):
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in model.parameters():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found.update(whole.detach().cpu().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(whole.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def in_any_order():

@@ -48,11 +48,11 @@ def same(arrays, expected, exactly=True):
     wrong = []
     for name, array in arrays.items():
         for shard in array.addressable_shards:
-            got, want = np.asarray(shard.data), np.array(expected[name][shard.index])
-            assert got.dtype == want.dtype and got.shape == want.shape, name
-            close = got.tobytes() == want.tobytes()
+            actual, want = np.asarray(shard.data), np.array(expected[name][shard.index])
+            assert actual.dtype == want.dtype and actual.shape == want.shape, name
+            close = actual.tobytes() == want.tobytes()
             if not exactly and not close and name in INEXACT:
-                close = np.allclose(got.astype(float), want.astype(float), rtol=0, atol=INEXACT[name])
+                close = np.allclose(actual.astype(float), want.astype(float), rtol=0, atol=INEXACT[name])
             if not close:
                 wrong.append(name)
     return sorted(set(wrong))
@@ -64,17 +64,17 @@ INEXACT = {"orthogonal": FLOAT32_ULPS * 2.0**-23}
 
 def main():
     mesh, shardings = MESHES[sys.argv[1]]
-    found = {}
+    report = {}
     warnings.simplefilter("ignore")
     expected = expected_of(Odd)
     _, program = program_of(Odd)
-    found["torch"] = same(program.run(mesh, shardings), expected)
-    with warnings.catch_warnings(record=True) as said:
+    report["torch"] = same(program.run(mesh, shardings), expected)
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        found["xla"] = same(program.run(mesh, shardings, engine="xla"), expected, exactly=False)
-    found["said"] = [str(w.message) for w in said if "on the host" in str(w.message)]
+        report["xla"] = same(program.run(mesh, shardings, engine="xla"), expected, exactly=False)
+    report["said"] = [str(w.message) for w in record if "on the host" in str(w.message)]
     _, counted = program_of(OddOnDevices, "counter")
-    found["counter"] = same(counted.run(mesh, shardings), expected_of(OddOnDevices, "counter"))
+    report["counter"] = same(counted.run(mesh, shardings), expected_of(OddOnDevices, "counter"))
     _, on_devices = program_of(OddOnDevices)
     path = sys.argv[2]
     with open(path, "w") as file:
@@ -82,8 +82,8 @@ def main():
     expected = expected_of(OddOnDevices)
     arrays = fl.run_stablehlo(path)
     arrays["head.weight"] = arrays["embedding.weight"]
-    found["module"] = same(arrays, expected)
-    print(json.dumps(found))
+    report["module"] = same(arrays, expected)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ def test_weights_can_be_loaded_after_the_block(saved, source, read):
     assert sum(read) < BYTES // 100
     assert not any(recipe.draws for recipe in fl.init_program(model).recipes.values())
     with pytest.warns(NotMaterializedWarning):  # including a forgotten one
-        found = model[:6](torch.ones(2, 512))
-    assert torch.equal(found, expected[:6](torch.ones(2, 512)))
+        actual = model[:6](torch.ones(2, 512))
+    assert torch.equal(actual, expected[:6](torch.ones(2, 512)))
 
 
 def test_missing_keys_are_drawn_as_in_eager(saved):
@@ -136,9 +136,9 @@ def test_missing_keys_are_drawn_as_in_eager(saved):
         assert model.load_state_dict(state, strict=False).missing_keys == ["2.weight", "6.weight"]
         return fl.materialize_module(model).state_dict()
 
-    found = load(fl.deferred)
+    result = load(fl.deferred)
     for name, weight in load(lambda: torch.random.fork_rng(devices=[])).items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(result[name], weight), name
 
 
 # -- memory that does not have the file's values -----------------------------------------------------------------------
@@ -245,16 +245,16 @@ def test_from_pretrained(pretrained, dtype, kind, read):
         return model, torch.get_rng_state()
 
     expected, state = load(contextlib.nullcontext)
-    model, found = load(fl.deferred)
-    assert torch.equal(found, state) and sum(read) < 1000 and fl.is_deferred(model)
+    model, actual = load(fl.deferred)
+    assert torch.equal(actual, state) and sum(read) < 1000 and fl.is_deferred(model)
     fl.materialize_module(model)
     assert sum(read) > 1000
     for pairs in (
         (model.named_parameters(), expected.named_parameters()),
         (model.named_buffers(), expected.named_buffers()),
     ):
-        for (name, found), (_, wanted) in zip(*pairs, strict=True):
-            assert found.dtype == wanted.dtype and torch.equal(found, wanted), name
+        for (name, actual), (_, saved_weight) in zip(*pairs, strict=True):
+            assert actual.dtype == saved_weight.dtype and torch.equal(actual, saved_weight), name
     if kind == "AutoModelForCausalLM":
         assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.training is expected.training

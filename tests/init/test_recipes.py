@@ -58,8 +58,8 @@ def test_recipes_with_tensors_are_described_without_internal_objects(edit):
             module.made = edit(module.weight, torch.rand(()))
         return module
 
-    told = str(fl.init_program(fl.deferred_init(build)).report())
-    assert "object at" not in told and "Ref(" not in told
+    report = str(fl.init_program(fl.deferred_init(build)).report())
+    assert "object at" not in report and "Ref(" not in report
 
 
 def test_the_report_shows_positions_and_dropped_fills():

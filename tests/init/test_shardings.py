@@ -179,9 +179,9 @@ def test_a_tied_weight_may_be_named_by_any_of_its_names():
         return module
 
     program = fl.init_program(fl.deferred_init(tied))
-    made = program.plan(AXES, {"head.weight": ("tp", None)})
-    assert [(w.name, w.sharding.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
-    assert made.aliases == {"head.weight": "embedding.weight"}
+    plan = program.plan(AXES, {"head.weight": ("tp", None)})
+    assert [(w.name, w.sharding.spec) for w in plan.weights] == [("embedding.weight", (("tp",), ()))]
+    assert plan.aliases == {"head.weight": "embedding.weight"}
     for bad in ("nope", None), ("tp", None, None):
         with pytest.raises(ShardingError, match=r"head\.weight: the spec"):  # although the first name's spec is valid
             program.plan(AXES, {"embedding.weight": ("tp",), "head.weight": bad})
@@ -190,9 +190,9 @@ def test_a_tied_weight_may_be_named_by_any_of_its_names():
 def test_an_axis_that_does_not_divide_moves_with_a_warning():
     program = fl.init_program(fl.deferred_init(nn.Linear, 64, 51, bias=False))
     with pytest.warns(UserWarning, match=r"weight: axis 'tp' of size 4 does not divide dimension 0 of 51.*dimension 1"):
-        made = program.plan(AXES, {"weight": ("tp",)})
-    assert made.weights[0].local == (51, 16)
-    assert made.to_dict()["moved"]
+        plan = program.plan(AXES, {"weight": ("tp",)})
+    assert plan.weights[0].local == (51, 16)
+    assert plan.to_dict()["moved"]
 
 
 def test_the_first_pattern_wins_with_or_without_a_wildcard():

@@ -50,10 +50,10 @@ def compare(trained: list[tuple[list[float], torch.nn.Module]]) -> None:
     """Compare losses, and weights by name."""
     (expected, weights), *others = [(losses, whole(model)) for losses, model in trained]
     assert len(expected) == 3
-    for losses, made in others:
+    for losses, state in others:
         assert losses == expected, (losses, expected)
-        assert made.keys() == weights.keys()
-        assert not [name for name in weights if not torch.equal(weights[name], made[name])]
+        assert state.keys() == weights.keys()
+        assert not [name for name in weights if not torch.equal(weights[name], state[name])]
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:

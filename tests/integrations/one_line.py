@@ -32,9 +32,9 @@ def checkout(name: str) -> str:
 def changed(source: str, old: str, new: str) -> str:
     """`source` with its line `old` replaced by `new`, with the same indentation, and Firstloss imported at the top."""
     lines = source.splitlines()
-    found = [number for number, line in enumerate(lines) if line.strip() == old]
-    assert found, f"there is no line {old!r} any more"
-    number = found[0]
+    matches = [number for number, line in enumerate(lines) if line.strip() == old]
+    assert matches, f"there is no line {old!r} any more"
+    number = matches[0]
     indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
     lines[number] = indent + new
     return "import firstloss as fl\n" + "\n".join(lines) + "\n"

@@ -56,9 +56,9 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
             if sample.verdict not in GOOD and sample.verdict != LEFT_OUT:
                 whys.setdefault(sample.verdict, collections.Counter())[f"{name}: {sample.why}"] += 1
             for overload in sample.overloads & CORE_OVERLOADS if sample.verdict != LEFT_OUT else ():
-                found = overloads.setdefault(overload, [0, 0])
-                found[0] += sample.verdict in GOOD
-                found[1] += 1
+                counts = overloads.setdefault(overload, [0, 0])
+                counts[0] += sample.verdict in GOOD
+                counts[1] += 1
         jax.clear_caches()
     return {
         "op": op.full_name,
@@ -73,7 +73,7 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
 
 def sweep(only: str, limit: int, again: bool) -> None:
     """Sweep the operations whose names match, in child processes; if `again`, also those that have an outcome."""
-    known = set() if again else {op for op, found in read_outcomes().items() if is_enough(found, limit)}
+    known = set() if again else {op for op, outcome in read_outcomes().items() if is_enough(outcome, limit)}
     ops = sorted((*DIRECT, *tested()), key=lambda op: (not is_listed(op), bool(SLOW.search(op.full_name))))
     todo = [op.full_name for op in ops if re.search(only, op.full_name) and op.full_name not in known]
     for i in range(0, len(todo), AT_ONCE):
@@ -91,9 +91,9 @@ def sweep(only: str, limit: int, again: bool) -> None:
         print(f"{min(i + AT_ONCE, len(todo))} of {len(todo)} operations", flush=True)
 
 
-def is_enough(found: dict[str, Any], limit: int) -> bool:
+def is_enough(outcome: dict[str, Any], limit: int) -> bool:
     """Whether an outcome covers what a sweep of at most `limit` samples would."""
-    return found["limit"] > 0 and (found["limit"] >= limit or not found["cut"])
+    return outcome["limit"] > 0 and (outcome["limit"] >= limit or not outcome["cut"])
 
 
 def run_child(names: list[str], limit: int) -> tuple[set[str], str]:

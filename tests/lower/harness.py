@@ -43,7 +43,7 @@ def to_array(x):
 
 def cast_as(results: list, expected: list) -> list:
     """A rule's results cast to eager's dtypes, as `lower/program.py` does."""
-    casts = [cast(ours, to_jax(theirs.dtype)) for ours, theirs in zip(results, expected, strict=False)]
+    casts = [cast(actual, to_jax(eager.dtype)) for actual, eager in zip(results, expected, strict=False)]
     return casts + results[len(casts) :]
 
 
@@ -70,20 +70,20 @@ def assert_rule(overload, args, kwargs, expected, *, tolerance: float | None = N
             results = tree_leaves(RULES[overload](*rule_args, **rule_kwargs))
             return cast_as([x for x in results if x is not None], expected_leaves)
 
-        got = jax.jit(run)(arrays)
-    assert len(got) == len(expected_leaves), f"{overload}: {len(got)} results for {len(expected_leaves)}"
-    for ours, theirs in zip(got, expected_leaves, strict=True):
-        assert_same(to_tensor(ours, theirs.dtype), theirs, tolerance)
+        result = jax.jit(run)(arrays)
+    assert len(result) == len(expected_leaves), f"{overload}: {len(result)} results for {len(expected_leaves)}"
+    for actual, eager in zip(result, expected_leaves, strict=True):
+        assert_same(to_tensor(actual, eager.dtype), eager, tolerance)
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> None:
-    theirs = theirs.detach().resolve_conj().resolve_neg()
-    assert ours.shape == theirs.shape, f"shape {tuple(ours.shape)} for {tuple(theirs.shape)}"
-    explicit, tolerance = tolerance, TOLERANCE.get(theirs.dtype, 0.0) if tolerance is None else tolerance
-    finite = theirs[torch.isfinite(theirs)].abs() if theirs.dtype in TOLERANCE else None
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    expected = expected.detach().resolve_conj().resolve_neg()
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)} for {tuple(expected.shape)}"
+    explicit, tolerance = tolerance, TOLERANCE.get(expected.dtype, 0.0) if tolerance is None else tolerance
+    finite = expected[torch.isfinite(expected)].abs() if expected.dtype in TOLERANCE else None
     scale = float(finite.double().max()) if finite is not None and finite.numel() else 0.0
-    floor = max(FLOOR.get(theirs.dtype, 1e-5), explicit or 0.0) if theirs.dtype in TOLERANCE else 0.0
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=max(tolerance * scale, floor), equal_nan=True)
+    floor = max(FLOOR.get(expected.dtype, 1e-5), explicit or 0.0) if expected.dtype in TOLERANCE else 0.0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=max(tolerance * scale, floor), equal_nan=True)
 
 
 def owns_memory(x: torch.Tensor) -> bool:
@@ -177,20 +177,20 @@ class Check:
     def compare(self, results) -> None:
         try:
             assert len(results) == len(self.leaves), f"{len(results)} results for {len(self.leaves)}"
-            for position, (ours, theirs) in enumerate(zip(results, self.leaves, strict=True)):
-                if "batch_norm" in str(self.overload) and theirs.shape == (0,):
+            for position, (actual, expected) in enumerate(zip(results, self.leaves, strict=True)):
+                if "batch_norm" in str(self.overload) and expected.shape == (0,):
                     # evaluation saves nothing: PyTorch's kernel and its meta kernel represent that differently
                     continue
-                wanted = tolerance_of(self.overload, position, theirs)
-                if wanted == "any":
-                    assert tuple(ours.shape) == tuple(theirs.shape)
+                tolerance = tolerance_of(self.overload, position, expected)
+                if tolerance == "any":
+                    assert tuple(actual.shape) == tuple(expected.shape)
                 else:
-                    assert_same(to_tensor(ours, theirs.dtype), theirs, wanted)
+                    assert_same(to_tensor(actual, expected.dtype), expected, tolerance)
         except (AssertionError, ValueError, TypeError) as error:
-            shown = tree_map(
+            arguments = tree_map(
                 lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, torch.Tensor) else x, (self.args, self.kwargs)
             )
-            self.problem = f"{self.overload} {shown}: {re.sub(chr(10) + '+', ' ', str(error))[:400]}"
+            self.problem = f"{self.overload} {arguments}: {re.sub(chr(10) + '+', ' ', str(error))[:400]}"
 
 
 def check(calls: list) -> list[Check]:

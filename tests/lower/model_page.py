@@ -73,9 +73,9 @@ def write_page() -> None:
     lines = ["# Training steps of model zoos", "", "<!-- Written by `python -m tests.lower.model_steps`. -->", ""]
     lines += [*PREFACE.strip().splitlines(), "", f"| zoo | {' | '.join(VERDICTS)} |", "| --- |" + " ---: |" * 5]
     for zoo in zoos:
-        found = [row for row in rows.values() if row["zoo"] == zoo]
-        counts = [str(sum(row["verdict"] == verdict for row in found)) for verdict in VERDICTS]
-        versions = ", ".join(sorted({row["versions"][zoo] for row in found}))
+        of_zoo = [row for row in rows.values() if row["zoo"] == zoo]
+        counts = [str(sum(row["verdict"] == verdict for row in of_zoo)) for verdict in VERDICTS]
+        versions = ", ".join(sorted({row["versions"][zoo] for row in of_zoo}))
         lines.append(f"| {zoo} {versions} | {' | '.join(counts)} |")
     for zoo in zoos:
         lines += ["", f"## {zoo}", "", f"| {' | '.join(HEADS)} |"]

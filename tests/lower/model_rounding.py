@@ -57,15 +57,15 @@ class Judgement(NamedTuple):
         return not forward and (self.allowed > UNCERTAIN or 0 < len(self.wrong) and self.distance <= UNCERTAIN)
 
 
-def judge(ours: Step, eager: Step, again: Callable[[int | None], Step] | None) -> Judgement:
+def judge(compiled: Step, eager: Step, again: Callable[[int | None], Step] | None) -> Judgement:
     """Compare two steps. `again(seed)` is eager's step from moved weights; `again(None)` is in float64. Without it only
     differences up to CLOSE are allowed."""
-    wrong = _exactly(ours, eager)
+    wrong = _exactly(compiled, eager)
     if wrong:
         return Judgement("", float("inf"), CLOSE, wrong)
-    mine, theirs = ours.measured(), eager.measured()
-    sizes = {n: float(t.double().norm()) + EPS / CLOSE * _beside(n, eager) or 1.0 for n, t in theirs.items()}
-    far = {n: _distance(mine[n], theirs[n]) / sizes[n] for n in theirs}
+    actual, expected = compiled.measured(), eager.measured()
+    sizes = {n: float(t.double().norm()) + EPS / CLOSE * _beside(n, eager) or 1.0 for n, t in expected.items()}
+    far = {n: _distance(actual[n], expected[n]) / sizes[n] for n in expected}
     allowed = dict.fromkeys(far, CLOSE)
     if max(far.values()) > CLOSE and again is not None:
         for name, distance in _moves(eager, again).items():
@@ -85,25 +85,25 @@ def _beside(name: str, step: Step) -> float:
     return float(variance.double().sqrt().norm()) if name.endswith("running_mean") and variance is not None else 0.0
 
 
-def _exactly(ours: Step, eager: Step) -> dict[str, str]:
+def _exactly(compiled: Step, eager: Step) -> dict[str, str]:
     """Properties that rounding cannot change: which tensors there are, and counts."""
     wrong = {}
     for what in ("gradients", "buffers", "weights"):
-        odd = sorted(set(getattr(ours, what)) ^ set(getattr(eager, what)))
+        odd = sorted(set(getattr(compiled, what)) ^ set(getattr(eager, what)))
         if odd:
             wrong[f"{what} of one side only"] = ", ".join(odd[:3])
     for name, buffer in eager.buffers.items():
-        mine = ours.buffers.get(name, buffer)
-        if mine.dtype != buffer.dtype or mine.shape != buffer.shape:
-            wrong[f"buffer {name}"] = f"is {mine.dtype}{list(mine.shape)}, not {buffer.dtype}{list(buffer.shape)}"
-        elif not buffer.is_floating_point() and not torch.equal(mine, buffer):
+        actual = compiled.buffers.get(name, buffer)
+        if actual.dtype != buffer.dtype or actual.shape != buffer.shape:
+            wrong[f"buffer {name}"] = f"is {actual.dtype}{list(actual.shape)}, not {buffer.dtype}{list(buffer.shape)}"
+        elif not buffer.is_floating_point() and not torch.equal(actual, buffer):
             wrong[f"buffer {name}"] = "differs"
     return wrong
 
 
 def _moves(eager: Step, again: Callable[[int | None], Step]) -> dict[str, float]:
     """The largest distance of each of eager's results from those in float64 and from those of moved weights."""
-    base, found = eager.measured(), dict.fromkeys(eager.measured(), 0.0)
+    base, distances = eager.measured(), dict.fromkeys(eager.measured(), 0.0)
     for seed in (None, *range(DRAWS)):
         try:
             other = again(seed).measured()
@@ -111,9 +111,9 @@ def _moves(eager: Step, again: Callable[[int | None], Step]) -> dict[str, float]
             if seed is None:  # some models do not support float64
                 continue
             raise
-        for name in found.keys() & other.keys():
-            found[name] = max(found[name], _distance(other[name], base[name]))
-    return found
+        for name in distances.keys() & other.keys():
+            distances[name] = max(distances[name], _distance(other[name], base[name]))
+    return distances
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -123,11 +123,11 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(torch.where(same, 0.0, a - b).norm())
 
 
-def judge_update(before: Tensors, ours: Step) -> dict[str, str]:
+def judge_update(before: Tensors, compiled: Step) -> dict[str, str]:
     """Compare new weights with the result of eager's AdamW on the old weights and the same gradients, elementwise."""
     wrong = {}
     weights = {name: torch.nn.Parameter(w.clone()) for name, w in before.items()}
-    for name, gradient in ours.gradients.items():
+    for name, gradient in compiled.gradients.items():
         weights[name].grad = gradient.clone()
     torch.optim.AdamW(weights.values(), lr=RATE, betas=BETAS).step()
     # A weight is rounded after its decay and after its update, which is a product of six roundings. A compiled step
@@ -135,7 +135,7 @@ def judge_update(before: Tensors, ours: Step) -> dict[str, str]:
     # a quarter of EPS, and the update by that over 1 - beta, or half of it after the square root.
     of_update = 8 + 0.25 / (1 - BETAS[0]) + 0.125 / (1 - BETAS[1])
     for name, weight in weights.items():
-        off = (ours.weights[name] - weight.detach()).abs()
+        off = (compiled.weights[name] - weight.detach()).abs()
         slack = EPS * (2 * before[name].abs() + of_update * RATE)
         if not bool((off <= slack).all()):
             wrong[f"weights {name}"] = f"after AdamW by {float((off / slack).max()):.1f} times their rounding"

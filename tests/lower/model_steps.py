@@ -103,28 +103,28 @@ def examine(zoo: str, name: str, artifacts: str) -> dict[str, Any]:
     if not eager.gradients:
         return {**out, "verdict": "left out", "why": "eager: no parameter has a gradient"}
     try:
-        ours, out["seconds"] = train_compiled(case, artifacts)
+        compiled, out["seconds"] = train_compiled(case, artifacts)
     except Exception as error:
         return {**out, "verdict": "refused", "why": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
 
     def again(seed: int | None) -> Step:
         return train(case, torch.float64 if seed is None else None, seed)[1]
 
-    out["loss"], out["eager loss"] = ours.loss, eager.loss
-    found = judge(ours, eager, again)
-    out["worst"], out["distance"], out["allowed"] = found.worst, found.distance, found.allowed
-    wrong = {**found.wrong, **judge_update(before, ours)}
-    if found.needs_float64():
+    out["loss"], out["eager loss"] = compiled.loss, eager.loss
+    judgement = judge(compiled, eager, again)
+    out["worst"], out["distance"], out["allowed"] = judgement.worst, judgement.distance, judgement.allowed
+    wrong = {**judgement.wrong, **judge_update(before, compiled)}
+    if judgement.needs_float64():
         try:
             exact = judge(train_compiled(case, artifacts, torch.float64)[0], again(None), None)
         except Exception as error:
             return {**out, "verdict": "refused", "why": f"in float64: {type(error).__name__}: {error}"[:300]}
-        wrong = {**exact.wrong, **judge_update(before, ours)}
+        wrong = {**exact.wrong, **judge_update(before, compiled)}
         out["why"] = f"in float64 `{exact.worst}` by {exact.distance:.0e}"
     if wrong:
         out["verdict"] = "differs"
-        shown = ", ".join(f"{what} {how}" for what, how in list(wrong.items())[:4])
-        out["why"] = f"loss {ours.loss} for {eager.loss}; {len(wrong)} tensors: {shown}"
+        listed = ", ".join(f"{what} {how}" for what, how in list(wrong.items())[:4])
+        out["why"] = f"loss {compiled.loss} for {eager.loss}; {len(wrong)} tensors: {listed}"
     out["total"] = round(time.perf_counter() - began, 1)
     return out
 
@@ -140,14 +140,14 @@ def _child(zoo: str, name: str, connection: Any) -> None:
 
 def in_child(zoo: str, name: str, limit: float) -> dict[str, Any]:
     """Run one model in a process forked from this one, which has only imported modules."""
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(zoo, name, theirs))
+    parent_end, child_end = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(zoo, name, child_end))
     process.start()
-    theirs.close()
+    child_end.close()
     out = {"zoo": zoo, "name": name, "verdict": "late", "why": f"no outcome within {limit:.0f} s"}
     try:
-        if ours.poll(limit):
-            out = ours.recv()
+        if parent_end.poll(limit):
+            out = parent_end.recv()
     except EOFError:
         out |= {"verdict": "refused", "why": "the process ended"}
     process.kill()

@@ -29,16 +29,16 @@ def read_outcomes() -> dict[str, dict[str, Any]]:
     """
     if not OUTCOMES.exists():
         return {}
-    return {found["op"]: found for found in map(json.loads, OUTCOMES.read_text().splitlines())}
+    return {row["op"]: row for row in map(json.loads, OUTCOMES.read_text().splitlines())}
 
 
 def keep_outcome(outcome: dict[str, Any]) -> None:
     """Replace the outcome of its operation by `outcome`."""
     outcome |= {"torch": torch.__version__.partition("+")[0], "jax": version("jax")}
-    found = read_outcomes() | {outcome["op"]: outcome}
+    outcomes = read_outcomes() | {outcome["op"]: outcome}
     with atomic_write(OUTCOMES, "w") as file:
-        for op in sorted(found):
-            file.write(json.dumps(found[op], separators=(",", ":")) + "\n")
+        for op in sorted(outcomes):
+            file.write(json.dumps(outcomes[op], separators=(",", ":")) + "\n")
 
 
 def short(reason: str) -> str:

@@ -136,9 +136,9 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
             leaves = []
             for i, leaf in enumerate(flat):
                 if isinstance(leaf, torch.Tensor):
-                    made = tracing.new_input(leaf, f"in{len(arrays)}")
-                    arrays[made._storage.value] = real[i]
-                    leaf = made.requires_grad_(leaf.requires_grad)
+                    traced_input = tracing.new_input(leaf, f"in{len(arrays)}")
+                    arrays[traced_input._storage.value] = real[i]
+                    leaf = traced_input.requires_grad_(leaf.requires_grad)
                 leaves.append(leaf)
             results = run(spec.unflatten(leaves))
             results = [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in results]
@@ -212,9 +212,9 @@ def prepare(op: Any, dtype: torch.dtype, limit: int) -> list[Sample]:
             for sample in samples:
                 if variant == "in place" and sample.broadcasts_input:  # an error, except for a few kernels that resize
                     continue
-                found = prepare_one(op, dtype, variant, call, sample, grad)
-                if found is not None and (variant == "function" or found.verdict != LEFT_OUT):
-                    prepared.append(found)
+                prepared_sample = prepare_one(op, dtype, variant, call, sample, grad)
+                if prepared_sample is not None and (variant == "function" or prepared_sample.verdict != LEFT_OUT):
+                    prepared.append(prepared_sample)
     return prepared
 
 
@@ -256,7 +256,7 @@ def _by_name(op: Any, call: Callable) -> Callable:
 
 
 def _named(name: str) -> Any:
-    return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), torch)
+    return functools.reduce(lambda scope, part: getattr(scope, part, None), name.split("."), torch)
 
 
 def _into_out(op: Any, call: Callable, sample: Any, tree: Any) -> Callable[[Any], list[Any]]:

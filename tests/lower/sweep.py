@@ -98,13 +98,13 @@ def sweep_op(op, limits: dict[torch.dtype, int], with_grad: bool = True) -> dict
     samples = {d: record_samples(op, d, limit, with_grad) for d, limit in limits.items() if op.supports_dtype(d, "cpu")}
     every = [call for recorded, _ in samples.values() for calls in recorded for call in calls]
     distinct = {key_of(call): call for call in every if is_checked(call[0])}
-    keys, found = list(distinct), {}
+    keys, problem_of = list(distinct), {}
     for i in range(0, len(keys), PROGRAM):
         part = keys[i : i + PROGRAM]
-        found |= dict(zip(part, (c.problem for c in check([distinct[k] for k in part])), strict=True))
+        problem_of |= dict(zip(part, (c.problem for c in check([distinct[k] for k in part])), strict=True))
     outcomes = {}
     for dtype, (recorded, problems) in samples.items():
-        firsts = [next((found[k] for k in map(key_of, calls) if found.get(k)), None) for calls in recorded]
+        firsts = [next((problem_of[k] for k in map(key_of, calls) if problem_of.get(k)), None) for calls in recorded]
         outcomes[dtype] = problems + firsts
     return outcomes
 
@@ -124,8 +124,8 @@ def main() -> None:
         start = time.perf_counter()
         limits = {getattr(torch, name): options.limit for name in options.dtypes}
         with contextlib.redirect_stderr(None):
-            found = sweep_op(op, limits, not options.no_grad)
-        for dtype, problems in found.items():
+            by_dtype = sweep_op(op, limits, not options.no_grad)
+        for dtype, problems in by_dtype.items():
             label = f"{op.full_name} {str(dtype).removeprefix('torch.')}"
             outcomes[label] = problems
             good, counts = problems.count(None), collections.Counter(p for p in problems if p)

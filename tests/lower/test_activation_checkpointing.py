@@ -76,9 +76,9 @@ def test_memory_is_saved_and_values_are_the_same(tmp_path, monkeypatch, kind):
     losses, grads, plain = train(tmp_path, monkeypatch, None, 0.0)
     again, same_grads, checkpointed = train(tmp_path, monkeypatch, kind, 0.0)
     assert again == losses
-    for ours, theirs in zip(same_grads, grads, strict=True):
+    for actual, expected in zip(same_grads, grads, strict=True):
         # the same operations, fused differently: a few ulp of a gradient's largest element
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
     # Without checkpointing, three activations of (512, 256) per layer are alive at the end of the forward pass. With it
     # only inputs are, a fourth of one each; plus two more for layers whose weight gradients the scheduler delays.
     kept = ROWS * 4 * WIDTH * 4
@@ -91,5 +91,5 @@ def test_recomputed_dropout_has_the_same_mask(tmp_path, monkeypatch, kind):
     losses, grads, _ = train(tmp_path, monkeypatch, None, 0.5)
     again, same_grads, _ = train(tmp_path, monkeypatch, kind, 0.5)
     assert again == losses and losses[0] != losses[1]
-    for ours, theirs in zip(same_grads, grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+    for actual, expected in zip(same_grads, grads, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))

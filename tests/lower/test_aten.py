@@ -72,15 +72,15 @@ def test_handler_structures_match_xlas_header(tmp_path):
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the custom calls of PyTorch's kernels that have been lowered."""
-    found = []
+    names = []
     ffi_call = jax.ffi.ffi_call
 
     def counted(name, *args, **kwargs):
-        found.extend({name} & set(kernels.TARGETS))
+        names.extend({name} & set(kernels.TARGETS))
         return ffi_call(name, *args, **kwargs)
 
     monkeypatch.setattr(jax.ffi, "ffi_call", counted)
-    return found
+    return names
 
 
 def geometries():
@@ -113,7 +113,9 @@ def test_convolutions_of_every_geometry_match_eager(geometry, dtype, calls):
         g = torch.randn_like(aten.convolution(x, weight, None, *how))
         for mask in ([True, True, True], [False, True, False], [True, False, False]):
             args = (g, x, weight, [bias.numel()], *how, mask)
-            expected = [e if wants else None for e, wants in zip(aten.convolution_backward(*args), mask, strict=True)]
+            expected = [
+                e if is_needed else None for e, is_needed in zip(aten.convolution_backward(*args), mask, strict=True)
+            ]
             assert_rule(aten.convolution_backward.default, args, {}, expected)
     assert bool(calls) is taken, "it is not PyTorch's that was tested"
 
@@ -130,16 +132,16 @@ def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns
     torch.manual_seed(0)
     m, k, n = sizes
     x, y = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
-    given = [to_array(a.t() if columns else a) for a, columns in zip((x, y), by_columns, strict=True)]
+    arguments = [to_array(a.t() if columns else a) for a, columns in zip((x, y), by_columns, strict=True)]
 
     def run(x, y):
         return mm(*(a.T if c else a for a, c in zip((x, y), by_columns, strict=True)), by_columns=by_columns)
 
     with kernels.within():
-        taken = kernels.multiplies(given[0].T if by_columns[0] else given[0], given[1].T if by_columns[1] else given[1],
-                                   by_columns)  # fmt: skip
-        found = jax.jit(run)(*given)
-    assert_same(to_tensor(found, dtype), x @ y)
+        transposed = [a.T if columns else a for a, columns in zip(arguments, by_columns, strict=True)]
+        taken = kernels.multiplies(*transposed, by_columns)
+        result = jax.jit(run)(*arguments)
+    assert_same(to_tensor(result, dtype), x @ y)
     if dtype == torch.bfloat16:
         assert taken is (kernels._bfloat16() and by_columns[0])
     else:
@@ -180,16 +182,16 @@ def test_a_compiled_product_follows_the_precision_that_is_set_when_it_runs(monke
     x, y = torch.randn(256, 512), torch.randn(512, 500)
     with kernels.within():
         run = jax.jit(lambda x, y: mm(x, y)).lower(to_array(x), to_array(y)).compile()
-    before, found = torch.get_float32_matmul_precision(), {}
+    before, result = torch.get_float32_matmul_precision(), {}
     try:
         for precision in ("highest", "medium", "highest"):
             torch.set_float32_matmul_precision(precision)
-            found[precision] = to_tensor(run(to_array(x), to_array(y)), torch.float32)
+            result[precision] = to_tensor(run(to_array(x), to_array(y)), torch.float32)
             # float32 sums of 512 products in another order
-            torch.testing.assert_close(found[precision], x @ y, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(result[precision], x @ y, rtol=1e-5, atol=1e-4)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert (found["medium"] - found["highest"]).abs().max() > 1e-2
+    assert (result["medium"] - result["highest"]).abs().max() > 1e-2
 
 
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -254,10 +256,10 @@ def test_modes_of_the_calling_thread_do_not_see_it():
     x, weight, jax_x, jax_weight = operands()
     run = compiled(jax_x, jax_weight)
     with Seeing():
-        found = [np.asarray(run(jax_x, jax_weight)) for _ in range(20)]
+        actual = [np.asarray(run(jax_x, jax_weight)) for _ in range(20)]
     assert not seen
     expected = aten.convolution(x, weight, None, *HOW).numpy()
-    assert all(np.allclose(f, expected, rtol=2e-5, atol=1e-4) for f in found)  # sums of 288 products of about 1
+    assert all(np.allclose(f, expected, rtol=2e-5, atol=1e-4) for f in actual)  # sums of 288 products of about 1
 
 
 def test_pytorchs_number_of_threads_is_unchanged():
@@ -347,8 +349,10 @@ def test_a_step_calls_it_on_one_device_and_never_on_a_mesh(mesh, calls, tmp_path
 
         return step
 
-    ours, theirs = fl.trace(step_of(compiled_model, model.parameters())), step_of(eager, eager.parameters())
+    actual, expected = fl.trace(step_of(compiled_model, model.parameters())), step_of(eager, eager.parameters())
     batch = torch.randn(2, 3, 13, 13)
     for _ in range(3):
-        assert abs(ours(batch).item() - theirs(batch).item()) < 1e-5  # losses of about 0.05, summed in another order
+        assert (
+            abs(actual(batch).item() - expected(batch).item()) < 1e-5
+        )  # losses of about 0.05, summed in another order
     assert bool(calls) is (mesh is None)

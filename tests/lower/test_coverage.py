@@ -18,8 +18,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
 def rows_of(section: str) -> set[str]:
-    found = PAGE.partition(f"## {section}")[2].partition("\n## ")[0]
-    return set(re.findall(r"^\| ([\w.-]+)(?: †)? \|", found, re.MULTILINE)) - {"operation", "overload", "---"}
+    section_text = PAGE.partition(f"## {section}")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| ([\w.-]+)(?: †)? \|", section_text, re.MULTILINE)) - {"operation", "overload", "---"}
 
 
 of_this_torch = pytest.mark.skipif(
@@ -73,11 +73,11 @@ CHOSEN = {
 @pytest.mark.parametrize("name", CHOSEN)
 def test_samples_have_their_outcomes(name):
     op = next(op for op in samples.tested() if op.full_name == name)
-    found = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
-    assert found
+    examined = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
+    assert examined
     # before PyTorch 2.12 quantile reads its `q`, so a step cannot have it as an argument
     fine = (*GOOD, DYNAMIC) if name == "quantile" and torch.__version__ < "2.12" else GOOD
-    assert not [(s.verdict, s.why) for s in found if s.verdict not in fine]
+    assert not [(s.verdict, s.why) for s in examined if s.verdict not in fine]
 
 
 # Operations that an earlier sweep found wrong or refused, with the dtype and the special case.
@@ -104,8 +104,8 @@ MENDED = {
 @pytest.mark.parametrize(("name", "dtype"), MENDED)
 def test_samples_that_once_failed_pass(name, dtype):
     op = next(op for op in samples.tested() if op.full_name == name)
-    found = [s for s in examine(op, dtype, 30, quickly=True) if s.verdict != LEFT_OUT]
-    assert found
+    examined = [s for s in examine(op, dtype, 30, quickly=True) if s.verdict != LEFT_OUT]
+    assert examined
     # locations from an argument of the step are not constants, and are refused with our own message
     fine = (*GOOD, DYNAMIC) if name == "tensor_split" else GOOD
-    assert not [(s.verdict, s.why) for s in found if s.verdict not in fine]
+    assert not [(s.verdict, s.why) for s in examined if s.verdict not in fine]

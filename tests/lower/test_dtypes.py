@@ -63,8 +63,8 @@ def test_the_default_dtype_is_respected():
 def test_casts_match_torch(source, target):
     x = torch.tensor([-300.7, -1.5, -0.2, 0.0, 0.9, 1.5, 127.6, 255.9, 300.2]).to(source)
     with jax.enable_x64(True):
-        ours = to_tensor(cast(to_array(x), to_jax(target)), target)
-    assert_same(ours, x.to(target), 0.0)
+        actual = to_tensor(cast(to_array(x), to_jax(target)), target)
+    assert_same(actual, x.to(target), 0.0)
 
 
 SEVENS = torch.tensor([7, -7, 6, -6, 0, 1, -1])
@@ -139,8 +139,8 @@ def test_lerp_by_a_number_starts_at_the_nearer_end(weight):
     # One more rounding than eager's kernel, which uses a fused multiply-add.
     assert_rule(aten.lerp.Scalar, (start, end, weight), {}, expected, tolerance=1.2e-7)
     assert_rule(aten._foreach_lerp.Scalar, ([start], [end], weight), {}, [expected], tolerance=1.2e-7)
-    made = jax.make_jaxpr(lambda x, y: RULES[aten.lerp.Scalar](x, y, weight))(start.numpy(), end.numpy())
-    assert not any(equation.primitive.name == "select_n" for equation in made.eqns)
+    jaxpr = jax.make_jaxpr(lambda x, y: RULES[aten.lerp.Scalar](x, y, weight))(start.numpy(), end.numpy())
+    assert not any(equation.primitive.name == "select_n" for equation in jaxpr.eqns)
 
 
 def test_lerp_by_one_is_exactly_the_end():
@@ -185,8 +185,8 @@ def test_a_mask_times_a_nonfinite_number_is_not_finite(dtype):
         return cast(mask, x.dtype) * x
 
     with jax.enable_x64(True):
-        ours = to_tensor(jax.jit(masked)(to_array(x), to_array(mask)), dtype)
+        actual = to_tensor(jax.jit(masked)(to_array(x), to_array(mask)), dtype)
     expected = mask.to(dtype) * x
-    assert_same(ours, expected)
+    assert_same(actual, expected)
     if not dtype.is_complex:
-        assert torch.equal(ours.signbit()[2:], expected.signbit()[2:])  # -3 * 0 is -0
+        assert torch.equal(actual.signbit()[2:], expected.signbit()[2:])  # -3 * 0 is -0

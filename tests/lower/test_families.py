@@ -171,15 +171,15 @@ def test_accelerator_attention_matches_eager():
         assert_same(to_tensor(efficient[0], torch.float32), out)
         assert efficient[1].shape == (2, 4, 32)
         backward = RULES[aten._scaled_dot_product_efficient_attention_backward.default]
-        got = backward(to_array(g), *arrays, efficient[0], efficient[1], None, None, 0.0, [True] * 4)
-        for ours, theirs in zip(got, expected, strict=True):
-            assert_same(to_tensor(ours, torch.float32), theirs)
+        result = backward(to_array(g), *arrays, efficient[0], efficient[1], None, None, 0.0, [True] * 4)
+        for actual, eager in zip(result, expected, strict=True):
+            assert_same(to_tensor(actual, torch.float32), eager)
         plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         for name in ("flash", "cudnn"):
             forward = RULES[getattr(aten, f"_scaled_dot_product_{name}_attention").default]
             extra = (None, True) if name == "cudnn" else ()
-            ours = forward(*arrays[:3], *extra, 0.0, True)
-            assert_same(to_tensor(ours[0], torch.float32), plain)
+            actual = forward(*arrays[:3], *extra, 0.0, True)
+            assert_same(to_tensor(actual[0], torch.float32), plain)
 
 
 def test_attention_refuses_dropout():

@@ -68,15 +68,15 @@ def eager_and_traced(op, leaves, spec):
 
 def differing(op, leaves, outcomes):
     """How the trace differs from eager PyTorch, if it does."""
-    (expected, raised), (found, refused) = outcomes
+    (expected, raised), (actual, refused) = outcomes
     dtypes = {x.dtype for x in leaves if isinstance(x, torch.Tensor)}
     if raised is None and refused is None:
         if "batch_norm" in op.name:  # the lowering returns the statistics in any mode
-            expected, found = expected[:1], found[:1]
-        return f"{found}, eager {expected}" if found != expected else None
+            expected, actual = expected[:1], actual[:1]
+        return f"{actual}, eager {expected}" if actual != expected else None
     if raised is not None and refused is None:
         excused = op.name in LOOK_THEMSELVES | LOOK_BEFORE | REFUSE_ZEROS or (len(dtypes) == 1 and dtypes <= HALVES)
-        return None if excused else f"{found}, eager raises {raised}"
+        return None if excused else f"{actual}, eager raises {raised}"
     if raised is None and op.name not in STRICTER and not isinstance(refused, REFUSED):
         return f"raises {type(refused).__name__}: {refused}, eager gives {expected}"
     return None
@@ -103,9 +103,9 @@ def test_dtypes_that_eager_refuses_are_refused(part, monkeypatch):
                         trials.append([x.to(other) if i == place else x for i, x in enumerate(leaves)])
                 for trial in trials:
                     outcomes = eager_and_traced(op, trial, spec)
-                    found = differing(op, trial, outcomes)
-                    if found is not None:
-                        wrong.append(f"{op.name}.{op.variant_test_name} {dtype}: {found}")
+                    difference = differing(op, trial, outcomes)
+                    if difference is not None:
+                        wrong.append(f"{op.name}.{op.variant_test_name} {dtype}: {difference}")
                     raised.append(outcomes[0][1] is not None)
     assert not wrong, "\n".join(wrong)
     assert sum(raised) > 20 and len(raised) - sum(raised) > 100
@@ -176,14 +176,14 @@ def test_an_index_out_of_range_gives_nan_where_eager_raises(name, step_of):
     raised = 0
     for places in ([1, 0], [0, 1], [1, 7], [1, -1], [0, -9], [-2, 1]):
         places = torch.tensor(places)
-        found = step_of(name)(places)
+        actual = step_of(name)(places)
         try:
             expected = PLACES[name](places)
         except (IndexError, RuntimeError, ZeroDivisionError):
             raised += 1
-            assert stands_out(found), places
+            assert stands_out(actual), places
         else:
-            assert torch.allclose(found, expected), places
+            assert torch.allclose(actual, expected), places
     assert raised
 
 
@@ -197,14 +197,14 @@ def test_a_value_out_of_range_gives_nan_where_eager_raises(name, step_of):
 def test_known_dtypes_depend_on_the_default_dtype():
     numbers = torch.arange(3)
 
-    def made():
+    def dtype_in_trace():
         trace = StepTrace()
         with trace.active():
             return (trace.new_input(numbers, "x") * 0.5).dtype
 
-    assert made() == torch.float32
+    assert dtype_in_trace() == torch.float32
     torch.set_default_dtype(torch.float64)
     try:
-        assert made() == torch.float64
+        assert dtype_in_trace() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)

@@ -64,7 +64,7 @@ def check_dropout(case: Case, artifacts: str) -> None:
     eager = case.build().train()
     torch.manual_seed(1)
     batch = case.batch(eager)
-    theirs = torch.tensor([measure(eager, eager, batch) for _ in range(STEPS)])
+    expected = torch.tensor([measure(eager, eager, batch) for _ in range(STEPS)])
 
     backend = fl.backend("XLA", artifact_dir=artifacts)
     torch.manual_seed(0)
@@ -77,10 +77,10 @@ def check_dropout(case: Case, artifacts: str) -> None:
         torch.manual_seed(7)
         return torch.tensor([[x.item() for x in step(batch)] for _ in range(steps)])
 
-    ours = run(STEPS)
-    assert torch.equal(run(3), ours[:3])
-    assert len(set(ours[:, 0].tolist())) == STEPS
-    for mine, other in zip(ours.T.double(), theirs.T.double(), strict=True):
+    actual = run(STEPS)
+    assert torch.equal(run(3), actual[:3])
+    assert len(set(actual[:, 0].tolist())) == STEPS
+    for mine, other in zip(actual.T.double(), expected.T.double(), strict=True):
         # Two means of independent draws: five standard errors apart once in a million; the seeds are fixed.
         error = ((mine.var() + other.var()) / STEPS).sqrt()
         assert abs(mine.mean() - other.mean()) < 5 * error

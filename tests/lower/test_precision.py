@@ -28,8 +28,8 @@ def lowered(op, *shapes, more=()):
     ]
     node = Node(0, op, (*map(Ref.of, values), *more), {}, (), False, None, UNKNOWN)
     with torch.device("meta"):
-        made = op(*(torch.empty(shape) for shape in shapes), *more)
-    node.outputs = (Value(tuple(made.shape), made.stride(), torch.float32, torch.device("cpu")),)
+        result = op(*(torch.empty(shape) for shape in shapes), *more)
+    node.outputs = (Value(tuple(result.shape), result.stride(), torch.float32, torch.device("cpu")),)
     arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     return function_of(template_of(node, []), False, precision.now()).lower(*arrays).as_text()
 

@@ -65,7 +65,7 @@ def shape_of(words):
     return tuple(int(word[1:]) for word in words.split())
 
 
-def found(function, operands):
+def propagated(function, operands):
     arrays = [
         jax.ShapeDtypeStruct(shape_of(words), jnp.int32 if words.startswith("i") else jnp.float32) for words in operands
     ]
@@ -81,7 +81,7 @@ def found(function, operands):
 @pytest.mark.parametrize("name", {**CASES, **INDEXED})
 def test_a_results_dimensions_come_from_its_operands(name):
     function, operands, expected = {**CASES, **INDEXED}[name]
-    assert found(function, operands) == expected
+    assert propagated(function, operands) == expected
 
 
 def test_a_barrier_keeps_shardings():
@@ -132,7 +132,7 @@ def test_what_has_been_traced_for_its_sharding_rule_is_not_when_it_is_lowered(tr
     call = call_of(node)
     rule = rule_of_call(call, NamedSharding(mesh, PartitionSpec()))
     assert rule.operands == rule.results and len(rule.operands) == 1
-    given = jax.ShapeDtypeStruct((7, 13), np.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    argument = jax.ShapeDtypeStruct((7, 13), np.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
     with jax.enable_x64(True):
-        jax.jit(lambda x: call.run([x], None)).lower(given)
+        jax.jit(lambda x: call.run([x], None)).lower(argument)
     assert len(traced) == 1

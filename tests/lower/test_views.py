@@ -35,8 +35,8 @@ def test_as_strided_matches_eager(view, data):
     expected = base.as_strided(size, stride, offset)
     shape = data.draw(st.sampled_from([(120,), (4, 30), (2, 3, 4, 5), (5, 1, 24)]))
     with jax.enable_x64(True):
-        ours = RULES[aten.as_strided.default](to_array(base.reshape(shape)), size, stride, offset)
-    assert (np.asarray(ours) == expected.numpy()).all()
+        actual = RULES[aten.as_strided.default](to_array(base.reshape(shape)), size, stride, offset)
+    assert (np.asarray(actual) == expected.numpy()).all()
 
 
 @given(strided_views())

@@ -67,15 +67,15 @@ def execute(samples: list[Sample], options: dict[str, Any] | None = None) -> lis
     try:
         return jax.jit(together, compiler_options=options)([s.arrays for s in samples])
     except Exception:
-        found = []
+        results = []
         for sample in samples:
             try:
                 alone = jax.jit(lambda arrays, sample=sample: lowered(sample, arrays), compiler_options=options)
-                found.append(alone(sample.arrays))
+                results.append(alone(sample.arrays))
             except Exception as error:
                 sample.settle(FAILS, f"XLA: {type(error).__name__}: {error}")
-                found.append([])
-        return found
+                results.append([])
+        return results
 
 
 def _tensor(x: Any) -> torch.Tensor:
@@ -93,8 +93,8 @@ def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> No
         assert len(outputs) == len(sample.expected), f"{len(outputs)} results for {len(sample.expected)}"
         captured = [ref.dtype for ref in sample.program.outputs.values()] if sample.program is not None else []
         assert op.name in STATISTICS or captured == [y.dtype for y in sample.expected], f"dtypes {captured}"
-        ours = [_tensor(x).to(y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
-        pairs = zip(ours, sample.expected, strict=True)
+        actual = [_tensor(x).to(y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
+        pairs = zip(actual, sample.expected, strict=True)
         if "batch_norm" in op.name:  # unused outputs in evaluation are empty in PyTorch's kernel
             pairs = ((x, y) for x, y in pairs if y.shape != (0,))
         for x, y in pairs:
@@ -104,7 +104,7 @@ def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> No
         if op.name in UNWRITTEN:
             return
         truth: list[torch.Tensor] | None = None
-        for i, (x, y) in enumerate(zip(ours, sample.expected, strict=True)):
+        for i, (x, y) in enumerate(zip(actual, sample.expected, strict=True)):
             is_gradient = i > (op.name != "msort")
             if x.shape != y.shape or is_gradient and op.name in PLACES and dtype == torch.bfloat16:  # indices
                 continue
@@ -119,14 +119,14 @@ def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> No
                 truth = sample.exact() if truth is None else truth
                 if op.name in GAUGE:  # gradients divide by differences of eigenvalues or singular values
                     rtol = max(rtol, 1e-5)
-                if len(truth) != len(ours) or not _is_as_exact(x, y, truth[i], rtol, atol):
+                if len(truth) != len(actual) or not _is_as_exact(x, y, truth[i], rtol, atol):
                     raise AssertionError(f"result {i}: {error}") from None
                 sample.settle(AS_EXACT, error)
     except (AssertionError, ValueError, TypeError) as error:
         sample.settle(DIFFERS, error)
 
 
-def _is_as_exact(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, rtol: float, atol: float) -> bool:
+def _is_as_exact(actual: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, rtol: float, atol: float) -> bool:
     """Whether the result is as close to the float64 result as eager's.
 
     Either within the tolerance relative to the largest element (a sum of terms of both signs is only as exact as the
@@ -134,19 +134,19 @@ def _is_as_exact(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, r
     the exact result is representable, the representable result is accepted.
     """
     truth = plain(truth)
-    if truth.shape != ours.shape:
+    if truth.shape != actual.shape:
         return False
-    largest = torch.finfo(ours.dtype).max
-    overflows = torch.isfinite(ours) & ~torch.isfinite(eager)
-    if (torch.isfinite(eager) & ~torch.isfinite(ours)).any() or (overflows & ~(truth.abs() <= largest)).any():
+    largest = torch.finfo(actual.dtype).max
+    overflows = torch.isfinite(actual) & ~torch.isfinite(eager)
+    if (torch.isfinite(eager) & ~torch.isfinite(actual)).any() or (overflows & ~(truth.abs() <= largest)).any():
         return False
-    finite = torch.isfinite(truth) & torch.isfinite(ours)
+    finite = torch.isfinite(truth) & torch.isfinite(actual)
     wide = truth.dtype
-    us, them = (ours.to(wide) - truth)[finite].abs(), (eager.to(wide) - truth)[finite & ~overflows].abs()
-    if not us.numel():
+    errors, eager_errors = (actual.to(wide) - truth)[finite].abs(), (eager.to(wide) - truth)[finite & ~overflows].abs()
+    if not errors.numel():
         return True
-    within = us.max() <= atol + rtol * truth[finite].abs().max()
-    return bool(within) or them.numel() == us.numel() and bool(us.max() <= 4 * them.max())
+    within = errors.max() <= atol + rtol * truth[finite].abs().max()
+    return bool(within) or eager_errors.numel() == errors.numel() and bool(errors.max() <= 4 * eager_errors.max())
 
 
 def examine(op: Any, dtype: torch.dtype, limit: int = 2000, quickly: bool = False) -> list[Sample]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import firstloss as fl
 
-theirs = torch.optim.lr_scheduler
+schedulers = torch.optim.lr_scheduler
 STEPS = 9
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -65,12 +65,12 @@ class Run:
 
     def state(self):
         """Weights, buffers, and the optimizer's state, by name."""
-        found = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        result = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         for i, p in enumerate(self.parameters):
             for key, entry in self.optimizer.state.get(p, {}).items():
                 if isinstance(entry, torch.Tensor):
-                    found[f"{i}.{key}"] = entry.detach().clone().double()
-        return found
+                    result[f"{i}.{key}"] = entry.detach().clone().double()
+        return result
 
 
 def plain():
@@ -79,13 +79,13 @@ def plain():
 
 def check(backend, make, between=lambda n, run: None, model=None, set_to_none=True, close=CLOSE, also=lambda run: {}):
     """Traced and eager training have the same losses, weights and optimizer state."""
-    found = []
+    results = []
     for where in (backend, fl.backend("CPU")):
         fl.backend(where)
         run = Run(where, make, model)
         losses = run.train(run.step(set_to_none), between)
-        found.append((losses, run.state(), also(run)))
-    (losses, state, extra), (eager_losses, eager_state, eager_extra) = found
+        results.append((losses, run.state(), also(run)))
+    (losses, state, extra), (eager_losses, eager_state, eager_extra) = results
     torch.testing.assert_close(losses, eager_losses, **close)
     torch.testing.assert_close(state, eager_state, check_dtype=False, **close)
     torch.testing.assert_close(extra, eager_extra, check_dtype=False, **close)
@@ -183,8 +183,8 @@ def test_groups_may_change_between_steps(key, name, backend):
 
 
 CYCLING = {
-    "OneCycleLR": lambda o: theirs.OneCycleLR(o, 0.1, 12),
-    "CyclicLR": lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3, base_momentum=0.6, max_momentum=0.8),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, 12),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3, base_momentum=0.6, max_momentum=0.8),
 }
 NUMBERS = {
     "SGD": ["momentum", "weight_decay", "dampening"],
@@ -236,26 +236,26 @@ def test_a_number_may_return_to_its_first_value(backend):
 # -- tensors in groups --
 
 SCHEDULERS = {
-    "StepLR": lambda o: theirs.StepLR(o, 3, 0.5),
-    "MultiStepLR": lambda o: theirs.MultiStepLR(o, [2, 5], 0.5),
-    "ConstantLR": lambda o: theirs.ConstantLR(o, 0.5, 3),
-    "LinearLR": lambda o: theirs.LinearLR(o, 0.1, total_iters=4),
-    "ExponentialLR": lambda o: theirs.ExponentialLR(o, 0.5),
-    "CosineAnnealingLR": lambda o: theirs.CosineAnnealingLR(o, 5),
-    "PolynomialLR": lambda o: theirs.PolynomialLR(o, 5),
-    "LambdaLR": lambda o: theirs.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
-    "MultiplicativeLR": lambda o: theirs.MultiplicativeLR(o, lambda epoch: 0.9),
-    "CyclicLR": lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
-    "CyclicLR with momentum": lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3),
-    "OneCycleLR": lambda o: theirs.OneCycleLR(o, 0.1, 12),
-    "CosineAnnealingWarmRestarts": lambda o: theirs.CosineAnnealingWarmRestarts(o, 4),
-    "SequentialLR": lambda o: theirs.SequentialLR(
-        o, [theirs.LinearLR(o, 0.1, total_iters=3), theirs.ExponentialLR(o, 0.9)], [3]
+    "StepLR": lambda o: schedulers.StepLR(o, 3, 0.5),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 5], 0.5),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.5),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 5),
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.9),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
+    "CyclicLR with momentum": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, 12),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)], [3]
     ),
-    "ChainedScheduler": lambda o: theirs.ChainedScheduler(
-        [theirs.LinearLR(o, 0.1, total_iters=3), theirs.ExponentialLR(o, 0.9)]
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)]
     ),
-    "ReduceLROnPlateau": lambda o: theirs.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, factor=0.5, patience=0),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.2, 3),
 }
 
@@ -315,8 +315,8 @@ def test_other_numbers_may_be_tensors(name, backend):
     key, change = TENSORS[name]
 
     def make(parameters):
-        given = (torch.tensor(0.9), torch.tensor(0.99)) if key == "betas" else torch.tensor(0.1)
-        return torch.optim.AdamW(parameters, lr=0.01, foreach=False, **{key: given})
+        number = (torch.tensor(0.9), torch.tensor(0.99)) if key == "betas" else torch.tensor(0.1)
+        return torch.optim.AdamW(parameters, lr=0.01, foreach=False, **{key: number})
 
     check(backend, make, lambda n, run: change(n, run.optimizer.param_groups[0]))
 

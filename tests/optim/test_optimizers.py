@@ -63,8 +63,8 @@ def train_traced(make, backend, prepare=lambda optimizer: None, compiles=1):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def assert_same(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -103,33 +103,33 @@ def maker(case, library):
 def test_traced_stock_optimizers_match_eager(case, backend):
     # SGD's momentum starts as the first gradient, without dampening: the first step is another computation.
     compiles = 2 if case == "SGD, dampening" else 1
-    ours = train_traced(maker(case, torch.optim), backend, compiles=compiles)
-    assert_same(ours, train_eagerly(maker(case, torch.optim)))
+    actual = train_traced(maker(case, torch.optim), backend, compiles=compiles)
+    assert_same(actual, train_eagerly(maker(case, torch.optim)))
 
 
 def test_traced_muon_matches_eager(backend):
     """Muon orthogonalizes in bfloat16: 2^-8 of an update, whose size is lr."""
-    ours, theirs = train_traced(maker("Muon", torch.optim), backend), train_eagerly(maker("Muon", torch.optim))
-    for a, b in zip(ours, theirs, strict=True):
+    actual, expected = train_traced(maker("Muon", torch.optim), backend), train_eagerly(maker("Muon", torch.optim))
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=STEPS * 0.01 * 2**-6)
 
 
 @pytest.mark.parametrize("case", STOCK)
 def test_preinitialize_creates_the_state_of_the_first_step(case):
     """Bit-identical: PyTorch's own code computes the step."""
-    made = []
+    states = []
 
     def prepare(optimizer):
         optimizer.preinitialize()
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(p.grad is None for p in weights)
-        made.append({k: v for p in weights for k, v in optimizer.state[p].items()})
-        assert not any(fl.is_deferred(v) for v in made[0].values() if isinstance(v, torch.Tensor))
+        states.append({k: v for p in weights for k, v in optimizer.state[p].items()})
+        assert not any(fl.is_deferred(v) for v in states[0].values() if isinstance(v, torch.Tensor))
 
-    ours = train_eagerly(maker(case, fl.optim), prepare)
-    theirs = train_eagerly(maker(case, torch.optim))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert bool(made[0]) == (case not in ("SGD", "SGD, dampening"))
+    actual = train_eagerly(maker(case, fl.optim), prepare)
+    expected = train_eagerly(maker(case, torch.optim))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert bool(states[0]) == (case not in ("SGD", "SGD, dampening"))
 
 
 def test_preinitialize_can_be_called_before_a_traced_step(backend):
@@ -147,8 +147,8 @@ def test_preinitialize_can_be_called_before_a_traced_step(backend):
                 self.state[p]["velocity"].mul_(0.5).add_(p.grad)
                 p.sub_(self.state[p]["velocity"] * self.param_groups[0]["lr"])
 
-    ours = train_traced(Heavy, backend)
-    assert_same(ours, train_eagerly(Heavy, Heavy.preinitialize))
+    actual = train_traced(Heavy, backend)
+    assert_same(actual, train_eagerly(Heavy, Heavy.preinitialize))
 
 
 # -- the two that PyTorch lacks --
@@ -204,10 +204,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_lion_and_lamb_follow_their_formulas(name, backend):
-    ours, theirs, options = OTHERS[name]
-    expected = train_eagerly(lambda parameters: theirs(parameters, **options))
-    assert_same(train_eagerly(lambda parameters: ours(parameters, **options)), expected)
-    assert_same(train_traced(lambda parameters: ours(parameters, **options), backend), expected)
+    actual, eager, options = OTHERS[name]
+    expected = train_eagerly(lambda parameters: eager(parameters, **options))
+    assert_same(train_eagerly(lambda parameters: actual(parameters, **options)), expected)
+    assert_same(train_traced(lambda parameters: actual(parameters, **options), backend), expected)
 
 
 def test_lambs_ratio_is_one_for_a_weight_of_zeros():
@@ -278,13 +278,13 @@ def test_a_count_in_python_is_an_error_and_leaves_nothing_behind(backend):
 @pytest.mark.parametrize("where", ["inside", "before compile", "after compile"])
 @pytest.mark.parametrize("preinitialize", [True, False])
 def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, preinitialize, backend):
-    made = []
+    created = []
 
     def make(parameters):
         optimizer = fl.optim.Adam(parameters, lr=1.0)
         if preinitialize:
             optimizer.preinitialize()
-        made[:] = [optimizer, fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, 3)]
+        created[:] = [optimizer, fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, 3)]
 
     torch.manual_seed(0)
     with backend.device:
@@ -296,7 +296,7 @@ def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, pre
     compiled = fl.compile(model, backend)
     if where == "after compile":
         make(model.parameters())
-    optimizer, schedule = made
+    optimizer, schedule = created
 
     @fl.trace
     def step(x):
@@ -311,9 +311,9 @@ def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, pre
     for _ in range(4):
         step(torch.ones(2, 4))
         reference(torch.ones(2, 4)).square().mean().backward()
-        made[0].step()
-        made[0].zero_grad()
-        made[1].step()
+        created[0].step()
+        created[0].zero_grad()
+        created[1].step()
     assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in reference.parameters()])
     assert type(schedule.last_epoch).__name__ == "DeferredTensor"  # is on the backend: nobody waits for its value
 

@@ -163,12 +163,12 @@ PYTORCH = {
 
 
 def rates(optimizer, schedule, steps=STEPS):
-    found = []
+    values = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return values
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -184,18 +184,20 @@ def test_eager_schedules_follow_their_formula(name):
 
 @pytest.mark.parametrize("name", PYTORCH)
 def test_eager_schedules_match_pytorchs(name):
-    mine, other = sgd(), sgd()
+    optimizer, reference = sgd(), sgd()
     make = FORMULAS[name][0] if name != "OneCycleLR" else lambda o: ours.OneCycleLR(o, 0.1, 0.5, STEPS)
-    assert rates(mine, make(mine)) == pytest.approx(rates(other, PYTORCH[name](other)), rel=1e-12, abs=1e-15)
+    assert rates(optimizer, make(optimizer)) == pytest.approx(
+        rates(reference, PYTORCH[name](reference)), rel=1e-12, abs=1e-15
+    )
 
 
 def test_sequences_and_polynomials_match_pytorchs():
-    mine, other = sgd(), sgd()
-    parts = [ours.LinearLR(mine, 0.025, 0.1, 5), ours.PolynomialLR(mine, 0.1, 0.0, 12, 2.0)]
-    sequence = ours.SequentialLR(mine, parts, [5])
-    parts = [theirs.LinearLR(other, 0.25, 1.0, 5), theirs.PolynomialLR(other, 12, 2.0)]
-    expected = rates(other, theirs.SequentialLR(other, parts, [5]))
-    assert rates(mine, sequence) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    optimizer, reference = sgd(), sgd()
+    parts = [ours.LinearLR(optimizer, 0.025, 0.1, 5), ours.PolynomialLR(optimizer, 0.1, 0.0, 12, 2.0)]
+    sequence = ours.SequentialLR(optimizer, parts, [5])
+    parts = [theirs.LinearLR(reference, 0.25, 1.0, 5), theirs.PolynomialLR(reference, 12, 2.0)]
+    expected = rates(reference, theirs.SequentialLR(reference, parts, [5]))
+    assert rates(optimizer, sequence) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @settings(max_examples=50)
@@ -314,13 +316,13 @@ def test_a_checkpoint_resumes_the_schedule(backend):
 
 def test_a_schedule_takes_the_step_from_pytorchs_checkpoint():
     optimizer = sgd()
-    other = theirs.StepLR(optimizer, 3, 0.5)
+    reference = theirs.StepLR(optimizer, 3, 0.5)
     for _ in range(7):
         optimizer.step()
-        other.step()
+        reference.step()
     schedule = ours.StepLR(sgd(), 0.1, 3, 0.5)
-    schedule.load_state_dict(other.state_dict())
-    assert schedule.get_last_lr() == [pytest.approx(other.get_last_lr()[0], rel=1e-12)]
+    schedule.load_state_dict(reference.state_dict())
+    assert schedule.get_last_lr() == [pytest.approx(reference.get_last_lr()[0], rel=1e-12)]
     with pytest.raises(fl.errors.ScheduleError, match="last_epoch"):
         schedule.load_state_dict({"epoch": 3})
 

@@ -45,10 +45,10 @@ def check_out(revision: str, folder: Path) -> Path:
     archive = subprocess.run(["git", "archive", revision, "src"], check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], check=True, input=archive)
     for built in (ROOT / "src").rglob("*.so"):
-        there = folder / built.parent.relative_to(ROOT)
+        target = folder / built.parent.relative_to(ROOT)
         sources = [*built.parent.glob("*.c"), *built.parent.glob("*.h")]
-        if sources and all((there / s.name).exists() and same_bytes(there / s.name, s) for s in sources):
-            shutil.copy(built, there)
+        if sources and all((target / s.name).exists() and same_bytes(target / s.name, s) for s in sources):
+            shutil.copy(built, target)
     return folder / "src"
 
 
@@ -58,14 +58,14 @@ def same_bytes(a: Path, b: Path) -> bool:
 
 def compare(old: dict[str, str], new: dict[str, str]) -> list[str]:
     """The differences, in words."""
-    told = [f"{name}: only before" for name in sorted(old.keys() - new.keys())]
-    told += [f"{name}: only now" for name in sorted(new.keys() - old.keys())]
+    differences = [f"{name}: only before" for name in sorted(old.keys() - new.keys())]
+    differences += [f"{name}: only now" for name in sorted(new.keys() - old.keys())]
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             lines = difflib.unified_diff(old[name].splitlines(), new[name].splitlines(), "before", "now", "", "", 0, "")
-            shown = [line[:200] for _, line in zip(range(_SHOWN), lines, strict=False)]
-            told.append("\n    ".join([f"{name} differs", *shown[2:]]))
-    return told
+            first_lines = [line[:200] for _, line in zip(range(_SHOWN), lines, strict=False)]
+            differences.append("\n    ".join([f"{name} differs", *first_lines[2:]]))
+    return differences
 
 
 def main() -> int:

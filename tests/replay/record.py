@@ -98,7 +98,7 @@ def strip_names(text: str) -> str:
     """A module's text with its functions numbered in order of appearance."""
     names: dict[str, str] = {}
     text = re.sub(r" loc\([^\n]*\)$|^#loc.*\n?", "", text, flags=re.MULTILINE)
-    return re.sub(r'@(\w+|"[^"]*")', lambda found: names.setdefault(found[0], f"@{len(names)}"), text)
+    return re.sub(r'@(\w+|"[^"]*")', lambda match: names.setdefault(match[0], f"@{len(names)}"), text)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -37,7 +37,7 @@ def fit(low, high, centre):
 
 def table():
     """float32 numbers, of shape (10, 32): a row of ROWS, a column per interval."""
-    found = np.zeros((len(ROWS), OCTAVES * PARTS), np.float32)
+    coefficients = np.zeros((len(ROWS), OCTAVES * PARTS), np.float32)
     for octave in range(OCTAVES):
         for part in range(PARTS):
             bottom = 2.0 ** -(octave + 1) * (1 + part / PARTS)
@@ -49,20 +49,20 @@ def table():
             column = [centre]
             for number, rounded in zip(c[:2], high_parts, strict=True):
                 column += [rounded, np.float32(number - float(rounded))]
-            found[:, place(bottom)] = [*column, *c[2:].astype(np.float32)]
-    return found
+            coefficients[:, place(bottom)] = [*column, *c[2:].astype(np.float32)]
+    return coefficients
 
 
 def largest_error(x):
     """The table's largest error, computed in float64 at the numbers x, 0 <= x <= 1 - 2^-8, in float32 spacings."""
     numbers = table().astype(np.float64)[:, place(np.minimum(1 - x, 1 - 2.0**-24))]
     t = x - numbers[0]
-    found = numbers[-1]
+    values = numbers[-1]
     for name, row in zip(ROWS[-2:4:-1], numbers[-2:4:-1], strict=True):
         assert name in ("c5", "c4", "c3", "c2")
-        found = found * t + row
-    found = (found * t + numbers[3] + numbers[4]) * t + numbers[1] + numbers[2]
-    return np.max(np.abs(found / ratio(x) - 1)) * 2**24
+        values = values * t + row
+    values = (values * t + numbers[3] + numbers[4]) * t + numbers[1] + numbers[2]
+    return np.max(np.abs(values / ratio(x) - 1)) * 2**24
 
 
 def written(numbers):

@@ -79,8 +79,8 @@ def test_native_fills_match_numpy(seed, draw, begin, count, first, second):
 
 def test_uniforms_exclude_their_end():
     low, end = 2.0**23, 2.0**23 + 3
-    found = counter.uniform(1, 2, 0, 10_000, low, end)
-    assert set(found.tolist()) == {low, low + 1, low + 2}
+    result = counter.uniform(1, 2, 0, 10_000, low, end)
+    assert set(result.tolist()) == {low, low + 1, low + 2}
     assert counter.uniform(1, 2, 0, 5, 3.0, 3.0).tolist() == [3.0] * 5
 
 
@@ -97,9 +97,9 @@ def test_xla_gives_the_same_words_and_uniforms_and_close_normals():
     words, uniforms, normals = (np.asarray(a) for a in make(jnp.arange(75_000, dtype=jnp.uint32)))
     assert np.array_equal(words, philox.words(3, np.arange(75_000), 17))
     assert np.array_equal(uniforms, WHOLE[counter.uniform][0::4])
-    ours = WHOLE[counter.normal].reshape(-1, 4)[:, :2]
+    actual = WHOLE[counter.normal].reshape(-1, 4)[:, :2]
     # XLA fuses multiplications with additions, which changes the last bits of logarithm, sine and cosine.
-    assert (np.abs(normals - ours) <= 4 * np.spacing(np.abs(ours))).all()
+    assert (np.abs(normals - actual) <= 4 * np.spacing(np.abs(actual))).all()
 
 
 @pytest.mark.parametrize("fill", FILLS)

@@ -37,11 +37,11 @@ def berlekamp_massey(bits: list[int]) -> int:
 
 def test_the_characteristic_polynomial_matches_berlekamp_massey():
     drawn = temper(extend(WINDOW, 2 * 19937))[N:] & 1
-    found = berlekamp_massey(drawn.tolist())
+    result = berlekamp_massey(drawn.tolist())
     # t^19937 = P - t^19937 modulo P
-    ours = 1 << 19937 ^ to_powers_of_t(power(19937))
-    assert found == ours
-    assert found.bit_length() == 19938 and found.bit_count() == 135
+    precomputed = 1 << 19937 ^ to_powers_of_t(power(19937))
+    assert result == precomputed
+    assert result.bit_length() == 19938 and result.bit_count() == 135
 
 
 @pytest.mark.parametrize("n", [32, 33, 622, 623, 624, 1245, 1246, 19936, 19937, 19938, 123_456, 299_999])

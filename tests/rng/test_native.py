@@ -37,15 +37,17 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def both(kind, generator, counts, first, second, width=None, misaligned=0):
     """Fills of `counts` elements one after another, natively and by torch: two lists of tensors, two states."""
     cursor = native.Cursor(generator.get_state().numpy(), width)
-    ours = [torch.full((count + misaligned,), torch.nan)[misaligned:] for count in counts]
-    for tensor in ours:
+    actual = [torch.full((count + misaligned,), torch.nan)[misaligned:] for count in counts]
+    for tensor in actual:
         getattr(cursor, kind)(tensor.data_ptr(), tensor.numel(), first, second)
-    theirs = [getattr(torch.empty(count), f"{kind}_")(first, second, generator=generator) for count in counts]
-    return ours, theirs, cursor.state(), generator.get_state().numpy()
+    expected = [getattr(torch.empty(count), f"{kind}_")(first, second, generator=generator) for count in counts]
+    return actual, expected, cursor.state(), generator.get_state().numpy()
 
 
-def same(ours, theirs, our_state, their_state) -> bool:
-    return all(map(torch.equal, map(bits, ours), map(bits, theirs))) and our_state.tobytes() == their_state.tobytes()
+def same(actual, expected, our_state, their_state) -> bool:
+    return (
+        all(map(torch.equal, map(bits, actual), map(bits, expected))) and our_state.tobytes() == their_state.tobytes()
+    )
 
 
 # What matters: where in a block of 624 words a fill begins and ends, and the remainder modulo 16.
@@ -96,11 +98,11 @@ def test_any_interval_matches_torch(low, length, width):
 
 @end_is_left_out
 def test_uniforms_that_round_up_to_the_end_match_torch():
-    ours, theirs, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
-    assert same(ours, theirs, *states)
+    actual, expected, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
+    assert same(actual, expected, *states)
     # The interval holds four floats; an eighth of all uniforms round to its end, which wraps to its beginning.
-    assert ours[0].max() == 2.0**23 + 3
-    assert 0.24 < (ours[0] == 2.0**23).float().mean() < 0.26
+    assert actual[0].max() == 2.0**23 + 3
+    assert 0.24 < (actual[0] == 2.0**23).float().mean() < 0.26
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -134,10 +136,10 @@ def test_fills_can_start_at_any_position(before, ahead, spare):
     stream = Stream.from_state(generator.get_state().numpy())
     torch.empty(ahead, dtype=torch.int32).random_(generator=generator)
     cursor = native.Cursor(stream.state_at(Position(ahead, stream.start.spare)))
-    ours, theirs = torch.empty(500), torch.empty(500)
-    cursor.normal(ours.data_ptr(), 500, 1.0, 2.0)
-    theirs.normal_(1.0, 2.0, generator=generator)
-    assert same([ours], [theirs], cursor.state(), generator.get_state().numpy())
+    actual, expected = torch.empty(500), torch.empty(500)
+    cursor.normal(actual.data_ptr(), 500, 1.0, 2.0)
+    expected.normal_(1.0, 2.0, generator=generator)
+    assert same([actual], [expected], cursor.state(), generator.get_state().numpy())
 
 
 def test_few_normals_are_refused():
@@ -165,11 +167,11 @@ def test_columns_match_torch(kind, drawn, widths, rows, dtype, width):
     rows *= 16
     generator = seeded(3, drawn)
     cursor = native.Cursor(generator.get_state().numpy(), width)
-    ours = [torch.full((rows, w), torch.nan, dtype=dtype) for w in widths]
-    addresses = [part.data_ptr() for part in ours]
+    actual = [torch.full((rows, w), torch.nan, dtype=dtype) for w in widths]
+    addresses = [part.data_ptr() for part in actual]
     cursor.columns(kind, addresses, widths, rows, 0.25, 2.0, bfloat16=dtype == torch.bfloat16)
     whole = getattr(torch.empty(rows, sum(widths), dtype=dtype), f"{kind}_")(0.25, 2.0, generator=generator)
-    assert all(map(torch.equal, map(bits, ours), map(bits, (p.contiguous() for p in whole.split(widths, 1)))))
+    assert all(map(torch.equal, map(bits, actual), map(bits, (p.contiguous() for p in whole.split(widths, 1)))))
     assert cursor.state().tobytes() == generator.get_state().numpy().tobytes()
 
 
@@ -182,12 +184,12 @@ in_bfloat16 = pytest.mark.skipif(
 def both_in_bfloat16(kind, generator, counts, first, second, width=None, misaligned=0):
     """Like `both`."""
     cursor = native.Cursor(generator.get_state().numpy(), width)
-    ours = [torch.full((n + misaligned,), torch.nan, dtype=torch.bfloat16)[misaligned:] for n in counts]
-    theirs = [torch.empty(n, dtype=torch.bfloat16) for n in counts]
-    for tensor, expected in zip(ours, theirs, strict=True):
+    actual = [torch.full((n + misaligned,), torch.nan, dtype=torch.bfloat16)[misaligned:] for n in counts]
+    eager = [torch.empty(n, dtype=torch.bfloat16) for n in counts]
+    for tensor, expected in zip(actual, eager, strict=True):
         getattr(cursor, f"{kind}_bfloat16")(tensor.data_ptr(), tensor.numel(), first, second)
         getattr(expected, f"{kind}_")(first, second, generator=generator)
-    return ours, theirs, cursor.state(), generator.get_state().numpy()
+    return actual, eager, cursor.state(), generator.get_state().numpy()
 
 
 @in_bfloat16
@@ -216,9 +218,9 @@ def test_any_numbers_in_bfloat16_match_torch(first, second, width):
 def test_large_bfloat16_fills_match_torch(width):
     """A few million elements, some of which round up to the end of the interval."""
     assert same(*both_in_bfloat16("normal", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3))
-    ours, theirs, *states = both_in_bfloat16("uniform", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3)
-    assert same(ours, theirs, *states)
-    assert (ours[0] == 0).float().mean() > 1e-3  # the zeros of the 24 bits alone would be 6e-8
+    actual, expected, *states = both_in_bfloat16("uniform", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3)
+    assert same(actual, expected, *states)
+    assert (actual[0] == 0).float().mean() > 1e-3  # the zeros of the 24 bits alone would be 6e-8
     before = torch.full((48,), 7, dtype=torch.int16)
     native.Cursor(seeded(3).get_state().numpy()).normal_bfloat16(before[16:].data_ptr(), 17, 0.0, 1.0)
     assert before[:16].eq(7).all() and before[33:].eq(7).all()  # nothing outside the tensor is written
@@ -235,15 +237,15 @@ def test_large_bfloat16_fills_match_torch(width):
 )
 def test_selected_normals_match_torch(seed, drawn, count, numbers, bounds, width):
     """Normals outside the bounds, found by one cursor and computed by another; the rest of the draw is skipped."""
-    ours, theirs, after, expected_after = both("normal", seeded(seed, drawn), [count], *numbers, width)
+    actual, eager, after, expected_after = both("normal", seeded(seed, drawn), [count], *numbers, width)
     low, high = (float(torch.tensor(numbers[0] + numbers[1] * bound)) for bound in bounds)
-    expected = ((theirs[0] < low) | (theirs[0] > high)).nonzero().view(-1)
+    expected = ((eager[0] < low) | (eager[0] > high)).nonzero().view(-1)
     state = seeded(seed, drawn).get_state().numpy()
     finder, maker = native.Cursor(state, width), native.Cursor(state, width)
     where = finder.normals_outside(count, *numbers, low, high)
     assert where.tolist() == expected.tolist()
-    made = torch.from_numpy(maker.normals_at(count, *numbers, where))
-    assert torch.equal(bits(made), bits(theirs[0][expected]))
+    selected = torch.from_numpy(maker.normals_at(count, *numbers, where))
+    assert torch.equal(bits(selected), bits(eager[0][expected]))
     assert finder.state().tobytes() == maker.state().tobytes() == expected_after.tobytes()
     for wrong in (count + 1, 1 << 31):
         with pytest.raises(ValueError, match="multiple of 16"):

@@ -115,10 +115,10 @@ def test_random_words_match_torch():
 def test_positions_can_be_visited_in_any_order():
     stream = Stream.from_state(state(seeded()))
     positions = [Position(n) for n in (5_000_000, 3, 700_000, 5_000_000, 0, 1_400_000)]
-    for position, found in zip(positions, stream.states_at(positions), strict=True):
+    for position, result in zip(positions, stream.states_at(positions), strict=True):
         generator = seeded()
         draw(generator, position.words)
-        assert np.array_equal(found, state(generator))
+        assert np.array_equal(result, state(generator))
 
 
 def test_memory_is_bounded():

@@ -96,16 +96,16 @@ def check_stands_where_predicted(
 
 
 def layouts(numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    made = {"contiguous": torch.zeros(numel, dtype=dtype), "strided": torch.zeros(2 * numel, dtype=dtype)[::2]}
+    tensors = {"contiguous": torch.zeros(numel, dtype=dtype), "strided": torch.zeros(2 * numel, dtype=dtype)[::2]}
     for rows in (3, 4):
         if numel % rows == 0 and numel:
-            made[f"transposed{rows}"] = torch.zeros(numel // rows, rows, dtype=dtype).t()
-            made[f"matrix{rows}"] = torch.zeros(rows, numel // rows, dtype=dtype)
+            tensors[f"transposed{rows}"] = torch.zeros(numel // rows, rows, dtype=dtype).t()
+            tensors[f"matrix{rows}"] = torch.zeros(rows, numel // rows, dtype=dtype)
     if numel % 8 == 0 and numel:
-        made["channels last"] = torch.zeros(1, 4, 2, numel // 8, dtype=dtype).contiguous(
+        tensors["channels last"] = torch.zeros(1, 4, 2, numel // 8, dtype=dtype).contiguous(
             memory_format=torch.channels_last
         )
-    return made
+    return tensors
 
 
 @pytest.mark.parametrize("spare", [False, True])
@@ -167,8 +167,8 @@ def test_factories_draw_what_the_table_says(op, dtype, make, args, spare):
     for numel in SIZES:
         generator = seeded(spare)
         stream = Stream.from_state(generator.get_state().numpy())
-        made = make(numel, getattr(torch, dtype), generator)
-        assert made.numel() == numel and made.is_contiguous()
+        tensor = make(numel, getattr(torch, dtype), generator)
+        assert tensor.numel() == numel and tensor.is_contiguous()
         check_stands_where_predicted(stream, words_drawn.draw(op, dtype, numel, spare=spare, **args), generator)
 
 
@@ -193,9 +193,9 @@ def test_the_global_generator_draws_what_the_table_says(op, dtype, make, args):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(3)
                 stream = Stream.from_state(torch.get_rng_state().numpy())
-                made = make(like)
-                made = made if isinstance(made, torch.Tensor) else made[0]
-                drawn = words_drawn.draw(op, dtype, numel, contiguous=made.is_contiguous(), **args)
+                tensor = make(like)
+                tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
+                drawn = words_drawn.draw(op, dtype, numel, contiguous=tensor.is_contiguous(), **args)
                 check_stands_where_predicted(stream, drawn, torch.default_generator)
 
 

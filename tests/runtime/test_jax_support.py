@@ -23,8 +23,8 @@ def test_shared_arrays_are_the_same_memory(dtype):
     array = jax_support.share_memory(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
     assert torch.equal(jax_support.to_host(array), tensor)
-    turned = jax_support.share_memory(tensor.view(20, 10).t())
-    assert torch.equal(jax_support.to_host(turned), tensor.view(20, 10).t())
+    transposed = jax_support.share_memory(tensor.view(20, 10).t())
+    assert torch.equal(jax_support.to_host(transposed), tensor.view(20, 10).t())
 
 
 def test_shared_memory_is_released_in_python(monkeypatch):

@@ -84,15 +84,15 @@ def on_one_device():
 
 def test_a_process_has_its_first_loss_before_jax_is_imported_and_the_same_training():
     """Weights and losses, in a loop or an executor, are those of a process that imported JAX first."""
-    there, moved, *trained = outcome("loop", "jax")
-    assert (there, moved) == ([True], 0)
+    imported, moved, *trained = outcome("loop", "jax")
+    assert (imported, moved) == ([True], 0)
     assert on_one_device() == outcome("executor", "nothing") == [[False], 2, *trained]
 
 
 def test_a_mesh_of_one_process_has_its_first_loss_so_too():
     one, mesh = on_one_device(), {"fsdp": 4}
-    there, moved, *trained = outcome("loop", "jax", mesh)
-    assert (there, moved) == ([True], 0)
+    imported, moved, *trained = outcome("loop", "jax", mesh)
+    assert (imported, moved) == ([True], 0)
     assert trained[0][0] == one[2][0]  # PyTorch's kernels, from the same weights
     assert trained[0] == pytest.approx(one[2], rel=2e-5)  # sums are in another order: see mesh_cases.py
     for way in ("loop", "executor"):
@@ -145,15 +145,15 @@ def test_the_exit_waits_for_the_device_before_jax_ends_it_whenever_the_first_los
 def test_weights_that_were_given_go_to_a_mesh_that_jax_is_not_asked_for_yet():
     """PyTorch's kernels do not compute its first loss."""
     mesh = {"dp": 2, "fsdp": 2}
-    there, moved, *trained = outcome("given", "nothing", mesh)
-    assert (there, moved) == ([], 0)
+    imported, moved, *trained = outcome("given", "nothing", mesh)
+    assert (imported, moved) == ([], 0)
     assert outcome("given", "jax", mesh)[2:] == trained
 
 
 def test_the_list_of_rules_matches_the_table():
     own = {name for name in map(str, RULES) if name.startswith("firstloss")}  # registered by other tests, or when used
-    gone = {name for name in registry.listed() if not exists(name)}  # of the installed PyTorch
-    assert (registry.listed() | own) - gone == set(map(str, RULES)), "write it anew: python -m firstloss.lower.rules"
+    removed = {name for name in registry.listed() if not exists(name)}  # of the installed PyTorch
+    assert (registry.listed() | own) - removed == set(map(str, RULES)), "write it anew: python -m firstloss.lower.rules"
 
 
 def exists(overload):
@@ -217,19 +217,19 @@ def edit(net):
 def test_weights_drawn_before_jax_train_the_same(before, after, tmp_path, monkeypatch):
     after = after or (lambda net, held: None)
     expected, weights = trained(tmp_path, before, after)
-    made, make = [], host_weights.make
+    drawn, make = [], host_weights.make
     with monkeypatch.context() as context:
         context.setattr(placement, "is_imported", lambda: False)
-        context.setattr(host_weights, "make", lambda *given: made.append(make(*given)) or made[-1])
+        context.setattr(host_weights, "make", lambda *args: drawn.append(make(*args)) or drawn[-1])
         losses, same = trained(tmp_path, before, after)
     assert losses == expected
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     # It really was the other way. Whether pages were moved depends on earlier deallocations in this process: if the C
     # library has room for an array in its heap, it does not map new pages.
-    assert made
+    assert drawn
 
 
-def made(value_shape, before_jax):
+def host_weight(value_shape, before_jax):
     backend = fl.backend("XLA")
     torch.manual_seed(0)
     with backend.device:
@@ -241,7 +241,7 @@ def made(value_shape, before_jax):
 def test_pages_become_an_xla_array_and_are_donated(backend, before_jax):
     import jax
 
-    lazy = made((WIDE, WIDE), before_jax)
+    lazy = host_weight((WIDE, WIDE), before_jax)
     expected = lazy.borrow().clone()
     array = lazy.wait()
     assert lazy.borrow() is None and lazy.wait() is array
@@ -253,7 +253,7 @@ def test_pages_become_an_xla_array_and_are_donated(backend, before_jax):
 
 
 def test_memory_in_use_is_not_moved(backend, before_jax):
-    lazy = made((WIDE, WIDE), before_jax)
+    lazy = host_weight((WIDE, WIDE), before_jax)
     held, moved = lazy.borrow(), pages._moved
     array = lazy.wait()
     assert pages._moved == moved
@@ -339,8 +339,8 @@ print(lazy_jax.cpu_devices(), len(jax.devices()))
     for more in ({"JAX_NUM_CPU_DEVICES": "2"}, {"JAX_NUM_CPU_DEVICES": "-1"}):
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags, **more}
         done = forked.run(["-c", script], capture_output=True, env=environment, jax=False)
-        said, found = done.stdout.split()
-        assert said == found, more
+        predicted, count = done.stdout.split()
+        assert predicted == count, more
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,15 @@ def main() -> int:
                 path = options.folder / "test" / file
                 begin = time.time()
                 rows: dict[str, dict[str, Any]] = {}
-                for found in outcomes(path, way, options.pattern, scratch, options.seconds, left_out, options.verbose):
-                    rows[found["test"]] = found
-                    if found["verdict"] not in ("passed", "skipped"):
-                        print(f"{way}: {found['test']}: {found['verdict']}: {found.get('why', '')}", flush=True)
-                    if way == "eager" and found["verdict"] != "passed":
-                        left_out.add(found["test"])
-                    bad += way != "eager" and found["verdict"] in BAD
+                for outcome in outcomes(
+                    path, way, options.pattern, scratch, options.seconds, left_out, options.verbose
+                ):
+                    rows[outcome["test"]] = outcome
+                    if outcome["verdict"] not in ("passed", "skipped"):
+                        print(f"{way}: {outcome['test']}: {outcome['verdict']}: {outcome.get('why', '')}", flush=True)
+                    if way == "eager" and outcome["verdict"] != "passed":
+                        left_out.add(outcome["test"])
+                    bad += way != "eager" and outcome["verdict"] in BAD
                     if options.write and way != "eager" and len(rows) % 10 == 0:
                         keep(file, way, rows, of)
                 counts = collections.Counter(row["verdict"] for row in rows.values())
@@ -79,24 +81,24 @@ def outcomes(
     hang."""
     done = set(left_out)
     while True:
-        begun, ended = None, True
+        started, ended = None, True
         for row in _worker(file, way, pattern, scratch, seconds, done, verbose):
             if row["verdict"] == "begun":
-                begun = row["test"]
+                started = row["test"]
                 continue
             if row["verdict"] == "end":
                 ended = row["why"] == "0"
                 continue
             done.add(row["test"])
-            begun = None
+            started = None
             yield row
-        if begun is None and ended:
+        if started is None and ended:
             return
-        if begun is None:
+        if started is None:
             raise SystemExit(f"the tests of {file} could not be run {way}")
-        done.add(begun)
+        done.add(started)
         verdict, why = ("late", f"no end within {seconds:g} s") if ended else ("ended", "the process ended")
-        yield {"test": begun, "verdict": verdict, "why": why}
+        yield {"test": started, "verdict": verdict, "why": why}
 
 
 def _worker(file: Path, way: str, pattern: str, scratch: str, seconds: float, done: set[str], verbose: bool) -> Any:

@@ -73,8 +73,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """The outcomes of the tests above, by mode and name."""
+def verdicts(tmp_path_factory):
+    """The verdicts of the tests above, by mode and name."""
     folder = tmp_path_factory.mktemp("clients")
     (folder / "test_own.py").write_text(OWN)
     table = {}
@@ -86,15 +86,15 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-def test_each_mode_runs_the_tests(found):
-    assert found["eager"] == dict.fromkeys(found["eager"], "passed") | {"wrong": "failed"}
+def test_each_mode_runs_the_tests(verdicts):
+    assert verdicts["eager"] == dict.fromkeys(verdicts["eager"], "passed") | {"wrong": "failed"}
     for way in ("backend", "steps", "whole"):
-        assert found[way]["hook"] == found[way]["optimizer" if way != "whole" else "hook"] == "passed"
-        assert found[way]["wrong"] == "failed"
-    assert found["backend"]["line_search"] == "passed" and found["steps"]["line_search"] == REFUSED
-    assert found["backend"]["where_it_lives"] == found["steps"]["where_it_lives"] == "failed"
-    assert found["backend"]["read"] == "passed" and found["whole"]["read"] == REFUSED
-    assert found["backend"]["ends"] == "ended"
+        assert verdicts[way]["hook"] == verdicts[way]["optimizer" if way != "whole" else "hook"] == "passed"
+        assert verdicts[way]["wrong"] == "failed"
+    assert verdicts["backend"]["line_search"] == "passed" and verdicts["steps"]["line_search"] == REFUSED
+    assert verdicts["backend"]["where_it_lives"] == verdicts["steps"]["where_it_lives"] == "failed"
+    assert verdicts["backend"]["read"] == "passed" and verdicts["whole"]["read"] == REFUSED
+    assert verdicts["backend"]["ends"] == "ended"
 
 
 def test_results_are_compared_with_eager():

@@ -75,9 +75,9 @@ def _defined_memory() -> Iterator[None]:
 
     @functools.wraps(empty)
     def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = empty(*args, **kwargs)
+        tensor = empty(*args, **kwargs)
         with torch.no_grad():
-            return made if made.is_meta or made.layout != torch.strided else made.zero_()
+            return tensor if tensor.is_meta or tensor.layout != torch.strided else tensor.zero_()
 
     torch.empty = zeros
     try:

@@ -63,8 +63,8 @@ def tests_of(module: types.ModuleType) -> list[unittest.TestCase]:
         for _, value in sorted(vars(module).items())
         if isinstance(value, type) and issubclass(value, unittest.TestCase)
     ]
-    found = [test for cls in classes for test in flat(loader.loadTestsFromTestCase(cls))]
-    return sorted({test.id(): test for test in found}.values(), key=name_of)
+    tests = [test for cls in classes for test in flat(loader.loadTestsFromTestCase(cls))]
+    return sorted({test.id(): test for test in tests}.values(), key=name_of)
 
 
 def name_of(test: unittest.TestCase) -> str:
@@ -113,17 +113,17 @@ def outcome(test: unittest.TestCase, way: str, artifacts: str, verbose: bool = F
         except Exception as error:
             result.addError(test, (type(error), error, None))
             trail = []
-    found: dict[str, Any] = {"test": name_of(test), "verdict": result.verdict}
+    row: dict[str, Any] = {"test": name_of(test), "verdict": result.verdict}
     if result.error is not None:
         if verbose:
             traceback.print_exception(result.error)
-        ours = _ours(result.error)
-        if ours is not None:
-            found["verdict"] = REFUSED
-        found["why"] = words(ours or result.error)
+        own = _ours(result.error)
+        if own is not None:
+            row["verdict"] = REFUSED
+        row["why"] = words(own or result.error)
     elif result.reason:
-        found["why"] = result.reason
-    return found, trail
+        row["why"] = result.reason
+    return row, trail
 
 
 def _passes_twice(test: unittest.TestCase, artifacts: str) -> bool:
@@ -159,10 +159,10 @@ def apart(eager: Trail, other: Trail, least: torch.dtype = torch.float64) -> str
     if that is less exact; None if they do not."""
     if [kind for kind, _ in eager] != [kind for kind, _ in other]:
         return f"{len(eager)} calls and steps, and {len(other)} on the backend"
-    for number, ((kind, ours), (_, theirs)) in enumerate(zip(eager, other, strict=True)):
-        if len(ours) != len(theirs):
-            return f"{kind}, number {number}: {len(ours)} tensors, and {len(theirs)} on the backend"
-        for a, b in zip(ours, theirs, strict=True):
+    for number, ((kind, actual), (_, expected)) in enumerate(zip(eager, other, strict=True)):
+        if len(actual) != len(expected):
+            return f"{kind}, number {number}: {len(actual)} tensors, and {len(expected)} on the backend"
+        for a, b in zip(actual, expected, strict=True):
             if a.dtype != b.dtype or a.shape != b.shape:
                 return f"{kind}, number {number}: {a.dtype} {tuple(a.shape)}, and {b.dtype} {tuple(b.shape)}"
             if not a.is_floating_point() and not a.is_complex():
@@ -197,18 +197,18 @@ def main() -> None:
         if name in done or not re.search(pattern, name):
             continue
         print(json.dumps({"test": name, "verdict": "begun"}), file=out, flush=True)
-        found, trail = outcome(test, way, artifacts, verbose)
+        row, trail = outcome(test, way, artifacts, verbose)
         kept = Path(trails) / f"{name}.pt"
         if way == "eager":
             torch.save(trail if len(trail) < 2000 else [], kept)
-        elif way != "whole" and found["verdict"] == PASSED and kept.exists():
+        elif way != "whole" and row["verdict"] == PASSED and kept.exists():
             expected = torch.load(kept)
             # Step counts are float32, and so are values computed from them (docs/schedules.md).
             least = torch.float32 if way == "steps" else torch.float64
             where = apart(expected, trail, least) if expected else None
             if where is not None and not sensitive(test, expected, artifacts):
-                found |= {"verdict": DIFFERS, "why": where}
-        print(json.dumps(found), file=out, flush=True)
+                row |= {"verdict": DIFFERS, "why": where}
+        print(json.dumps(row), file=out, flush=True)
 
 
 if __name__ == "__main__":

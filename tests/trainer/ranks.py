@@ -36,7 +36,7 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.layers(x), y)
 
 
-class Found(Callback):
+class Recorder(Callback):
     """Records this process's results, and sends the signal."""
 
     def __init__(self):
@@ -56,7 +56,7 @@ class Found(Callback):
         print(json.dumps({"stopped": trainer.state.step, "saved": self.saved}), flush=True)
 
 
-found = Found()
+recorder = Recorder()
 every = None if LONG else 2
 trainer = Trainer(
     backend=fl.backend("XLA", mesh={"fsdp": 4}, artifact_dir=f"{folder}/artifacts"),
@@ -67,7 +67,7 @@ trainer = Trainer(
     loop=TrainingLoop(max_steps=steps, eval_every_steps=every, clip_grad_norm=1.0),
     checkpoint=Checkpoint(steps=every, keep_last=2, best=None if LONG else "val_loss"),
     logging=Logging(log_steps=5 if LONG else 1),
-    callbacks=[found],
+    callbacks=[recorder],
     loggers=[ProgressLogger(), JSONLogger(), CSVLogger(), TensorBoardLogger()],
     seed=0,
 )
@@ -80,4 +80,8 @@ weight = trainer.model.layers[2].weight
 try:
     weight.detach().clone()
 except fl.errors.ShardingError:
-    print(json.dumps({"losses": found.losses, "saved": found.saved, "last": trainer.validate(val, ckpt_path="last")}))
+    print(
+        json.dumps(
+            {"losses": recorder.losses, "saved": recorder.saved, "last": trainer.validate(val, ckpt_path="last")}
+        )
+    )

@@ -151,19 +151,19 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "300")
     trainer(tmp_path / "steps", loggers=[ProgressLogger()], max_steps=2).fit(loader())
-    said = capsys.readouterr().err
-    assert "2/2" in said and "first loss 1." in said and " after " in said
+    output = capsys.readouterr().err
+    assert "2/2" in output and "first loss 1." in output and " after " in output
     by_epochs = TrainingLoop(max_epochs=2, grad_accum_steps=2)
     trainer(tmp_path / "epochs", loggers=[ProgressLogger()], loop=by_epochs, model=Tokens).fit(
         [{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 4
     )
-    said = capsys.readouterr().err
-    assert "4/4" in said
+    output = capsys.readouterr().err
+    assert "4/4" in output
     run = trainer(tmp_path / "rates", loggers=[ProgressLogger()], max_steps=4, model=Tokens)
     run.logging.log_steps = 4
     run.fit([{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 4)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "tokens/s" in said and "samples/s" in said and "steps/s" in said and "lr 1.000e-02" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "tokens/s" in output and "samples/s" in output and "steps/s" in output and "lr 1.000e-02" in output
 
 
 class Tokens(torch.nn.Module):

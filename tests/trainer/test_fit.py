@@ -139,20 +139,20 @@ def test_validation_runs_on_schedule_without_side_effects(backend, tmp_path):
 
 def test_validation_averages_over_samples(tmp_path):
     run = trainer(tmp_path, loop=ValidationLoop())
-    found = run.validate(loader(count=20, batch_size=8, shuffle=False), ckpt_path=None)
+    metrics = run.validate(loader(count=20, batch_size=8, shuffle=False), ckpt_path=None)
     torch.manual_seed(0)
     model = Net().eval()
     expected = model(*dataset(20).tensors)
-    assert found["val_loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
-    assert found["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)
+    assert metrics["val_loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
+    assert metrics["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)
 
 
 def test_metric_objects_are_updated(backend, tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
     accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
     run = trainer(tmp_path, backend, loop=ValidationLoop(metrics={"exact": accuracy}))
-    found = run.validate(loader(count=20), ckpt_path=None)
-    assert found["val_exact"] == pytest.approx(found["val_accuracy"])
+    metrics = run.validate(loader(count=20), ckpt_path=None)
+    assert metrics["val_exact"] == pytest.approx(metrics["val_accuracy"])
 
 
 def test_early_stop_ends_the_run(backend, tmp_path):
@@ -311,8 +311,8 @@ def test_an_object_that_is_not_a_metric_is_refused():
 def test_validation_without_weights_is_an_error(tmp_path):
     with pytest.raises(fl.errors.TrainerError, match="no weights to validate: .* has no checkpoint"):
         trainer(tmp_path).validate(loader())
-    found = trainer(tmp_path, model=Net()).validate(loader())  # an object has weights
-    assert found["val_loss"] > 0
+    metrics = trainer(tmp_path, model=Net()).validate(loader())  # an object has weights
+    assert metrics["val_loss"] > 0
 
 
 def test_reduce_on_plateau_works_as_a_callback(backend, tmp_path):

@@ -80,8 +80,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         def on_validation_end(self, trainer, metrics):
             metrics["val_far"] = abs(trainer.state.step - 2)
 
-    keep = Checkpoint(steps=1, keep_last=2, best="val_far")
-    run = trainer(tmp_path, callbacks=[Worse()], eval_every_steps=1, max_steps=6, checkpoint=keep)
+    checkpoint = Checkpoint(steps=1, keep_last=2, best="val_far")
+    run = trainer(tmp_path, callbacks=[Worse()], eval_every_steps=1, max_steps=6, checkpoint=checkpoint)
     run.fit(loader(), loader(count=8))
     assert run.folder.steps() == [2, 5, 6]
     assert run.folder.best() == {"step": 2, "metric": "val_far", "value": 0}
@@ -92,8 +92,8 @@ def test_ckpt_path_chooses_the_start(backend, tmp_path):
     first.fit(loader())
     # another run starts from the weights only
     other = trainer(tmp_path / "other", backend, loop=TrainingLoop(max_steps=4))
-    found = other.validate(loader(count=16, shuffle=False), ckpt_path=tmp_path / "first" / "checkpoints" / "step_4")
-    assert found == first.validate(loader(count=16, shuffle=False))
+    metrics = other.validate(loader(count=16, shuffle=False), ckpt_path=tmp_path / "first" / "checkpoints" / "step_4")
+    assert metrics == first.validate(loader(count=16, shuffle=False))
     assert other.state.step == 0
     # resumes exactly from a given checkpoint
     back = trainer(tmp_path / "first", fresh(backend), max_steps=4)
@@ -171,9 +171,9 @@ def test_signals_save_and_end(number, data, tmp_path):
     process = start(tmp_path, steps=10**6, every=5, data=data, start_new_session=True)
     wait_for_checkpoint(tmp_path, 5, process)
     os.killpg(process.pid, number)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == ENDS[number], said
-    assert forked.without_leaks(said) == f"\n{number.name}: saving after this step (again: stop at once)\n"
+    _, output = process.communicate(timeout=120)
+    assert process.returncode == ENDS[number], output
+    assert forked.without_leaks(output) == f"\n{number.name}: saving after this step (again: stop at once)\n"
     run = trainer(tmp_path, max_steps=10**6)
     assert fl.load(run.folder.last())["trainer"]["step"] == run.folder.steps()[-1]
     assert run.folder.steps()[-1] >= 5 and os.path.exists(tmp_path / "versions.json")
@@ -214,8 +214,10 @@ def test_mixed_precision_learns_and_resumes(dtype, backend, tmp_path):
     plain = trainer(tmp_path / "plain", fresh(backend), **options)
     plain.fit(loader(shuffle=False))
     assert bits(whole) != bits(plain)  # something was computed in half precision
-    for ours, theirs in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
-        assert ours.dtype == theirs.dtype and (ours.detach().clone() - theirs.detach().clone()).abs().max() < 0.1
+    for actual, expected in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
+        assert (
+            actual.dtype == expected.dtype and (actual.detach().clone() - expected.detach().clone()).abs().max() < 0.1
+        )
     trainer(tmp_path / "parts", fresh(backend), precision=Precision(dtype), **{**options, "max_steps": 3}).fit(
         loader(shuffle=False)
     )

@@ -39,12 +39,12 @@ def test_workers_are_forked_without_warnings():
     """JAX warns of each fork, in case the child uses JAX; a loader forks workers in each epoch."""
     jax.devices()
     loader = shuffled(num_workers=1)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         list(DataExecutor(loader)), list(DataExecutor(loader))
-        assert not [w for w in said if "fork" in str(w.message)]
+        assert not [w for w in record if "fork" in str(w.message)]
         list(loader)
-    assert [w for w in said if "fork" in str(w.message)]  # otherwise there is no warning to suppress any more
+    assert [w for w in record if "fork" in str(w.message)]  # otherwise there is no warning to suppress any more
 
 
 def seeded(seed=0):
@@ -153,9 +153,9 @@ def test_workers_that_are_kept_are_seeded_once(epoch, recwarn):
             position = position or whole.state_dict()
     again = loader()
     again.load_state_dict(position)
-    found = [batch.item() for batch in again]
-    told = ["persistent_workers=False" in str(warning.message) for warning in recwarn]
-    assert (found != expected[1:]) == any(told) == (epoch > 0)
+    numbers = [batch.item() for batch in again]
+    warned = ["persistent_workers=False" in str(warning.message) for warning in recwarn]
+    assert (numbers != expected[1:]) == any(warned) == (epoch > 0)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -169,11 +169,11 @@ def failing(at):
 
 
 def test_a_loader_that_fails_is_named_with_the_batch():
-    got = []
+    actual = []
     with pytest.raises(LoaderError, match="failing.*batch 3 of epoch 0.*KeyError: 'no such file'") as caught:
         for batch in DataExecutor(DataLoader(failing, 3), num_steps=20):
-            got.append(batch)
-    assert got == [0, 1, 2]
+            actual.append(batch)
+    assert actual == [0, 1, 2]
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -244,14 +244,14 @@ def test_a_restarted_loader_continues_exactly(stop, ahead, own):
     seeded()
     loader = DataLoader(make)
     executor = DataExecutor(loader, num_steps=12)
-    got, state = [], loader.state_dict()
+    actual, state = [], loader.state_dict()
     for step, batch in enumerate(executor, 1):
-        got.append(batch)
+        actual.append(batch)
         if step == stop:
             if ahead:
                 executor._reader.read_ahead()
             state = loader.state_dict()
-    assert resumed(state, 12 - stop, make) == rows(got[stop:]) or stop == 0
+    assert resumed(state, 12 - stop, make) == rows(actual[stop:]) or stop == 0
     assert state["batch"] == stop % 4 or stop in (4, 8)
 
 

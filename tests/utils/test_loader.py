@@ -26,9 +26,9 @@ class Which(Dataset):
 
 
 def processes_of(loader):
-    found = torch.cat([batch.clone() for batch in fl.utils.data.DataExecutor(loader)])
-    assert found[:, 0].tolist() == list(range(24))
-    return set(found[:, 1].tolist())
+    samples = torch.cat([batch.clone() for batch in fl.utils.data.DataExecutor(loader)])
+    assert samples[:, 0].tolist() == list(range(24))
+    return set(samples[:, 1].tolist())
 
 
 @pytest.mark.parametrize("own", [0, 1])
@@ -38,9 +38,13 @@ def test_the_number_of_workers_is_chosen(own, name, count, tmp_path):
     """The backend's number, otherwise the loader's; 0 is this process."""
     fl.backend(name, artifact_dir=tmp_path, cluster_config=fl.distributed.ClusterConfig(num_workers_per_csx=count))
     loader = DataLoader(Which(), batch_size=4, num_workers=own, prefetch_factor=4 if own else None)
-    found = processes_of(fl.utils.data.DataLoader(lambda: loader))
-    wanted = own if count is None else count
-    assert found == {os.getpid()} if wanted == 0 else len(found) == wanted and os.getpid() not in found
+    processes = processes_of(fl.utils.data.DataLoader(lambda: loader))
+    expected_count = own if count is None else count
+    assert (
+        processes == {os.getpid()}
+        if expected_count == 0
+        else len(processes) == expected_count and os.getpid() not in processes
+    )
 
 
 def test_workers_are_counted_per_device(monkeypatch):
@@ -99,8 +103,8 @@ def test_synthetic_samples_follow_their_spec():
 
 def test_workers_give_the_same_synthetic_samples():
     dataset = SyntheticDataset(lambda i: torch.tensor(i), num_samples=9)
-    found = torch.cat(list(DataLoader(dataset, batch_size=2, num_workers=2))).tolist()
-    assert sorted(found) == list(range(9))
+    samples = torch.cat(list(DataLoader(dataset, batch_size=2, num_workers=2))).tolist()
+    assert sorted(samples) == list(range(9))
 
 
 def test_synthetic_samples_can_be_endless():
@@ -263,10 +267,10 @@ def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
         return loss
 
     xs, ys = torch.randn(5, 4, 3), torch.randn(5, 4, 1)
-    given = [make(x.numpy(), y.numpy()) if arrays else make(x, y) for x, y in zip(xs, ys, strict=True)]
+    inputs = [make(x.numpy(), y.numpy()) if arrays else make(x, y) for x, y in zip(xs, ys, strict=True)]
     losses = []
-    for batch in fl.utils.data.DataExecutor(given):
-        assert type(batch) is type(given[0]) and all(isinstance(part, torch.Tensor) for part in parts(batch))
+    for batch in fl.utils.data.DataExecutor(inputs):
+        assert type(batch) is type(inputs[0]) and all(isinstance(part, torch.Tensor) for part in parts(batch))
         losses.append(float(step(batch)))
     assert len(traced) <= (2 if name == "CSX" else 0)  # once, and once more for verification
     weight, bias = start.clone().requires_grad_(), model.bias.detach().clone()
@@ -320,12 +324,12 @@ def test_a_resumed_loader_leaves_the_steps_random_numbers_alone(seed, tmp_path):
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 2, shuffle=True)
 
     def train(loader, steps, position=None):
-        found = []
+        drawn_numbers = []
         for number, (x,) in enumerate(fl.utils.data.DataExecutor(loader, num_steps=steps), 1):
-            found.append(step(x))
+            drawn_numbers.append(step(x))
             if position is not None and number == 4:
                 position += [loader.state_dict(), backend.state_dict()]
-        return [drawn.tolist() for drawn in found]
+        return [drawn.tolist() for drawn in drawn_numbers]
 
     @fl.trace
     def step(x):

@@ -62,13 +62,13 @@ def test_any_flipped_bit_is_found_or_changes_nothing(saved, tmp_path):
         at = chance.randrange(path.stat().st_size)
         flipped(path, at, 1 << chance.randrange(8))
         try:
-            found = read_all(tmp_path / "copy")
+            actual = read_all(tmp_path / "copy")
         except CheckpointError as error:
             refused += 1
             assert str(tmp_path / "copy") in str(error), trial
         else:
-            assert torch.equal(found["big"], expected["big"]) and found["n"] == expected["n"], (path, at)
-            assert torch.equal(found["a"], expected["a"]) and torch.equal(found["b"]["c"], expected["b"]["c"])
+            assert torch.equal(actual["big"], expected["big"]) and actual["n"] == expected["n"], (path, at)
+            assert torch.equal(actual["a"], expected["a"]) and torch.equal(actual["b"]["c"], expected["b"]["c"])
         shutil.rmtree(tmp_path / "copy")
     assert refused > 80
 

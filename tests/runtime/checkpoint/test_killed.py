@@ -36,22 +36,22 @@ def number_of(path):
 
 def killed(work, delay):
     """Run `work(tell)` in a child, and kill it `delay` seconds after it first told something; returns what it told."""
-    ours, theirs = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.close(ours)
+        os.close(reader)
         try:
-            work(lambda number: os.write(theirs, number.to_bytes(4, "little")))
+            work(lambda number: os.write(writer, number.to_bytes(4, "little")))
         finally:
             os._exit(1)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        told = [int.from_bytes(pipe.read(4), "little")]
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        numbers = [int.from_bytes(pipe.read(4), "little")]
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
         rest = pipe.read()
-    return told + [int.from_bytes(rest[i : i + 4], "little") for i in range(0, len(rest), 4)]
+    return numbers + [int.from_bytes(rest[i : i + 4], "little") for i in range(0, len(rest), 4)]
 
 
 def kill_savers(path, chance):
@@ -67,10 +67,13 @@ def kill_savers(path, chance):
                 fl.save(content(number), path)
                 tell(number)
 
-        told = killed(work, chance.random() * 0.03)
+        numbers = killed(work, chance.random() * 0.03)
         amid += len(os.listdir(path)) > 2
         last = number_of(path)
-        assert last in (told[-1], told[-1] + 1)  # the one that was told, or one killed between the rename and telling
+        assert last in (
+            numbers[-1],
+            numbers[-1] + 1,
+        )  # the one that was told, or one killed between the rename and telling
     fl.save(content(1), path)
     assert len(os.listdir(path)) == 2  # temporary files of killed processes have been removed
 

@@ -53,9 +53,9 @@ class Pair:
         if self.index == 0:
             self._shared[64:128] = text.encode().ljust(64)
         self.wait()
-        said = self._shared[64:128].decode().strip()
+        agreed = self._shared[64:128].decode().strip()
         self.wait()
-        return said
+        return agreed
 
 
 def halves(name, tensor):
@@ -70,12 +70,12 @@ def save_in(pair, path, number, moment):
     """In one of the two processes: save, and die at the `moment`th system call."""
     checkpoint.processes = lambda backend=None: pair
     sources._parts = halves
-    state, asked, sync = content(number), 0, os.fsync
+    state, calls, sync = content(number), 0, os.fsync
 
     def ask(*_):
-        nonlocal asked
-        asked += 1
-        if asked == moment:
+        nonlocal calls
+        calls += 1
+        if calls == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if moment:
@@ -121,9 +121,9 @@ def kill_each(folder, victim, new):
         died = save_together(path, number + 1, victim, moment)
         if not died:
             break
-        there = number_of(path) if os.path.exists(path) else None
-        assert there in ((None, number + 1) if new else (number, number + 1)), (moment, there, number)
-        outcomes.add(there == number + 1)
+        present = number_of(path) if os.path.exists(path) else None
+        assert present in ((None, number + 1) if new else (number, number + 1)), (moment, present, number)
+        outcomes.add(present == number + 1)
         number += 2
         fl.save(content(number), path)  # in one process: without two forks
         assert number_of(path) == number and len(os.listdir(path)) == 2

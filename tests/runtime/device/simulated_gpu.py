@@ -22,9 +22,9 @@ from tests.gpu.emulated import HostLauncher
 
 def elsewhere():
     """Let every module's check for a CPU device return False."""
-    asked = lazy_jax.on_cpu
+    original = lazy_jax.on_cpu
     for module in list(sys.modules.values()):
-        if getattr(module, "on_cpu", None) is asked:
+        if getattr(module, "on_cpu", None) is original:
             module.on_cpu = lambda: False
 
 
@@ -40,10 +40,10 @@ make = functools.partial(
 counts = []
 
 
-def counted(values, *given, **how):
-    found = make(values, *given, **how)
-    counts.append((len(found), len(values)))
-    return found
+def counted(values, *args, **how):
+    weights = make(values, *args, **how)
+    counts.append((len(weights), len(values)))
+    return weights
 
 
 weights.make = counted
@@ -51,10 +51,10 @@ attempts = []
 attempt = first_loss.FirstLoss.attempt
 
 
-def noted(self, *given):
-    found = attempt(self, *given)
-    attempts.append((self._device, found is not None))
-    return found
+def noted(self, *args):
+    result = attempt(self, *args)
+    attempts.append((self._device, result is not None))
+    return result
 
 
 first_loss.FirstLoss.attempt = noted

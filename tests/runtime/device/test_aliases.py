@@ -156,9 +156,9 @@ def _program(alias, backend, lazy):
 @pytest.mark.parametrize("lazy", [True, False], ids=["captured", "at once"])
 @pytest.mark.parametrize("alias", ALIASES, ids=lambda f: f.__name__.strip("_"))
 def test_aliases_from_a_constructor_are_kept(folder, alias, lazy):
-    ours = _program(alias, fl.backend("XLA", artifact_dir=folder), lazy)
-    theirs = _program(alias, None, lazy)
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+    traced = _program(alias, fl.backend("XLA", artifact_dir=folder), lazy)
+    eager = _program(alias, None, lazy)
+    assert len(traced) == len(eager)
+    for a, b in zip(traced, eager, strict=True):
         # float32 sums in another order, over three steps.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

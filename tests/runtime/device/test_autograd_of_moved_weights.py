@@ -164,8 +164,8 @@ def run(what, backend, how):
     m = Model().double()
     x, log = torch.randn(5, 3, dtype=torch.float64), []
     what(m, lambda: how(m, backend), x, log)
-    found = [None if p.grad is None else p.grad.detach().tolist() for p in m.parameters()]
-    return found, [p.detach().tolist() for p in m.parameters()], log
+    gradients = [None if p.grad is None else p.grad.detach().tolist() for p in m.parameters()]
+    return gradients, [p.detach().tolist() for p in m.parameters()], log
 
 
 @pytest.mark.parametrize("what", SITUATIONS.values(), ids=SITUATIONS)

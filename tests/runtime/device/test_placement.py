@@ -41,15 +41,15 @@ def test_a_read_starts_deferred_work(backend):
 def test_unreferenced_weights_are_not_made(backend):
     state = behind(backend, 300, 200)
     pending = state._storage.resident._pending
-    begun = []
-    pending.begin = lambda: begun.append(True)
+    started = []
+    pending.begin = lambda: started.append(True)
     del state
     gc.collect()
     waiting = len(placement._pending_after_first_loss)
     del pending
     gc.collect()
     placement.start_waiting_materializations()
-    assert waiting and not begun and not placement._pending_after_first_loss
+    assert waiting and not started and not placement._pending_after_first_loss
 
 
 def test_a_weight_may_have_the_shape_of_its_source(backend):

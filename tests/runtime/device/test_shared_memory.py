@@ -147,12 +147,12 @@ class Run:
         return loss
 
 
-def close(ours, theirs, what=""):
+def close(traced, eager, what=""):
     # A step's sums in another order: a few units in the last place of float32, and of bfloat16.
-    half = ours.dtype == np.int16
+    half = traced.dtype == np.int16
     if half:
-        ours, theirs = (torch.from_numpy(a.copy()).view(torch.bfloat16).float().numpy() for a in (ours, theirs))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-2 if half else 1e-5, atol=1e-6, err_msg=what)
+        traced, eager = (torch.from_numpy(a.copy()).view(torch.bfloat16).float().numpy() for a in (traced, eager))
+    np.testing.assert_allclose(traced, eager, rtol=1e-2 if half else 1e-5, atol=1e-6, err_msg=what)
 
 
 def _edit(held):
@@ -226,9 +226,9 @@ OFTEN = [(way, MOMENTS[n % 3]) for n, way in enumerate(WAYS)] + [("numpy", momen
     ],
 )
 def test_numpy_and_pointers_show_the_weights_own_memory(backend, way, moment):
-    theirs = program(Run(), WAYS[way], moment)
-    ours = program(Run(backend), WAYS[way], moment)
-    for (what, a), (also, b) in zip(ours, theirs, strict=True):
+    eager = program(Run(), WAYS[way], moment)
+    traced = program(Run(backend), WAYS[way], moment)
+    for (what, a), (also, b) in zip(traced, eager, strict=True):
         assert what == also and a.dtype == b.dtype and a.shape == b.shape, what
         close(a, b, what)
 
@@ -337,31 +337,31 @@ def _sharing(state):
 
 @pytest.mark.parametrize("saver", ["torch.save", "pickle", "copy.deepcopy"])
 def test_ties_and_views_are_saved_as_ties_and_views(backend, tmp_path, saver):
-    ours, theirs = trained(backend), trained()
-    expected = _sharing(theirs.model.state_dict())
+    traced, eager = trained(backend), trained()
+    expected = _sharing(eager.model.state_dict())
     assert expected == [["embed.weight", "head.weight"], ["first_rows", "middle.weight"]]
-    assert _sharing(ours.model.state_dict()) == expected
-    loaded = SAVERS[saver](ours.model.state_dict(), tmp_path)
-    also = SAVERS[saver](theirs.model.state_dict(), tmp_path)
+    assert _sharing(traced.model.state_dict()) == expected
+    loaded = SAVERS[saver](traced.model.state_dict(), tmp_path)
+    also = SAVERS[saver](eager.model.state_dict(), tmp_path)
     assert _sharing(loaded) == _sharing(also)
 
 
 @pytest.mark.parametrize("saver", ["torch.save", "pickle"])
 def test_a_model_and_its_optimizer_can_be_saved(backend, tmp_path, saver):
-    ours, theirs = trained(backend), trained()
+    traced, eager = trained(backend), trained()
     (model, state), (also, other) = (
-        SAVERS[saver]((run.model, run.optimizer.state_dict()), tmp_path) for run in (ours, theirs)
+        SAVERS[saver]((run.model, run.optimizer.state_dict()), tmp_path) for run in (traced, eager)
     )
     assert [(n, type(p), p.requires_grad) for n, p in model.named_parameters()] == [
         (n, type(p), p.requires_grad) for n, p in also.named_parameters()
     ]
     assert model.head.weight is model.embed.weight
     for name, value in model.state_dict().items():
-        assert type(value) is torch.Tensor and torch.equal(value, ours.model.state_dict()[name].clone()), name
+        assert type(value) is torch.Tensor and torch.equal(value, traced.model.state_dict()[name].clone()), name
     assert state["state"].keys() == other["state"].keys()
     for i, entries in state["state"].items():
         for key, value in entries.items():
-            now = ours.optimizer.state_dict()["state"][i][key]
+            now = traced.optimizer.state_dict()["state"][i][key]
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(now).clone()), key
 
 
@@ -379,10 +379,10 @@ def test_safetensors_save_model_and_load_model_round_trip(backend, tmp_path):
         assert torch.equal(run.model.state_dict()[name].clone(), value), name
         assert torch.equal(other.state_dict()[name], value), name
     assert run.model.head.weight is run.model.embed.weight
-    want, got = trained(), run
-    theirs = [want.step(want.x).item() for _ in range(2)]
+    want, actual = trained(), run
+    eager = [want.step(want.x).item() for _ in range(2)]
     want.model.load_state_dict(before)
-    assert [got.step(got.x).item() for _ in range(2)] and theirs
+    assert [actual.step(actual.x).item() for _ in range(2)] and eager
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -500,10 +500,10 @@ HELD = {
 
 
 class Around(nn.Module):
-    def __init__(self, made):
+    def __init__(self, inner):
         super().__init__()
         self.before = nn.Linear(4, 4)
-        self.inner = made
+        self.inner = inner
         self.after = nn.Linear(3, 3)
 
     def forward(self, x):
@@ -558,8 +558,8 @@ def test_memory_shared_before_stays_shared(backend, held, where):
             seen += [look().copy(), model.inner.weight.detach().clone().numpy(), np.array(loss.item())]
         return seen
 
-    ours, theirs = program(backend), program(None)
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    traced, eager = program(backend), program(None)
+    for i, (a, b) in enumerate(zip(traced, eager, strict=True)):
         close(a, b, f"look {i}")
 
 
@@ -669,8 +669,8 @@ def test_a_weight_can_get_other_memory(backend, assign, steps):
         run.step(run.x)
         return held + [p.detach().clone() for p in run.model.parameters()]
 
-    ours, theirs = program(Run(backend)), program(Run())
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    traced, eager = program(Run(backend)), program(Run())
+    for i, (a, b) in enumerate(zip(traced, eager, strict=True)):
         close(_bits(a).numpy(), _bits(b).numpy(), f"value {i}")
 
 
@@ -794,9 +794,9 @@ def test_segmented_steps_update_shared_memory(backend, monkeypatch, lasting):
         assert addresses in ([], [p.data_ptr() for p in run.model.parameters()])
         return run, seen
 
-    (run, ours), (_, theirs) = program(backend), program(None)
+    (run, traced), (_, eager) = program(backend), program(None)
     assert isinstance(compiled_steps.latest(run.step).executable, SegmentedStep)
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for i, (a, b) in enumerate(zip(traced, eager, strict=True)):
         close(a, b, f"value {i}")
 
 
@@ -815,10 +815,10 @@ def test_memory_outlives_its_tensor(backend):
 
 
 def test_addresses_identify_tensors_as_in_eager(backend):
-    ours, theirs = trained(backend), trained()
+    traced, eager = trained(backend), trained()
     for read in (lambda t: t.data_ptr(), lambda t: t.untyped_storage().data_ptr(), lambda t: t.storage().data_ptr()):
-        names = list(theirs.model.state_dict())
-        a, b = ([read(t) for t in run.model.state_dict().values()] for run in (ours, theirs))
+        names = list(eager.model.state_dict())
+        a, b = ([read(t) for t in run.model.state_dict().values()] for run in (traced, eager))
         assert [[x == y for x in a] for y in a] == [[x == y for x in b] for y in b], names
         assert 0 not in a
 
@@ -887,9 +887,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_accesses_that_eager_refuses_are_refused(backend, what):
-    with pytest.raises(Exception) as theirs:  # whatever eager PyTorch raises
+    with pytest.raises(Exception) as eager:  # whatever eager PyTorch raises
         REFUSED[what](Run().model.small)
-    with pytest.raises(theirs.type):
+    with pytest.raises(eager.type):
         REFUSED[what](Run(backend).model.small)
 
 
@@ -920,14 +920,14 @@ def test_c_code_gets_a_materialized_tensor():
 @pytest.mark.parametrize("way", WAYS)
 def test_deferred_tensors_become_real(way):
     torch.manual_seed(0)
-    theirs = Net()
+    eager = Net()
     torch.manual_seed(0)
-    ours = fl.deferred_init(Net)
+    traced = fl.deferred_init(Net)
     for kind, of in KINDS.items():
-        held, expected = WAYS[way](of(ours)), WAYS[way](of(theirs))
+        held, expected = WAYS[way](of(traced)), WAYS[way](of(eager))
         assert np.array_equal(held, expected), kind
         _edit(held), _edit(expected)
-        assert torch.equal(of(ours), of(theirs)), kind
+        assert torch.equal(of(traced), of(eager)), kind
         assert np.array_equal(held, expected), kind
 
 

@@ -28,14 +28,14 @@ def trained(backend, register, before, replaced):
         model = nn.Linear(3, 2)
     if replaced:
         model.weight = nn.Parameter(torch.full((2, 3), 0.5))
-    told, losses = [], []
-    before(register, model.weight, told)
+    calls, losses = [], []
+    before(register, model.weight, calls)
     compiled = fl.compile(model, backend)
 
     @fl.trace
     def step(x):
         model.weight.requires_grad_()
-        hook = register(model.weight, told)
+        hook = register(model.weight, calls)
         loss = compiled(x).square().mean()
         loss.backward()
         hook.remove()
@@ -66,22 +66,22 @@ def test_a_hook_registered_after_the_move_runs(kind, before, replaced):
 def test_a_hook_registered_after_materialization_runs(kind, before):
     def grad(deferred):
         torch.manual_seed(0)
-        told = []
+        calls = []
         if deferred:
             with fl.deferred():
                 model = nn.Linear(3, 2)
-                BEFORE[before](REGISTER[kind], model.weight, told)
+                BEFORE[before](REGISTER[kind], model.weight, calls)
             fl.materialize_module(model)
         else:
             model = nn.Linear(3, 2)
-            BEFORE[before](REGISTER[kind], model.weight, told)
+            BEFORE[before](REGISTER[kind], model.weight, calls)
         model.weight.requires_grad_()
-        REGISTER[kind](model.weight, told)
+        REGISTER[kind](model.weight, calls)
         model(torch.ones(2, 3)).sum().backward()
-        return model.weight.grad, told
+        return model.weight.grad, calls
 
-    (made, told), (expected, told_eagerly) = grad(True), grad(False)
-    assert torch.equal(made, expected) and told == told_eagerly
+    (actual, calls), (expected, told_eagerly) = grad(True), grad(False)
+    assert torch.equal(actual, expected) and calls == told_eagerly
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -102,7 +102,7 @@ def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
             model.zero_grad()
             return loss
 
-        found = []
+        results = []
         for i in range(6):
             if i in (1, 3):
                 held = kept[i // 2]
@@ -112,7 +112,7 @@ def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
                     model.weight.register_post_accumulate_grad_hook(lambda p, held=held: held.update(g=p.grad))
             step(torch.ones(2, 4))
             a, b = (held.get("g") for held in kept)
-            found.append((a is None, b is None, a is b))
-        return found
+            results.append((a is None, b is None, a is b))
+        return results
 
     assert run(fl.backend("XLA")) == run(fl.backend("CPU"))

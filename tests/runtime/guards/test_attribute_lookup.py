@@ -96,12 +96,12 @@ def compiled_linear(backend):
 
 def results(step, change):
     """The losses of six calls; something is changed before the fourth and the sixth."""
-    found = []
+    values = []
     for i in range(6):
         if i in (3, 5):
             change(i)
-        found.append(step(X).item())
-    return found
+        values.append(step(X).item())
+    return values
 
 
 def check(run):
@@ -268,14 +268,14 @@ def test_a_step_can_count_in_its_own_attributes(method, by_kernels):
 
         step = fl.trace(count)
         call = Holder().method if method else step
-        found = []
+        results = []
         for i in range(6):
             if i == 3:
                 step.scale = 5.0
             elif i == 5:
                 del step.scale
-            found.append((call(X).item(), step.calls))
-        return found
+            results.append((call(X).item(), step.calls))
+        return results
 
     eager = run(fl.backend("CPU"))
     assert [calls for _, calls in eager] == [1, 2, 3, 4, 5, 6] and len({scale for scale, _ in eager}) == 2
@@ -312,12 +312,12 @@ def test_reads_through_the_compiled_model_are_guarded(what, by_model, by_kernels
             compiled.calls = getattr(compiled, "calls", 0) + 1
             return compiled(x).sum() * read(compiled)
 
-        found = []
+        results = []
         for i in range(7):
             if i in (3, 5):
                 change(model if by_model else compiled, i)
-            found += [step(X).item(), model.calls]
-        return found
+            results += [step(X).item(), model.calls]
+        return results
 
     assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
 
@@ -448,13 +448,13 @@ def test_a_namespace_can_be_set_by_any_method(make, by_kernels):
             held.n = 2.0
             return compiled(x).sum()
 
-        found = []
+        results = []
         for i in range(6):
             if i in (3, 5):
                 held.z = held.n = 0.0
             step(X)
-            found.append((held.z, held.n))
-        return found
+            results.append((held.z, held.n))
+        return results
 
     assert run(fl.backend("XLA")) == run(fl.backend("CPU")) == [(1.0, 2.0)] * 6
 
@@ -468,8 +468,8 @@ def test_renamed_attributes_of_transformers_configurations_are_guarded(by_kernel
     def step(x):
         return compiled(x).detach() * 0 + config.hidden_size
 
-    found = []
+    results = []
     for i in range(5):
         config.n_embd = 8 + i // 2
-        found.append(step(X)[0, 0].item())
-    assert found == [8, 8, 9, 9, 10]
+        results.append(step(X)[0, 0].item())
+    assert results == [8, 8, 9, 9, 10]

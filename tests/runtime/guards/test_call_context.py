@@ -196,9 +196,9 @@ def the_filters_themselves():
 @case
 def warnings_that_are_caught_in_the_step():
     def get():
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as record:
             warnings.warn("this is old", UserWarning, stacklevel=2)
-        return 1.0 + len(told)
+        return 1.0 + len(record)
 
     return get, lambda: warnings_as("always")
 
@@ -533,7 +533,7 @@ def losses(backend, make):
     get, around = make()
     step = scaled_step(backend, get)
 
-    found = []
+    results = []
     for i in range(STEPS):
         x = torch.randn(5, 4, generator=generator, dtype=torch.float32)
         within = around() if i in OTHERS else contextlib.nullcontext()
@@ -541,11 +541,11 @@ def losses(backend, make):
             try:
                 raise within.error
             except type(within.error):
-                found.append(step(x))
+                results.append(step(x))
             continue
         with within:
-            found.append(step(x))
-    return [float(loss) for loss in found]
+            results.append(step(x))
+    return [float(loss) for loss in results]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -589,7 +589,7 @@ def test_process_settings_made_by_a_step_match_eager(name, back, monkeypatch):
         change()
         return 2 * x
 
-    def found(backend):
+    def settings(backend):
         fl.backend(backend)
         with warnings.catch_warnings():
             undo()
@@ -602,4 +602,4 @@ def test_process_settings_made_by_a_step_match_eager(name, back, monkeypatch):
             undo()
         return seen
 
-    assert found("XLA") == found("CPU")
+    assert settings("XLA") == settings("CPU")

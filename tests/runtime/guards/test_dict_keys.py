@@ -53,10 +53,18 @@ def test_keys_keep_their_identity_and_contents_are_guarded(kind: str, change: st
         with backend.device:
             model = nn.Linear(3, 2)
         compiled = fl.compile(model, backend)
-        keep = [Setting(0.5), nn.Linear(2, 2), torch.ones(1), torch.ones(2), torch.zeros(1), torch.ones(1), model.bias]
+        references = [
+            Setting(0.5),
+            nn.Linear(2, 2),
+            torch.ones(1),
+            torch.ones(2),
+            torch.zeros(1),
+            torch.ones(1),
+            model.bias,
+        ]
         many: list = [torch.ones(1) if i % 2 else Setting(float(i)) for i in range(size)]
-        entries = {key: float(i) for i, key in enumerate([*keep, *many])}
-        entries |= {(keep[0], 1): 9.0, frozenset([keep[1]]): 8.0, "plain": 7.0}
+        entries = {key: float(i) for i, key in enumerate([*references, *many])}
+        entries |= {(references[0], 1): 9.0, frozenset([references[1]]): 8.0, "plain": 7.0}
         table = MAKE[kind](entries)
         before = list(table)
 
@@ -69,7 +77,7 @@ def test_keys_keep_their_identity_and_contents_are_guarded(kind: str, change: st
         losses = []
         for i in range(5):
             if i == 3:
-                keep[0].value = 2.0
+                references[0].value = 2.0
             losses.append(step(torch.ones(2, 3)).item())
         now = list(table)
         left = [key for key in before if not (change == "one less" and key is model.bias)]

@@ -180,8 +180,8 @@ def a_database():
 
 @case
 def a_socket():
-    ours, theirs = socket.socketpair()
-    return lambda: float(ours.recv(1)[0]), lambda i: theirs.send(bytes([1 + i]))
+    reader, writer = socket.socketpair()
+    return lambda: float(reader.recv(1)[0]), lambda i: writer.send(bytes([1 + i]))
 
 
 @case
@@ -238,10 +238,10 @@ def arguments_of_the_process():
 
 @case
 def a_signal_s_handler():
-    mine, first = (lambda *_: None), signal.getsignal(signal.SIGUSR1)
+    handler, first = (lambda *_: None), signal.getsignal(signal.SIGUSR1)
     return (
-        lambda: 2.0 if signal.getsignal(signal.SIGUSR1) is mine else 1.0,
-        lambda i: signal.signal(signal.SIGUSR1, mine if i in (3, 4) else first),
+        lambda: 2.0 if signal.getsignal(signal.SIGUSR1) is handler else 1.0,
+        lambda i: signal.signal(signal.SIGUSR1, handler if i in (3, 4) else first),
     )
 
 
@@ -311,14 +311,14 @@ def a_c_library():
 
 
 def module(name, **content):
-    made = sys.modules[name] = types.ModuleType(name)
-    vars(made).update(content)
-    return made
+    new = sys.modules[name] = types.ModuleType(name)
+    vars(new).update(content)
+    return new
 
 
 @case
 def a_module_imported_in_the_step():
-    made = module("outside_a", s=1.0)
+    imported = module("outside_a", s=1.0)
 
     def get():
         import outside_a
@@ -327,7 +327,7 @@ def a_module_imported_in_the_step():
 
     def change(i):
         if i == 2:
-            made.s = 2.0
+            imported.s = 2.0
         elif i == 4:
             module("outside_a", s=3.0)
 
@@ -336,14 +336,14 @@ def a_module_imported_in_the_step():
 
 @case
 def a_name_imported_in_the_step():
-    made = module("outside_b", s=1.0)
+    imported = module("outside_b", s=1.0)
 
     def get():
         from outside_b import s
 
         return s
 
-    return get, lambda i: setattr(made, "s", 1.0 + i // 2)
+    return get, lambda i: setattr(imported, "s", 1.0 + i // 2)
 
 
 @case
@@ -362,8 +362,8 @@ def a_module_that_comes_later():
 
 @case
 def a_module_by_a_name_worked_out():
-    made = module("outside_d", s=1.0)
-    return lambda: importlib.import_module("outside" + "_d").s, lambda i: setattr(made, "s", 1.0 + i // 2)
+    imported = module("outside_d", s=1.0)
+    return lambda: importlib.import_module("outside" + "_d").s, lambda i: setattr(imported, "s", 1.0 + i // 2)
 
 
 @case
@@ -434,17 +434,17 @@ def a_finalizer():
 def other_base_classes():
     other = type("Other", (), {"s": 3.0})
     cls = type("Own", (Thing,), {})
-    made = cls()
-    return lambda: made.s, lambda i: setattr(cls, "__bases__", (other,)) if i == 3 else None
+    instance = cls()
+    return lambda: instance.s, lambda i: setattr(cls, "__bases__", (other,)) if i == 3 else None
 
 
 @case
 def a_class_registered():
     base = abc.ABCMeta("Base", (), {})
-    made = type("Own", (), {})()
+    instance = type("Own", (), {})()
     return (
-        lambda: 2.0 if isinstance(made, base) else 1.0,
-        lambda i: base.register(type(made)) if i == 3 else None,
+        lambda: 2.0 if isinstance(instance, base) else 1.0,
+        lambda i: base.register(type(instance)) if i == 3 else None,
     )
 
 
@@ -508,9 +508,9 @@ def a_method_made_of_another():
 
         plain = functools.partialmethod(scale, 1.0)
 
-    made = Own()
+    instance = Own()
     return (
-        lambda: made.plain(),
+        lambda: instance.plain(),
         lambda i: setattr(Own, "plain", functools.partialmethod(Own.scale, 2.0)) if i == 3 else None,
     )
 
@@ -521,11 +521,11 @@ def losses(backend, make):
     get, change = make()
     step = scaled_step(backend, get)
 
-    found = []
+    values = []
     for i in range(STEPS):
         change(i)
-        found.append(step(torch.randn(5, 4, generator=generator)).item())
-    return found
+        values.append(step(torch.randn(5, 4, generator=generator)).item())
+    return values
 
 
 @pytest.fixture(autouse=True)
@@ -588,10 +588,10 @@ def test_changes_of_any_module_match_eager(name, tmp_path):
     ],
 )
 def test_the_warning_names_the_line_and_what_is_called(name, called):
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         losses(fl.backend("XLA"), CASES[name])
-    texts = [str(w.message) for w in told if issubclass(w.category, GraphChangeWarning)]
+    texts = [str(w.message) for w in record if issubclass(w.category, GraphChangeWarning)]
     assert any("is traced at each call" in text and f"{__file__}:" in text and called in text for text in texts), texts
 
 
@@ -607,7 +607,7 @@ def test_a_profiler_continues_after_a_trace():
     def step(x):
         return x * get()
 
-    x, found = torch.ones(2), []
+    x, losses = torch.ones(2), []
     fl.backend("XLA")
     old = sys.getprofile()
     sys.setprofile(profiler)
@@ -616,11 +616,11 @@ def test_a_profiler_continues_after_a_trace():
             change(i)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found.append(step(x))
+                losses.append(step(x))
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(old)
-    assert [r[0].item() for r in found] == [1, 1, 1, 2, 2, 2] and seen
+    assert [r[0].item() for r in losses] == [1, 1, 1, 2, 2, 2] and seen
 
 
 def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
@@ -639,10 +639,10 @@ def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
 
         fl.backend("XLA")
         with pytest.warns(GraphChangeWarning):
-            found = [step(torch.ones(2))[0].item() for _ in range(4)]
+            losses = [step(torch.ones(2))[0].item() for _ in range(4)]
     finally:
         mutable_state.reader = reader
-    assert found == [1, 2, 3, 4]
+    assert losses == [1, 2, 3, 4]
 
 
 def test_refusing_changes_refuses_unexplained_ones():

@@ -118,15 +118,15 @@ def train(kind, in_step, between, backend):
         optimizer.step()
         return loss
 
-    found = []
+    results = []
     for i in range(5):
         if between is not None:
             between(add, handles, i)
-        found.append(step(x).item())
-        found += [p.detach().sum().item() for p in model.parameters()]
-        found.append(sum(len(table) for _, _, table in tables()))
+        results.append(step(x).item())
+        results += [p.detach().sum().item() for p in model.parameters()]
+        results.append(sum(len(table) for _, _, table in tables()))
     replace_all()
-    return found
+    return results
 
 
 BETWEEN_KINDS = ("forward", "full backward", "step pre")
@@ -187,14 +187,14 @@ def test_always_call_hooks_run_after_an_error(of_all, caught, hook_fails, tmp_pa
             except (ValueError, RuntimeError):
                 return x * 2
 
-        found = []
+        losses = []
         for _ in range(3):
             try:
-                found.append(step(torch.ones(2, 3)).tolist())
+                losses.append(step(torch.ones(2, 3)).tolist())
             except (ValueError, RuntimeError) as error:
-                found.append(str(error))
+                losses.append(str(error))
         replace_all()
-        return found, seen
+        return losses, seen
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, about the hook's error, and ours, about another graph

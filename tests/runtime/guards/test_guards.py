@@ -37,15 +37,15 @@ def run(case, backend):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", GraphChangeWarning)  # test_retracing.py tests the warning
-        found = case(backend)
-    return [torch.as_tensor(v).detach().cpu().clone() for v in found]
+        values = case(backend)
+    return [torch.as_tensor(v).detach().cpu().clone() for v in values]
 
 
 def compare(case, tmp_path, exact=True):
     expected = run(case, fl.backend("CPU"))
-    got = run(case, fl.backend("XLA", artifact_dir=tmp_path))
-    assert len(got) == len(expected)
-    for i, (e, g) in enumerate(zip(expected, got, strict=True)):
+    actual = run(case, fl.backend("XLA", artifact_dir=tmp_path))
+    assert len(actual) == len(expected)
+    for i, (e, g) in enumerate(zip(expected, actual, strict=True)):
         if exact:
             assert torch.equal(e, g), f"value {i}: eager {e.tolist()}, traced {g.tolist()}"
         else:  # XLA sums a matrix product in another order, here over 8 steps of training
@@ -524,8 +524,8 @@ def bytearray_item():
 def weak_reference():
     p = late(k=1.0)
     r = weakref.ref(p)
-    keep = [p]
-    return lambda: r().k, lambda i: setattr(keep[0], "k", float(i))
+    owners = [p]
+    return lambda: r().k, lambda i: setattr(owners[0], "k", float(i))
 
 
 @place

@@ -103,10 +103,10 @@ TOO_LARGE = {
 @pytest.mark.parametrize("what", TOO_LARGE)
 def test_reading_a_very_large_container_is_named_and_traced_at_each_call(what, backend):
     step, switch = TOO_LARGE[what]()
-    with pytest.warns(GraphChangeWarning) as told:
+    with pytest.warns(GraphChangeWarning) as record:
         for _ in range(3):
             assert step(X).tolist() == [2.0, 2.0]
-    (text,) = [str(w.message) for w in told]
+    (text,) = [str(w.message) for w in record]
     lines, first = inspect.getsourcelines(switched)
     line = next(first + i for i, line in enumerate(lines) if "x * 3 if held" in line)
     assert "step is traced at each call" in text and what in text
@@ -119,7 +119,7 @@ def test_reading_a_very_large_container_is_named_and_traced_at_each_call(what, b
 @pytest.mark.parametrize("kind", ["list", "keys", "values", "set", "deque", "tuples"])
 def test_reading_objects_in_a_large_container_is_named_and_traced_at_each_call(kind, backend):
     flags = [Flag() for _ in range(mutable_state.LARGEST + 1)]
-    made = {
+    containers = {
         "list": lambda: flags,
         "keys": lambda: dict.fromkeys(flags),
         "values": lambda: dict(enumerate(flags)),
@@ -127,7 +127,9 @@ def test_reading_objects_in_a_large_container_is_named_and_traced_at_each_call(k
         "deque": lambda: collections.deque(flags),
         "tuples": lambda: [(flag, 1) for flag in flags],
     }[kind]()
-    of = {"values": lambda: made.values(), "tuples": lambda: [pair[0] for pair in made]}.get(kind, lambda: made)
+    of = {"values": lambda: containers.values(), "tuples": lambda: [pair[0] for pair in containers]}.get(
+        kind, lambda: containers
+    )
     step = fl.trace(lambda x: x * 3 if any(flag.on for flag in of()) else x * 2)
     with pytest.warns(GraphChangeWarning, match=r"of 1,025 items \(Flag\)"):
         for _ in range(3):

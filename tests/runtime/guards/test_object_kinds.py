@@ -36,15 +36,15 @@ def losses(case, backend):
         optimizer.zero_grad()
         return loss
 
-    found = []
+    results = []
     for i in range(STEPS):
         if i in (3, 5):
             for event in events[i // 2 - 1 : i // 2]:
                 event()
-        found.append(step(torch.ones(2, 4)).item())
+        results.append(step(torch.ones(2, 4)).item())
     for event in events[2:]:
         event()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -62,11 +62,11 @@ PLAIN |= {"jax", "jaxlib", "firstloss"}
 
 
 def subclasses(cls, seen):
-    for found in type.__subclasses__(cls):
-        if found not in seen:
-            seen.add(found)
-            yield found
-            yield from subclasses(found, seen)
+    for subclass in type.__subclasses__(cls):
+        if subclass not in seen:
+            seen.add(subclass)
+            yield subclass
+            yield from subclasses(subclass, seen)
 
 
 def test_c_classes_are_not_taken_for_plain_ones_by_their_module():

@@ -219,8 +219,8 @@ def test_a_counter_in_a_branch_is_not_frozen(place, backend):
         return a if (count if isinstance(count, Compares) else count()) < SWITCH else b
 
     step = fl.trace(chosen)
-    got = [step(torch.zeros(2), torch.ones(2))[0].item() for _ in range(SWITCH + 1)]
-    assert got == [0.0] * (SWITCH - 1) + [1.0] * 2
+    actual = [step(torch.zeros(2), torch.ones(2))[0].item() for _ in range(SWITCH + 1)]
+    assert actual == [0.0] * (SWITCH - 1) + [1.0] * 2
 
 
 SOURCES = {

@@ -108,15 +108,15 @@ def precision_of_decimals():
 @place
 def factory_of_a_dict():
     table = np.ones(3)
-    made = collections.defaultdict(lambda: torch.from_numpy(table))
+    tensors = collections.defaultdict(lambda: torch.from_numpy(table))
 
     def read():
-        made["h"].add_(1)  # it is in the array's memory
-        return made["h"].sum()
+        tensors["h"].add_(1)  # it is in the array's memory
+        return tensors["h"].sum()
 
     def change():
-        made.clear()
-        made.default_factory = lambda: torch.full((3,), 7.0)
+        tensors.clear()
+        tensors.default_factory = lambda: torch.full((3,), 7.0)
 
     return read, change
 

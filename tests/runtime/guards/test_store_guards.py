@@ -39,7 +39,7 @@ def case(make):
 
 
 def attribute_of(make, by_string=False):
-    def made(m, o):
+    def case_of(m, o):
         held = make()
 
         def put(value):
@@ -50,7 +50,7 @@ def attribute_of(make, by_string=False):
 
         return put_by_string if by_string else put, lambda: held.value
 
-    return made
+    return case_of
 
 
 class Plain:
@@ -514,15 +514,15 @@ def run(make, backend, first, late, others=OTHERWISE):
         return loss
 
     batches = torch.Generator().manual_seed(1)
-    losses, shown = [], []
+    losses, states = [], []
     for i in range(8):
         flag.on = i % 5 < 3
         if i in others:
             put(others[i])
         losses.append(step(torch.randn(4, 3, generator=batches, dtype=torch.float32)))
-        shown.append(show())
+        states.append(show())
     put(ON)
-    return [loss.item() for loss in losses], shown, model.weight.detach().numpy()
+    return [loss.item() for loss in losses], states, model.weight.detach().numpy()
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
@@ -540,10 +540,10 @@ def run(make, backend, first, late, others=OTHERWISE):
 @pytest.mark.parametrize("name", CASES)
 def test_stores_match_eager(name, first, late):
     eager = run(CASES[name], fl.backend("CPU"), first, late)
-    ours = run(CASES[name], fl.backend("XLA"), first, late)
-    assert ours[1] == eager[1]
-    np.testing.assert_allclose(ours[0], eager[0], rtol=1e-5)  # float32, other kernels
-    np.testing.assert_allclose(ours[2], eager[2], rtol=1e-4, atol=1e-6)
+    actual = run(CASES[name], fl.backend("XLA"), first, late)
+    assert actual[1] == eager[1]
+    np.testing.assert_allclose(actual[0], eager[0], rtol=1e-5)  # float32, other kernels
+    np.testing.assert_allclose(actual[2], eager[2], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["an attribute of Plain", "a_global", "a_variable", "training", "gc.isenabled"])
@@ -612,14 +612,14 @@ def test_random_generators_advance_as_in_eager(module):
         def step(x):
             return x.sum() * module.random()
 
-        found = []
+        results = []
         for seed in (1, 1, 1, 2, 2, 1, 1):
             module.seed(seed)
-            found += [step(torch.ones(2)).item(), module.random()]
-        return found
+            results += [step(torch.ones(2)).item(), module.random()]
+        return results
 
-    ours, eager = drawn(fl.backend("XLA")), drawn(fl.backend("CPU"))
-    np.testing.assert_allclose(ours, eager, rtol=1e-6)  # the losses are float32
+    actual, eager = drawn(fl.backend("XLA")), drawn(fl.backend("CPU"))
+    np.testing.assert_allclose(actual, eager, rtol=1e-6)  # the losses are float32
 
 
 def test_the_environment_of_others_is_left_alone():

@@ -116,10 +116,10 @@ def test_metadata_of_a_tensor_is_guarded(name, monkeypatch):
         def step(x):
             return x * ask()
 
-        found = []
+        results = []
         for i in range(6):
             change(i)
-            found.append(step(torch.ones(2))[0].item())
-        return found
+            results.append(step(torch.ones(2))[0].item())
+        return results
 
     assert run(fl.backend("XLA")) == run(fl.backend("CPU"))

@@ -129,7 +129,7 @@ def deep_losses(tmp_path_factory):
 
 def sent(executables):
     """Bytes that the collectives of compiled functions produce on each device, by kind."""
-    found = {}
+    bytes_by_kind = {}
     widths = {"f32": 4, "f64": 8, "s64": 8, "s32": 4, "u32": 4, "pred": 1}
     for executable in executables:
         for results, kind in re.findall(
@@ -137,8 +137,8 @@ def sent(executables):
         ):
             for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
                 count = np.prod([int(size) for size in sizes.split(",") if size], dtype=int)
-                found[kind] = found.get(kind, 0) + int(count) * widths[dtype]
-    return found
+                bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + int(count) * widths[dtype]
+    return bytes_by_kind
 
 
 def calls_of(run):

@@ -90,18 +90,18 @@ if port:
     run = Run({"fsdp": count * devices})
     if source != "new":
         run.load(source)
-    found = {"losses": run.train(begin, save_at)}
+    results = {"losses": run.train(begin, save_at)}
     run.save(f"by {count} at {save_at}")
-    found["losses"] += run.train(save_at, STEPS)
+    results["losses"] += run.train(save_at, STEPS)
     calls = compiled_steps.segment_calls(compiled_steps.latest(run.step))
-    found.update(calls=len(calls), functions=len({call.function for call in calls}), compiled=len(compiled_here))
+    results.update(calls=len(calls), functions=len({call.function for call in calls}), compiled=len(compiled_here))
 else:
-    found = {"one": Run(None).train(0, STEPS)}
+    results = {"one": Run(None).train(0, STEPS)}
     eight = Run({"fsdp": 8})
-    found["eight"] = eight.train(0, 3)
+    results["eight"] = eight.train(0, 3)
     eight.save("by eight devices")
-    found["eight"] += eight.train(3, STEPS)
+    results["eight"] += eight.train(3, STEPS)
     for axes in (4, 16):
-        found[f"8 to {axes}"] = Run({"fsdp": axes}).load("by eight devices").train(3, STEPS)
-    found[f"{count} processes to 16 devices"] = Run({"fsdp": 16}).load(source).train(save_at, STEPS)
-print(json.dumps(found))
+        results[f"8 to {axes}"] = Run({"fsdp": axes}).load("by eight devices").train(3, STEPS)
+    results[f"{count} processes to 16 devices"] = Run({"fsdp": 16}).load(source).train(save_at, STEPS)
+print(json.dumps(results))

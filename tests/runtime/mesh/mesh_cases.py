@@ -148,8 +148,8 @@ def test_a_second_start_lowers_nothing_and_another_mesh_or_sharding_all(tmp_path
 
 def test_gradient_accumulation(tmp_path):
     expected = Run(tmp_path, accumulate=2).train()
-    found = Run(tmp_path, {"fsdp": 4}, {}, accumulate=2).train()
-    assert found == pytest.approx(expected, rel=REORDERED)
+    losses = Run(tmp_path, {"fsdp": 4}, {}, accumulate=2).train()
+    assert losses == pytest.approx(expected, rel=REORDERED)
 
 
 def test_weights_state_and_updates_stay_where_they_are(tmp_path):
@@ -306,8 +306,8 @@ def test_memory_past_the_dispatcher(tmp_path):
     run.train(1, 3)
     assert np.array_equal(array, expected)  # as it was when taken
     assert run.model.up.weight.data_ptr() == address
-    shown = torch.empty(0).set_(storage, 0, (256, 64), (64, 1))
-    assert torch.equal(shown, run.model.up.weight.detach().clone())
+    view = torch.empty(0).set_(storage, 0, (256, 64), (64, 1))
+    assert torch.equal(view, run.model.up.weight.detach().clone())
     save_file(run.model.state_dict(), tmp_path / "a.safetensors")
     torch.save(run.model, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=False).state_dict()
@@ -403,8 +403,8 @@ def test_parts_are_saved_by_their_owners_and_load_onto_another_mesh(tmp_path):
     from safetensors import safe_open
 
     with safe_open(file, "pt") as tensors:
-        mine = {key for key in tensors.keys() if key.startswith("model.up.weight")}
-        assert mine == {f"model.up.weight[{b}:{b + 64}, 0:64]" for b in range(0, 256, 64)}
+        keys = {key for key in tensors.keys() if key.startswith("model.up.weight")}
+        assert keys == {f"model.up.weight[{b}:{b + 64}, 0:64]" for b in range(0, 256, 64)}
     expected = first.train(2, 4)
     for mesh, specs in (({"fsdp": 2, "tp": 4}, TP), ({"fsdp": 8}, {}), (None, None)):
         other = Run(tmp_path, mesh, specs)
@@ -412,12 +412,12 @@ def test_parts_are_saved_by_their_owners_and_load_onto_another_mesh(tmp_path):
         other.model.load_state_dict(saved["model"])
         other.optimizer.load_state_dict(saved["optimizer"])
         other.backend.load_state_dict(saved["backend"])
-        found = other.train(2, 4)
+        losses = other.train(2, 4)
         if mesh == {"fsdp": 2, "tp": 4}:
-            assert found == expected  # bit for bit
+            assert losses == expected  # bit for bit
             average = other.optimizer.state[other.model.up.weight]["exp_avg"]
             assert array_of(average).addressable_shards[0].data.shape == (64, 64)
-        assert found == pytest.approx(expected, rel=REORDERED)
+        assert losses == pytest.approx(expected, rel=REORDERED)
 
 
 def test_saving_gathers_nothing(tmp_path, monkeypatch):

@@ -84,31 +84,31 @@ class Training:
     def arrays(self):
         """The bytes of the arrays on the first device, by name."""
         names = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        found = {name: array_of(tensor) for name, tensor in names.items()}
+        by_name = {name: array_of(tensor) for name, tensor in names.items()}
         for name, parameter in self.model.named_parameters():
-            found |= {f"{name}.{key}": array_of(entry) for key, entry in self.optimizer.state[parameter].items()}
-        return {name: array.addressable_shards[0].data.nbytes for name, array in found.items()}
+            by_name |= {f"{name}.{key}": array_of(entry) for key, entry in self.optimizer.state[parameter].items()}
+        return {name: array.addressable_shards[0].data.nbytes for name, array in by_name.items()}
 
 
 def sent_by(executable):
     """Bytes that a compiled function's collectives produce on each device, by kind."""
-    found = collections.Counter()
+    bytes_by_kind = collections.Counter()
     widths = {"f32": 4, "f64": 8, "s64": 8, "s32": 4, "u32": 4, "pred": 1}
     for results, kind in re.findall(
         r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", executable.as_text()
     ):
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
             count = np.prod([int(size) for size in sizes.split(",") if size], dtype=int)
-            found[kind] += int(count) * widths[dtype]
-    return found
+            bytes_by_kind[kind] += int(count) * widths[dtype]
+    return bytes_by_kind
 
 
 def sent_as_planned(part):
     """The same for a plan. XLA on a CPU replaces a reduce-scatter by an all-reduce and a slice."""
-    found = collections.Counter()
+    bytes_by_kind = collections.Counter()
     for one in part.work.sent:
-        found["all-reduce" if one.kind == "reduce-scatter" else one.kind] += one.bytes
-    return found
+        bytes_by_kind["all-reduce" if one.kind == "reduce-scatter" else one.kind] += one.bytes
+    return bytes_by_kind
 
 
 # One model on the meshes of two axes ("data parallel and fsdp" sends what "data parallel" does), and each of the others
@@ -138,10 +138,10 @@ def run(request, tmp_path_factory):
             patch.setattr(Edges, "gathers", lambda edges, segment: None)
         training = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name])
         plan = training.step.plan(training.tokens)
-        functions, gives = training.run()
+        functions, result_counts = training.run()
         elsewhere = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name], there=False)
         abstract = elsewhere.step.plan(elsewhere.tokens)
-    return plan, training.arrays(), functions, gives, abstract, (model, name)
+    return plan, training.arrays(), functions, result_counts, abstract, (model, name)
 
 
 def test_bytes_of_weights_and_state_are_those_of_the_real_shards(run):
@@ -150,13 +150,13 @@ def test_bytes_of_weights_and_state_are_those_of_the_real_shards(run):
 
 
 def test_bytes_that_go_in_and_out_of_segments_are_those_of_the_executables(run):
-    plan, _, functions, gives, *_ = run
+    plan, _, functions, result_counts, *_ = run
     assert {part.function for part in plan.parts} == functions.keys()
     for part in plan.parts:
         memory = functions[part.function].memory_analysis()
         seed = memory.argument_size_in_bytes - part.given
         assert seed in (0, 8)  # two 32-bit numbers, if random numbers are drawn
-        count = gives[part.function]
+        count = result_counts[part.function]
         # several results are a table of pointers and the buffers that they point to
         pointers = 8 * count if count > 1 else 0
         assert memory.output_size_in_bytes == part.made + pointers

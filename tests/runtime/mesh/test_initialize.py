@@ -22,8 +22,8 @@ def start(what, ranks, count=2, folder=""):
 
 
 def results(processes):
-    found = [process.communicate(timeout=200) for process in processes]
-    return [(process.returncode, out.strip(), err) for process, (out, err) in zip(processes, found, strict=True)]
+    outputs = [process.communicate(timeout=200) for process in processes]
+    return [(process.returncode, out.strip(), err) for process, (out, err) in zip(processes, outputs, strict=True)]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -95,8 +95,8 @@ def test_a_process_that_dies_in_training_is_an_error_in_the_others(count, tmp_pa
         else:
             assert status not in (0, None)
             # A process that has computed with it is told by Firstloss; otherwise by JAX, whichever is earlier.
-            told = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be"
-            assert any(words in err for words in (told, *GONE)), err[-3000:]
+            message = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be"
+            assert any(words in err for words in (message, *GONE)), err[-3000:]
     assert time.monotonic() - begin < 100  # everything before takes about 10 s; 1,000 steps would take longer
 
 

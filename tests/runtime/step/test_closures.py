@@ -158,7 +158,7 @@ def test_activation_steps_and_checkpoint_steps_are_respected(backend, model):
         fl.step_closure(texts.append)("text")
     assert seen == [3, 6, 7]
     assert [k[0] for k in kept] == [2, 4, 6, 7]
-    assert all(given == read for _, given, read in kept)  # no later step has run
+    assert all(scheduled == read for _, scheduled, read in kept)  # no later step has run
     assert len(texts) == 3
 
 

@@ -86,23 +86,23 @@ def trained(name, backend):
         optimizer.zero_grad()
         return loss.detach()
 
-    found = []
+    results = []
     for n in range(CALLS):
         a = (torch.arange(3.0) + 1j) * n
-        found.append(step(torch.arange(3.0) * n / 7, a.conj() if n % 2 else a))
+        results.append(step(torch.arange(3.0) * n / 7, a.conj() if n % 2 else a))
         exec(after, {**scope, "n": n, "a": a})
         kept = [t for part in vars(s).values() for t in (part if isinstance(part, list) else [part])]
-        found += [numbers(t) for t in (*kept, k)]
-        found += [torch.tensor([t.is_conj(), t.is_neg()]) for t in kept]
-    return found
+        results += [numbers(t) for t in (*kept, k)]
+        results += [torch.tensor([t.is_conj(), t.is_neg()]) for t in kept]
+    return results
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_views_in_a_step_match_eager(name):
-    for ours, eager in zip(trained(name, fl.backend("XLA")), trained(name, fl.backend("CPU")), strict=True):
+    for traced, eager in zip(trained(name, fl.backend("XLA")), trained(name, fl.backend("CPU")), strict=True):
         # sums and products in another order
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)
 
 
 class Held(nn.Module):
@@ -156,20 +156,20 @@ def trained_with(make, how):
         optimizer.zero_grad()
         return loss.detach()
 
-    found = []
+    results = []
     for edited in (m.w, m.b, m.w):
-        found += [step(torch.arange(3.0) + 1), numbers(m.w), numbers(m.b)]
+        results += [step(torch.arange(3.0) + 1), numbers(m.w), numbers(m.b)]
         with torch.no_grad():
             edited.mul_(1.1j)
-        found += [numbers(m.w), numbers(m.b)]
-    return found
+        results += [numbers(m.w), numbers(m.b)]
+    return results
 
 
 @pytest.mark.parametrize("how", ["deferred", "moved"])
 @pytest.mark.parametrize("make", [buffer, buffer_alone, attribute, parameter_alone])
 def test_a_model_with_a_conjugate_buffer_matches_eager(make, how):
-    for ours, eager in zip(trained_with(make, how), trained_with(make, "eager"), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)  # as above
+    for traced, eager in zip(trained_with(make, how), trained_with(make, "eager"), strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)  # as above
 
 
 @pytest.mark.parametrize("how", ["deferred", "moved"])

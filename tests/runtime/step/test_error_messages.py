@@ -214,8 +214,8 @@ def test_requires_grad_of_results_matches_eager(compiled):
             return out.sum(), compiled(x).sum()
 
     for _ in range(3):
-        found = [t.requires_grad for t in (*step(X), *kept)]
-        assert found == [False, False, True, False, False]
+        result = [t.requires_grad for t in (*step(X), *kept)]
+        assert result == [False, False, True, False, False]
 
 
 def test_eager_gradients_are_unaffected(compiled):

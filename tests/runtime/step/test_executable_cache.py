@@ -58,21 +58,21 @@ def trained(backend, rate=0.1, decay=0.0, half=None, x=X, **model):
 @pytest.fixture
 def hits(monkeypatch):
     """A list of cache hits, in JAX's cache or in Firstloss's."""
-    found, load = [], executable_cache.Entry.load
+    sources, load = [], executable_cache.Entry.load
 
     def note(event, **_):
         if event == "/jax/compilation_cache/cache_hits":
-            found.append("JAX's")
+            sources.append("JAX's")
 
     def loaded(entry):
         compiled = load(entry)
         if compiled is not None:
-            found.append("Firstloss's")
+            sources.append("Firstloss's")
         return compiled
 
     monkeypatch.setattr(executable_cache.Entry, "load", loaded)
     jax.monitoring.register_event_listener(note)
-    yield found
+    yield sources
     jax.monitoring.unregister_event_listener(note)
 
 
@@ -94,11 +94,11 @@ def test_equal_steps_are_found_and_others_compiled(tmp_path, hits):
     def on(**change):
         return trained(fl.backend("XLA", artifact_dir=tmp_path), **change)
 
-    def close(ours, change):
+    def close(losses, change):
         # float32 in another order, and half precision in which operations may be fused before rounding
         half = change.get("half") or change.get("dtype") is torch.bfloat16
         expected = trained(fl.backend("CPU"), **change)
-        torch.testing.assert_close(ours, expected, rtol=2e-2 if half else 1e-5, atol=0)
+        torch.testing.assert_close(losses, expected, rtol=2e-2 if half else 1e-5, atol=0)
 
     close(on(), {})
     for change in OTHERS:
@@ -174,8 +174,8 @@ executable_cache.Entry.load = lambda entry: loaded.append(1) or load(entry)
 backend = fl.backend("XLA", artifact_dir=sys.argv[1], first_loss="compiled")
 @fl.trace
 def step(m):
-    found = torch.linalg.cholesky(m), torch.linalg.qr(m)[1], torch.linalg.eigvalsh(m), torch.linalg.svdvals(m)
-    return sum(each.sum() for each in (*found, torch.linalg.solve(m, m), torch.fft.rfft(m).abs(), m.topk(2)[0]))
+    factors = torch.linalg.cholesky(m), torch.linalg.qr(m)[1], torch.linalg.eigvalsh(m), torch.linalg.svdvals(m)
+    return sum(each.sum() for each in (*factors, torch.linalg.solve(m, m), torch.fft.rfft(m).abs(), m.topk(2)[0]))
 @fl.trace
 def plain(m):
     return (m @ m).exp().sum()
@@ -193,8 +193,8 @@ def test_functions_that_call_a_library_are_lowered_in_each_process(tmp_path):
         return json.loads(done.stdout.splitlines()[-1])
 
     *first, none = process()
-    *again, found = process()
-    assert again == first and (none, found) == (0, 1)  # `plain`
+    *again, cache_hits = process()
+    assert again == first and (none, cache_hits) == (0, 1)  # `plain`
 
 
 def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
@@ -214,7 +214,7 @@ def test_registered_lowerings_are_lowered_at_each_start(tmp_path, hits):
     def _(x):
         return torch.empty_like(x)
 
-    found = []
+    results = []
     for factor in (2, 3):
         fl.register_lowering(torch.ops.firstloss_compile_cache.scaled, replace=True)(
             lambda x, factor=factor: factor * x
@@ -222,8 +222,8 @@ def test_registered_lowerings_are_lowered_at_each_start(tmp_path, hits):
         with fl.backend("XLA", artifact_dir=tmp_path).device:
             pass
         step = fl.trace(lambda x: torch.ops.firstloss_compile_cache.scaled(x).sum())
-        found.append(step(torch.ones(3)).item())
-    assert found == [6, 9]
+        results.append(step(torch.ones(3)).item())
+    assert results == [6, 9]
 
 
 # Steps that differ in one thing each, usually a constant.
@@ -283,9 +283,9 @@ def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
             def step(x, y, function=function):
                 return function(x, y)
 
-            found, expected = fl.trace(step)(x, y), function(x, y)
-            for ours, theirs in zip(*[r if isinstance(r, tuple) else (r,) for r in (found, expected)], strict=True):
-                torch.testing.assert_close(ours.detach().cpu(), theirs, rtol=1e-5, atol=1e-6)
+            actual, expected = fl.trace(step)(x, y), function(x, y)
+            for traced, eager in zip(*[r if isinstance(r, tuple) else (r,) for r in (actual, expected)], strict=True):
+                torch.testing.assert_close(traced.detach().cpu(), eager, rtol=1e-5, atol=1e-6)
             if again:
                 assert hits, name
             else:  # two signatures may be one module to JAX
@@ -294,8 +294,8 @@ def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
 
 
 def entry(signature, order=(), name="step_0"):
-    found = executable_cache.entry_of(name, signature, order)
-    return None if found is None else found.path.name
+    cached = executable_cache.entry_of(name, signature, order)
+    return None if cached is None else cached.path.name
 
 
 PARTS = st.recursive(
@@ -360,6 +360,6 @@ def test_another_process_with_the_same_flags_finds_it(tmp_path):
         return json.loads(done.stdout.splitlines()[-1])
 
     first, none = process()
-    again, found = process()
-    assert again == first and none == 0 and found > 0
+    again, cache_hits = process()
+    assert again == first and none == 0 and cache_hits > 0
     assert process(XLA_FLAGS="--xla_cpu_max_isa=AVX")[1] == 0  # as on another machine

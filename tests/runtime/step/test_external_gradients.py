@@ -39,12 +39,12 @@ def test_a_step_reads_the_current_gradient(gradient, parameter, trace, tmp_path)
         fl.compile(model, backend)
         optimizer = torch.optim.SGD([model.weight], lr=0.5)
         step = trace(lambda: optimizer.step())
-        found = []
+        results = []
         for i in range(5):
             model.weight.grad = gradient(i)
             step()
-            found.append(model.weight.detach().tolist())
-        return found
+            results.append(model.weight.detach().tolist())
+        return results
 
     eager = train(fl.backend("CPU"))
     assert train(fl.backend("XLA", artifact_dir=tmp_path)) == eager  # sums of integers
@@ -87,7 +87,7 @@ def test_gradients_may_be_views_of_one_vector(anew, step, trace, tmp_path):
         size = sum(p.numel() for p in parameters)
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         traced = trace(lambda: step(parameters, optimizer))
-        found = []
+        results = []
         for i in range(6):
             if anew(i):
                 vector, begin = torch.zeros(size, dtype=torch.float64), 0
@@ -98,8 +98,8 @@ def test_gradients_may_be_views_of_one_vector(anew, step, trace, tmp_path):
             if i == 5:  # one of them is removed
                 parameters[0].grad = torch.ones(parameters[0].shape, dtype=torch.float64)
             traced()
-            found += [*vector.tolist(), *(x for p in parameters for x in (p.sum().item(), p.grad.sum().item()))]
-        return found
+            results += [*vector.tolist(), *(x for p in parameters for x in (p.sum().item(), p.grad.sum().item()))]
+        return results
 
     eager = train(fl.backend("CPU"))
     # A norm and sums of a few numbers in another order, in float64, over six steps.

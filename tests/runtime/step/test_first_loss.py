@@ -85,16 +85,16 @@ def small_step(net, backend):
 @pytest.fixture
 def computed(monkeypatch):
     """A list with one item for each loss computed by PyTorch's kernels."""
-    found = []
+    losses = []
     compute = first_loss.FirstLoss.compute
 
-    def counted(self, *given):
-        results = compute(self, *given)
-        found.append(len(results))
+    def counted(self, *args):
+        results = compute(self, *args)
+        losses.append(len(results))
         return results
 
     monkeypatch.setattr(first_loss.FirstLoss, "compute", counted)
-    return found
+    return losses
 
 
 def equal(a, b):
@@ -170,8 +170,8 @@ def test_new_weights_get_their_loss_from_kernels(options, expected, computed, tm
 def accumulating(model, optimizer):
     def step(x, y):
         total = torch.zeros(())
-        for part, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
-            loss = (model(part) - wanted + 0.1 * torch.randn_like(part)).square().mean()
+        for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = (model(part) - target + 0.1 * torch.randn_like(part)).square().mean()
             loss.backward()
             total = total + loss.detach()
         optimizer.step()
@@ -234,7 +234,7 @@ def test_only_the_first_step_uses_kernels(computed, tmp_path):
 
 
 def test_an_operation_without_a_kernel_is_compiled(monkeypatch, tmp_path):
-    def refuse(self, *given):
+    def refuse(self, *args):
         raise NotImplementedError("no kernel")
 
     monkeypatch.setattr(first_loss.FirstLoss, "compute", refuse)
@@ -249,10 +249,10 @@ def test_an_interrupt_leaves_the_state_unchanged(monkeypatch, tmp_path):
     compute = first_loss.FirstLoss.compute
     interrupts = [KeyboardInterrupt()]
 
-    def interrupted(self, *given):
+    def interrupted(self, *args):
         if interrupts:
             raise interrupts.pop()
-        return compute(self, *given)
+        return compute(self, *args)
 
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     torch.manual_seed(0)
@@ -309,13 +309,13 @@ def test_only_the_step_is_compiled(returned, backend, monkeypatch):
 
     def step_of(model, optimizer):
         def step(x, y):
-            found = model(x)
-            loss = (found - y).square().mean()
+            logits = model(x)
+            loss = (logits - y).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            wide = found.repeat(64, 64) if returned == "large" else found.sum(0).bfloat16()
-            return loss if returned == "number" else (loss, found, wide, found.argmax(1))
+            wide = logits.repeat(64, 64) if returned == "large" else logits.sum(0).bfloat16()
+            return loss if returned == "number" else (loss, logits, wide, logits.argmax(1))
 
         return lambda x, y: step(x, y) if returned == "number" else step(x, y)[0]
 

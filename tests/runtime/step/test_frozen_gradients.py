@@ -95,8 +95,8 @@ def test_gradients_of_frozen_weights_match_eager(does, frozen, returned, tmp_pat
         ]
 
     expected = seen(fl.backend("CPU"))
-    found = seen(fl.backend("XLA", artifact_dir=tmp_path))
-    for a, b in zip(expected, found, strict=True):
+    actual = seen(fl.backend("XLA", artifact_dir=tmp_path))
+    for a, b in zip(expected, actual, strict=True):
         for x, y in zip(a, b, strict=True):
             if isinstance(x, torch.Tensor):
                 # Eager PyTorch's kernels on both sides; a mean may be summed in another order.
@@ -129,16 +129,16 @@ def test_gradients_of_weights_unfrozen_in_the_step_match_eager(freezes, cleared,
                 model.weight.requires_grad_(False)
             return loss
 
-        found = []
+        results = []
         for i in range(8):
             step(torch.full((2, 4), float(i)))
             gradient = model.weight.grad
-            found.append((None if gradient is None else gradient.clone(), kept["gradient"] is gradient))
+            results.append((None if gradient is None else gradient.clone(), kept["gradient"] is gradient))
             if freezes == "others":
                 model.weight.requires_grad_(False)
             if cleared == "between" or cleared == "now and then" and i % 3:
                 model.weight.grad = None
-        return found
+        return results
 
-    for ours, theirs in zip(run(fl.backend("XLA")), run(fl.backend("CPU")), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for traced, eager in zip(run(fl.backend("XLA")), run(fl.backend("CPU")), strict=True):
+        torch.testing.assert_close(traced, eager)

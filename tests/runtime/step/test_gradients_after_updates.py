@@ -47,14 +47,14 @@ def test_gradients_match_eager(cls, options, tmp_path, monkeypatch) -> None:
             backend, lambda: nn.Linear(4, 3, dtype=torch.float64), lambda weights: cls(weights, lr=0.01, **options)
         )
         step = training_step(compiled, optimizer)
-        found = []
+        actual = []
         for x in batches(3, dtype=torch.float64):
             step(x)
-            found += [p.grad.detach().clone() for p in model.parameters()]
-            found += [p.detach().clone() for p in model.parameters()]
-        return found
+            actual += [p.grad.detach().clone() for p in model.parameters()]
+            actual += [p.detach().clone() for p in model.parameters()]
+        return actual
 
-    expected, found = on_both(run, tmp_path)
+    expected, actual = on_both(run, tmp_path)
     # Some optimizers compute corrections from float32 counts, in Python or in tensors: 2e-8 apart after two steps. An
     # update stored in a gradient is of the gradient's own size.
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)

@@ -157,9 +157,9 @@ def kind(request, monkeypatch):
     real = segmentation.cut
 
     def cut(*args, **options):
-        found = real(*args, **options)
-        pieces.append(1 if found is None else len(found.segments))
-        return found
+        cut_program = real(*args, **options)
+        pieces.append(1 if cut_program is None else len(cut_program.segments))
+        return cut_program
 
     monkeypatch.setattr(segmentation, "cut", cut)
     if request.param == "segments":
@@ -192,24 +192,24 @@ def steady(training):
 @pytest.mark.parametrize("clear", [False, True])
 def test_an_interrupt_at_any_line_leaves_a_consistent_state(kind, clear, tmp_path):
     make, features = KINDS[kind]
-    ours = Training(make, features, "XLA", clear, tmp_path)
-    lines, done = steady(ours)
+    traced = Training(make, features, "XLA", clear, tmp_path)
+    lines, done = steady(traced)
     places = sampled(lines, scale.of(14, 30))
     outcomes = set()
     states = states_of("XLA", make, features, done + len(places) + 1, clear, tmp_path)
     eager = states_of("CPU", make, features, 4, clear)
-    fl.backend(ours.backend)
+    fl.backend(traced.backend)
     for at in places:
         with pytest.raises(Boom), Interrupting(at):
-            ours.step(ours.x)
+            traced.step(traced.x)
         undisturbed()
-        now = ours.state()
+        now = traced.state()
         after = same(now, states[done + 1])
         assert after or same(now, states[done]), f"at line {at} of {lines}"
         outcomes.add(after)
         done += after
-    ours.step(ours.x)
-    assert same(ours.state(), states[done + 1])
+    traced.step(traced.x)
+    assert same(traced.state(), states[done + 1])
     assert same(states[4], eager[4], close=True)
     assert outcomes == {False, True}  # otherwise this test checks nothing
 
@@ -241,20 +241,20 @@ def interrupted(alarms, seconds, call):
 
 def test_a_signal_at_any_moment_leaves_a_consistent_state(kind, alarms, tmp_path):
     make, features = KINDS[kind]
-    ours = Training(make, features, "XLA", True, tmp_path)
+    traced = Training(make, features, "XLA", True, tmp_path)
     count = 60
     for _ in range(3):
-        ours.step(ours.x).item()
+        traced.step(traced.x).item()
     begin = time.perf_counter()
-    ours.step(ours.x).item()
+    traced.step(traced.x).item()
     lasts = time.perf_counter() - begin
     states = states_of("XLA", make, features, count + 5, True, tmp_path)
-    fl.backend(ours.backend)
+    fl.backend(traced.backend)
     rng, done, hits = random.Random(0), 4, 0
     for _ in range(count):
-        hits += interrupted(alarms, rng.uniform(2e-5, 1.2 * lasts), lambda: ours.step(ours.x))
+        hits += interrupted(alarms, rng.uniform(2e-5, 1.2 * lasts), lambda: traced.step(traced.x))
         undisturbed()
-        now = ours.state()
+        now = traced.state()
         after = same(now, states[done + 1])
         assert after or same(now, states[done])
         done += after
@@ -268,22 +268,22 @@ def test_an_interrupt_in_the_first_call_leaves_a_consistent_state(kind, tmp_path
         Training(make, features, "XLA", False, tmp_path).step(torch.ones(16, features))
     states = states_of("XLA", make, features, 3, False, tmp_path)
     eager = states_of("CPU", make, features, 3, False)
-    ours, done = Training(make, features, "XLA", False, tmp_path), 0
+    traced, done = Training(make, features, "XLA", False, tmp_path), 0
     ends_at = (0.02, 0.3, 0.7, 0.97, 0.997), (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.99, 0.997, 0.9995)
     ends = [int(counted.lines * part) for part in scale.of(*ends_at)]
     for at in ends:
-        ours, done = Training(make, features, "XLA", False, tmp_path), 0
+        traced, done = Training(make, features, "XLA", False, tmp_path), 0
         with Interrupting(at) as counted:
             try:
-                ours.step(ours.x)
+                traced.step(traced.x)
                 done = 1
             except Boom:
                 pass
         undisturbed()
-        now = ours.state()
+        now = traced.state()
         done = int(same(now, states[1]))
         assert done or same(now, states[0]), f"at line {at}"
         for _ in range(3 - done):
-            ours.step(ours.x)
-        assert same(ours.state(), states[3]), f"at line {at}"
+            traced.step(traced.x)
+        assert same(traced.state(), states[3]), f"at line {at}"
     assert same(states[3], eager[3], close=True)

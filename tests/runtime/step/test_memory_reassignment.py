@@ -71,7 +71,7 @@ def run(seed, backend):
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
     at = types.SimpleNamespace(**{name: torch.full((4,), float(i + 1)) for i, name in enumerate(NAMES)})
-    lent, given = torch.arange(8.0) / 8, torch.zeros(4)
+    lent, other = torch.arange(8.0) / 8, torch.zeros(4)
     changes = compile("\n".join(inside), __file__, "exec")
 
     @fl.trace
@@ -86,16 +86,16 @@ def run(seed, backend):
             read = sum((n + 1) * tensor.sum() for n, tensor in enumerate((at.k, at.q, at.r, lent, batch)))
         return loss.detach() * read
 
-    found = []
+    results = []
     generator = torch.Generator().manual_seed(1)
     for i in range(STEPS):
         x = torch.randn(3, 4, generator=generator)
-        given.copy_(x[0])
-        found.append(step(x, given).clone())
+        other.copy_(x[0])
+        results.append(step(x, other).clone())
         with torch.no_grad():
-            exec(between.get(i, "pass"), {"at": at, "lent": lent, "batch": given, "torch": torch})
-        found += [tensor.detach().clone() for tensor in (at.k, at.q, at.r, lent, given)]
-    return found
+            exec(between.get(i, "pass"), {"at": at, "lent": lent, "batch": other, "torch": torch})
+        results += [tensor.detach().clone() for tensor in (at.k, at.q, at.r, lent, other)]
+    return results
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -108,12 +108,12 @@ def test_reassigned_memory_matches_eager(first, by_kernels):
         except (RuntimeError, IndexError):  # eager PyTorch raises
             continue
         try:
-            found = run(seed, fl.backend("XLA"))
+            actual = run(seed, fl.backend("XLA"))
         except FirstlossError as error:
             assert "test_memory_reassignment.py:" in str(error)
             continue
         agreed += 1
         # float32, the same operations; sums in another order differ in the last places
         how = {"rtol": 1e-4, "atol": 1e-5, "msg": lambda text, seed=seed: f"{program(seed)}: {text}"}
-        torch.testing.assert_close(found, expected, **how)
+        torch.testing.assert_close(actual, expected, **how)
     assert agreed

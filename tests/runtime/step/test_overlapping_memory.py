@@ -107,7 +107,7 @@ def test_newly_shared_memory_matches_eager_or_is_refused(giver, taker, optimizer
     def train(backend):
         run = Run(backend, optimizer)
         generator = torch.Generator().manual_seed(1)
-        found = []
+        results = []
         for i in range(STEPS):
             x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 4, generator=generator)
             if i == 0:  # gradients and state exist before the first traced step
@@ -115,9 +115,9 @@ def test_newly_shared_memory_matches_eager_or_is_refused(giver, taker, optimizer
                 run.optimizer.step()
             if i == (AFTER if late else 0):
                 taker(run, GIVERS[giver](run))
-            found.append(run.step(x, y).detach().clone())
+            results.append(run.step(x, y).detach().clone())
         rest = [run.model.state_dict(), [p.grad for p in run.model.parameters()], run.place.kept]
-        return found, rest, [run.state(p) for p in run.model.parameters()]
+        return results, rest, [run.state(p) for p in run.model.parameters()]
 
     row = giver in ("a row of a gradient", "a row of state") and taker is data and not late
     itself = giver in ("a buffer", "a kept tensor") or giver == "the weight itself" and taker is data

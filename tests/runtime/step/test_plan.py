@@ -37,10 +37,10 @@ def placements(draw):
 def test_bytes_per_device_match_jaxs_shards(placement, itemsize):
     shape, spec, axes = placement
     sharding = NamedSharding(AbstractMesh(tuple(axes.values()), tuple(axes)), PartitionSpec(*(e or None for e in spec)))
-    found = local_bytes(shape, itemsize, spec, axes)
-    assert found == math.prod(sharding.shard_shape(shape)) * itemsize
+    result = local_bytes(shape, itemsize, spec, axes)
+    assert result == math.prod(sharding.shard_shape(shape)) * itemsize
     copies = math.prod(size for axis, size in axes.items() if not any(axis in entry for entry in spec))
-    assert found * math.prod(axes.values()) == math.prod(shape) * itemsize * copies
+    assert result * math.prod(axes.values()) == math.prod(shape) * itemsize * copies
 
 
 def ring(kind, parts):
@@ -79,14 +79,14 @@ def planned(folder, model, axes, *batch, optimizer=torch.optim.AdamW, specs=None
         module = model()
     if specs:
         fl.shard(module, specs, axes)
-    compiled, made = fl.compile(module, backend), optimizer(module.parameters(), lr=0.1)
+    compiled, built = fl.compile(module, backend), optimizer(module.parameters(), lr=0.1)
 
     @fl.trace
     def step(*batch):
         loss = compiled(*batch).square().sum()
         loss.backward()
-        made.step()
-        made.zero_grad()
+        built.step()
+        built.zero_grad()
         return loss
 
     return step.plan(*batch)
@@ -110,13 +110,13 @@ def test_a_perceptrons_plan_matches_formulas(tmp_path_factory, widths, axes, row
     # Forward, the weight's gradient and, except for the first layer, the input's.
     assert plan.matmul_flops == 2 * rows * (3 * sum(weights) - weights[0])
     gathered = sum(one.bytes for one in plan.sent() if one.kind == "all-gather")
-    cut = [n if mine < n else 0 for n, mine in zip(weights, shared, strict=True)]
+    cut = [n if share < n else 0 for n, share in zip(weights, shared, strict=True)]
     # Transposed for the forward pass, unchanged for the input's gradient, which the first layer does not need.
     assert gathered == 4 * (2 * sum(cut) - cut[0])
     assert sum(one.bytes for one in plan.sent() if one.kind == "reduce-scatter") == 4 * sum(cut)
     reduced = sum(one.bytes for one in plan.sent() if one.kind == "all-reduce")
     whole = sum(weights) - sum(cut)
-    if devices > 1 and all(mine in (n, n // devices) for n, mine in zip(weights, shared, strict=True)):
+    if devices > 1 and all(share in (n, n // devices) for n, share in zip(weights, shared, strict=True)):
         assert reduced == 4 * whole + 4  # and the loss
 
 

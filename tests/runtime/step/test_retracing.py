@@ -76,9 +76,9 @@ def better_function(input1: torch.Tensor, input2: torch.Tensor, step: torch.Tens
 
 def test_a_counter_in_a_branch_is_not_frozen():
     step = fl.trace(lambda x: bad_function(x * 2, x * 3))
-    with pytest.warns(GraphChangeWarning) as told:
+    with pytest.warns(GraphChangeWarning) as record:
         assert values(step, X, count=6) == [[2.0, 4.0]] * 3 + [[3.0, 6.0]] * 3
-    first, parted = [str(w.message) for w in told]
+    first, parted = [str(w.message) for w in record]
     assert "the global counter" in first and "(1, now 2)" in first and "traced at each call" in first
     for text in (first, parted):
         assert line_of(bad_function, "if counter < 4") in text  # the line that reads it
@@ -168,12 +168,12 @@ def test_outside_changes_apply_from_the_next_call(edit, after, backend, monkeypa
     EDITS[edit](layer)
     expected = layer(X).clone()
     assert not torch.allclose(expected, torch.tensor(before[0]))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        got = values(step, X, count=3)
-    assert got[0] == got[1] == got[2]
-    torch.testing.assert_close(torch.tensor(got[0]), expected)
-    assert len([w for w in told if w.category is GraphChangeWarning]) == (edit != "another buffer")
+        actual = values(step, X, count=3)
+    assert actual[0] == actual[1] == actual[2]
+    torch.testing.assert_close(torch.tensor(actual[0]), expected)
+    assert len([w for w in record if w.category is GraphChangeWarning]) == (edit != "another buffer")
 
 
 def test_closure_variables_are_guarded():
@@ -237,10 +237,10 @@ def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
     monkeypatch.setattr(compiling, "compile_step", lambda *a: compiled.append(1) or compile_(*a))
 
     def pair():
-        ours = nn.Linear(2, 2)
-        reference = copy.deepcopy(ours)
+        net = nn.Linear(2, 2)
+        reference = copy.deepcopy(net)
         return (
-            *steps(fl.compile(ours, backend), ours, fl.trace(check=False)),
+            *steps(fl.compile(net, backend), net, fl.trace(check=False)),
             *steps(reference, reference, lambda step: step),
         )
 
@@ -265,8 +265,8 @@ def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
 
     def run(train, evaluate, train_eagerly, evaluate_eagerly):
         before = len(traced), len(compiled)
-        for ours, eager in ((train, train_eagerly), (evaluate, evaluate_eagerly)):
-            torch.testing.assert_close(torch.tensor(quiet(ours, X)[0]), eager(X))
+        for net, eager in ((train, train_eagerly), (evaluate, evaluate_eagerly)):
+            torch.testing.assert_close(torch.tensor(quiet(net, X)[0]), eager(X))
         return len(traced) - before[0], len(compiled) - before[1]
 
     first = pair()
@@ -456,12 +456,12 @@ class Mean:
 
 
 def test_sums_of_a_metric_are_state():
-    ours, theirs = Mean(), Mean()
-    step = fl.trace(lambda x: ours.update(x))
+    traced, eager = Mean(), Mean()
+    step = fl.trace(lambda x: traced.update(x))
     for i in range(4):
         step(X + i)
-        theirs.update(X + i)
-        assert ours.values() == theirs.values()
+        eager.update(X + i)
+        assert traced.values() == eager.values()
     assert traces(step) == 1
 
 
@@ -499,9 +499,9 @@ def test_a_file_read_is_found_at_the_second_call(tmp_path):
     step = fl.trace(lambda x: x * float(file.read_text()))
     assert quiet(step, X) == [[1.0, 2.0]]
     file.write_text("2")
-    with pytest.warns(GraphChangeWarning) as told:
+    with pytest.warns(GraphChangeWarning) as record:
         assert step(X).tolist() == [2.0, 4.0]
-    texts = [str(warning.message) for warning in told]
+    texts = [str(warning.message) for warning in record]
     assert re.search(r"aten.mul.* before, aten.mul.* now.*torch.where", texts[0], re.DOTALL)
     assert re.search(r"is traced at each call.*test_retracing.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
 
@@ -669,19 +669,19 @@ def test_a_sparse_tensor_of_rows_is_refused_at_its_line():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
 def test_an_argument_that_is_not_dense_is_refused_at_its_line(kind):
-    given = {
+    arguments = {
         "sparse": lambda: torch.eye(2).to_sparse(),
         "nested": lambda: torch.nested.nested_tensor([X, X[:1]]),
         "quantized": lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),
     }[kind]()
     with pytest.raises(fl.errors.TraceError, match=f"{__file__}:.*dense.*{kind}"):
-        fl.trace(lambda x, given: x.sum())(X, given)
+        fl.trace(lambda x, arguments: x.sum())(X, arguments)
 
 
-@pytest.mark.parametrize("made", [lambda x: x, lambda x: x + 1, lambda x: torch.ones(2, 2)])
-def test_a_view_beyond_its_storage_is_refused_at_its_line(made):
+@pytest.mark.parametrize("base", [lambda x: x, lambda x: x + 1, lambda x: torch.ones(2, 2)])
+def test_a_view_beyond_its_storage_is_refused_at_its_line(base):
     with pytest.raises(fl.errors.CaptureError, match=f"{__file__}:.*as_strided.*16"):
-        fl.trace(lambda x: made(x).as_strided((2, 2), (1, 2), 2) * x.sum())(torch.ones(2, 2))
+        fl.trace(lambda x: base(x).as_strided((2, 2), (1, 2), 2) * x.sum())(torch.ones(2, 2))
 
 
 def test_moving_a_counter_to_the_backend_is_not_a_change(backend):
@@ -746,8 +746,8 @@ def test_computed_names_are_guarded_for_weights_in_any_state(tmp_path):
             yield globals()["worked_out"].clone()
 
     expected = list(run(fl.backend("CPU")))
-    found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA sums in another order
+    actual = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # XLA sums in another order
 
 
 def test_a_warning_is_issued_once_at_the_line_of_the_call():

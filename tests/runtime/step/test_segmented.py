@@ -170,9 +170,9 @@ def test_segments_match_the_step_compiled_as_a_whole(case, tmp_path, monkeypatch
 def test_compiled_functions_do_not_grow_with_the_layers():
     def functions(layers):
         step = Captured(layers)
-        found = segments.cut(step.program)
-        assert found is not None
-        return {s.function: len(s.calls) for s in found.segments}
+        segmented = segments.cut(step.program)
+        assert segmented is not None
+        return {s.function: len(s.calls) for s in segmented.segments}
 
     few, many = functions(30), functions(60)
     assert sum(many.values()) <= 2 * sum(few.values())
@@ -205,7 +205,7 @@ class Captured:
             model = Deep(layers)
         optimizer = adamw(model.parameters())
         compiled = fl.compile(model, backend)
-        compile_step, compiling.compile_step = compiling.compile_step, lambda *given: None
+        compile_step, compiling.compile_step = compiling.compile_step, lambda *args: None
         try:
             run = fl.trace(lambda batch: plain(compiled, optimizer, batch))
             with pytest.raises(AttributeError):  # there is nothing to call
@@ -230,12 +230,12 @@ def test_calls_are_ordered_by_their_dependencies():
 
     program = Captured(12).program
     calls = split_foreach_calls(program.nodes)
-    there = set(program.inputs.values())
-    made = {value for call in calls for value in call.outputs}
+    available = set(program.inputs.values())
+    outputs = {value for call in calls for value in call.outputs}
     for call in calls:
-        assert all(value in there for value in call.inputs if value in made)
-        there.update(call.outputs)
-    assert made == {value for node in program.nodes for value in node.outputs}
+        assert all(value in available for value in call.inputs if value in outputs)
+        available.update(call.outputs)
+    assert outputs == {value for node in program.nodes for value in node.outputs}
 
 
 def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, monkeypatch):

@@ -173,16 +173,19 @@ class Counted(torch.optim.Optimizer):
 
 def test_state_created_inside_the_step_is_kept(backend, model):
     reference = eager_linear()
-    theirs = Counted(reference.parameters())
-    step, ours = make_step(model, backend, Counted(model.parameters()))
+    eager = Counted(reference.parameters())
+    step, optimizer = make_step(model, backend, Counted(model.parameters()))
     for _ in range(4):
         float(step(X, Y))
         F.mse_loss(reference(X), Y).backward()
-        theirs.step()
-        theirs.zero_grad()
+        eager.step()
+        eager.zero_grad()
     torch.testing.assert_close(model.weight.clone(), reference.weight.detach(), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(
-        ours.state[model.weight]["momentum"].clone(), theirs.state[reference.weight]["momentum"], rtol=1e-5, atol=1e-9
+        optimizer.state[model.weight]["momentum"].clone(),
+        eager.state[reference.weight]["momentum"],
+        rtol=1e-5,
+        atol=1e-9,
     )
 
 
@@ -340,10 +343,10 @@ def test_a_function_may_have_attributes_with_our_names(backend):
     def step(x):
         return x * 2
 
-    ours = {name for name in vars(fl.trace(lambda x: x)) if not name.startswith("__")}
-    for name in ours:
+    public = {name for name in vars(fl.trace(lambda x: x)) if not name.startswith("__")}
+    for name in public:
         setattr(step, name, object())
     step.note = "theirs"
     traced = fl.trace(step)
-    assert {"_step", "_cache"} <= ours and traced.note == "theirs"
+    assert {"_step", "_cache"} <= public and traced.note == "theirs"
     assert traced(torch.ones(2)).tolist() == [2, 2]

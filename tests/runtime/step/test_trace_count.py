@@ -268,8 +268,8 @@ def a_list_that_grows():
 @kept_inside
 def a_dict_of_metrics():
     metrics = {}
-    found = lambda: set(metrics) == {"loss", "mean"}  # noqa: E731
-    return lambda loss, x: metrics.update(loss=loss.detach(), mean=x.mean()), found
+    is_complete = lambda: set(metrics) == {"loss", "mean"}  # noqa: E731
+    return lambda loss, x: metrics.update(loss=loss.detach(), mean=x.mean()), is_complete
 
 
 @kept_inside
@@ -366,13 +366,13 @@ def counts_in_a_list_and_in_an_attributes_dict():
 
 @kept_inside
 def a_print_in_a_closure():
-    shown = []
+    printed = []
 
     @fl.step_closure
     def show(loss):
-        shown.append(loss.item())
+        printed.append(loss.item())
 
-    return lambda loss, x: show(loss), lambda: len(shown) == STEPS
+    return lambda loss, x: show(loss), lambda: len(printed) == STEPS
 
 
 @kept_inside
@@ -430,8 +430,8 @@ def test_a_library_model_is_traced_twice(backend, traced, make):
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_kept_values_do_not_retrace(backend, traced, name):
-    keep, right = INSIDE[name]()
-    step = train_step(backend, keep)
+    keep_value, right = INSIDE[name]()
+    step = train_step(backend, keep_value)
     for x in batches():
         step(x)
     assert right()
@@ -597,10 +597,10 @@ class Net(nn.Module):
 
 class Keeps(Callback):
     def __init__(self):
-        self.found = []
+        self.logged = []
 
     def on_metrics(self, trainer, metrics, step):
-        self.found.append(dict(metrics))
+        self.logged.append(dict(metrics))
 
 
 def test_the_trainer_does_not_retrace(tmp_path, traced):
@@ -620,5 +620,5 @@ def test_the_trainer_does_not_retrace(tmp_path, traced):
         seed=0,
     )
     trainer.fit(data)
-    assert len(keeps.found) >= STEPS // 5
+    assert len(keeps.logged) >= STEPS // 5
     assert len(traced) == ONCE

@@ -143,15 +143,15 @@ def test_losses_and_weights_match_eager(case, backend):
     batches = [batch() for _ in range(STEPS)]
     expected, losses = train_eagerly(make, batches, loss_of, optimizer_of)
     model, traced, _ = train_traced(backend, make, batches, loss_of, optimizer_of)
-    for ours, theirs in zip(traced, losses, strict=True):
-        assert math.isclose(ours, theirs, rel_tol=LOSS)
+    for actual, eager in zip(traced, losses, strict=True):
+        assert math.isclose(actual, eager, rel_tol=LOSS)
     state = model.state_dict()
     assert list(state) == list(expected.state_dict())
     if optimizer_of is adamw:
         return  # Adam divides by the gradient's own size: where the gradient is only rounding noise, the update is too
-    for name, theirs in expected.state_dict().items():
+    for name, eager in expected.state_dict().items():
         # as for the losses, about 1e-7 of the weights' size, 0.02 to 1
-        torch.testing.assert_close(fl.errors and state[name].clone(), theirs, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(fl.errors and state[name].clone(), eager, rtol=1e-4, atol=1e-6)
 
 
 def test_dropout_draws_new_masks_reproducibly(backend):
