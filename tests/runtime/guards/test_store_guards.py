@@ -119,7 +119,7 @@ CASES["an attribute of Plain, by a string"] = attribute_of(Plain, by_string=True
 
 
 @case
-def an_attribute_of_the_optimizer(m, o):
+def optimizer_attribute(m, o):
     def put(value):
         o.value = value
 
@@ -127,7 +127,7 @@ def an_attribute_of_the_optimizer(m, o):
 
 
 @case
-def an_attribute_of_the_model(m, o):
+def model_attribute(m, o):
     def put(value):
         m.value = value
 
@@ -135,7 +135,7 @@ def an_attribute_of_the_model(m, o):
 
 
 @case
-def an_attribute_of_a_weight(m, o):
+def weight_attribute(m, o):
     def put(value):
         m.weight.value = value
 
@@ -143,7 +143,7 @@ def an_attribute_of_a_weight(m, o):
 
 
 @case
-def by_a_method(m, o):
+def set_by_a_method(m, o):
     class Meter:
         def put(self, value):
             self.value = value
@@ -153,19 +153,19 @@ def by_a_method(m, o):
 
 
 @case
-def past_the_class(m, o):
+def object_setattr(m, o):
     held = Frozen()
     return lambda value: object.__setattr__(held, "value", value), lambda: held.value
 
 
 @case
-def in_vars(m, o):
+def vars_item(m, o):
     held = Plain()
     return lambda value: vars(held).update(value=value), lambda: held.value
 
 
 @case
-def in_an_empty_dict(m, o):
+def key_of_an_empty_dict(m, o):
     held = types.SimpleNamespace(own=type("Empty", (), {})())
 
     def put(value):
@@ -178,7 +178,7 @@ def in_an_empty_dict(m, o):
 
 
 @case
-def there_and_back(m, o):
+def set_and_restored(m, o):
     held = Plain()
 
     def put(value):
@@ -189,7 +189,7 @@ def there_and_back(m, o):
 
 
 @case
-def deleted(m, o):
+def deleted_attribute(m, o):
     held = Plain()
 
     def put(value):
@@ -204,7 +204,7 @@ STATE = ON
 
 
 @case
-def a_global(m, o):
+def global_name(m, o):
     def put(value):
         global STATE
         STATE = value
@@ -213,12 +213,12 @@ def a_global(m, o):
 
 
 @case
-def by_globals(m, o):
+def globals_item(m, o):
     return lambda value: globals().__setitem__("STATE", value), lambda: STATE
 
 
 @case
-def a_variable(m, o):
+def closure_variable(m, o):
     held = ON
 
     def put(value):
@@ -229,7 +229,7 @@ def a_variable(m, o):
 
 
 @case
-def an_attribute_of_sys(m, o):
+def sys_attribute(m, o):
     def put(value):
         sys.fuzzed = value
 
@@ -237,7 +237,7 @@ def an_attribute_of_sys(m, o):
 
 
 @case
-def an_attribute_of_torch(m, o):
+def torch_attribute(m, o):
     def put(value):
         torch.nn.functional.fuzzed = value
 
@@ -245,43 +245,43 @@ def an_attribute_of_torch(m, o):
 
 
 @case
-def an_item(m, o):
+def dict_item(m, o):
     held = {}
     return lambda value: held.update(value=value), lambda: held["value"]
 
 
 @case
-def a_member(m, o):
+def set_member(m, o):
     held = {ON}
     return lambda value: (held.add if value == ON else held.discard)(ON), lambda: ON in held
 
 
 @case
-def a_full_deque(m, o):
+def full_deque(m, o):
     held = collections.deque([ON, ON], maxlen=2)
     return held.append, lambda: list(held)
 
 
 @case
-def an_empty_list(m, o):
+def emptied_list(m, o):
     held = []
     return lambda value: held.clear() if value == ON else held.append(value), lambda: list(held)
 
 
 @case
-def an_array(m, o):
+def numpy_array(m, o):
     held = np.zeros(3)
     return lambda value: held.fill(value == ON), held.tolist
 
 
 @case
-def a_buffer(m, o):
+def module_buffer(m, o):
     held = array.array("d", [0.0])
     return lambda value: held.__setitem__(0, float(value == ON)), held.tolist
 
 
 @case
-def memory_of_ctypes(m, o):
+def ctypes_memory(m, o):
     held = (ctypes.c_int * 2)()
 
     def put(value):
@@ -291,13 +291,13 @@ def memory_of_ctypes(m, o):
 
 
 @case
-def a_context_variable(m, o):
+def context_variable(m, o):
     held = contextvars.ContextVar("held", default=ON)
     return lambda value: (held.set(value), None)[1], held.get
 
 
 @case
-def the_environment(m, o):
+def environment_variable(m, o):
     def put(value):
         os.environ["FIRSTLOSS_STORED"] = value
 
@@ -305,7 +305,7 @@ def the_environment(m, o):
 
 
 @case
-def out_of_the_environment(m, o):
+def environment_variable_deleted(m, o):
     def put(value):
         if value == ON:
             os.environ.pop("FIRSTLOSS_STORED", None)
@@ -316,34 +316,34 @@ def out_of_the_environment(m, o):
 
 
 @case
-def a_generator_of_pythons(m, o):
+def random_instance(m, o):
     held = random.Random(0)
     return lambda value: held.seed(value == ON), held.getstate
 
 
 @case
-def pythons_generator(m, o):
+def random_module(m, o):
     return lambda value: random.seed(value == ON), random.getstate
 
 
 @case
-def numpys_generator(m, o):
+def numpy_random(m, o):
     return lambda value: np.random.seed(value == ON), lambda: np.random.get_state()[1].tolist()
 
 
 @case
-def a_generator_of_torchs(m, o):
+def torch_generator(m, o):
     held = torch.Generator()
     return lambda value: held.manual_seed(int(value == ON)) and None, lambda: held.get_state().tolist()
 
 
 @case
-def torchs_generator(m, o):
+def torch_global_generator(m, o):
     return lambda value: torch.manual_seed(int(value == ON)) and None, lambda: torch.get_rng_state().tolist()
 
 
 @case
-def decimals(m, o):
+def decimal_precision(m, o):
     def put(value):
         decimal.getcontext().prec = 28 if value == ON else 10
 
@@ -351,17 +351,17 @@ def decimals(m, o):
 
 
 @case
-def training(m, o):
+def training_mode(m, o):
     return lambda value: m.train(value == ON) and None, lambda: m.training
 
 
 @case
-def training_there_and_back(m, o):
+def training_mode_restored(m, o):
     return lambda value: (m.eval(), m.train(value == ON)) and None, lambda: m.training
 
 
 @case
-def wanted_gradients(m, o):
+def requires_grad(m, o):
     def put(value):
         m.bias.requires_grad_(value == ON)
 
@@ -369,7 +369,7 @@ def wanted_gradients(m, o):
 
 
 @case
-def no_gradient(m, o):
+def cleared_gradient(m, o):
     held = nn.Parameter(torch.ones(2))
 
     def put(value):
@@ -379,7 +379,7 @@ def no_gradient(m, o):
 
 
 @case
-def a_rate(m, o):
+def learning_rate(m, o):
     def put(value):
         for group in o.param_groups:
             group["lr"] = 0.1 if value == ON else 0.3
@@ -388,7 +388,7 @@ def a_rate(m, o):
 
 
 @case
-def a_decay(m, o):
+def weight_decay(m, o):
     def put(value):
         o.param_groups[0]["weight_decay"] = 0.1 if value == ON else 0.3
 
@@ -396,12 +396,12 @@ def a_decay(m, o):
 
 
 @case
-def a_tag_of_a_group(m, o):
+def group_tag(m, o):
     return lambda value: o.param_groups[0].update(tag=value), lambda: o.param_groups[0]["tag"]
 
 
 @case
-def the_code_of_a_function(m, o):
+def function_code(m, o):
     def one():
         return ON
 
@@ -413,13 +413,13 @@ def the_code_of_a_function(m, o):
 
 
 @case
-def the_class_of_an_object(m, o):
+def object_class(m, o):
     held, other = Plain(), type("Other", (), {})
     return lambda value: setattr(held, "__class__", Plain if value == ON else other), lambda: type(held) is Plain
 
 
 @case
-def a_cleared_cache(m, o):
+def cleared_cache(m, o):
     @functools.lru_cache
     def cached(x):
         return x
@@ -458,7 +458,7 @@ OTHERWISE = {2: OFF, 4: OFF, 5: OFF, 6: ON}
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch):
+def restore_state(monkeypatch):
     """Restores the state that cases set; steps are interpreted, which is faster than compiling them."""
     monkeypatch.setattr(compiling, "compile_step", interpreted)
     # NumPy's error state first, since the setter that restores it raises under the others' settings
@@ -546,7 +546,9 @@ def test_stores_match_eager(name, first, late):
     np.testing.assert_allclose(actual[2], eager[2], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["an attribute of Plain", "a_global", "a_variable", "training", "gc.isenabled"])
+@pytest.mark.parametrize(
+    "name", ["an attribute of Plain", "global_name", "closure_variable", "training_mode", "gc.isenabled"]
+)
 def test_unchanged_stores_are_traced_twice(name, monkeypatch):
     """Again to verify the second call, since the first could not know."""
     traces = []
