@@ -1,4 +1,7 @@
-"""Metrics against torchmetrics and scikit-learn, eager and accumulated on the device by traced steps."""
+"""Metrics against torchmetrics and scikit-learn, eager and accumulated on the device by traced steps.
+
+They agree to 1e-6: float32 sums in another order.
+"""
 
 import math
 

@@ -170,7 +170,7 @@ def test_validation_branches_are_checked_after_the_step(backend):
         return torch.nn.functional.gaussian_nll_loss(x, torch.zeros_like(x), var)
 
     var = torch.full_like(X, 0.25)
-    torch.testing.assert_close(
+    torch.testing.assert_close(  # a few sums
         step(X, var).clone(), torch.nn.functional.gaussian_nll_loss(X, torch.zeros_like(X), var), rtol=1e-6, atol=0
     )
     with pytest.raises(fl.errors.StepAssertionError, match=rf"{__file__}:\d+: gaussian_nll_loss: var has negative"):

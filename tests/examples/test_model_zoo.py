@@ -64,7 +64,7 @@ def test_losses_agree_on_both_backends_and_when_resumed(name, tmp_path):
         assert losses["CSX"][key] == pytest.approx(loss, abs=1e-5), key  # the project requires this of these programs
     assert list(validated["CPU"]) == ["step_4", "step_8", "step_12"]
     for checkpoint, metrics in validated["CPU"].items():
-        assert validated["CSX"][checkpoint] == pytest.approx(metrics, abs=1e-5)
+        assert validated["CSX"][checkpoint] == pytest.approx(metrics, abs=1e-5)  # as above
     # Stopped and resumed: bit-identical where both logged; a stopped run validates once more at its end.
     for key, loss in losses["CSX"].items():
         if key in resumed:

@@ -188,7 +188,7 @@ def test_gradients_match_eager(replaying, step_of):
     assert replays(traced)
     assert actual == pytest.approx(losses, rel=1e-5)
     for a, b in zip(expected.parameters(), replayed.parameters(), strict=True):
-        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)  # after six steps
 
 
 def test_weights_assigned_between_steps_are_used(replaying):

@@ -135,7 +135,10 @@ def fsdp():
     assert_slices(deferred, eager)
     expected, _ = train(eager.to(DEVICE), tokens())
     losses, _ = train(deferred, tokens())
-    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4), (losses, expected)
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4), (
+        losses,
+        expected,
+    )  # reduced in another order
 
 
 def one_fill_each():
@@ -213,7 +216,7 @@ def tensor_parallel():
     assert_slices(deferred, eager)
     expected, _ = train(eager.to(DEVICE), tokens())
     losses, _ = train(deferred, tokens())
-    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4)
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4)  # reduced in another order
 
 
 def two_dimensions():

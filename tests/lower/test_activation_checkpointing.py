@@ -92,4 +92,5 @@ def test_recomputed_dropout_has_the_same_mask(tmp_path, monkeypatch, kind):
     again, same_grads, _ = train(tmp_path, monkeypatch, kind, 0.5)
     assert again == losses and losses[0] != losses[1]
     for actual, expected in zip(same_grads, grads, strict=True):
+        # as above
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))

@@ -1,4 +1,7 @@
-"""Schedules of hyperparameters other than the learning rate, per parameter group, and starting in the middle."""
+"""Schedules of hyperparameters other than the learning rate, per parameter group, and starting in the middle.
+
+The scheduled numbers agree to 1e-12: float64, in another order.
+"""
 
 import pytest
 import torch

@@ -192,7 +192,7 @@ def test_state_that_step_makes_under_a_condition_is_carried():
     model = torch.nn.Linear(4, 2)
     reference = copy_of(model, lambda: torch.nn.Linear(4, 2))
     backend = cstorch.backend("CSX")
-    assert trained(model, backend, make) == pytest.approx(trained(reference, None, make), rel=1e-6)
+    assert trained(model, backend, make) == pytest.approx(trained(reference, None, make), rel=1e-6)  # float32
 
 
 def test_samples_that_need_changes_run():
@@ -221,7 +221,7 @@ def test_samples_that_need_changes_run():
         assert all(p.dtype == torch.float32 for p in model.parameters())
         return out
 
-    assert losses(cstorch.backend("CSX")) == pytest.approx(losses(cstorch.backend("CPU")), rel=1e-5)
+    assert losses(cstorch.backend("CSX")) == pytest.approx(losses(cstorch.backend("CPU")), rel=1e-5)  # float32
 
 
 def test_weights_are_edited_between_executions():

@@ -1,4 +1,7 @@
-"""The Trainer with Model Zoo's names, settings and hooks."""
+"""The Trainer with Model Zoo's names, settings and hooks.
+
+Tolerances are for float32 sums in another order: 1e-6 for a single value, 1e-4 after several training steps.
+"""
 
 import json
 import math

@@ -103,4 +103,4 @@ if sys.argv[1] == "eager":
 else:
     assert not attempts
 for (name, a), (_, b) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-    assert torch.allclose(a.detach().cpu(), b, rtol=1e-3, atol=1e-4), name
+    assert torch.allclose(a.detach().cpu(), b, rtol=1e-3, atol=1e-4), name  # float32, other kernels

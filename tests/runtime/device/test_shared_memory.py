@@ -733,7 +733,7 @@ def test_a_step_can_use_memory_that_contains_a_weight(backend, begin, end):
     with torch.no_grad():
         if (begin, end) == (5, 10):
             assert step(run.x).item() == pytest.approx(expected, rel=1e-6)  # float32
-            assert part.sum().item() * run.x.item() == pytest.approx(expected, rel=1e-6)
+            assert part.sum().item() * run.x.item() == pytest.approx(expected, rel=1e-6)  # float32
         else:
             with pytest.raises(fl.errors.TraceError, match="partly overlap in memory"):
                 step(run.x)

@@ -1,4 +1,7 @@
-"""The rules of traced steps, on a model with a few weights."""
+"""The rules of traced steps, on a model with a few weights.
+
+Comparisons with eager PyTorch allow for float32 sums in another order: 1e-6.
+"""
 
 import pytest
 import torch
