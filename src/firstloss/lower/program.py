@@ -82,8 +82,8 @@ class LoweredCall(NamedTuple):
             return self._function()(*operands)
 
     def jaxpr(self, operands: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        """What it computes of `operands` and, if it draws, of a key behind them. Where the operands are like those of
-        `run`, JAX traces it once for both."""
+        """The jaxpr of the call: its operands and, if it draws, a key after them. For operands like those of `run`, JAX
+        traces the call only once for both."""
         if isinstance(self.kind, View):
             view = self.kind
             return jax.make_jaxpr(lambda array: (read_view(array, view),))(*operands).jaxpr
@@ -96,7 +96,7 @@ class LoweredCall(NamedTuple):
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """What tracing it may raise, as an error that says where in the step it is."""
+        """Errors raised while tracing it, as an error that names the line of the step."""
         assert self.node is not None
         try:
             yield
