@@ -69,12 +69,12 @@ def _input_gradient(g, lengths, weight, stride, padding, dilation, transposed, o
 
 # --- As a product of matrices -----------------------------------------------------------------------------------------
 #
-# On a CPU, XLA's convolutions take a weight as (*kernel, in, out), and return its gradient as (in, *kernel, out). PyTorch
-# stores both as (out, in, *kernel); transposing a weight twice and its gradient once takes longer than the convolutions
-# themselves if the output has fewer positions than channels, as in the last layers of a ResNet. In this case the windows
-# of the input are copied to columns, which have fewer elements than the weight, and multiplied with the weight without
-# transposing it. Forward, backward and update on one core: 11 ms instead of 29 for 512 channels of 4 x 4 positions in a
-# batch of 4, 10 instead of 12 for 256 channels of 8 x 8, close to the break-even.
+# On a CPU, XLA's convolutions take a weight as (*kernel, in, out), and return its gradient as (in, *kernel, out).
+# PyTorch stores both as (out, in, *kernel); transposing a weight twice and its gradient once takes longer than the
+# convolutions themselves if the output has fewer positions than channels, as in the last layers of a ResNet. In this
+# case the windows of the input are copied to columns, which have fewer elements than the weight, and multiplied with
+# the weight without transposing it. Forward, backward and update on one core: 11 ms instead of 29 for 512 channels of 4
+# x 4 positions in a batch of 4, 10 instead of 12 for 256 channels of 8 x 8, close to the break-even.
 
 _MOST_PLACES = 64  # positions in a window; each becomes a slice to compile
 
