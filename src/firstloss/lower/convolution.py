@@ -76,7 +76,7 @@ def _input_gradient(g, lengths, weight, stride, padding, dilation, transposed, o
 # the weight without transposing it. Forward, backward and update on one core: 11 ms instead of 29 for 512 channels of 4
 # x 4 positions in a batch of 4, 10 instead of 12 for 256 channels of 8 x 8, close to the break-even.
 
-_MOST_PLACES = 64  # positions in a window; each becomes a slice to compile
+_MAX_POSITIONS = 64  # positions in a window; each becomes a slice to compile
 
 
 def _as_product(x, weight, stride, padding, dilation, transposed, output_padding, groups) -> Windows | None:
@@ -84,7 +84,7 @@ def _as_product(x, weight, stride, padding, dilation, transposed, output_padding
     kernel = weight.shape[2:]
     if transposed or groups != 1 or jax.default_backend() != "cpu":
         return None
-    if len(kernel) < 2 or math.prod(kernel) > _MOST_PLACES:
+    if len(kernel) < 2 or math.prod(kernel) > _MAX_POSITIONS:
         return None
     windows = Windows(x.shape, kernel, stride, padding, dilation, False)
     return windows if 0 < x.shape[0] * math.prod(windows.counts) <= weight.shape[0] else None
@@ -99,8 +99,8 @@ def _windows_of(x, windows):
 def _columns(x, windows):
     """The windows as columns: (in * positions, batch * windows)."""
     parts = _windows_of(x, windows)
-    places, batch, channels = parts.shape[:3]
-    shape = (channels * places, batch * math.prod(windows.counts))
+    positions, batch, channels = parts.shape[:3]
+    shape = (channels * positions, batch * math.prod(windows.counts))
     return lax.reshape(parts, shape, (2, 0, 1, *range(3, parts.ndim)))
 
 

@@ -21,7 +21,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "p
 
 
 class Source(NamedTuple):
-    """A place in a source file."""
+    """A location in a source file."""
 
     file: str
     line: int

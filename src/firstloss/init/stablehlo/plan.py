@@ -99,7 +99,7 @@ class ShardingPlan:
         mesh = " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "one device"
         return (
             f"{len(self.weights)} weights on {self.devices} devices ({mesh}): each holds {self.bytes:,} bytes, draws "
-            f"{self.draws:,} words from {self.jumps} places, and runs {self.compile_units} compiled functions"
+            f"{self.draws:,} words from {self.jumps} positions, and runs {self.compile_units} compiled functions"
         )
 
 

@@ -129,9 +129,9 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     JAX's own cache files cannot be shared by processes: on a CPU another process looks for another name, and what was
     read from such a file cannot be serialized again.
     """
-    places = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
+    device_ids = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
     versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
-    name = hashlib.sha256(repr((text, options, places, versions)).encode()).hexdigest()
+    name = hashlib.sha256(repr((text, options, device_ids, versions)).encode()).hexdigest()
     path = os.path.join(jax.config.jax_compilation_cache_dir or "", f"{name}.processes")
     with contextlib.suppress(Exception), open(path, "rb") as file:  # recompile if there is no valid file
         packed = file.read()
