@@ -231,3 +231,8 @@ class OpCall:
         """Whether it returns one tensor, rather than a list or tuple of them."""
         returns = schema_of(self.op).returns
         return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+
+
+def is_symbolic(arg: Any) -> bool:
+    """Whether `arg` is a symbolic number."""
+    return type(arg) is torch.SymFloat or type(arg) is torch.SymInt

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import interpreter
-from ..compat.patches import install_patch, replaces
+from ..compat.patches import install_imported, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
     apply_of,
@@ -244,21 +244,14 @@ def compile(original: Any, *args: Any, **kwargs: Any) -> Any:
     if session.trace is not None and getattr(function, "__module__", "").startswith(_HIGHER_ORDER):
         return function
     compiled = original(*args, **kwargs)
-    install_in_dynamo()
+    install_imported()
     return compiled
 
 
 _HIGHER_ORDER = "torch._higher_order_ops."
-_BUILDER = "torch._dynamo.variables.builder"
 
 
-def install_in_dynamo() -> None:
-    """Patch Dynamo, once it has been imported, to materialize the tensors that it meets."""
-    if _BUILDER in sys.modules:
-        install_patch(f"{_BUILDER}.VariableBuilder.__call__")
-
-
-@replaces(f"{_BUILDER}.VariableBuilder.__call__")
+@replaces("torch._dynamo.variables.builder.VariableBuilder.__call__")
 def build(original: Any, self: Any, value: Any) -> Any:
     """Materialize a deferred tensor that Dynamo meets."""
     if is_pending(value) and not session.depth:

@@ -15,7 +15,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
-from firstloss.runtime.step import retracing, segmentation
+from firstloss.runtime.step import cache, segmentation
 from tests import scale
 
 OURS = os.path.dirname(fl.__file__) + os.sep
@@ -171,7 +171,7 @@ def kind(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_checks_in_between(monkeypatch):
     """A step is sometimes retraced to check it, depending on the clock; each call here must run the same lines."""
-    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)
+    monkeypatch.setattr(cache, "_CHECKING", 1e-9)
 
 
 def sampled(lines, count):

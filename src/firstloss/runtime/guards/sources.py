@@ -25,13 +25,12 @@ import torch
 
 from . import bytecode, mutable_state
 from .bytecode import Use
-from .executed_code import Executed
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
 from .guards import CellGuard, describe_attribute, describe_global, namespaces, undisguised, with_article
 from .introspection import MISSING, cell_content, own_attributes, slot_reader
 from .object_kinds import ObjectKind, is_closed, is_installed, is_ours, items_of, kind_of, module_of_class
-from .recording import Recording, Site, is_closed_code
+from .recording import Executed, Recording, Site, is_closed_code
 from .snapshot import Snapshot, is_guarded_elsewhere
 from .store_guards import guard_stored_names
 from .value_guards import Values
@@ -296,13 +295,7 @@ class GuardSources:
                 self._values.read(name, read, before, f"the state of {name}'s random generator", name)
         for where, name, table in self._snapshot.hooks:
             before = self._values.before(table)
-            self._values.read(
-                name,
-                lambda where=where, name=name: tuple(where[name].items()) if where[name] else (),
-                tuple(before.items()),
-                f"PyTorch's {name}",
-                name,
-            )
+            self._values.hooks.append((where, name, tuple(before.items())))
             for hook in before.values():
                 self._values.value(hook, f"PyTorch's {name}", name)
         for namespace in namespaces():

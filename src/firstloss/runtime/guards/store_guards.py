@@ -15,11 +15,10 @@ import torch
 
 from ...compat.torch_names import MODULE_TABLES
 from . import bytecode
-from .executed_code import Executed
 from .guards import CellGuard, describe_attribute, describe_global
 from .introspection import MISSING, cell_content, own_attributes, slot_reader, slot_value
 from .object_kinds import can_be_instrumented, is_closed
-from .recording import Recording
+from .recording import Executed, Recording
 from .snapshot import DictSnapshot, Snapshot, is_guarded_elsewhere
 from .value_guards import Values
 

@@ -13,9 +13,9 @@ from ...program.graph import Value
 from ...program.program import Program
 from ..backend import Backend
 from ..mesh.segment_shardings import Edges
-from .inputs import Inputs
+from .compiled_step import Inputs
 from .segmented import SegmentedStep
-from .tracing import Groups, TracedProgram
+from .traced_program import Groups, TracedProgram
 
 
 def refuse_unsupported(traced: TracedProgram) -> None:
