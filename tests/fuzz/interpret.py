@@ -40,7 +40,7 @@ class _Run:
         if self._outputs is None:
             self._outputs = self._step.execute(*self._given)
 
-    def begun(self) -> bool:
+    def has_donated(self) -> bool:
         return self._outputs is not None
 
     def outputs(self) -> tuple:

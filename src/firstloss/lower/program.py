@@ -30,9 +30,9 @@ from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real
 
 
 class ArrayParameter(NamedTuple):
-    """In a node's template, a placeholder for array number `index`, read through a view (None: the whole array)."""
+    """In a node's template, a placeholder for array `number`, read through a view (None: the whole array)."""
 
-    index: int
+    number: int
     view: View | None
 
 
@@ -188,7 +188,7 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
 
     args = walk(node.args)
     kwargs = tuple((k, walk(v)) for k, v in node.kwargs.items()) if node.kwargs else ()
-    writes = tuple((slot(ref).index, view_of(ref)) for ref in node.writes)
+    writes = tuple((slot(ref).number, view_of(ref)) for ref in node.writes)
     outputs = tuple((value.shape, value.dtype) for value in node.outputs)
     return Template(node.op, args, kwargs, writes, outputs, node.draw is not None)
 
@@ -228,7 +228,7 @@ def function_of(
     def call(*arrays: Any) -> tuple:
         def fill(arg: Any) -> Any:
             if type(arg) is ArrayParameter:
-                array = arrays[arg.index]
+                array = arrays[arg.number]
                 return array if arg.view is None else read_view(array, arg.view)
             if type(arg) is _NumberArgument:
                 return arg.value
