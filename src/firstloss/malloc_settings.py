@@ -58,5 +58,5 @@ def map_arrays() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    made = [library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES), library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)]
-    return made == [1, 1]
+    results = [library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES), library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)]
+    return results == [1, 1]

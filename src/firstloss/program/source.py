@@ -82,13 +82,13 @@ def warn(warning: Warning) -> None:
 
 def raised_at(error: BaseException) -> Source:
     """Like `here`, for the frames in the traceback of `error`."""
-    found, trace = UNKNOWN, error.__traceback__
+    source, trace = UNKNOWN, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if not is_machinery(name):
-            found = Source(name, trace.tb_lineno)
+            source = Source(name, trace.tb_lineno)
         trace = trace.tb_next
-    return found
+    return source
 
 
 def is_machinery(name: str) -> bool:
