@@ -24,7 +24,6 @@ from . import dtensor as _dtensor  # noqa: F401 - likewise
 from . import patches as _patches  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
-from . import untyped_storage as _untyped_storage  # noqa: F401 - likewise
 from .distributed import parts_of
 from .evaluation import state_of
 from .generators import POLICIES

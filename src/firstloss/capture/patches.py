@@ -2,6 +2,10 @@
 
 Without a deferred tensor or an open context they only call the original. The table in `compat/patches.py` says when
 they are installed. (`Tensor.data` is in `storage_swap.py`.)
+
+Operations of `torch.UntypedStorage` run immediately during a capture: PyTorch copies and fills a storage through
+temporary tensors, whose operations would be recorded without changing the memory. DLPack needs a tensor's address, so
+it materializes.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from .distributed import parts_of
 from .generators import is_ticket
 from .mapped_file import deferred_file_tensor
 from .storage_swap import is_state, rebind
-from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
+from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host, to_real
 
 
 @replaces("torch.Tensor._make_subclass")
@@ -286,3 +290,48 @@ def to_empty(original: Any, self: torch.nn.Module, *, device: Any, recurse: bool
         return tensor if device is None else tensor.to(device)
 
     return apply_of(self)(empty, recurse=recurse)
+
+
+@replaces(
+    *(f"torch.UntypedStorage.{name}" for name in ("copy_", "fill_", "__setitem__")),
+    *(f"torch.UntypedStorage.{name}" for name in ("_share_fd_cpu_", "_share_filename_cpu_")),
+)
+def at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `original`, a method that writes or moves a storage."""
+    if not session.depth and session.trace is None:
+        return original(self, *args, **kwargs)
+    if session.trace is not None:
+        session.trace.new_layouts.edit(self)
+    session.constants.clear()  # no tensor's version counts this edit
+    with DisableTorchDispatch():
+        return original(self, *args, **kwargs)
+
+
+@replaces("torch.UntypedStorage.resize_")
+def resize(original: Any, self: Any, *args: Any) -> Any:
+    """As `torch.UntypedStorage.resize_`."""
+    if session.trace is not None:
+        session.trace.new_layouts.edit(self)
+    return original(self, *args)
+
+
+@replaces("torch.UntypedStorage.__getitem__")
+def read(original: Any, self: Any, *args: Any) -> Any:
+    """As `torch.UntypedStorage.__getitem__`, which creates a tensor; safetensors uses it to read files."""
+    with DisableTorchDispatch():
+        return original(self, *args)
+
+
+@replaces("torch.utils.dlpack.to_dlpack")
+def to_dlpack(original: Any, tensor: Any) -> Any:
+    """As `torch.utils.dlpack.to_dlpack`, on the materialized tensor."""
+    return original(to_real(tensor, writable=True) if type(tensor) is DeferredTensor else tensor)
+
+
+@replaces("torch.Tensor.__deepcopy__")
+def deepcopy(original: Any, self: Any, memo: Any) -> Any:
+    """As `torch.Tensor.__deepcopy__`, which copies the storage."""
+    if not session.depth or type(self) is not torch.Tensor or self.__dict__:
+        return original(self, memo)
+    with DisableTorchDispatch():
+        return original(self, memo)

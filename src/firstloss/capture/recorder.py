@@ -22,11 +22,11 @@ from ..rng.stream import Position
 from . import conjugate_views, distributed, evaluation, first_use, materialize_tensors, session
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
-from .constants import constant_tensor, outer_geometry, ref_of, storage_of
+from .constants import constant_tensor
 from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
 from .mapped_file import in_file
 from .metadata_mutation import resize
-from .op_call import OpCall, is_symbolic, traits_of
+from .op_call import OpCall, is_symbolic, outer_geometry, ref_of, storage_of, traits_of
 from .op_overrides import HANDLERS
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing

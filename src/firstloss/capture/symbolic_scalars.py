@@ -19,8 +19,7 @@ from ..errors import TraceError
 from ..program.graph import Ref
 from ..program.source import here
 from . import session
-from .constants import ref_of
-from .op_call import OpCall, is_symbolic
+from .op_call import OpCall, is_symbolic, ref_of
 from .tensor import DeferredTensor, Hooks
 
 aten = torch.ops.aten

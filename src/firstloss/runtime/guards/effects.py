@@ -20,8 +20,18 @@ from . import mutable_state
 from .equality import same, same_items
 from .external_state import set_state, state_of
 from .guards import with_article
-from .introspection import MISSING, define, definition, set_items, set_table, slot_value
-from .object_kinds import ObjectKind, items_of, kind_of, table_of
+from .object_kinds import (
+    MISSING,
+    ObjectKind,
+    define,
+    definition,
+    items_of,
+    kind_of,
+    set_items,
+    set_table,
+    slot_value,
+    table_of,
+)
 from .reconstruct import CallFrame, Make, Reconstructor
 from .snapshot import Snapshot
 from .sources import GuardSources

@@ -14,8 +14,8 @@ from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
 from .external_state import ExternalCall
 from .guards import Change, ListGuard, is_shared, same, with_article
-from .introspection import MISSING
 from .native import native
+from .object_kinds import MISSING
 from .recording import CodeLines
 from .value_guards import Values
 

@@ -14,8 +14,19 @@ from ...capture.tensor import DeferredTensor, Hooks
 from ...errors import TraceError
 from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
 from ...program.source import here
-from .introspection import MISSING, empty_like, own_attributes, set_items, set_table, slot_value
-from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of
+from .object_kinds import (
+    MISSING,
+    ObjectKind,
+    empty_like,
+    items_of,
+    kind_of,
+    own_attributes,
+    set_items,
+    set_table,
+    slot_value,
+    slots,
+    table_of,
+)
 
 
 class CallFrame:

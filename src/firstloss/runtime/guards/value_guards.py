@@ -31,11 +31,13 @@ from .guards import (
     undisguised,
     with_article,
 )
-from .introspection import MISSING, class_table, definition, own_attributes
 from .object_kinds import (
+    MISSING,
     WEAK,
     ObjectKind,
     can_be_instrumented,
+    class_table,
+    definition,
     is_closed,
     is_closed_class,
     is_closed_function,
@@ -45,6 +47,7 @@ from .object_kinds import (
     kind_of,
     may_expire,
     module_of_class,
+    own_attributes,
     referents,
 )
 from .recording import Executed

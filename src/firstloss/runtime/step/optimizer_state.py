@@ -22,7 +22,7 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.effects import Bind, Effects, always
 from ..guards.equality import same
-from ..guards.introspection import MISSING
+from ..guards.object_kinds import MISSING
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
 from ..guards.snapshot import Snapshot
 
