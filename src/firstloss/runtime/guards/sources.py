@@ -481,9 +481,9 @@ class _Stores:
         describe = describe_attribute(owner)
         slotted = self._snapshot.slotted.get(id(owner))
         for slot, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
-            place = id(owner), slot
-            if name in (slot, None) and slot_value(owner, slot) is before and place not in self._counted:
-                self._values.read(place, slot_reader(owner, slot), before, describe(slot), slot)
+            key = id(owner), slot
+            if name in (slot, None) and slot_value(owner, slot) is before and key not in self._counted:
+                self._values.read(key, slot_reader(owner, slot), before, describe(slot), slot)
         table = own_attributes(owner)
         if table is None:
             return
