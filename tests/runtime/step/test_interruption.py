@@ -164,6 +164,7 @@ def kind(request, monkeypatch):
     monkeypatch.setattr(segmentation, "cut", cut)
     if request.param == "segments":
         monkeypatch.setattr(segments, "_SAVED", 60)  # calls worth a segment: so that a short model is split
+        monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     yield request.param
     assert pieces and all((count > 3) == (request.param == "segments") for count in pieces)
 
