@@ -1,4 +1,4 @@
-"""Real models, constructed both ways: some of each zoo; all of them in `make sweep`."""
+"""Real models, constructed eagerly and deferred: some of each zoo; all of them in `make sweep`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that join, each in torchrun's environment."""
+"""Processes that join a cluster, each in torchrun's environment."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ class Group(NamedTuple):
     started: int = 2
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """Each process's exit status, output and errors, and how long all of it took."""
 
     processes: list
@@ -49,14 +49,14 @@ def run(group, folder):
     processes = start(*group, folder)
     awaited = processes[:1] if group.what == "hangs in training" else processes
     try:
-        found = [process.communicate(timeout=200) for process in awaited]
+        outputs = [process.communicate(timeout=200) for process in awaited]
     finally:
         for process in processes:
             process.kill()
     for process in processes[len(awaited) :]:  # the one that hangs
         process.communicate()
-    ends = [(process.returncode, out.strip(), err) for process, (out, err) in zip(awaited, found, strict=True)]
-    return Found(ends, time.monotonic() - begin)
+    ends = [(process.returncode, out.strip(), err) for process, (out, err) in zip(awaited, outputs, strict=True)]
+    return Outcome(ends, time.monotonic() - begin)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_a_late_process_is_waited_for_with_a_message(group):
     assert "firstloss: process 0 of 2 has waited 1 s for training" in err
 
 
-# What JAX says of process 1.
+# JAX's message about process 1.
 GONE = ("tasks are unhealthy (stopped sending heartbeats):\n1\n", "Task 1 heartbeat timeout")
 
 
@@ -150,10 +150,10 @@ def test_a_process_that_dies_in_training_is_an_error_in_the_others(group):
             assert status == 3
         else:
             assert status not in (0, None)
-            # Who has computed with it is told by Firstloss; else by JAX, which may be sooner.
-            told = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be"
-            assert any(words in err for words in (told, *GONE)), err[-3000:]
-    assert group.seconds < 100  # all that they do before takes some 10 s; 1,000 steps would take longer
+            # A process that has computed with it is told by Firstloss; otherwise by JAX, whichever is earlier.
+            message = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be"
+            assert any(words in err for words in (message, *GONE)), err[-3000:]
+    assert group.seconds < 100  # everything before takes about 10 s; 1,000 steps would take longer
 
 
 @of(Group("hangs in training"))

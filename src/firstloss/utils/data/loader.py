@@ -99,9 +99,9 @@ class DataLoader:
         """
         if isinstance(loader, DataLoader):
             return loader
-        made = cls(lambda: loader)
-        made.name = f"the loader ({type(loader).__name__})"
-        return made
+        result = cls(lambda: loader)
+        result.name = f"the loader ({type(loader).__name__})"
+        return result
 
     def __len__(self) -> int:
         """The number of batches in an epoch, if the user's loader has a length."""
