@@ -34,7 +34,9 @@ from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, g
 from ..program.source import here, raised_at
 from ..rng.stream import Position
 from ..undo import Undo
+from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import data_dependent, direct_memory_access, recorder, session
+from . import running_averages as _running_averages  # noqa: F401 - likewise
 from .constant_folding import known as known_value
 from .data_assignment import DataAssignments, LayoutChanges
 from .recorder import CaptureMode as _Capture

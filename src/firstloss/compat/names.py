@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
 import sys
@@ -72,27 +73,32 @@ def lookup(path: str) -> Any:
     Raises:
         ImportError, AttributeError: if it does not exist.
     """
-    parts = path.split(".")
-    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    imported = next((module for module in prefixes if module in sys.modules), None)
-    if imported is not None:  # avoids the import machinery, which is slow enough to matter in a trace
-        try:
-            return _walk(sys.modules[imported], path[len(imported) + 1 :])
-        except AttributeError:  # may be a module that is not imported yet
-            pass
-    for module in prefixes:
+    ways = _ways(path)
+    for module, attributes_of in ways:
+        if module in sys.modules:  # avoids the import machinery, which is slow enough to matter in a capture
+            try:
+                return attributes_of(sys.modules[module])
+            except AttributeError:  # may be a module that is not imported yet
+                break
+    for module, attributes_of in ways:
         try:
             found = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if module == parts[0] or not module.startswith(str(error.name)):
+            if "." not in module or not module.startswith(str(error.name)):
                 raise
             continue
-        return _walk(found, path[len(module) + 1 :])
+        return attributes_of(found)
     raise AssertionError(path)
 
 
-def _walk(root: Any, attributes: str) -> Any:
-    return operator.attrgetter(attributes)(root) if attributes else root
+@functools.cache
+def _ways(path: str) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Each module that `path` may begin with, the longest first, and a function that reads the rest from it."""
+    parts = path.split(".")
+    ways: list[tuple[str, Callable[[Any], Any]]] = [(path, lambda module: module)]
+    for count in range(len(parts) - 1, 0, -1):
+        ways.append((".".join(parts[:count]), operator.attrgetter(".".join(parts[count:]))))
+    return ways
 
 
 def _message(name: Name) -> str:

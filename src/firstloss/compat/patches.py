@@ -145,6 +145,7 @@ _lock = threading.RLock()
 _replacements: dict[str, Callable] = {}
 deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
 _holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
+_latest: dict[str, tuple[Any, Callable, Any]] = {}  # by name: an original, its replacement, and what was made of both
 # By name, for each place: (owner, attribute, original, replacement).
 _installed: dict[str, list[tuple[Any, str, Any, Any]]] = {}
 
@@ -158,8 +159,8 @@ def replaces(*names: str) -> Callable[[Callable], Callable]:
     def register(function: Callable) -> Callable:
         for name in names:
             _replacements[name] = function
-            if _holders.get(PATCHES[name].when):
-                _install(name, function)
+            if _holders.get(PATCHES[name].when) and name not in _installed:
+                _install(name, function, _originals(name))
         return function
 
     return register
@@ -176,11 +177,11 @@ def enter(when: str, holder: Any) -> None:
         holders = _holders[when]
         if not holders:
             names = [name for name, patch in PATCHES.items() if patch.when == when and name in _replacements]
-            for name in names:
-                _check(name)
+            originals = [_originals(name) for name in names]
             _warm_device_constructors()
-            for name in names:
-                _install(name, _replacements[name])
+            for name, found in zip(names, originals, strict=True):
+                if name not in _installed:
+                    _install(name, _replacements[name], found)
         holders.append(holder)
         deferred_installed = deferred_installed or when == DEFERRED
 
@@ -200,8 +201,8 @@ def leave(when: str, holder: Any) -> None:
 def install_patch(name: str, replacement: Callable | None = None) -> None:
     """Install one replacement permanently, for a module that others have imported by now."""
     with _lock:
-        _check(name)
-        _install(name, replacement or _replacements[name])
+        if name not in _installed:
+            _install(name, replacement or _replacements[name], _originals(name))
 
 
 def swap(undo: Undo, name: str, new: Any) -> None:
@@ -237,34 +238,43 @@ def _warm_device_constructors() -> None:
         torch.empty(0)
 
 
-def _check(name: str) -> None:
-    try:
-        lookup(name)
-    except (ImportError, AttributeError) as error:
-        if PATCHES[name].optional:
-            return
-        import torch
+def _originals(name: str) -> list[tuple[Any, str, Any]]:
+    """Where the function `name` is: (owner, attribute, function), of each of its names.
 
-        raise CompatibilityError(
-            f"torch {torch.__version__} has no {name}, which Firstloss must replace ({PATCHES[name].why}). "
-            "Use a version of torch that Firstloss is tested with (docs/compatibility.md)."
-        ) from error
-
-
-def _install(name: str, replacement: Callable) -> None:
-    if name in _installed:
-        return
-    made: dict[int, Any] = {}  # by the original's id
+    Raises:
+        CompatibilityError: if this PyTorch lacks it, and it must be replaced.
+    """
+    found = []
     for path in (name, *PATCHES[name].also):
         try:
-            found = lookup(path)
-        except (ImportError, AttributeError):  # `_check` has accepted that
-            continue
-        new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement(found))
-        made[id(found)] = new
-        owner, attribute = _owner(path)
+            owner, attribute = _owner(path)
+            found.append((owner, attribute, getattr(owner, attribute)))
+        except (ImportError, AttributeError) as error:
+            if path != name or PATCHES[name].optional:
+                continue
+            import torch
+
+            raise CompatibilityError(
+                f"torch {torch.__version__} has no {name}, which Firstloss must replace ({PATCHES[name].why}). "
+                "Use a version of torch that Firstloss is tested with (docs/compatibility.md)."
+            ) from error
+    return found
+
+
+def _install(name: str, replacement: Callable, originals: list[tuple[Any, str, Any]]) -> None:
+    for owner, attribute, found in originals:
+        new = _replaced(name, found, replacement)
         _installed.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))
         setattr(owner, attribute, staticmethod(new) if PATCHES[name].static else new)
+
+
+def _replaced(name: str, found: Any, replacement: Callable) -> Any:
+    """What takes the place of `found`: the same for all names of a function, and in all captures."""
+    known = _latest.get(name)
+    if known is None or known[0] is not found or known[1] is not replacement:
+        new = _wrapper(found, replacement) if callable(found) else replacement(found)
+        known = _latest[name] = found, replacement, new
+    return known[2]
 
 
 def _wrapper(found: Callable, replacement: Callable) -> Callable:

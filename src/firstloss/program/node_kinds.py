@@ -71,7 +71,7 @@ class Pointwise(NamedTuple):
     in_place: bool
 
 
-class Opaque(NamedTuple):
+class Opaque:
     """Anything else."""
 
 

@@ -12,13 +12,15 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from threading import Lock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from firstloss.rng.jump import advance
 from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ORIGIN_SPARE = -1  # `Position.spare` of the cached normal that the origin's state came with
 _CACHED_BLOCKS = 64  # of 2,496 bytes each
