@@ -16,11 +16,9 @@
 
 #include <immintrin.h>
 
-#include "_kernels.h"
+#include "_avx512.h" /* for FOR_16 */
 
 #include "_erfinv_table.h"
-
-#define FOR_16 __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
 
 #define LOOK_UP(row) _mm512_permutex2var_ps(_mm512_load_ps(row), interval, _mm512_load_ps(row + 16))
 

@@ -9,8 +9,8 @@
  * this file must be compiled with -ffp-contract=off.
  *
  * Why it is fast: ATen generates its words one at a time and passes over the tensor twice. Here thousands of words are
- * generated at a time, in loops that the compiler vectorizes, and are transformed while they are in the L1 cache. The
- * loops are compiled for 8 and for 16 lanes; the caller chooses.
+ * generated at a time and are transformed while they are in the L1 cache, in loops for 8 and for 16 lanes, between which
+ * the caller chooses: the compiler's, or those of `_avx512.h`.
  *
  * Called through ctypes; no state except the caller's, so it is reentrant.
  */
@@ -28,6 +28,7 @@ int firstloss_lanes(void) {
 
 #else
 
+#include "_avx512.h"
 #include "_erfinv.h"
 
 enum {
@@ -37,6 +38,8 @@ enum {
     CHUNK = BLOCKS * N, /* a multiple of 16 */
 };
 
+#define FOR_8 __attribute__((target("avx2,fma")))
+
 /* A position in the stream, as in ATen's mt19937: the current block, and how many of its words have been drawn. Declared
  * in native.py, too. */
 struct cursor {
@@ -44,25 +47,56 @@ struct cursor {
     uint32_t drawn;
 };
 
-/* The next `count` uniforms, 24 bits each; at most CHUNK. `words` holds the current block, followed by space for BLOCKS
- * more; afterwards it begins with the new current block. */
-FN void draw(uint32_t *words, uint32_t *drawn, float *restrict out, int count) {
-    const int first = (int)*drawn;
-    const int blocks = (first + count - 1) / N;
+/* -- words --------------------------------------------------------------------------------------------------------- */
 
-    /* The recurrence of mt19937.py, linear instead of in a ring buffer: a word depends on none of the 227 before it, so
-     * the loop can be vectorized. */
-    for (int i = 0; i < blocks * N; i++)
-        words[i + N] = words[i + M] ^ twist(words[i], words[i + 1]);
-    for (int i = 0; i < count; i++)
-        out[i] = unit(temper(words[first + i]), 24);
-    if (blocks > 0)
-        memcpy(words, words + blocks * N, N * sizeof *words);
-    *drawn = (uint32_t)(first + count - blocks * N);
+/* The current block and those generated after it, the last of which becomes the current one. */
+struct stream {
+    ALIGNED uint32_t words[N + CHUNK];
+    int current; /* where the current block begins */
+    int drawn;   /* of its words */
+};
+
+FN void begin(struct stream *stream, const struct cursor *cursor) {
+    memcpy(stream->words, cursor->words, sizeof cursor->words);
+    stream->current = 0;
+    stream->drawn = (int)cursor->drawn;
 }
 
-/* As many normals as uniforms, in groups of 16: eight uniforms for the radii, then eight for the angles. */
-FN void normals(const float *restrict uniforms, float *restrict out, int count, float mean, float std) {
+FN void end(const struct stream *stream, struct cursor *cursor) {
+    memcpy(cursor->words, stream->words + stream->current, sizeof cursor->words);
+    cursor->drawn = (uint32_t)stream->drawn;
+}
+
+/* The recurrence of mt19937.py, linear instead of in a ring buffer: a word depends on none of the 227 before it, so the
+ * loop can be vectorized. */
+FN void twist_all(uint32_t *words, int count) {
+    for (int i = 0; i < count; i++)
+        words[i + N] = words[i + M] ^ twist(words[i], words[i + 1]);
+}
+
+FOR_8 static void twist_8(uint32_t *words, int count) {
+    twist_all(words, count);
+}
+
+/* The next `count` words, at most CHUNK, before tempering; valid until the next call. */
+FN const uint32_t *draw(struct stream *stream, int count, int lanes) {
+    const int first = stream->drawn;
+    const int blocks = (first + count - 1) / N;
+    if (stream->current > 0)
+        memcpy(stream->words, stream->words + stream->current, N * sizeof *stream->words);
+    (lanes == 16 ? twist_16 : twist_8)(stream->words, blocks * N);
+    stream->current = blocks * N;
+    stream->drawn = first + count - stream->current;
+    return stream->words + first;
+}
+
+/* -- uniforms and normals of words --------------------------------------------------------------------------------- */
+
+/* As many normals as words, in groups of 16: eight words for the radii, then eight for the angles. */
+FOR_8 static void normals_8(const uint32_t *restrict words, float *restrict out, int count, float mean, float std) {
+    ALIGNED float uniforms[CHUNK];
+    for (int i = 0; i < count; i++)
+        uniforms[i] = unit(temper(words[i]), 24);
     for (int i = 0; i < count; i += 16) {
         for (int j = i; j < i + 8; j++) {
             float cosine, sine;
@@ -73,45 +107,62 @@ FN void normals(const float *restrict uniforms, float *restrict out, int count, 
     }
 }
 
-/* Scale uniforms from [0, 1) to [low, high). */
-FN void scale(const float *restrict uniforms, float *restrict out, int count, float low, float high) {
+FN void normals(const uint32_t *words, float *out, int count, float mean, float std, int lanes) {
+    (lanes == 16 ? normals_16 : normals_8)(words, out, count, mean, std);
+}
+
+/* Uniforms of [low, high). */
+FN void uniforms_of(const uint32_t *restrict words, float *restrict out, int count, float low, float high) {
     for (int i = 0; i < count; i++) {
-        float value = FMA(uniforms[i], high - low, low);
+        float value = FMA(unit(temper(words[i]), 24), high - low, low);
         out[i] = value == high ? low : value; /* rounded up to the excluded end */
     }
 }
 
-FN void fill_normal(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
-    ALIGNED uint32_t words[N + CHUNK];
-    ALIGNED float uniforms[CHUNK];
-    memcpy(words, cursor->words, sizeof cursor->words);
+FOR_8 static void uniforms_8(const uint32_t *restrict words, float *restrict out, int count, float low, float high) {
+    uniforms_of(words, out, count, low, high);
+}
+
+FOR_16 static void uniforms_16(const uint32_t *restrict words, float *restrict out, int count, float low, float high) {
+    uniforms_of(words, out, count, low, high);
+}
+
+FN void uniforms(const uint32_t *words, float *out, int count, float low, float high, int lanes) {
+    (lanes == 16 ? uniforms_16 : uniforms_8)(words, out, count, low, high);
+}
+
+/* -- fills --------------------------------------------------------------------------------------------------------- */
+
+FN int at_most_chunk(int64_t count) {
+    return count < CHUNK ? (int)count : CHUNK;
+}
+
+FN void fill_normal(struct cursor *cursor, float *out, int64_t count, float mean, float std, int lanes) {
+    struct stream stream;
+    begin(&stream, cursor);
     int64_t done = 0;
     for (int64_t whole = count & ~(int64_t)15; done < whole;) {
-        int some = whole - done < CHUNK ? (int)(whole - done) : CHUNK;
-        draw(words, &cursor->drawn, uniforms, some);
-        normals(uniforms, out + done, some, mean, std);
+        const int some = at_most_chunk(whole - done);
+        normals(draw(&stream, some, lanes), out + done, some, mean, std, lanes);
         done += some;
     }
     if (done < count) {
         /* ATen draws uniforms for the ragged end, too, and then redraws the last 16. */
-        draw(words, &cursor->drawn, uniforms, (int)(count - done));
-        draw(words, &cursor->drawn, uniforms, 16);
-        normals(uniforms, out + count - 16, 16, mean, std);
+        draw(&stream, (int)(count - done), lanes);
+        normals(draw(&stream, 16, lanes), out + count - 16, 16, mean, std, lanes);
     }
-    memcpy(cursor->words, words, sizeof cursor->words);
+    end(&stream, cursor);
 }
 
-FN void fill_uniform(struct cursor *cursor, float *out, int64_t count, float low, float high) {
-    ALIGNED uint32_t words[N + CHUNK];
-    ALIGNED float uniforms[CHUNK];
-    memcpy(words, cursor->words, sizeof cursor->words);
+FN void fill_uniform(struct cursor *cursor, float *out, int64_t count, float low, float high, int lanes) {
+    struct stream stream;
+    begin(&stream, cursor);
     for (int64_t done = 0; done < count;) {
-        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
-        draw(words, &cursor->drawn, uniforms, some);
-        scale(uniforms, out + done, some, low, high);
+        const int some = at_most_chunk(count - done);
+        uniforms(draw(&stream, some, lanes), out + done, some, low, high, lanes);
         done += some;
     }
-    memcpy(cursor->words, words, sizeof cursor->words);
+    end(&stream, cursor);
 }
 
 /* The outputs of a fill whose rows are split by columns into parts. */
@@ -137,27 +188,34 @@ FN void round_all(const float *restrict from, uint16_t *restrict to, int count, 
     }
 }
 
+FOR_8 static void round_8(const float *restrict from, uint16_t *restrict to, int count, int normal, float low, float high) {
+    round_all(from, to, count, normal, low, high);
+}
+
+FOR_16 static void round_16(const float *restrict from, uint16_t *restrict to, int count, int normal, float low, float high) {
+    round_all(from, to, count, normal, low, high);
+}
+
 FN void fill_columns(
-    struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
+    struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second, int lanes
 ) {
-    ALIGNED uint32_t words[N + CHUNK];
-    ALIGNED float uniforms[CHUNK];
-    ALIGNED float made[CHUNK];
+    ALIGNED float drawn[CHUNK];
     ALIGNED uint16_t rounded[CHUNK];
-    const char *from = to->rounded ? (const char *)rounded : (const char *)made;
-    const size_t size = to->rounded ? sizeof *rounded : sizeof *made;
-    memcpy(words, cursor->words, sizeof cursor->words);
+    struct stream stream;
+    const char *from = to->rounded ? (const char *)rounded : (const char *)drawn;
+    const size_t size = to->rounded ? sizeof *rounded : sizeof *drawn;
+    begin(&stream, cursor);
     int part = 0;
     int64_t row = 0, column = 0; /* of the part */
     for (int64_t done = 0; done < count;) {
-        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
-        draw(words, &cursor->drawn, uniforms, some);
+        const int some = at_most_chunk(count - done);
+        const uint32_t *words = draw(&stream, some, lanes);
         if (normal)
-            normals(uniforms, made, some, first, second);
+            normals(words, drawn, some, first, second, lanes);
         else
-            scale(uniforms, made, some, first, second);
+            uniforms(words, drawn, some, first, second, lanes);
         if (to->rounded)
-            round_all(made, rounded, some, normal, first, second);
+            (lanes == 16 ? round_16 : round_8)(drawn, rounded, some, normal, first, second);
         for (int taken = 0; taken < some;) {
             const int64_t width = to->widths[part];
             const int64_t next = width - column < some - taken ? width - column : some - taken;
@@ -174,37 +232,7 @@ FN void fill_columns(
         }
         done += some;
     }
-    memcpy(cursor->words, words, sizeof cursor->words);
-}
-
-#define FOR_8 __attribute__((target("avx2,fma")))
-
-FOR_8 static void normal_8(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
-    fill_normal(cursor, out, count, mean, std);
-}
-
-FOR_16 static void normal_16(struct cursor *cursor, float *out, int64_t count, float mean, float std) {
-    fill_normal(cursor, out, count, mean, std);
-}
-
-FOR_8 static void uniform_8(struct cursor *cursor, float *out, int64_t count, float low, float high) {
-    fill_uniform(cursor, out, count, low, high);
-}
-
-FOR_16 static void uniform_16(struct cursor *cursor, float *out, int64_t count, float low, float high) {
-    fill_uniform(cursor, out, count, low, high);
-}
-
-FOR_8 static void columns_8(
-    struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
-) {
-    fill_columns(cursor, to, count, normal, first, second);
-}
-
-FOR_16 static void columns_16(
-    struct cursor *cursor, const struct columns *to, int64_t count, int normal, float first, float second
-) {
-    fill_columns(cursor, to, count, normal, first, second);
+    end(&stream, cursor);
 }
 
 /* Multiply, add, clamp: the epilogue of a fill. Each operation is rounded separately; NaN is preserved. Non-temporal
@@ -243,60 +271,77 @@ FOR_16 static void mul_add_clamp_16(
 }
 
 /* Uniforms, their inverse error functions and the epilogue, except for hard cases: see inverses_16. */
-FOR_16 static int64_t uniform_erfinv_16(
+FN int64_t fill_uniform_erfinv(
     struct cursor *cursor, float *out, int64_t count, float low, float high, float factor, float term, float least,
     float most, float margin, float *hard, int32_t *indices
 ) {
-    ALIGNED uint32_t words[N + CHUNK];
-    ALIGNED float uniforms[CHUNK];
-    ALIGNED float made[CHUNK];
+    ALIGNED float drawn[CHUNK];
+    struct stream stream;
     int64_t found = 0;
-    memcpy(words, cursor->words, sizeof cursor->words);
+    begin(&stream, cursor);
     for (int64_t done = 0; done < count;) {
-        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
-        draw(words, &cursor->drawn, uniforms, some);
-        scale(uniforms, made, some, low, high);
-        found += inverses_16(made, some, margin, hard + found, indices + found, (int32_t)done);
-        mul_add_clamp_16(out + done, made, some, factor, term, least, most);
+        const int some = at_most_chunk(count - done);
+        uniforms_16(draw(&stream, some, 16), drawn, some, low, high);
+        found += inverses_16(drawn, some, margin, hard + found, indices + found, (int32_t)done);
+        mul_add_clamp_16(out + done, drawn, some, factor, term, least, most);
         done += some;
     }
-    memcpy(cursor->words, words, sizeof cursor->words);
+    end(&stream, cursor);
     return found;
 }
 
-/* Of the next `count` normals, a multiple of 16, those at `indices`, which are ascending. */
-FN void normals_at(
-    struct cursor *cursor, int64_t count, float mean, float std, const int32_t *indices, int64_t wanted, float *out
+/* Of the normals that `words` yield, those at `indices`, counted from `first`. */
+FN void selected(
+    const uint32_t *words, const int32_t *indices, int32_t first, int count, float mean, float std, float *restrict out
 ) {
-    ALIGNED uint32_t words[N + CHUNK];
-    ALIGNED float uniforms[CHUNK];
-    ALIGNED float radii[CHUNK], angles[CHUNK];
-    ALIGNED int32_t second[CHUNK];
+    float radii[CHUNK], angles[CHUNK];
+    for (int i = 0; i < count; i++) {
+        const int at = indices[i] - first;
+        radii[i] = unit(temper(words[at & ~8]), 24);
+        angles[i] = unit(temper(words[at | 8]), 24);
+    }
+    for (int i = 0; i < count; i++) {
+        float cosine, sine;
+        box_muller(radii[i], angles[i], mean, std, &cosine, &sine);
+        out[i] = (indices[i] - first) & 8 ? sine : cosine;
+    }
+}
+
+FOR_8 static void selected_8(
+    const uint32_t *words, const int32_t *indices, int32_t first, int count, float mean, float std, float *restrict out
+) {
+    selected(words, indices, first, count, mean, std, out);
+}
+
+FOR_16 static void selected_16(
+    const uint32_t *words, const int32_t *indices, int32_t first, int count, float mean, float std, float *restrict out
+) {
+    selected(words, indices, first, count, mean, std, out);
+}
+
+/* Of the next `count` normals, a multiple of 16, those at `indices`, which are ascending. */
+FN void fill_selected(
+    struct cursor *cursor, int64_t count, float mean, float std, const int32_t *indices, int64_t wanted, float *out,
+    int lanes
+) {
+    struct stream stream;
     int64_t given = 0;
-    memcpy(words, cursor->words, sizeof cursor->words);
+    begin(&stream, cursor);
     for (int64_t done = 0; done < count;) {
-        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;
-        draw(words, &cursor->drawn, uniforms, some);
+        const int some = at_most_chunk(count - done);
+        const uint32_t *words = draw(&stream, some, lanes);
         int here = 0;
-        for (; given + here < wanted && indices[given + here] < done + some; here++) {
-            const int i = (int)(indices[given + here] - done);
-            radii[here] = uniforms[i & ~8];
-            angles[here] = uniforms[i | 8];
-            second[here] = i & 8;
-        }
-        for (int i = 0; i < here; i++) {
-            float cosine, sine;
-            box_muller(radii[i], angles[i], mean, std, &cosine, &sine);
-            out[given + i] = second[i] ? sine : cosine;
-        }
+        while (given + here < wanted && indices[given + here] < done + some)
+            here++;
+        (lanes == 16 ? selected_16 : selected_8)(words, indices + given, (int32_t)done, here, mean, std, out + given);
         given += here;
         done += some;
     }
-    memcpy(cursor->words, words, sizeof cursor->words);
+    end(&stream, cursor);
 }
 
 /* The indices, counted from `first`, of the numbers outside [low, high]; `count` is a multiple of 16. */
-FOR_8 static int64_t outside_indices_8(
+FOR_8 static int64_t outside_8(
     const float *from, int count, float low, float high, int32_t *indices, int32_t first
 ) {
     int64_t found = 0;
@@ -307,7 +352,7 @@ FOR_8 static int64_t outside_indices_8(
     return found;
 }
 
-FOR_16 static int64_t outside_indices_16(
+FOR_16 static int64_t outside_16(
     const float *from, int count, float low, float high, int32_t *indices, int32_t first
 ) {
     int64_t found = 0;
@@ -325,44 +370,21 @@ FOR_16 static int64_t outside_indices_16(
 }
 
 /* The indices of those among the next `count` normals, a multiple of 16, that are outside [low, high]. */
-#define OUTSIDE(INDICES)                                                                                               \
-    ALIGNED uint32_t words[N + CHUNK];                                                                                 \
-    ALIGNED float uniforms[CHUNK];                                                                                     \
-    ALIGNED float made[CHUNK];                                                                                         \
-    int64_t found = 0;                                                                                                 \
-    memcpy(words, cursor->words, sizeof cursor->words);                                                                \
-    for (int64_t done = 0; done < count;) {                                                                            \
-        int some = count - done < CHUNK ? (int)(count - done) : CHUNK;                                                 \
-        draw(words, &cursor->drawn, uniforms, some);                                                                   \
-        normals(uniforms, made, some, mean, std);                                                                      \
-        found += INDICES(made, some, low, high, indices + found, (int32_t)done);                                       \
-        done += some;                                                                                                  \
-    }                                                                                                                  \
-    memcpy(cursor->words, words, sizeof cursor->words);                                                                \
+FN int64_t indices_outside(
+    struct cursor *cursor, int64_t count, float mean, float std, float low, float high, int32_t *indices, int lanes
+) {
+    ALIGNED float drawn[CHUNK];
+    struct stream stream;
+    int64_t found = 0;
+    begin(&stream, cursor);
+    for (int64_t done = 0; done < count;) {
+        const int some = at_most_chunk(count - done);
+        normals(draw(&stream, some, lanes), drawn, some, mean, std, lanes);
+        found += (lanes == 16 ? outside_16 : outside_8)(drawn, some, low, high, indices + found, (int32_t)done);
+        done += some;
+    }
+    end(&stream, cursor);
     return found;
-
-FOR_8 static int64_t outside_8(
-    struct cursor *cursor, int64_t count, float mean, float std, float low, float high, int32_t *indices
-) {
-    OUTSIDE(outside_indices_8)
-}
-
-FOR_16 static int64_t outside_16(
-    struct cursor *cursor, int64_t count, float mean, float std, float low, float high, int32_t *indices
-) {
-    OUTSIDE(outside_indices_16)
-}
-
-FOR_8 static void at_8(
-    struct cursor *cursor, int64_t count, float mean, float std, const int32_t *indices, int64_t wanted, float *out
-) {
-    normals_at(cursor, count, mean, std, indices, wanted, out);
-}
-
-FOR_16 static void at_16(
-    struct cursor *cursor, int64_t count, float mean, float std, const int32_t *indices, int64_t wanted, float *out
-) {
-    normals_at(cursor, count, mean, std, indices, wanted, out);
 }
 
 /* The SIMD width that this machine supports, of those that the kernels are compiled for: 16, 8, or 0 for none. */
@@ -379,7 +401,7 @@ int firstloss_lanes(void) {
 EXPORT void firstloss_normal(
     struct cursor *cursor, float *out, int64_t count, double mean, double std, int lanes
 ) {
-    (lanes == 16 ? normal_16 : normal_8)(cursor, out, count, (float)mean, (float)std);
+    fill_normal(cursor, out, count, (float)mean, (float)std, lanes);
 }
 
 /* `mul_(factor).add_(term).clamp_(low, high)` on `count` float32 elements, written to `to`. */
@@ -396,7 +418,7 @@ EXPORT void firstloss_fill_columns(
     double first, double second, int lanes
 ) {
     const struct columns to = {out, widths, parts, rounded};
-    (lanes == 16 ? columns_16 : columns_8)(cursor, &to, count, normal, (float)first, (float)second);
+    fill_columns(cursor, &to, count, normal, (float)first, (float)second, lanes);
 }
 
 /* The indices of those outside [low, high] among the next `count` < 2^31 elements of a `normal_(mean, std)`, a multiple
@@ -404,9 +426,7 @@ EXPORT void firstloss_fill_columns(
 EXPORT int64_t firstloss_normals_outside(
     struct cursor *cursor, int64_t count, double mean, double std, double low, double high, int32_t *indices, int lanes
 ) {
-    return (lanes == 16 ? outside_16 : outside_8)(
-        cursor, count, (float)mean, (float)std, (float)low, (float)high, indices
-    );
+    return indices_outside(cursor, count, (float)mean, (float)std, (float)low, (float)high, indices, lanes);
 }
 
 /* Of the same elements those at `indices`, which are ascending. */
@@ -414,7 +434,7 @@ EXPORT void firstloss_normals_at(
     struct cursor *cursor, int64_t count, double mean, double std, const int32_t *indices, int64_t wanted, float *out,
     int lanes
 ) {
-    (lanes == 16 ? at_16 : at_8)(cursor, count, (float)mean, (float)std, indices, wanted, out);
+    fill_selected(cursor, count, (float)mean, (float)std, indices, wanted, out, lanes);
 }
 
 /* `x.erfinv_()` on `count` < 2^31 - 16 numbers, on 16 lanes: see inverses_16. */
@@ -427,7 +447,7 @@ EXPORT int64_t firstloss_uniform_erfinv(
     struct cursor *cursor, float *out, int64_t count, double low, double high, float factor, float term, float least,
     float most, double margin, float *hard, int32_t *indices
 ) {
-    return uniform_erfinv_16(
+    return fill_uniform_erfinv(
         cursor, out, count, (float)low, (float)high, factor, term, least, most, (float)margin, hard, indices
     );
 }
@@ -446,7 +466,7 @@ EXPORT void firstloss_scatter(float *to, const float *from, const int32_t *indic
 EXPORT void firstloss_uniform(
     struct cursor *cursor, float *out, int64_t count, double low, double high, int lanes
 ) {
-    (lanes == 16 ? uniform_16 : uniform_8)(cursor, out, count, (float)low, (float)high);
+    fill_uniform(cursor, out, count, (float)low, (float)high, lanes);
 }
 
 #endif
