@@ -9,8 +9,7 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..errors import CaptureError
 from ..program.graph import Draw, Geometry, Node, dtype_name, is_contiguous
-from ..program.node_kinds import has_counter_rule
-from ..program.schemas import with_generator
+from ..program.node_kinds import has_counter_rule, with_generator
 from ..rng import words_drawn
 from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.stream import DeferredOffsetStream, Position, Stream

@@ -21,9 +21,9 @@ from ..errors import CaptureError
 from ..program.graph import Geometry, geometry_of, is_not_strided, span
 from ..program.source import here
 from . import session
-from .op_call import OpCall
+from .op_call import OpCall, is_symbolic
 from .session import this_thread
-from .symbolic_scalars import is_symbolic, stand_in
+from .symbolic_scalars import stand_in
 
 Tensor = torch.Tensor
 

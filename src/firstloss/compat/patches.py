@@ -8,13 +8,15 @@ capture are involved. If someone else has replaced a function in the meantime, t
 from __future__ import annotations
 
 import functools
+import importlib
+import operator
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import CompatibilityError
-from ..undo import Undo
-from .names import lookup
+from ..interpreter import Undo
 
 # From the first deferred tensor on, as it may turn up anywhere.
 DEFERRED = "from the first deferred tensor on"
@@ -35,6 +37,7 @@ class Patch(NamedTuple):
         also: other names of the same function.
         optional: whether nothing needs replacing if PyTorch lacks the function.
         static: whether it belongs to a class but receives no instance.
+        module: for `IMPORTED`, the module that others must have imported.
     """
 
     when: str
@@ -42,6 +45,7 @@ class Patch(NamedTuple):
     also: tuple[str, ...] = ()
     optional: bool = False
     static: bool = False
+    module: str = ""
 
 
 _VECTORS = "It uses another algorithm without vectors, whose bits differ: run at once"
@@ -49,6 +53,10 @@ _MEMORY = "It accesses memory through tensors, which a capture would record"
 _COUNT = "It reads a count as a Python number"
 _READS = "It reads a tensor's memory, bypassing the dispatcher"
 _COPY = "Every rank has the recipe, so nothing needs to be sent"
+_DYNAMO = "torch._dynamo.variables.builder"
+_PLANNER = "torch.distributed.checkpoint.default_planner"
+_ACCELERATE = "accelerate.utils.modeling"
+DTENSOR = "torch.distributed.tensor.placement_types"
 
 # Methods of tensors that read their memory.
 READ_IN_MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__repr__", "__format__")
@@ -88,25 +96,29 @@ PATCHES = {
     "torch.nn.Module.to_empty": Patch(DEFERRED, "It would drop recipes and leave memory uninitialized"),
     "torch.nn.parameter.UninitializedTensorMixin.materialize": Patch(CAPTURE, "It sets the class of a tensor"),
     "torch.compile": Patch(DEFERRED, "Dynamo is patched once imported; in a step, control flow is not compiled"),
-    "torch._dynamo.variables.builder.VariableBuilder.__call__": Patch(IMPORTED, "Dynamo needs values", optional=True),
-    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.resolve_tensor": Patch(
-        IMPORTED, "A deferred weight gets memory for the file's values"
+    f"{_DYNAMO}.VariableBuilder.__call__": Patch(IMPORTED, "Dynamo needs values", optional=True, module=_DYNAMO),
+    f"{_PLANNER}.DefaultLoadPlanner.resolve_tensor": Patch(
+        IMPORTED, "A deferred weight gets memory for the file's values", module=_PLANNER
     ),
     # -- other libraries --
-    "accelerate.utils.modeling.retie_parameters": Patch(
+    f"{_ACCELERATE}.retie_parameters": Patch(
         IMPORTED, "It detects tied weights that were not loaded by the meta device",
-        ("accelerate.big_modeling.retie_parameters",), optional=True,
+        ("accelerate.big_modeling.retie_parameters",), optional=True, module=_ACCELERATE,
     ),
     # -- DTensor --
-    "torch.distributed.tensor.placement_types.Shard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
-    "torch.distributed.tensor.placement_types._StridedShard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
-    "torch.distributed.tensor.placement_types.mesh_broadcast": Patch(IMPORTED, _COPY),
     **{
-        f"torch.nn.init.{name}": Patch(IMPORTED, "DTensor lacks its operations; computed as on one process")
+        f"{DTENSOR}.{kind}._shard_tensor": Patch(IMPORTED, _COPY, optional=True, module=DTENSOR)
+        for kind in ("Shard", "_StridedShard")
+    },
+    f"{DTENSOR}.mesh_broadcast": Patch(IMPORTED, _COPY, module=DTENSOR),
+    **{
+        f"torch.nn.init.{name}": Patch(
+            IMPORTED, "DTensor lacks its operations; computed as on one process", module=DTENSOR
+        )
         for name in ("orthogonal_", "sparse_", "dirac_")
     },
-    "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy"),
-    "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above"),
+    "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy", module=DTENSOR),
+    "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above", module=DTENSOR),
     # -- steps --
     "torch.UntypedStorage.resize_": Patch(TRACE, "It bypasses the dispatcher"),
     "torch.compiler._is_compiling_flag": Patch(TRACE, "Libraries take paths without branches on values"),
@@ -142,24 +154,27 @@ PATCHES = {
 
 _ABSENT = object()
 _lock = threading.RLock()
-_replacements: dict[str, Callable] = {}
+_replacements: dict[str, Any] = {}  # functions, or properties
 deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
 _holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
-_latest: dict[str, tuple[Any, Callable, Any]] = {}  # by name: an original, its replacement, and what was made of both
+_latest: dict[str, tuple[Any, Any, Any]] = {}  # by name: an original, its replacement, and what was made of both
+_awaited: dict[str, list[Callable[[], None]]] = {}  # by module, what to do once others have imported it
 # By name, for each place: (owner, attribute, original, replacement).
 _installed: dict[str, list[tuple[Any, str, Any, Any]]] = {}
 
 
-def replaces(*names: str) -> Callable[[Callable], Callable]:
+def replaces(*names: str) -> Callable[[Any], Any]:
     """Make the decorated function, `f(original, *args, **kwargs)`, the replacement of the functions `names`.
 
-    For a property, `f(original)` returns the replacing property.
+    For a property, it is given the replacing property.
     """
 
-    def register(function: Callable) -> Callable:
+    def register(function: Any) -> Any:
         for name in names:
             _replacements[name] = function
-            if _holders.get(PATCHES[name].when) and name not in _installed:
+            if PATCHES[name].when == IMPORTED:
+                when_imported(PATCHES[name].module, functools.partial(_install_checked, name, function))
+            elif _holders[PATCHES[name].when] and name not in _installed:
                 _install(name, function, _originals(name))
         return function
 
@@ -198,11 +213,24 @@ def leave(when: str, holder: Any) -> None:
                 _uninstall(name)
 
 
-def install_patch(name: str, replacement: Callable | None = None) -> None:
-    """Install one replacement permanently, for a module that others have imported by now."""
-    with _lock:
-        if name not in _installed:
-            _install(name, replacement or _replacements[name], _originals(name))
+def when_imported(module: str, action: Callable[[], None]) -> None:
+    """Register an action for the first `install_imported` after others have imported `module`."""
+    _awaited.setdefault(module, []).append(action)
+
+
+def install_imported() -> None:
+    """Install the replacements of modules that others have imported by now; they stay."""
+    for module in tuple(_awaited):
+        if module in sys.modules:
+            with _lock:
+                for action in _awaited.get(module, ()):
+                    action()
+                _awaited.pop(module, None)
+
+
+def _install_checked(name: str, replacement: Any) -> None:
+    if name not in _installed:
+        _install(name, replacement, _originals(name))
 
 
 def swap(undo: Undo, name: str, new: Any) -> None:
@@ -211,6 +239,40 @@ def swap(undo: Undo, name: str, new: Any) -> None:
     owner, attribute = _owner(name)
     undo(_set, owner, attribute, vars(owner).get(attribute, _ABSENT))
     setattr(owner, attribute, new)
+
+
+def lookup(path: str) -> Any:
+    """Look up a dotted path that begins with a module.
+
+    Raises:
+        ImportError, AttributeError: if it does not exist.
+    """
+    ways = _ways(path)
+    for module, attributes_of in ways:
+        if module in sys.modules:  # avoids the import machinery, which is slow enough to matter in a capture
+            try:
+                return attributes_of(sys.modules[module])
+            except AttributeError:  # may be a module that is not imported yet
+                break
+    for module, attributes_of in ways:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if "." not in module or not module.startswith(str(error.name)):
+                raise
+            continue
+        return attributes_of(found)
+    raise AssertionError(path)
+
+
+@functools.cache
+def _ways(path: str) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Each module that `path` may begin with, the longest first, and a function that reads the rest from it."""
+    parts = path.split(".")
+    ways: list[tuple[str, Callable[[Any], Any]]] = [(path, lambda module: module)]
+    for count in range(len(parts) - 1, 0, -1):
+        ways.append((".".join(parts[:count]), operator.attrgetter(".".join(parts[count:]))))
+    return ways
 
 
 def original(name: str) -> Any:
@@ -261,18 +323,18 @@ def _originals(name: str) -> list[tuple[Any, str, Any]]:
     return found
 
 
-def _install(name: str, replacement: Callable, originals: list[tuple[Any, str, Any]]) -> None:
+def _install(name: str, replacement: Any, originals: list[tuple[Any, str, Any]]) -> None:
     for owner, attribute, found in originals:
         new = _replaced(name, found, replacement)
         _installed.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))
         setattr(owner, attribute, staticmethod(new) if PATCHES[name].static else new)
 
 
-def _replaced(name: str, found: Any, replacement: Callable) -> Any:
+def _replaced(name: str, found: Any, replacement: Any) -> Any:
     """What takes the place of `found`: the same for all names of a function, and in all captures."""
     known = _latest.get(name)
     if known is None or known[0] is not found or known[1] is not replacement:
-        new = _wrapper(found, replacement) if callable(found) else replacement(found)
+        new = _wrapper(found, replacement) if callable(found) else replacement
         known = _latest[name] = found, replacement, new
     return known[2]
 

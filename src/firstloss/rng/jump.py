@@ -53,15 +53,6 @@ def _spread() -> NDArray[np.uint16]:
 
 _SPREAD = _spread()
 
-GENERATE_BELOW = 100_000  # words; generating fewer is cheaper than a jump
-
-
-def advance(window: Words, n: int) -> Words:
-    """The window `n` words later. `window` must be consistent: see `mt19937.consistent`."""
-    if n >= GENERATE_BELOW:
-        return jump(window, n)
-    return native_generate(window, n) if has_kernel() else extend(window, n)[n:]
-
 
 def jump(window: Words, n: int) -> Words:
     """The window `n` >= 32 words later. Polynomials are cached: the same n again takes a third of the time."""

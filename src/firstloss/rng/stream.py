@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from firstloss.rng.jump import advance
+from firstloss.rng.jump import has_kernel, jump, native_generate
 from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ORIGIN_SPARE = -1  # `Position.spare` of the cached normal that the origin's state came with
+GENERATE_BELOW = 100_000  # words; generating fewer is cheaper than a jump
 _CACHED_BLOCKS = 64  # of 2,496 bytes each
 
 
@@ -36,6 +37,13 @@ class Position(NamedTuple):
 
     words: int
     spare: int | None = None
+
+
+def advance(window: Words, n: int) -> Words:
+    """The window `n` words later. `window` must be consistent: see `mt19937.consistent`."""
+    if n >= GENERATE_BELOW:
+        return jump(window, n)
+    return native_generate(window, n) if has_kernel() else extend(window, n)[n:]
 
 
 class Stream:
