@@ -87,6 +87,15 @@ def transformers_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield config_class.model_type, lambda config_class=config_class: _from_config(config_class)
 
 
+def transformers_case(model_type: str) -> Callable[[], Any]:
+    """One of them, without importing all others."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    return lambda: _from_config(config_class)
+
+
 def _from_config(config_class: type) -> Any:
     from transformers import AutoModel
 

@@ -1,6 +1,9 @@
 """Loaders and the loop over their batches."""
 
+import gc
+import multiprocessing
 import random
+import traceback
 import warnings
 
 import jax
@@ -158,6 +161,29 @@ def test_workers_that_are_kept_are_seeded_once(epoch, recwarn):
     assert (found != expected[1:]) == any(told) == (epoch > 0)
 
 
+@pytest.mark.parametrize("batches_of", [iter, DataExecutor], ids=["loader", "executor"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_workers_end_with_the_last_reference_to_their_loop(batches_of, kept, monkeypatch):
+    """They do not wait for the garbage collector, in which torch would wait 5 s for each."""
+
+    def part_of_an_epoch():
+        loader = DataLoader(lambda: data.DataLoader(Noise(), batch_size=1, num_workers=1, persistent_workers=kept))
+        for _ in batches_of(loader):
+            break
+        return loader.state_dict()
+
+    started = []
+    start = multiprocessing.Process.start
+    monkeypatch.setattr(multiprocessing.Process, "start", lambda worker: (started.append(worker), start(worker)))
+    gc.disable()
+    try:
+        assert part_of_an_epoch()["batch"] == 1
+        DataLoader(list)  # the last one created is referred to as such
+        assert [worker.exitcode for worker in started] == [0]
+    finally:
+        gc.enable()
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -182,8 +208,10 @@ def test_a_worker_that_fails_is_named_too():
         def __getitem__(self, i):
             raise OSError("disk")
 
-    with pytest.raises(LoaderError, match="batch 0 of epoch 0.*disk"):
+    with pytest.raises(LoaderError, match="batch 0 of epoch 0.*disk") as caught:
         list(DataExecutor(data.DataLoader(Broken(), num_workers=1)))
+    # PyTorch's frame, which refers to the worker, and its error refer to each other.
+    traceback.clear_frames(caught.value.__cause__.__traceback__)
 
 
 def test_an_error_of_the_input_function_is_raised():

@@ -1,8 +1,6 @@
 """The XLA backend on a GPU shared with PyTorch, as far as it can be tested with the CPU in place of the GPU."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import firstloss as fl
 from firstloss.compat.torch_names import DisableTorchDispatch
 from firstloss.runtime.device import on_gpu
 from firstloss.runtime.step import first_loss
+from tests import forked
 from tests.gpu.emulated import compiler, vectorised
 from tests.small_training import build, training_step
 
@@ -25,9 +24,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("first", ["eager", "compiled"])
 def test_weights_are_made_in_xlas_memory_and_donated_from_there(first):
     """By kernels of ours; the first loss by PyTorch's, in the same memory."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    command = [sys.executable, "-m", "tests.runtime.device.simulated_gpu", first]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    done = forked.run(["-m", "tests.runtime.device.simulated_gpu", first], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
