@@ -222,7 +222,7 @@ def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls, monke
 
 
 def test_small_products_and_attention_are_left_to_xla(monkeypatch):
-    """A call wakes PyTorch's threads, which costs more than a small product."""
+    """A call costs more than a small product."""
     monkeypatch.setattr(kernels, "_mkl", lambda: True)
     monkeypatch.setattr(kernels, "computes", lambda dtype: True)
     few, many = (jnp.ones((64, 64)), jnp.ones((64, 256))), (jnp.ones((512, 256)), jnp.ones((256, 256)))
