@@ -23,7 +23,9 @@ setup(
         Extension(
             f"firstloss.rng.{name}",
             [f"src/firstloss/rng/{name}.c"],
-            depends=[f"src/firstloss/rng/_{name}.h" for name in ("arithmetic", "avx512", "kernels", "erfinv", "erfinv_table")],
+            depends=[
+                f"src/firstloss/rng/_{name}.h" for name in ("arithmetic", "avx512", "kernels", "erfinv", "erfinv_table")
+            ],
             extra_compile_args=FLAGS,
             optional=True,
         )

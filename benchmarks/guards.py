@@ -19,7 +19,7 @@ def child(side, args):
     import torch
 
     import firstloss as fl
-    from firstloss.runtime.step import retracing
+    from firstloss.runtime.step import cache
 
     torch.manual_seed(0)
     fields = models.LLAMA_TINY if args.tiny else models.LLAMA_24_LAYERS
@@ -31,7 +31,7 @@ def child(side, args):
             model = models.llama(**fields)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         step = models.training_step(model, optimizer, backend)
-        asked, counts, ask = [], {}, retracing.CacheEntry.changes
+        asked, counts, ask = [], {}, cache.CacheEntry.changes
 
         def timed(known):
             began = time.perf_counter()
@@ -40,7 +40,7 @@ def child(side, args):
             counts.update(dicts=len(known.guards.tables), names=sum(len(t.expected) for t in known.guards.tables))
             return found
 
-        retracing.CacheEntry.changes = timed
+        cache.CacheEntry.changes = timed
         for _ in range(4):
             step(batch).item()
         asked.clear()

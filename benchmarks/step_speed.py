@@ -78,9 +78,7 @@ class Side:
             stdout=subprocess.PIPE,
             text=True,
             env={
-                **malloc_settings.environment(
-                    malloc_settings.HUGE_PAGES, malloc_settings.KEPT, malloc_settings.ONE_HEAP
-                ),
+                **malloc_settings.environment(malloc_settings.HUGE_PAGES, malloc_settings.KEPT),
                 **os.environ,
                 "PYTHONPATH": path,
             },

@@ -26,7 +26,6 @@ COMMON = {
     "files",
     "malloc_settings",
     "interpreter",
-    "undo",
     "dependencies",
     "settings",
 }

@@ -10,16 +10,15 @@ import pytest
 
 from firstloss import interpreter
 from firstloss.interpreter import (
+    Undo,
+    gc_thresholds,
     is_collecting,
-    no_full_collections,
     pause,
     paused,
     set_collecting,
-    set_thresholds,
-    thresholds,
+    switch_interval,
 )
 from firstloss.runtime.step import process_settings
-from firstloss.undo import Undo
 
 
 @pytest.fixture(autouse=True)
@@ -150,32 +149,36 @@ def test_blocks_that_overlap_in_two_threads(users):
     entered, leave = threading.Event(), threading.Event()
 
     def work():
-        with interpreter.switch_often():
+        with switch_interval.changed():
             entered.set()
             leave.wait(60)
 
     other = threading.Thread(target=work)
-    with interpreter.switch_often():
+    with switch_interval.changed():
         other.start()
         assert entered.wait(60)
-    assert sys.getswitchinterval() < users == interpreter.switch_interval()
+    assert sys.getswitchinterval() < users == switch_interval.get()
     leave.set()
     other.join()
-    assert sys.getswitchinterval() == interpreter.switch_interval() == users
+    assert sys.getswitchinterval() == switch_interval.get() == users
 
 
 def test_it_is_no_other_setting_of_a_step(users):
     before = process_settings.settings()
-    with interpreter.switch_often():
+    with switch_interval.changed():
         assert process_settings.settings() == before
 
 
 def test_what_is_wanted_in_a_block_is_set_after_it(users):
-    with interpreter.switch_often():
-        interpreter.set_switch_interval(0.002)
-        assert sys.getswitchinterval() < 0.002 == interpreter.switch_interval()
+    with switch_interval.changed():
+        switch_interval.set(0.002)
+        assert sys.getswitchinterval() < 0.002 == switch_interval.get()
     assert sys.getswitchinterval() == 0.002
-    interpreter.set_switch_interval(0.003)
+    with switch_interval.changed():
+        sys.setswitchinterval(0.001)
+        assert switch_interval.get() == 0.001
+    assert sys.getswitchinterval() == 0.001
+    switch_interval.set(0.003)
     assert sys.getswitchinterval() == 0.003
 
 
@@ -195,7 +198,7 @@ def test_a_thread_beside_the_users_collects_young_objects_alone(users_thresholds
 
     gc.callbacks.append(note)
     try:
-        with no_full_collections():
+        with gc_thresholds.changed():
             kept = [[[]] for _ in range(300_000)]
             assert gc.isenabled() and collections and 2 not in collections
     finally:
@@ -204,22 +207,22 @@ def test_a_thread_beside_the_users_collects_young_objects_alone(users_thresholds
 
 
 def test_such_blocks_overlap_and_the_user_sees_none_of_them(users_thresholds):
-    first, second = no_full_collections(), no_full_collections()
+    first, second = gc_thresholds.changed(), gc_thresholds.changed()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert thresholds() == users_thresholds != gc.get_threshold()
+    assert gc_thresholds.get() == users_thresholds != gc.get_threshold()
     second.__exit__(None, None, None)
-    assert thresholds() == users_thresholds == gc.get_threshold()
+    assert gc_thresholds.get() == users_thresholds == gc.get_threshold()
 
 
 def test_what_the_user_sets_during_such_a_block_stays(users_thresholds):
-    with no_full_collections():
+    with gc_thresholds.changed():
         gc.set_threshold(500, 5, 5)
-    assert gc.get_threshold() == thresholds() == (500, 5, 5)
-    with no_full_collections():
-        set_thresholds((600, 6, 6))
-        assert thresholds() == (600, 6, 6) != gc.get_threshold()
+    assert gc.get_threshold() == gc_thresholds.get() == (500, 5, 5)
+    with gc_thresholds.changed():
+        gc_thresholds.set((600, 6, 6))
+        assert gc_thresholds.get() == (600, 6, 6) != gc.get_threshold()
         gc.disable()
     try:
         assert gc.get_threshold() == (600, 6, 6) and not gc.isenabled()

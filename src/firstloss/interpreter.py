@@ -1,4 +1,4 @@
-"""The interpreter: the cores it may use, and settings that Firstloss changes temporarily.
+"""The interpreter: the cores it may use, and what Firstloss changes in it temporarily, even if it is interrupted.
 
 Garbage collection is paused, and threads switch more often. The user's code sees its own settings meanwhile, and finds
 them restored.
@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from gc import disable, enable, isenabled  # a step being traced sees replaced ones
+from typing import Any, Generic, TypeVar
 
-from .undo import Undo
+T = TypeVar("T")
 
 
 def cores() -> int:
@@ -25,6 +26,35 @@ def cores() -> int:
 def is_handling() -> bool:
     """Whether the caller is handling an exception, which the step's Python could raise again or inspect."""
     return sys.exc_info()[0] is not None
+
+
+class Undo:
+    """A stack of actions that restore what a block has changed, to be entered twice: `with Undo() as undo, undo:`.
+
+    KeyboardInterrupt may be raised between any two instructions, also between the last one of a block and the first one
+    of its cleanup, which would leave the garbage collector disabled, a mode open, or a function replaced. So there are
+    two nested cleanups, and if one of them is interrupted, the other does the rest. Actions may therefore run twice,
+    and are registered before the change that they undo is made.
+    """
+
+    __slots__ = ("_actions",)
+
+    def __init__(self) -> None:
+        self._actions: list[tuple[Callable[..., Any], tuple]] = []
+
+    def __call__(self, action: Callable[..., Any], *args: Any) -> None:
+        """Call `action(*args)` at the end of the block, in reverse order of registration."""
+        self._actions.append((action, args))
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        actions = self._actions
+        while actions:
+            action, args = actions[-1]
+            action(*args)
+            actions.pop()
 
 
 # -- pauses of the garbage collector while many long-lived objects are created --
@@ -115,95 +145,87 @@ def _age_objects() -> None:
         gc.unfreeze()
 
 
-# -- no full collections while a background thread creates objects beside the user's code --
-
-_NEVER = 1 << 30  # collections of the middle generation before a full one
-
-_threshold_lock = threading.Lock()
-_threshold_blocks = 0
-_thresholds: tuple[int, int, int] = gc.get_threshold()  # the user's, during such blocks
+# -- settings that are changed while a background thread works beside the user's code --
 
 
-@contextmanager
-def no_full_collections() -> Iterator[None]:
-    """Like `paused`, for a background thread: the user's code may enable and disable collection meanwhile, and young
-    objects are collected. Several threads may enter it at a time."""
-    global _threshold_blocks, _thresholds
-    with _threshold_lock:
-        if not _threshold_blocks:
-            _thresholds = gc.get_threshold()
-            gc.set_threshold(*_thresholds[:2], _NEVER)
-        _threshold_blocks += 1
-    try:
-        yield
-    finally:
-        with _threshold_lock:
-            _threshold_blocks -= 1
-            if not _threshold_blocks and _set_by_us():
-                _age_objects()
-                gc.set_threshold(*_thresholds)
+class TemporarySetting(Generic[T]):
+    """A setting of the interpreter that has another value inside of blocks, which several threads may enter at a time.
+
+    `get` and `set` are for the user's code: it sees its own value, and what it sets inside of a block is kept.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[], T],
+        set: Callable[[T], object],
+        meanwhile: Callable[[T], T],
+        before_restoring: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            get: reads the interpreter's setting.
+            set: sets it.
+            meanwhile: returns the value inside of blocks, given the user's.
+            before_restoring: called when the last block ends.
+        """
+        self._get = get
+        self._set = set
+        self._meanwhile = meanwhile
+        self._before_restoring = before_restoring
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._users: T = get()  # during blocks
+        self._ours: T = self._users  # likewise
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """A block in which the setting has the other value."""
+        with self._lock:
+            if not self._blocks:
+                self._change(self._get())
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if not self._blocks and self._get() == self._ours:
+                    self._before_restoring()
+                    self._set(self._users)
+
+    def _change(self, users: T) -> None:
+        self._users = users
+        self._set(self._meanwhile(users))
+        self._ours = self._get()
+
+    def _is_changed(self) -> bool:
+        """Whether a block has set the current value, and the user's code none since by Python's own function."""
+        return self._blocks > 0 and self._get() == self._ours
+
+    def get(self) -> T:
+        """The user's value, which is set or will be restored."""
+        with self._lock:
+            return self._users if self._is_changed() else self._get()
+
+    def set(self, value: T) -> None:
+        """Set the user's value; inside of a block, for the time after it."""
+        with self._lock:
+            if self._is_changed():
+                self._change(value)
+            else:
+                self._set(value)
 
 
-def _set_by_us() -> bool:
-    """Whether the current thresholds were set by a block, and not by the user since."""
-    return gc.get_threshold() == (*_thresholds[:2], _NEVER)
+# Changed: no full collections. As in `paused`, but young objects are collected, and the user's code may enable and
+# disable collection meanwhile. The third number is how many collections of the middle generation precede a full one.
+gc_thresholds: TemporarySetting[tuple[int, int, int]] = TemporarySetting(
+    gc.get_threshold,
+    lambda numbers: gc.set_threshold(*numbers),
+    lambda numbers: (*numbers[:2], 1 << 30),
+    _age_objects,
+)
 
-
-def thresholds() -> tuple[int, int, int]:
-    """The user's thresholds, which are set or will be restored."""
-    with _threshold_lock:
-        return _thresholds if _threshold_blocks and _set_by_us() else gc.get_threshold()
-
-
-def set_thresholds(numbers: tuple[int, int, int]) -> None:
-    """Set the user's thresholds; inside a block, for the time after it."""
-    global _thresholds
-    with _threshold_lock:
-        if _threshold_blocks and _set_by_us():
-            _thresholds = numbers
-            gc.set_threshold(*_thresholds[:2], _NEVER)
-        else:
-            gc.set_threshold(*numbers)
-
-
-# -- a shorter GIL switch interval while a background thread works beside the user's --
-
-_SECONDS = 3e-4  # Python's default is 5 ms, 20 times as long as a chunk of a fill takes
-
-_blocks_lock = threading.Lock()
-_blocks = 0
-_interval = 0.0  # the user's interval, during such blocks
-
-
-@contextmanager
-def switch_often() -> Iterator[None]:
-    """Context with a short switch interval; it may be entered by several threads at a time."""
-    global _blocks, _interval
-    with _blocks_lock:
-        if not _blocks:
-            _interval = sys.getswitchinterval()
-            sys.setswitchinterval(min(_interval, _SECONDS))
-        _blocks += 1
-    try:
-        yield
-    finally:
-        with _blocks_lock:
-            _blocks -= 1
-            if not _blocks:
-                sys.setswitchinterval(_interval)
-
-
-def switch_interval() -> float:
-    """The user's interval, which is set or will be restored."""
-    with _blocks_lock:
-        return _interval if _blocks else sys.getswitchinterval()
-
-
-def set_switch_interval(seconds: float) -> None:
-    """Set the user's interval; inside a block, for the time after it."""
-    global _interval
-    with _blocks_lock:
-        if _blocks:
-            _interval = seconds
-        else:
-            sys.setswitchinterval(seconds)
+# Changed: threads switch more often. Python's default is 5 ms, 20 times as long as a chunk of a fill takes.
+switch_interval: TemporarySetting[float] = TemporarySetting(
+    sys.getswitchinterval, sys.setswitchinterval, lambda seconds: min(seconds, 3e-4)
+)

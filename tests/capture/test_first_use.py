@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import firstloss as fl
-from firstloss.capture import first_use
+from firstloss.capture.tensor import disable_first_use
 from firstloss.errors import NotMaterializedWarning
 from firstloss.program import source
 from tests import forked
@@ -195,7 +195,7 @@ def test_uses_that_bypass_the_dispatcher_materialize():
     """As C++ comes: autograd has noted the tensors before it is known that they are needed."""
 
     def use(model):
-        first_use.disable_first_use()
+        disable_first_use()
         losses, parameters, buffers = train(model, foreach=True)
         return buffers  # other kernels in the first step: PyTorch's C++ takes others for subclasses of tensors
 
@@ -205,7 +205,7 @@ def test_uses_that_bypass_the_dispatcher_materialize():
 
 def test_no_gradient_is_lost_when_the_dispatcher_is_bypassed():
     def use(model):
-        first_use.disable_first_use()
+        disable_first_use()
         model(TOKENS).backward()
         model(TOKENS).backward()
         return [p.grad for p in model.parameters()]

@@ -13,10 +13,10 @@ import torch
 import firstloss as fl
 from firstloss.capture import deferred as _deferred  # noqa: F401 - registers its replacements
 from firstloss.compat import patches
-from firstloss.compat.names import lookup
+from firstloss.compat.patches import lookup
 from firstloss.errors import CompatibilityError
+from firstloss.interpreter import Undo
 from firstloss.runtime.step import optimizers as _optimizers  # noqa: F401 - likewise
-from firstloss.undo import Undo
 
 ROOT = Path(__file__).parents[2]
 # Everything of PyTorch's and JAX's that can be assigned to, by its name.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import firstloss as fl
-from firstloss.program.schemas import with_generator
+from firstloss.program.node_kinds import with_generator
 
 aten = torch.ops.aten
 DRAWS = {

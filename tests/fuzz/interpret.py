@@ -16,11 +16,11 @@ import torch
 
 from firstloss.runtime.backend import Backend
 from firstloss.runtime.device.lazy_array import ready
-from firstloss.runtime.jax_support import as_argument, to_host
+from firstloss.runtime.jax_support import share_memory, to_host
 from firstloss.runtime.step import compiling
+from firstloss.runtime.step.compiled_step import Inputs
 from firstloss.runtime.step.first_loss import Kernels
-from firstloss.runtime.step.inputs import Inputs
-from firstloss.runtime.step.tracing import TracedProgram
+from firstloss.runtime.step.traced_program import TracedProgram
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
 _compile = compiling.compile_step
@@ -71,7 +71,7 @@ class Interpreted:
                 replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))
             replay.run(self._program.nodes)
             found = {
-                name: jax.numpy.array(as_argument(ref.view(replay.buffer(ref.value)).contiguous()), copy=True)
+                name: jax.numpy.array(share_memory(ref.view(replay.buffer(ref.value)).contiguous()), copy=True)
                 for name, ref in self._program.outputs.items()
             }
         for array in state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,29 @@ _DTYPES = {
     "float16": torch.float16,
     "cbfloat16": torch.float16,  # replaced when it is lowered
 }
-_half = "float16"
-_mixed = False
-_device_type = "cpu"  # of the current backend's tensors
+
+
+@dataclass
+class Precision:
+    """The process's settings.
+
+    Attributes:
+        half: the name of the half precision.
+        mixed: whether mixed precision is enabled.
+        device_type: that of the current backend's tensors.
+    """
+
+    half: str = "float16"
+    mixed: bool = False
+    device_type: str = "cpu"
+
+
+current = Precision()
 
 
 def set_device_type(device_type: str) -> None:
     """Set the device type whose cast lists `autocast` follows; called when a backend becomes the current one."""
-    global _device_type
-    _device_type = device_type
+    current.device_type = device_type
 
 
 def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -43,9 +58,8 @@ def set_half_dtype(dtype: str | torch.dtype) -> torch.dtype:
     Raises:
         PrecisionError: for another dtype.
     """
-    global _half
-    _half = _name(dtype)
-    return _DTYPES[_half]
+    current.half = _name(dtype)
+    return _DTYPES[current.half]
 
 
 def _name(dtype: str | torch.dtype) -> str:
@@ -61,7 +75,7 @@ def get_half_dtype() -> str:
     Returns:
         "bfloat16", "float16" or "cbfloat16".
     """
-    return _half
+    return current.half
 
 
 def enable_mixed_precision(enable: bool = True) -> bool:
@@ -76,11 +90,10 @@ def enable_mixed_precision(enable: bool = True) -> bool:
     Raises:
         PrecisionError: if `enable` is neither True nor False.
     """
-    global _mixed
     if not isinstance(enable, bool):
         raise PrecisionError(f"enable_mixed_precision({enable!r}): write True or False.")
-    _mixed = enable
-    return _mixed
+    current.mixed = enable
+    return current.mixed
 
 
 def mixed_precision() -> bool:
@@ -89,7 +102,7 @@ def mixed_precision() -> bool:
     Returns:
         True from `enable_mixed_precision()` until `enable_mixed_precision(False)`.
     """
-    return _mixed
+    return current.mixed
 
 
 def get_floating_point_dtype(default: torch.dtype = torch.float32) -> torch.dtype:
@@ -101,7 +114,7 @@ def get_floating_point_dtype(default: torch.dtype = torch.float32) -> torch.dtyp
     Returns:
         The half precision's dtype if `mixed_precision` is on, else `default`.
     """
-    return _DTYPES[_half] if _mixed else default
+    return _DTYPES[current.half] if current.mixed else default
 
 
 def get_floating_point_dtype_str(default: str = "float32") -> str:
@@ -113,7 +126,7 @@ def get_floating_point_dtype_str(default: str = "float32") -> str:
     Returns:
         The half precision's name if `mixed_precision` is on, else `default`.
     """
-    return _half if _mixed else default
+    return current.half if current.mixed else default
 
 
 def is_cbfloat16_tensor(tensor: torch.Tensor) -> bool:
@@ -125,7 +138,7 @@ def is_cbfloat16_tensor(tensor: torch.Tensor) -> bool:
     Returns:
         Whether cbfloat16 is set, and `tensor` has the dtype float16, which stands for it.
     """
-    return _half == "cbfloat16" and tensor.dtype == _DTYPES[_half]
+    return current.half == "cbfloat16" and tensor.dtype == _DTYPES[current.half]
 
 
 class autocast(contextlib.ContextDecorator):
@@ -159,7 +172,7 @@ class autocast(contextlib.ContextDecorator):
         self._open: list[torch.autocast] = []
 
     def __enter__(self) -> autocast:
-        half = self._dtype or _half
+        half = self._dtype or current.half
         if self._enabled and half == "cbfloat16":
             if session.trace is None:
                 raise PrecisionError(
@@ -167,7 +180,7 @@ class autocast(contextlib.ContextDecorator):
                     'set_half_dtype("bfloat16") or "float16" here.'
                 )
             session.trace.cbfloat16 = True
-        region = torch.autocast(_device_type, dtype=_DTYPES[half], enabled=self._enabled)
+        region = torch.autocast(current.device_type, dtype=_DTYPES[half], enabled=self._enabled)
         region.__enter__()
         self._open.append(region)
         return self

@@ -9,37 +9,19 @@ meta device.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from ..compat.patches import install_patch, replaces
+from ..compat.patches import replaces
+from ..program.graph import FileValue
 from . import session
-from .file_value import FileValue
 from .first_use import sources
 from .tensor import Hooks, is_pending
 
-_PLANNER = "torch.distributed.checkpoint.default_planner"
-_RESOLVE = f"{_PLANNER}.DefaultLoadPlanner.resolve_tensor"
-_ACCELERATE = "accelerate.utils.modeling"
-_RETIE = f"{_ACCELERATE}.retie_parameters"
-_TRANSFORMERS_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
-
-def install() -> None:
-    """Patch `torch.distributed.checkpoint` and accelerate, once they have been imported."""
-    if _PLANNER in sys.modules:
-        install_patch(_RESOLVE)
-    if _ACCELERATE in sys.modules:
-        install_patch(_RETIE)
-
-
-@replaces(_RESOLVE)
+@replaces("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.resolve_tensor")
 def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
     """Allocate memory for a tensor that pieces of a file are written to; together they cover all of it."""
     found = original(self, read_item)
@@ -49,7 +31,7 @@ def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
     return found
 
 
-@replaces(_RETIE)
+@replaces("accelerate.utils.modeling.retie_parameters")
 def retie_parameters(original: Any, model: torch.nn.Module, tied_params: Any) -> Any:
     """Tie parameters to the first one that has been loaded, if there is one."""
     return original(model, [sorted(names, key=lambda name: _is_constructed(model, name)) for names in tied_params])
@@ -59,16 +41,3 @@ def _is_constructed(model: torch.nn.Module, name: str) -> bool:
     """Whether a parameter has not been loaded."""
     parameter = attrgetter(name)(model)
     return is_pending(parameter) and not any(isinstance(v, FileValue) for v in sources([parameter._storage]))
-
-
-@contextmanager
-def synchronous() -> Iterator[None]:
-    """Let transformers load weights in the capturing thread: operations of other threads are not recorded."""
-    if _TRANSFORMERS_SYNCHRONOUS in os.environ:
-        yield
-        return
-    os.environ[_TRANSFORMERS_SYNCHRONOUS] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_TRANSFORMERS_SYNCHRONOUS, None)

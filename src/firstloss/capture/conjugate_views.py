@@ -20,7 +20,7 @@ from ..program.graph import dense_count, geometry_of, span
 from ..program.source import here
 from . import session
 from .conjugate_bits import lazy_bits
-from .constants import outer_geometry, storage_of
+from .op_call import outer_geometry, storage_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, to_real
 
 aten = torch.ops.aten

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, version_of
-from ..program.graph import Geometry, Ref, Value, geometry_of
+from ..program.graph import Value
 from ..program.source import here
 from . import session
-from .exported_memory import storage_at
 from .mapped_file import in_file
-from .tensor import DeferredStorage, DeferredTensor, Hooks
+from .tensor import DeferredStorage, DeferredTensor
 
 Tensor = torch.Tensor
 
@@ -70,38 +69,3 @@ def owned_by_torch(tensor: Tensor) -> bool:
         return tensor.untyped_storage().resizable()
     except (RuntimeError, NotImplementedError):
         return False
-
-
-def storage_of(tensor: Tensor) -> DeferredStorage:
-    """The DeferredStorage of a tensor; for a real tensor, a new one with its current content, or a step's input."""
-    if type(tensor) is DeferredTensor:
-        return tensor._storage
-    if session.trace is not None:
-        if tensor.is_conj() or tensor.is_neg():
-            session.trace.record_external(tensor)
-            return Hooks.mirror_of(tensor)
-        found = storage_at(tensor)
-        if found is not None:  # it shares a weight's memory, by NumPy or DLPack
-            if found[0].trace is not session.trace:
-                session.trace.adopt(found[0])
-            session.trace.record_external(tensor)
-            session.trace.aliased_storages.add(found[0])
-            return found[0]
-        return session.trace.adopt_real(tensor)
-    return DeferredStorage(constant(tensor))
-
-
-def outer_geometry(tensor: Tensor) -> Geometry:
-    """The geometry of a real tensor from outside a step in its `storage_of`."""
-    found = storage_at(tensor)
-    return geometry_of(tensor) if found is None else found[1]
-
-
-def ref_of(tensor: Tensor) -> Ref:
-    """The Ref of a tensor: its view of the current Value of its DeferredStorage."""
-    if type(tensor) is DeferredTensor:
-        return tensor._ref()
-    value = storage_of(tensor).value
-    if session.trace is not None:
-        return Ref(value, *outer_geometry(tensor))
-    return Ref(value, tuple(tensor.shape), value.stride, 0, value.dtype)

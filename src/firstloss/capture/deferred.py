@@ -11,20 +11,24 @@ from typing import Any, TypeVar
 import torch
 
 from .. import timeline
+from ..compat.patches import install_imported
 from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
 from ..interpreter import paused
 from ..program.source import here, is_machinery, raised_at
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
-from . import checkpoint_loaders, direct_memory_access, first_use, patches, session
+from . import checkpoint_loaders as _checkpoint_loaders  # noqa: F401 - likewise
 from . import control_flow as _control_flow  # noqa: F401 - likewise
+from . import direct_memory_access, first_use, session
+from . import dtensor as _dtensor  # noqa: F401 - likewise
+from . import patches as _patches  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
-from . import untyped_storage as _untyped_storage  # noqa: F401 - likewise
 from .distributed import parts_of
 from .evaluation import state_of
 from .generators import POLICIES
 from .recorder import CaptureMode, DeferredTensor
+from .tensor import disable_first_use
 
 T = TypeVar("T")
 
@@ -78,9 +82,9 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
 @contextmanager
 def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
-    first_use.disable_first_use()
+    disable_first_use()
     try:
-        with timeline.span("capture"), paused(), checkpoint_loaders.synchronous(), CaptureMode():
+        with timeline.span("capture"), paused(), _synchronous_loading(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)
@@ -88,10 +92,25 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
         raise
     finally:
         session.leave()
-        patches.install_in_dynamo()
-        checkpoint_loaders.install()
+        install_imported()
         if not session.depth and session.trace is None:
             first_use.enable_first_use()
+
+
+_SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+@contextmanager
+def _synchronous_loading() -> Iterator[None]:
+    """Let transformers load weights in the capturing thread: operations of other threads are not recorded."""
+    if _SYNCHRONOUS in os.environ:
+        yield
+        return
+    os.environ[_SYNCHRONOUS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_SYNCHRONOUS, None)
 
 
 def _explain_no_cuda(error: Exception) -> None:

@@ -1,29 +1,17 @@
-"""Deferred tensors with torch.distributed: nothing is sent, since every rank has the same recipe.
-
-`distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. For a deferred weight every rank
-has the recipe, as long as all run the same constructor from the same seed: so each takes its own shard of it, as with
-`src_data_rank=None`. `fully_shard` does not communicate, and needs no special handling.
-"""
+"""Distributed tensors and collectives in a capture. Nothing is sent, since every rank has the same recipe."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 
-from ..compat.patches import install_patch
 from ..compat.python_names import getframe
 from ..compat.torch_names import local_tensor_or
 from ..errors import CaptureError
 from ..program.source import here
-
-_MODULE = "torch.distributed.tensor.placement_types"
-_installers: list[Callable[[Any], None]] = []
-_prepared = False
-
 
 # The namespaces of operations that communicate with other ranks.
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor"})
@@ -80,36 +68,3 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     names, _ = flatten(local)
     for name in names:
         yield from parts_of(getattr(local, name))
-
-
-def prepare(is_deferred: Callable[[Any], bool]) -> None:
-    """Patch the DTensor API, once it has been imported, not to send deferred tensors.
-
-    Called when a deferred tensor is detached, which is the first thing that `distribute_tensor` does.
-    """
-    global _prepared
-    if _prepared or _MODULE not in sys.modules:
-        return
-    _prepared = True
-    for kind in ("Shard", "_StridedShard"):
-        install_patch(f"{_MODULE}.{kind}._shard_tensor", partial(_split_only, is_deferred))
-    install_patch(f"{_MODULE}.mesh_broadcast", partial(_skip_if_deferred, is_deferred))
-    from torch.distributed.tensor import DTensor
-
-    for install in _installers:
-        install(DTensor)
-
-
-def when_imported(install: Callable[[Any], None]) -> None:
-    """Register a callback that is called with the DTensor class when that is first used with a deferred tensor."""
-    _installers.append(install)
-
-
-def _split_only(
-    is_deferred: Callable, original: Callable, self: Any, tensor: Any, mesh: Any, dim: int, src_data_rank: Any = 0
-) -> Any:
-    return original(self, tensor, mesh, dim, None if is_deferred(tensor) else src_data_rank)
-
-
-def _skip_if_deferred(is_deferred: Callable, original: Callable, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    return None if is_deferred(tensor) else original(tensor, *args, **kwargs)

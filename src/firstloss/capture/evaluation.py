@@ -9,13 +9,12 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from ..engine import replay
 from ..errors import CaptureError, TraceError
-from ..program.graph import Ref, geometry_of, is_contiguous, is_not_strided
+from ..program.graph import FileValue, Ref, geometry_of, is_contiguous, is_not_strided
 from ..program.source import here
 from . import session
 from .constant_folding import known
 from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
-from .file_value import FileValue
 from .op_call import OpCall
 from .shapes import infer
 from .storage_swap import rebind

@@ -36,9 +36,8 @@ from ..program.source import here, script_line, warn
 from . import distributed, session
 from .direct_memory_access import is_unallocated
 from .evaluation import call_with_content, run_now, state_of
-from .file_value import is_in_file
 from .op_call import OpCall
-from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending
+from .tensor import DeferredStorage, DeferredTensor, Hooks, is_in_file, is_pending
 
 _COLLECTIVES = distributed.COLLECTIVES
 
@@ -98,7 +97,6 @@ class _NeedsValues(Exception):
 
 
 _this_thread = threading.local()  # `in_torch_function`: whether `_first_use_mode` is active
-_DISABLED = DeferredTensor.__torch_function__
 
 
 def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -155,11 +153,6 @@ def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
 def enable_first_use() -> None:
     """Install `_first_use_mode`: a capture has ended, and its tensors may be used."""
     DeferredTensor.__torch_function__ = classmethod(_first_use_mode)
-
-
-def disable_first_use() -> None:
-    """Uninstall `_first_use_mode`, in a capture and after materialization; `run` handles any further uses."""
-    DeferredTensor.__torch_function__ = _DISABLED
 
 
 def _materialize_modules(storages: list[DeferredStorage], what: str, keep: bool) -> list[DeferredStorage]:

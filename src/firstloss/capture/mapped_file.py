@@ -21,10 +21,9 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..errors import ConstantChangedError
-from ..program.graph import is_contiguous
+from ..program.graph import FileValue, is_contiguous
 from ..program.source import here
 from . import session
-from .file_value import FileValue
 from .tensor import DeferredStorage, DeferredTensor, Hooks
 
 _MIN_BYTES = 1 << 16  # smaller tensors are copied, which is faster than looking up the mapping

@@ -24,9 +24,8 @@ from ..program.graph import Value
 from ..program.source import here
 from . import conjugate_views
 from .distributed import parts_of
-from .first_use import disable_first_use
 from .storage_swap import become, like
-from .tensor import DeferredStorage, DeferredTensor, is_pending
+from .tensor import DeferredStorage, DeferredTensor, disable_first_use, is_pending
 
 _BATCH_BYTES = 1 << 30  # made on the host before they are moved or converted
 

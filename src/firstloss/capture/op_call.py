@@ -10,9 +10,13 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from ..compat.torch_names import OpOverload, schema_of
 from ..errors import CaptureError
+from ..program.graph import Geometry, Ref, geometry_of
 from ..program.node_kinds import replaces_target
 from ..program.source import here
-from .tensor import DeferredTensor
+from . import session
+from .constants import constant
+from .exported_memory import storage_at
+from .tensor import DeferredStorage, DeferredTensor, Hooks
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -231,3 +235,43 @@ class OpCall:
         """Whether it returns one tensor, rather than a list or tuple of them."""
         returns = schema_of(self.op).returns
         return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+
+
+def is_symbolic(arg: Any) -> bool:
+    """Whether `arg` is a symbolic number."""
+    return type(arg) is torch.SymFloat or type(arg) is torch.SymInt
+
+
+def storage_of(tensor: Tensor) -> DeferredStorage:
+    """The DeferredStorage of a tensor; for a real tensor, a new one with its current content, or a step's input."""
+    if type(tensor) is DeferredTensor:
+        return tensor._storage
+    if session.trace is not None:
+        if tensor.is_conj() or tensor.is_neg():
+            session.trace.record_external(tensor)
+            return Hooks.mirror_of(tensor)
+        found = storage_at(tensor)
+        if found is not None:  # it shares a weight's memory, by NumPy or DLPack
+            if found[0].trace is not session.trace:
+                session.trace.adopt(found[0])
+            session.trace.record_external(tensor)
+            session.trace.aliased_storages.add(found[0])
+            return found[0]
+        return session.trace.adopt_real(tensor)
+    return DeferredStorage(constant(tensor))
+
+
+def outer_geometry(tensor: Tensor) -> Geometry:
+    """The geometry of a real tensor from outside a step in its `storage_of`."""
+    found = storage_at(tensor)
+    return geometry_of(tensor) if found is None else found[1]
+
+
+def ref_of(tensor: Tensor) -> Ref:
+    """The Ref of a tensor: its view of the current Value of its DeferredStorage."""
+    if type(tensor) is DeferredTensor:
+        return tensor._ref()
+    value = storage_of(tensor).value
+    if session.trace is not None:
+        return Ref(value, *outer_geometry(tensor))
+    return Ref(value, tuple(tensor.shape), value.stride, 0, value.dtype)

@@ -23,12 +23,11 @@ from . import session
 from .constant_folding import known
 from .constants import constant_tensor, edits, owned_by_torch
 from .evaluation import run_for_real, state_of, value_of
-from .file_value import is_in_file
 from .metadata_mutation import OPERATIONS, resize
 from .op_call import OpCall, traits_of
 from .shapes import infer
 from .symbolic_scalars import number_of
-from .tensor import DeferredTensor, Hooks
+from .tensor import DeferredTensor, Hooks, is_in_file
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

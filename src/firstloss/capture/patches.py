@@ -2,6 +2,10 @@
 
 Without a deferred tensor or an open context they only call the original. The table in `compat/patches.py` says when
 they are installed. (`Tensor.data` is in `storage_swap.py`.)
+
+Operations of `torch.UntypedStorage` run immediately during a capture: PyTorch copies and fills a storage through
+temporary tensors, whose operations would be recorded without changing the memory. DLPack needs a tensor's address, so
+it materializes.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import interpreter
-from ..compat.patches import install_patch, replaces
+from ..compat.patches import install_imported, replaces
 from ..compat.torch_names import (
     DisableTorchDispatch,
     apply_of,
@@ -33,7 +37,7 @@ from .distributed import parts_of
 from .generators import is_ticket
 from .mapped_file import deferred_file_tensor
 from .storage_swap import is_state, rebind
-from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host
+from .tensor import DeferredTensor, Hooks, forget, is_pending, on_backend, to_host, to_real
 
 
 @replaces("torch.Tensor._make_subclass")
@@ -244,21 +248,14 @@ def compile(original: Any, *args: Any, **kwargs: Any) -> Any:
     if session.trace is not None and getattr(function, "__module__", "").startswith(_HIGHER_ORDER):
         return function
     compiled = original(*args, **kwargs)
-    install_in_dynamo()
+    install_imported()
     return compiled
 
 
 _HIGHER_ORDER = "torch._higher_order_ops."
-_BUILDER = "torch._dynamo.variables.builder"
 
 
-def install_in_dynamo() -> None:
-    """Patch Dynamo, once it has been imported, to materialize the tensors that it meets."""
-    if _BUILDER in sys.modules:
-        install_patch(f"{_BUILDER}.VariableBuilder.__call__")
-
-
-@replaces(f"{_BUILDER}.VariableBuilder.__call__")
+@replaces("torch._dynamo.variables.builder.VariableBuilder.__call__")
 def build(original: Any, self: Any, value: Any) -> Any:
     """Materialize a deferred tensor that Dynamo meets."""
     if is_pending(value) and not session.depth:
@@ -293,3 +290,48 @@ def to_empty(original: Any, self: torch.nn.Module, *, device: Any, recurse: bool
         return tensor if device is None else tensor.to(device)
 
     return apply_of(self)(empty, recurse=recurse)
+
+
+@replaces(
+    *(f"torch.UntypedStorage.{name}" for name in ("copy_", "fill_", "__setitem__")),
+    *(f"torch.UntypedStorage.{name}" for name in ("_share_fd_cpu_", "_share_filename_cpu_")),
+)
+def at_once(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `original`, a method that writes or moves a storage."""
+    if not session.depth and session.trace is None:
+        return original(self, *args, **kwargs)
+    if session.trace is not None:
+        session.trace.new_layouts.edit(self)
+    session.constants.clear()  # no tensor's version counts this edit
+    with DisableTorchDispatch():
+        return original(self, *args, **kwargs)
+
+
+@replaces("torch.UntypedStorage.resize_")
+def resize(original: Any, self: Any, *args: Any) -> Any:
+    """As `torch.UntypedStorage.resize_`."""
+    if session.trace is not None:
+        session.trace.new_layouts.edit(self)
+    return original(self, *args)
+
+
+@replaces("torch.UntypedStorage.__getitem__")
+def read(original: Any, self: Any, *args: Any) -> Any:
+    """As `torch.UntypedStorage.__getitem__`, which creates a tensor; safetensors uses it to read files."""
+    with DisableTorchDispatch():
+        return original(self, *args)
+
+
+@replaces("torch.utils.dlpack.to_dlpack")
+def to_dlpack(original: Any, tensor: Any) -> Any:
+    """As `torch.utils.dlpack.to_dlpack`, on the materialized tensor."""
+    return original(to_real(tensor, writable=True) if type(tensor) is DeferredTensor else tensor)
+
+
+@replaces("torch.Tensor.__deepcopy__")
+def deepcopy(original: Any, self: Any, memo: Any) -> Any:
+    """As `torch.Tensor.__deepcopy__`, which copies the storage."""
+    if not session.depth or type(self) is not torch.Tensor or self.__dict__:
+        return original(self, memo)
+    with DisableTorchDispatch():
+        return original(self, memo)

@@ -20,8 +20,7 @@ from ..engine.counter_fill import words_of
 from ..engine.rejection import Rejection
 from ..errors import CaptureError
 from ..program.graph import Draw, Geometry, Node, dtype_name, is_contiguous
-from ..program.node_kinds import has_counter_rule
-from ..program.schemas import with_generator
+from ..program.node_kinds import has_counter_rule, with_generator
 from ..rng import cuda_layout, words_drawn
 from ..rng.counter_stream import CounterStream, next_draw
 from ..rng.stream import DeferredOffsetStream, PhiloxStream, Position, Stream

@@ -12,37 +12,28 @@ from typing import Any
 
 import torch
 
+from ..compat import patches
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, is_not_strided, span
 from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
-from . import (
-    checkpoint_loaders,
-    conjugate_views,
-    distributed,
-    dtensor_init,
-    evaluation,
-    first_use,
-    materialize_tensors,
-    session,
-)
+from . import conjugate_views, distributed, evaluation, first_use, materialize_tensors, session
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
-from .constants import constant_tensor, outer_geometry, ref_of, storage_of
+from .constants import constant_tensor
 from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
-from .file_value import is_in_file
 from .mapped_file import in_file
 from .metadata_mutation import resize
-from .op_call import OpCall, traits_of
+from .op_call import OpCall, is_symbolic, outer_geometry, ref_of, storage_of, traits_of
 from .op_overrides import HANDLERS
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace
 from .shapes import NeedsValues, as_meta, infer
-from .symbolic_scalars import check_positions, is_symbolic, number_ref
-from .tensor import DeferredStorage, DeferredTensor, Hooks, has_foreign_subclass
+from .symbolic_scalars import check_positions, number_ref
+from .tensor import DeferredStorage, DeferredTensor, Hooks, has_foreign_subclass, is_in_file
 
 __all__ = [
     "DeferredStorage",
@@ -101,7 +92,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if any(t._storage.resident is not None for t in call.deferred):
             return run_on_resident(call)
         if not session.depth and op in _USED_BY_LOADERS:
-            checkpoint_loaders.install()
+            patches.install_imported()
         if not session.depth and first_use.needs_values(call):
             return first_use.run(call)
         if any(map(is_not_strided, call.real)) or (traits.opaque and not traits.view):
@@ -357,4 +348,3 @@ Hooks.register(
     materialize_all=first_use.materialize,
     materialize_storages=materialize_tensors.materialize_storages,
 )
-distributed.when_imported(dtensor_init.install)

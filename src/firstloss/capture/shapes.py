@@ -21,8 +21,8 @@ from ..errors import CaptureError
 from ..program.graph import Geometry, geometry_of, is_not_strided, span
 from ..program.source import here
 from . import session
-from .op_call import OpCall
-from .symbolic_scalars import is_symbolic, stand_in
+from .op_call import OpCall, is_symbolic
+from .symbolic_scalars import stand_in
 
 Tensor = torch.Tensor
 

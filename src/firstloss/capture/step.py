@@ -28,12 +28,11 @@ from ..compat.torch_names import (
     version_of,
 )
 from ..errors import TraceError, ValueReadError
-from ..interpreter import pause
+from ..interpreter import Undo, pause
 from ..program.compare import same_bytes
 from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
-from ..undo import Undo
 from . import data_dependent, direct_memory_access, recorder, session
 from .constant_folding import known as known_value
 from .data_assignment import DataAssignments, LayoutChanges

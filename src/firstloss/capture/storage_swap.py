@@ -215,7 +215,4 @@ def _get_data(self: Tensor) -> Tensor:
     return _data.__get__(self)
 
 
-@replaces("torch.Tensor.data")
-def data(original: Any) -> property:
-    """As `torch.Tensor.data`."""
-    return property(_get_data, _assign_data, doc=original.__doc__)
+replaces("torch.Tensor.data")(property(_get_data, _assign_data, doc=_data.__doc__))

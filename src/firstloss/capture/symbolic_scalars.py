@@ -19,8 +19,7 @@ from ..errors import TraceError
 from ..program.graph import Ref
 from ..program.source import here
 from . import session
-from .constants import ref_of
-from .op_call import OpCall
+from .op_call import OpCall, is_symbolic, ref_of
 from .tensor import DeferredTensor, Hooks
 
 aten = torch.ops.aten
@@ -182,11 +181,6 @@ def number_of(tensor: DeferredTensor) -> Any:
         tensor = Hooks.dispatch(aten.view.default, (tensor, ()), {})
     widened = Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": torch.float64 if floating else torch.int64})
     return (torch.SymFloat if floating else torch.SymInt)(SymbolicNumber(widened))
-
-
-def is_symbolic(arg: Any) -> bool:
-    """Whether `arg` is a symbolic number."""
-    return type(arg) is torch.SymFloat or type(arg) is torch.SymInt
 
 
 def tensor_of(number: Any) -> Tensor:

@@ -23,7 +23,7 @@ from ..compat.torch_names import (
     throw_on_mutable_data_ptr,
 )
 from ..errors import ElsewhereError, TraceError
-from ..program.graph import Ref, Value, geometry_of
+from ..program.graph import FileValue, Ref, Value, geometry_of
 from ..program.source import here
 from . import distributed, session
 from .conjugate_bits import lazy_bits
@@ -196,7 +196,7 @@ class DeferredTensor(Tensor):
 
     def detach(self):
         """As `torch.Tensor.detach`."""
-        distributed.prepare(is_deferred=lambda tensor: type(tensor) is DeferredTensor)
+        patches.install_imported()  # the first thing that `distribute_tensor` does is to detach
         return super().detach()
 
     def item(self):
@@ -374,6 +374,21 @@ def on_backend(tensor: Any) -> TypeGuard[DeferredTensor]:
 def is_pending(tensor: Any) -> TypeGuard[DeferredTensor]:
     """Whether a tensor is deferred and not on a backend."""
     return type(tensor) is DeferredTensor and tensor._storage.resident is None
+
+
+def disable_first_use() -> None:
+    """Uninstall the mode of `first_use.py`, in a capture and after materialization; its `run` handles further uses."""
+    DeferredTensor.__torch_function__ = disabled_torch_function
+
+
+def is_in_file(tensor: DeferredTensor) -> bool:
+    """Whether the content of `tensor` is in a file, unmodified."""
+    return is_pending(tensor) and type(tensor._storage.value) is FileValue
+
+
+def file_tensor(value: FileValue) -> DeferredTensor:
+    """A deferred tensor with the content `value`."""
+    return DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
 
 
 def _is_mask(index: Any) -> bool:

@@ -22,7 +22,7 @@ from ..program.graph import is_contiguous
 from ..rng.counter_stream import CounterStream
 from . import session
 from .constants import constant_tensor
-from .dtensor_init import fill_as_one_process, shard_is_deferred
+from .dtensor import fill_as_one_process, shard_is_deferred
 from .tensor import DeferredTensor, Hooks, is_pending
 
 _NAME = "torch.nn.init._no_grad_trunc_normal_"

@@ -1,14 +1,14 @@
-"""Rows of the tables of private names, and their lookup."""
+"""Rows of the tables of private names."""
 
 from __future__ import annotations
 
-import importlib
 import operator
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import CompatibilityError
+from .patches import lookup
 
 
 class Name(NamedTuple):
@@ -64,35 +64,6 @@ def resolve(name: Name) -> Any:
         return lookup(name.target)
     except (ImportError, AttributeError):
         return Missing(name) if name.otherwise is None else name.otherwise
-
-
-def lookup(path: str) -> Any:
-    """Look up a dotted path that begins with a module.
-
-    Raises:
-        ImportError, AttributeError: if it does not exist.
-    """
-    parts = path.split(".")
-    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    imported = next((module for module in prefixes if module in sys.modules), None)
-    if imported is not None:  # avoids the import machinery, which is slow enough to matter in a trace
-        try:
-            return _walk(sys.modules[imported], path[len(imported) + 1 :])
-        except AttributeError:  # may be a module that is not imported yet
-            pass
-    for module in prefixes:
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if module == parts[0] or not module.startswith(str(error.name)):
-                raise
-            continue
-        return _walk(found, path[len(module) + 1 :])
-    raise AssertionError(path)
-
-
-def _walk(root: Any, attributes: str) -> Any:
-    return operator.attrgetter(attributes)(root) if attributes else root
 
 
 def _message(name: Name) -> str:

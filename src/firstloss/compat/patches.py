@@ -8,13 +8,15 @@ capture are involved. If someone else has replaced a function in the meantime, t
 from __future__ import annotations
 
 import functools
+import importlib
+import operator
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import CompatibilityError
-from ..undo import Undo
-from .names import lookup
+from ..interpreter import Undo
 
 # From the first deferred tensor on, as it may turn up anywhere.
 DEFERRED = "from the first deferred tensor on"
@@ -35,6 +37,7 @@ class Patch(NamedTuple):
         also: other names of the same function.
         optional: whether nothing needs replacing if PyTorch lacks the function.
         static: whether it belongs to a class but receives no instance.
+        module: for `IMPORTED`, the module that others must have imported.
     """
 
     when: str
@@ -42,6 +45,7 @@ class Patch(NamedTuple):
     also: tuple[str, ...] = ()
     optional: bool = False
     static: bool = False
+    module: str = ""
 
 
 _VECTORS = "It uses another algorithm without vectors, whose bits differ: run at once"
@@ -49,6 +53,10 @@ _MEMORY = "It accesses memory through tensors, which a capture would record"
 _COUNT = "It reads a count as a Python number"
 _READS = "It reads a tensor's memory, bypassing the dispatcher"
 _COPY = "Every rank has the recipe, so nothing needs to be sent"
+_DYNAMO = "torch._dynamo.variables.builder"
+_PLANNER = "torch.distributed.checkpoint.default_planner"
+_ACCELERATE = "accelerate.utils.modeling"
+DTENSOR = "torch.distributed.tensor.placement_types"
 
 # Methods of tensors that read their memory.
 READ_IN_MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__repr__", "__format__")
@@ -88,25 +96,29 @@ PATCHES = {
     "torch.nn.Module.to_empty": Patch(DEFERRED, "It would drop recipes and leave memory uninitialized"),
     "torch.nn.parameter.UninitializedTensorMixin.materialize": Patch(CAPTURE, "It sets the class of a tensor"),
     "torch.compile": Patch(DEFERRED, "Dynamo is patched once imported; in a step, control flow is not compiled"),
-    "torch._dynamo.variables.builder.VariableBuilder.__call__": Patch(IMPORTED, "Dynamo needs values", optional=True),
-    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.resolve_tensor": Patch(
-        IMPORTED, "A deferred weight gets memory for the file's values"
+    f"{_DYNAMO}.VariableBuilder.__call__": Patch(IMPORTED, "Dynamo needs values", optional=True, module=_DYNAMO),
+    f"{_PLANNER}.DefaultLoadPlanner.resolve_tensor": Patch(
+        IMPORTED, "A deferred weight gets memory for the file's values", module=_PLANNER
     ),
     # -- other libraries --
-    "accelerate.utils.modeling.retie_parameters": Patch(
+    f"{_ACCELERATE}.retie_parameters": Patch(
         IMPORTED, "It detects tied weights that were not loaded by the meta device",
-        ("accelerate.big_modeling.retie_parameters",), optional=True,
+        ("accelerate.big_modeling.retie_parameters",), optional=True, module=_ACCELERATE,
     ),
     # -- DTensor --
-    "torch.distributed.tensor.placement_types.Shard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
-    "torch.distributed.tensor.placement_types._StridedShard._shard_tensor": Patch(IMPORTED, _COPY, optional=True),
-    "torch.distributed.tensor.placement_types.mesh_broadcast": Patch(IMPORTED, _COPY),
     **{
-        f"torch.nn.init.{name}": Patch(IMPORTED, "DTensor lacks its operations; computed as on one process")
+        f"{DTENSOR}.{kind}._shard_tensor": Patch(IMPORTED, _COPY, optional=True, module=DTENSOR)
+        for kind in ("Shard", "_StridedShard")
+    },
+    f"{DTENSOR}.mesh_broadcast": Patch(IMPORTED, _COPY, module=DTENSOR),
+    **{
+        f"torch.nn.init.{name}": Patch(
+            IMPORTED, "DTensor lacks its operations; computed as on one process", module=DTENSOR
+        )
         for name in ("orthogonal_", "sparse_", "dirac_")
     },
-    "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy"),
-    "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above"),
+    "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy", module=DTENSOR),
+    "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above", module=DTENSOR),
     # -- steps --
     "torch.UntypedStorage.resize_": Patch(TRACE, "It bypasses the dispatcher"),
     "torch.compiler._is_compiling_flag": Patch(TRACE, "Libraries take paths without branches on values"),
@@ -142,23 +154,26 @@ PATCHES = {
 
 _ABSENT = object()
 _lock = threading.RLock()
-_replacements: dict[str, Callable] = {}
+_replacements: dict[str, Any] = {}  # functions, or properties
 deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
 _holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
+_awaited: dict[str, list[Callable[[], None]]] = {}  # by module, what to do once others have imported it
 # By name, for each place: (owner, attribute, original, replacement).
 _installed: dict[str, list[tuple[Any, str, Any, Any]]] = {}
 
 
-def replaces(*names: str) -> Callable[[Callable], Callable]:
+def replaces(*names: str) -> Callable[[Any], Any]:
     """Make the decorated function, `f(original, *args, **kwargs)`, the replacement of the functions `names`.
 
-    For a property, `f(original)` returns the replacing property.
+    For a property, it is given the replacing property.
     """
 
-    def register(function: Callable) -> Callable:
+    def register(function: Any) -> Any:
         for name in names:
             _replacements[name] = function
-            if _holders.get(PATCHES[name].when):
+            if PATCHES[name].when == IMPORTED:
+                when_imported(PATCHES[name].module, functools.partial(_install_checked, name, function))
+            elif _holders[PATCHES[name].when]:
                 _install(name, function)
         return function
 
@@ -197,11 +212,24 @@ def leave(when: str, holder: Any) -> None:
                 _uninstall(name)
 
 
-def install_patch(name: str, replacement: Callable | None = None) -> None:
-    """Install one replacement permanently, for a module that others have imported by now."""
-    with _lock:
-        _check(name)
-        _install(name, replacement or _replacements[name])
+def when_imported(module: str, action: Callable[[], None]) -> None:
+    """Register an action for the first `install_imported` after others have imported `module`."""
+    _awaited.setdefault(module, []).append(action)
+
+
+def install_imported() -> None:
+    """Install the replacements of modules that others have imported by now; they stay."""
+    for module in tuple(_awaited):
+        if module in sys.modules:
+            with _lock:
+                for action in _awaited.get(module, ()):
+                    action()
+                _awaited.pop(module, None)
+
+
+def _install_checked(name: str, replacement: Callable) -> None:
+    _check(name)
+    _install(name, replacement)
 
 
 def swap(undo: Undo, name: str, new: Any) -> None:
@@ -210,6 +238,35 @@ def swap(undo: Undo, name: str, new: Any) -> None:
     owner, attribute = _owner(name)
     undo(_set, owner, attribute, vars(owner).get(attribute, _ABSENT))
     setattr(owner, attribute, new)
+
+
+def lookup(path: str) -> Any:
+    """Look up a dotted path that begins with a module.
+
+    Raises:
+        ImportError, AttributeError: if it does not exist.
+    """
+    parts = path.split(".")
+    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    imported = next((module for module in prefixes if module in sys.modules), None)
+    if imported is not None:  # avoids the import machinery, which is slow enough to matter in a trace
+        try:
+            return _walk(sys.modules[imported], path[len(imported) + 1 :])
+        except AttributeError:  # may be a module that is not imported yet
+            pass
+    for module in prefixes:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if module == parts[0] or not module.startswith(str(error.name)):
+                raise
+            continue
+        return _walk(found, path[len(module) + 1 :])
+    raise AssertionError(path)
+
+
+def _walk(root: Any, attributes: str) -> Any:
+    return operator.attrgetter(attributes)(root) if attributes else root
 
 
 def original(name: str) -> Any:
@@ -251,7 +308,7 @@ def _check(name: str) -> None:
         ) from error
 
 
-def _install(name: str, replacement: Callable) -> None:
+def _install(name: str, replacement: Any) -> None:
     if name in _installed:
         return
     made: dict[int, Any] = {}  # by the original's id
@@ -260,7 +317,7 @@ def _install(name: str, replacement: Callable) -> None:
             found = lookup(path)
         except (ImportError, AttributeError):  # `_check` has accepted that
             continue
-        new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement(found))
+        new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement)
         made[id(found)] = new
         owner, attribute = _owner(path)
         _installed.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))

@@ -95,12 +95,13 @@ def materialize_values(
     with torch.no_grad(), DisableTorchDispatch():
         execute(tasks, WholeValueCache(make_whole), planner, num_threads, niceness)
         made = {value: output.buffer() for value, output in outputs.items()}
-        if len(ranged) < len(wanted):
+        missing = [value for value in wanted if value not in made]
+        if missing:
             edited = set(wanted) & {ref.value for node in rest for ref in node.writes}
             replay = Replay(allocate)
             replay.buffers.update((v, buffer.clone() if v in edited else buffer) for v, buffer in made.items())
             _replay(replay, rest, num_threads, niceness)
-            made.update((value, replay.buffer(value)) for value in wanted if value not in made)
+            made.update((value, replay.buffer(value)) for value in missing)
         return {value: made[value] for value in wanted}
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..errors import MaterializeError
-from ..program.schemas import with_generator
+from ..program.node_kinds import with_generator
 from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream

@@ -18,11 +18,10 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch, schema_of
 from ..engine.replay import Replay
 from ..errors import MaterializeError
-from ..program.graph import Node, Ref, Value
+from ..program.graph import Node, Ref, Value, is_number_type
 from ..program.node_kinds import is_unwritten
 from ..program.operations import barrier
 from ..program.program import Program
-from ..program.schemas import is_number_type
 from .foreach_chunks import schedule
 
 _LIST_BYTES = 1 << 29  # of a list of weights that are updated at a time

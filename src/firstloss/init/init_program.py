@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..capture.constants import ref_of
 from ..capture.deferred import named_tensors
+from ..capture.op_call import ref_of
 from ..capture.tensor import DeferredTensor, on_backend
 from ..dependencies import require_jax
 from ..errors import NothingDeferredError

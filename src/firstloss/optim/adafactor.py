@@ -6,35 +6,23 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..capture.symbolic_scalars import is_symbolic, tensor_of
-from ..compat.names import lookup
-from ..compat.patches import swap
-from ..undo import Undo
+from ..capture import session
+from ..capture.op_call import is_symbolic
+from ..capture.symbolic_scalars import tensor_of
+from ..compat.patches import replaces
 
 Tensor = torch.Tensor
 
 
-@contextmanager
-def without_reads() -> Iterator[None]:
-    """Context in which `torch.optim.Adafactor.step` computes by `update`."""
-    with Undo() as undo, undo:
-        for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor"):
-            place = f"torch.optim._adafactor.{name}"
-            swap(undo, place, _in_this_thread(lookup(place)))
-        yield
-
-
-def _in_this_thread(original: Callable[..., None]) -> Callable[..., None]:
-    """Call `update` in the thread that calls this, and `original` in others."""
-    this_thread = threading.get_ident()
-    return lambda *args, **kwargs: (update if threading.get_ident() == this_thread else original)(*args, **kwargs)
+@replaces(*(f"torch.optim._adafactor.{name}" for name in ("_single_tensor_adafactor", "_multi_tensor_adafactor")))
+def update_if_traced(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """As `original`; in a step that is being traced, by `update`."""
+    (original if session.trace is None else update)(*args, **kwargs)
 
 
 def update(

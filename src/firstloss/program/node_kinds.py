@@ -7,6 +7,7 @@ PyTorch.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -199,3 +200,28 @@ def _numbers(op: Any, given: dict[str, Any]) -> tuple[tuple[str, Any], ...] | No
             return None
         numbers.append((name, number))
     return tuple(numbers)
+
+
+def _arguments(op: Any) -> dict[str, str]:
+    """The types of an operation's arguments, by name."""
+    return {argument.name: str(argument.type) for argument in schema_of(op).arguments}
+
+
+@functools.cache
+def with_generator(op: Any) -> Any:
+    """The overload of a random operation that takes a generator, as `randint.low_generator` for `randint.low`.
+
+    Without a generator it would draw from the global one, which the user's threads use.
+
+    Returns:
+        `op` itself if it takes a generator; None if there is no such overload with the same arguments.
+    """
+    expected = _arguments(op)
+    if "generator" in expected:
+        return op
+    packet = op.overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        arguments = _arguments(overload)
+        if arguments.pop("generator", None) is not None and arguments == expected:
+            return overload
+    return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..compat.torch_names import OpOverload, schema_of
-from .schemas import is_number_type
+from .graph import is_number_type
 from .source import Source
 
 if TYPE_CHECKING:

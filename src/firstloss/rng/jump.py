@@ -41,13 +41,6 @@ _ODD_DIGITS = sum(_MASK << _DIGIT * k for k in range(1, 2 * _DIGITS, 2))
 _LOWEST_BITS = sum(1 << _DIGIT * k for k in range(1, 2 * _DIGITS))
 _SPREAD = np.array([int(f"{byte:b}", 4) for byte in range(256)], "<u2")
 
-GENERATE_BELOW = 100_000  # words; generating fewer is cheaper than a jump
-
-
-def advance(window: Words, n: int) -> Words:
-    """The window `n` words later. `window` must be consistent: see `mt19937.consistent`."""
-    return extend(window, n)[n:] if n < GENERATE_BELOW else jump(window, n)
-
 
 def jump(window: Words, n: int) -> Words:
     """The window `n` >= 32 words later. Polynomials are cached: the same n again takes a third of the time."""

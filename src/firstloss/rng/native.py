@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,15 +57,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple]] = {
 }
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    return c_library.load(__file__, "_fill", {f"firstloss_{name}": types for name, types in _FUNCTIONS.items()})
+_library = c_library.load(__file__, "_fill", {f"firstloss_{name}": types for name, types in _FUNCTIONS.items()})
 
 
 def lanes() -> int:
     """The SIMD width of the kernels on this machine, in float32 lanes: 16, 8, or 0 if there are no kernels."""
-    library = _library()
-    return 0 if library is None else library.firstloss_lanes()
+    return 0 if _library is None else _library.firstloss_lanes()
 
 
 def available() -> bool:
@@ -93,9 +89,8 @@ def mul_add_clamp(
 
     The result is written to the address `to` with non-temporal stores.
     """
-    library = _library()
-    assert library is not None
-    library.firstloss_mul_add_clamp(to, source, count, factor, term, low, high, lanes() if width is None else width)
+    assert _library is not None
+    _library.firstloss_mul_add_clamp(to, source, count, factor, term, low, high, lanes() if width is None else width)
 
 
 PADDING = 16  # elements by which buffers for selected elements must exceed the number of elements
@@ -119,16 +114,14 @@ class HardCases(NamedTuple):
 
 def erfinv(address: int, count: int, hard_cases: HardCases) -> int:
     """Apply `erfinv_()` to `count` < 2^31 - PADDING float32 elements; returns the number of hard cases left."""
-    library = _library()
-    assert library is not None
-    return library.firstloss_erfinv(address, count, *hard_cases)
+    assert _library is not None
+    return _library.firstloss_erfinv(address, count, *hard_cases)
 
 
 def scatter(address: int, hard_cases: HardCases, count: int) -> None:
     """Write the first `count` numbers at `hard_cases.arguments` to the elements at `hard_cases.indices`."""
-    library = _library()
-    assert library is not None
-    library.firstloss_scatter(address, hard_cases.arguments, hard_cases.indices, count)
+    assert _library is not None
+    _library.firstloss_scatter(address, hard_cases.arguments, hard_cases.indices, count)
 
 
 class Cursor:
@@ -144,11 +137,10 @@ class Cursor:
             state: as `Stream.state_at` returns it.
             width: the SIMD width; by default `lanes()`, which is the maximum.
         """
-        library = _library()
         self._width = lanes() if width is None else width
-        if library is None or not 0 < self._width <= lanes():
+        if _library is None or not 0 < self._width <= lanes():
             raise RuntimeError("there are no native kernels for this machine; check native.available() first")
-        self._library = library
+        self._library = _library
         self._index_buffer: NDArray[np.int32] | None = None
         self._record = parse_state(state)
         # A freshly seeded state (`next` 0, `left` 1) holds the words before the first draw.

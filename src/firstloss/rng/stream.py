@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from firstloss.rng.jump import advance
+from firstloss.rng.jump import jump
 from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
 
 ORIGIN_SPARE = -1  # `Position.spare` of the cached normal that the origin's state came with
+GENERATE_BELOW = 100_000  # words; generating fewer is cheaper than a jump
 _CACHED_BLOCKS = 64  # of 2,496 bytes each
 
 
@@ -34,6 +35,11 @@ class Position(NamedTuple):
 
     words: int
     spare: int | None = None
+
+
+def advance(window: Words, n: int) -> Words:
+    """The window `n` words later. `window` must be consistent: see `mt19937.consistent`."""
+    return extend(window, n)[n:] if n < GENERATE_BELOW else jump(window, n)
 
 
 class Stream:

@@ -110,12 +110,11 @@ class Backend:
         self._made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_made" in self.__dict__:
+        if name not in ("device", "models", "keys", "stepped") and "_made" in self.__dict__:
             check_name(self, name, self.__dict__)
-            if name not in ("device", "models", "keys", "stepped"):
-                raise BackendError(
-                    f"a backend's {name} cannot be changed once it is created: firstloss.backend(..., {name}=...)."
-                )
+            raise BackendError(
+                f"a backend's {name} cannot be changed once it is created: firstloss.backend(..., {name}=...)."
+            )
         object.__setattr__(self, name, value)
 
     @property

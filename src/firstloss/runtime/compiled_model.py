@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..amp.precision import autocast, mixed_precision
+from ..amp.precision import autocast
+from ..amp.precision import current as precision
 from ..capture import session
 from ..capture.deferred import named_tensors
 from ..errors import BackendError, TraceError
@@ -43,7 +44,7 @@ class CompiledModel(ModuleProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if session.trace is not None:
             self._check_mesh()
-            if mixed_precision():
+            if precision.mixed:
                 with autocast():
                     return self._model(*args, **kwargs)
         return self._model(*args, **kwargs)

@@ -13,7 +13,6 @@ import torch
 from ..engine.huge_pages import advise_huge
 from ..lower import unwritten
 from ..lower.dtypes import as_numpy, constant, to_jax, to_torch
-from ..undo import Undo
 from .device import on_gpu
 from .lazy_jax import on_cpu, pending_cache_directory
 
@@ -21,20 +20,11 @@ from .lazy_jax import on_cpu, pending_cache_directory
 # donated step updates it in place.
 _OWNED_BYTES = 1 << 16
 _LEVEL = "xla_backend_optimization_level"
-# Dtypes that torch can convert to NumPy, and JAX from it.
-_NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def x64() -> Any:
     """Context with 64-bit types enabled, as PyTorch's int64 and float64 must not be truncated."""
     return jax.enable_x64(True)
-
-
-def use_x64(undo: Undo) -> None:
-    """Like `x64`, until `undo` runs: for blocks that may be interrupted."""
-    state = jax.enable_x64
-    undo(state.set_local, state.get_local())
-    state.set_local(True)
 
 
 def use_compilation_cache(directory: str) -> None:
@@ -110,14 +100,6 @@ def share_memory(tensor: torch.Tensor) -> jax.Array:
         return _put(tensor)
     with x64():
         return jax.device_put(as_numpy(tensor))
-
-
-def as_argument(tensor: torch.Tensor) -> Any:
-    """`tensor` as an argument of a single call: a NumPy array if it is small enough that copying it is faster than
-    `share_memory`. It must not change until the call returns."""
-    if tensor.numel() * tensor.itemsize < _OWNED_BYTES and tensor.dtype in _NUMPYS and not tensor.is_cuda:
-        return tensor.numpy()
-    return share_memory(tensor)
 
 
 def _put(tensor: torch.Tensor) -> jax.Array:

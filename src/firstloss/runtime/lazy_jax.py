@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..compat.python_names import is_initializing
+from ..interpreter import Undo
 from .device import pages
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ def is_array(found: Any) -> TypeGuard[jax.Array]:
     return kind is not None and isinstance(found, kind)
 
 
+def use_x64(undo: Undo) -> None:
+    """Like `jax_support.x64`, until `undo` runs, for blocks that may be interrupted; nothing if JAX is not imported."""
+    if is_imported():
+        import jax
+
+        state = jax.enable_x64
+        undo(state.set_local, state.get_local())
+        state.set_local(True)
+
+
 def is_installed() -> bool:
     """Whether JAX is installed, without importing it."""
     return all(importlib.util.find_spec(name) is not None for name in ("jax", "jaxlib"))
@@ -51,7 +62,7 @@ def is_installed() -> bool:
 def can_defer_import(mesh: Any = None) -> bool:
     """Whether the import of JAX can be deferred: it is installed, and its device, or the devices of a mesh given as
     sizes of axes, are known without it."""
-    if is_imported() or not is_installed() or not is_cpu_only() or not pages.are_available():
+    if is_imported() or not is_installed() or not is_cpu_only() or not pages.ARE_AVAILABLE:
         return False
     if mesh is None:
         return True

@@ -776,6 +776,7 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("lasting", [False, True])
 def test_segmented_steps_update_shared_memory(backend, monkeypatch, lasting):
     monkeypatch.setattr(segments, "_SAVED", 40)
+    monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     monkeypatch.setattr(segments, "_SHARE", 0.1)
 
     def program(backend):

@@ -12,7 +12,7 @@ import torch
 import firstloss as fl
 from firstloss.errors import GraphChangeWarning
 from firstloss.runtime.guards import mutable_state
-from firstloss.runtime.step import retracing
+from firstloss.runtime.step import cache
 
 MANY, TOO_MANY = 5000, mutable_state.MAX_ITEMS + 2000
 X = torch.ones(2)
@@ -76,7 +76,7 @@ def test_a_change_in_a_large_set_is_detected(backend):
 
 
 def test_unchanged_large_containers_do_not_retrace(backend, monkeypatch, traced):
-    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)
+    monkeypatch.setattr(cache, "_CHECKING", 1e-9)
     held = {"flags": [0] * MANY, "table": np.zeros(1 << 17), "names": dict.fromkeys(map(str, range(MANY)))}
 
     @fl.trace

@@ -15,7 +15,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
-from firstloss.runtime.step import retracing, segmentation
+from firstloss.runtime.step import cache, segmentation
 from tests import scale
 
 OURS = os.path.dirname(fl.__file__) + os.sep
@@ -164,6 +164,7 @@ def kind(request, monkeypatch):
     monkeypatch.setattr(segmentation, "cut", cut)
     if request.param == "segments":
         monkeypatch.setattr(segments, "_SAVED", 60)  # calls that are worth it: so that a short model is cut
+        monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     yield request.param
     assert pieces and all((count > 3) == (request.param == "segments") for count in pieces)
 
@@ -171,7 +172,7 @@ def kind(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_checks_in_between(monkeypatch):
     """A step is traced again now and then, by the clock; each call here is to run the same lines."""
-    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)
+    monkeypatch.setattr(cache, "_CHECKING", 1e-9)
 
 
 def sampled(lines, count):

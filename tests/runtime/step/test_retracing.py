@@ -16,7 +16,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
-from firstloss.runtime.step import compiling, tracing
+from firstloss.runtime.step import cache, compiling, tracing
 from tests import compiled_steps
 
 X = torch.tensor([1.0, 2.0])
@@ -506,9 +506,8 @@ def test_unguarded_changes_are_found_by_spot_checks(monkeypatch):
     codecs.register_error("strange", lambda error: ("a", error.end))
     step = fl.trace(lambda x: x if b"\xff".decode("ascii", "strange") == "a" else -x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
-    from firstloss.runtime.step import retracing
 
-    monkeypatch.setattr(retracing, "_CHECKING", 1e9)  # all the time there is
+    monkeypatch.setattr(cache, "_CHECKING", 1e9)  # all the time there is
     codecs.register_error("strange", lambda error: ("b", error.end))
     with pytest.raises(GraphChangedError, match="4 steps ago"):
         step(X)

@@ -156,6 +156,7 @@ def test_segments_match_the_step_compiled_as_a_whole(case, tmp_path, monkeypatch
     whole, results, state = train(case, tmp_path)
     assert len(compiled_steps.segment_calls(whole)) == 1
     monkeypatch.setattr(segments, "_SAVED", 60)
+    monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     apart, results_apart, state_apart = train(case, tmp_path)
     assert len(compiled_steps.segment_calls(apart)) > len(compiled_steps.segment_executables(apart)) + 4
@@ -217,6 +218,7 @@ class Captured:
 
 def test_weights_are_updated_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 60)
+    monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     monkeypatch.setattr(segments, "_LEAST_CALLS", 8)
     executable, _, _ = train("adamw", tmp_path, steps=1)
     state = [executable.inputs.array(value, []) for value in executable.traced.owners.changed]
@@ -242,6 +244,7 @@ def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, mo
     from firstloss.runtime.step import functions
 
     monkeypatch.setattr(segments, "_SAVED", 60)
+    monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     backend = fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
     with backend.device:
         model = Deep()
@@ -268,6 +271,7 @@ def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch)
     from firstloss.runtime.step import functions
 
     monkeypatch.setattr(segments, "_SAVED", 60)
+    monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     # One that counts nothing: only what comes after the loss renews state.
     monkeypatch.setattr(Block, "forward", lambda self, x: x + self.down(F.gelu(self.up(self.norm(x)))))
     lower, order = functions._lowered, []

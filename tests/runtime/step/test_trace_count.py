@@ -20,7 +20,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.compat import torch_names
 from firstloss.errors import GraphChangeWarning
-from firstloss.runtime.step import retracing
+from firstloss.runtime.step import cache
 from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
 from firstloss.trainer.loggers import ProgressLogger
 from tests import small_training
@@ -32,7 +32,7 @@ ONCE = 2  # the first call, and the verification at the second
 
 @pytest.fixture(autouse=True)
 def _no_more_verifications(monkeypatch):
-    monkeypatch.setattr(retracing, "_CHECKING", 1e-9)  # none because of the time that has passed
+    monkeypatch.setattr(cache, "_CHECKING", 1e-9)  # none because of the time that has passed
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from ...capture.file_value import FileValue
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...compat.torch_names import FakeTensorMode, checkpoint_offset, neg_view
 from ...errors import CheckpointError, CheckpointMissingError
-from ...program.graph import Ref, is_contiguous
+from ...program.graph import FileValue, Ref, is_contiguous
 from .file import TensorFile
 from .map import map_tensors
 from .tensors import SMALL_BYTES, Tensors

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...capture.file_value import FileValue, file_tensor
+from ...capture.tensor import file_tensor
 from ...errors import CheckpointError
-from ...program.graph import contiguous_stride
+from ...program.graph import FileValue, contiguous_stride
 from .file import TensorFile
 
 # Smaller tensors are read at once: waiting would gain nothing, and code that bypasses PyTorch's dispatcher, such as

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...capture.file_value import FileValue
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.huge_pages import allocate_huge
 from ...errors import StateLostError
-from ...program.graph import Value, contiguous_stride, is_contiguous
+from ...program.graph import FileValue, Value, contiguous_stride, is_contiguous
 from ..lazy_jax import on_cpu
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable

@@ -21,17 +21,16 @@ flat = itertools.chain.from_iterable
 
 
 class _ThreadLocal(threading.local):
-    """The run that is calling compiled functions in this thread."""
+    """State of this thread.
+
+    Attributes:
+        run: the run that is calling compiled functions, which sets this; None if there is none.
+    """
 
     run: Any = None
 
 
-_this_thread = _ThreadLocal()
-
-
-def calling(run: Any) -> None:
-    """Note that `run` is about to call compiled functions in this thread; None when it has."""
-    _this_thread.run = run
+this_thread = _ThreadLocal()
 
 
 # XLA's CPU client runs up to 32 executions per device, and launches the 33rd in a thread that the others need to
@@ -117,7 +116,7 @@ class _Shielded(ExecuteReplicated):
 
 
 def _shield(function: Callable[..., Any], args: tuple) -> Any:
-    run = _this_thread.run
+    run = this_thread.run
     if run is None:
         return function(*args)
     run.shield = Shield(run.next_call())

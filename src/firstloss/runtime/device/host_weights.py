@@ -31,7 +31,9 @@ def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]
     pages: dict[int, Pages] = {}
 
     def allocate(value: Value) -> torch.Tensor:  # called from several threads
-        if value.nbytes < LEAST_BYTES or not is_contiguous(value.shape, value.stride):
+        if value.nbytes < LEAST_BYTES:
+            return value.empty()
+        if not is_contiguous(value.shape, value.stride):
             return allocate_huge(value)
         own = Pages(tuple(value.shape), value.dtype)
         pages[own.tensor.data_ptr()] = own

@@ -49,9 +49,8 @@ _library = c_library.load(
 _moved = 0
 
 
-def are_available() -> bool:
-    """Whether this system can move pages, and the C library is built."""
-    return sys.platform == "linux" and _library is not None
+# Whether this system can move pages, and the C library is built.
+ARE_AVAILABLE = sys.platform == "linux" and _library is not None
 
 
 class Pages:

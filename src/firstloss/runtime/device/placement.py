@@ -14,11 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from ... import interpreter, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
-from ...capture.file_value import FileValue
-from ...capture.first_use import disable_first_use
 from ...capture.recorder import DeferredStorage
 from ...capture.storage_swap import hook_tables, set_hook_tables, share_memory
-from ...capture.tensor import DeferredTensor, Hooks
+from ...capture.tensor import DeferredTensor, Hooks, disable_first_use
 from ...compat.torch_names import (
     HOOK_TABLES,
     PARAMETER_FLAG,
@@ -29,7 +27,7 @@ from ...compat.torch_names import (
 )
 from ...engine.cpu_engine import materialize_values
 from ...errors import BackendError
-from ...program.graph import Geometry, Ref, Value, dense_count, geometry_of
+from ...program.graph import FileValue, Geometry, Ref, Value, dense_count, geometry_of
 from ...program.source import here
 from ..lazy_jax import is_imported, on_cpu, process_count
 from . import host_weights, on_gpu, pages
@@ -69,7 +67,7 @@ class _Materialization(Future):
 
     def _work(self) -> None:
         try:
-            with interpreter.switch_often(), timeline.span("materialize"):
+            with interpreter.switch_interval.changed(), timeline.span("materialize"):
                 self.set_result(self._make())
         except BaseException as error:  # re-raised in the thread that waits for the weights
             self.set_exception(error)
@@ -169,7 +167,7 @@ def _materialize_in_background(
 def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
     """Run the recipes of `values`: on a CPU, directly in the device's memory, or before JAX is imported, in memory that
     becomes the device's; on a GPU shared with PyTorch, with Firstloss's kernels as far as these support them."""
-    if not is_imported() and on_cpu() and pages.are_available():
+    if not is_imported() and on_cpu() and pages.ARE_AVAILABLE:
         return host_weights.make(values, niceness)
     from ..jax_support import empties, empty, to_device
 

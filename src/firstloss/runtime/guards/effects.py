@@ -17,25 +17,95 @@ from collections.abc import Callable
 from typing import Any
 
 from . import mutable_state
-from .bindings import (
-    Bind,
-    added_to,
-    adding,
-    always,
-    delete_name,
-    removing_from,
-    repeated,
-    setting,
-    setting_in,
-)
 from .equality import same, same_items
 from .external_state import set_state, state_of
 from .guards import with_article
-from .introspection import MISSING, define, definition, set_items, set_table, slot_value
-from .object_kinds import ObjectKind, items_of, kind_of, table_of
-from .reconstruct import CallFrame, Reconstructor
+from .object_kinds import (
+    MISSING,
+    ObjectKind,
+    define,
+    definition,
+    items_of,
+    kind_of,
+    set_items,
+    set_table,
+    slot_value,
+    table_of,
+)
+from .reconstruct import CallFrame, Make, Reconstructor
 from .snapshot import Snapshot
 from .sources import GuardSources
+
+# Executes a binding: the update of one name, item or collection that the step has changed, once the step has run.
+# Idempotent.
+Bind = Callable[[], None]
+
+
+def always(bind: Bind) -> Callable[[CallFrame], Bind]:
+    """The same binding at each call."""
+    return lambda env: bind
+
+
+def setting(put: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bind]:
+    """Sets the value that `make` returns."""
+    return lambda env: functools.partial(put, make(env))
+
+
+def setting_in(place: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]:
+    """Sets an item of a dict or a list directly, without calling overridden methods."""
+
+    def apply(env: CallFrame) -> Bind:
+        container = place(env)
+        put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
+        return functools.partial(put, container, key, make(env))
+
+    return apply
+
+
+def removing_from(place: Make, name: str) -> Callable[[CallFrame], Bind]:
+    """Removes an item from a dict."""
+    return lambda env: functools.partial(place(env).pop, name, None)
+
+
+def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
+    """Delete a name unless it is gone already."""
+    if name in table:
+        delete(name)
+
+
+def adding(container: Any, items: list) -> Bind:
+    """Appends items to a collection."""
+    kind = kind_of(type(container))
+    if kind is ObjectKind.SET:
+        return functools.partial(set.update, container, items)
+    if kind is ObjectKind.LIST:
+        return functools.partial(list.__setitem__, container, slice(len(container), None), items)
+    return functools.partial(set_items, container, [*container, *items])
+
+
+def added_to(container: Any, before: list, now: list) -> list | None:
+    """The items that were appended; None if there are other changes."""
+    if kind_of(type(container)) is ObjectKind.SET:
+        return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
+    if getattr(container, "maxlen", None) is not None:
+        for count in range(1, len(now) + 1):  # as many were appended at one end as were dropped at the other
+            kept = before[max(0, len(before) + count - container.maxlen) :]
+            if len(kept) + count == len(now) and all(map(operator.is_, kept, now)):
+                return now[len(kept) :]
+        return None
+    return now[len(before) :] if len(now) >= len(before) and all(map(operator.is_, before, now)) else None
+
+
+def repeated(counted: tuple, now: Any) -> Callable[[Any], Any] | None:
+    """The binding that repeats `n += 1` at each call; None if the number has changed otherwise."""
+    before, updates, once = counted
+    if type(before) is int and type(now) is int and all(type(u.constant) is int for u in updates):
+        difference = now - before
+        return lambda number: number + difference
+    if once and same(updates[0].combine(before, updates[0].constant), now):
+        combine, constant = updates[0]
+        return lambda number: combine(number, constant)
+    return None
 
 
 class Effects:
@@ -45,6 +115,8 @@ class Effects:
         places: the ids of the dicts, lists, cells and objects that have changed.
         retrace_reason: a change that cannot be replayed, so that the step has to be traced at each call; None if there
             is no such change.
+        bindings: replay the changes: given a call's frame, each creates a binding of that call. All of them are created
+            before the first is executed.
     """
 
     def __init__(self, snapshot: Snapshot, reads: GuardSources | None, left: Reconstructor) -> None:
@@ -55,7 +127,7 @@ class Effects:
         self.places: set[int] = set()
         self.retrace_reason: str | None = None
         self._undo: list[Bind] = []
-        self._apply: list[Callable[[CallFrame], Bind]] = []
+        self.bindings: list[Callable[[CallFrame], Bind]] = []
         self._left = left
         for table in snapshot.tables.values():
             if not (table.before or table.table):
@@ -76,7 +148,7 @@ class Effects:
                 self.places.add(id(obj))
                 self._undo.append(functools.partial(object.__setattr__, obj, "__class__", cls))
                 new = type(obj)
-                self._apply.append(always(functools.partial(object.__setattr__, obj, "__class__", new)))
+                self.bindings.append(always(functools.partial(object.__setattr__, obj, "__class__", new)))
         for module, name, old in snapshot.module_names.values():
             if (now := vars(module).get(name, MISSING)) is not old:
                 self._module_name(vars(module), name, old, now)
@@ -105,7 +177,7 @@ class Effects:
         """A change that is replayed by setting the value after the step, and undone by setting the value before it."""
         self.places.add(id(obj))
         self._undo.append(functools.partial(put, before))
-        self._apply.append(always(functools.partial(put, after)))
+        self.bindings.append(always(functools.partial(put, after)))
 
     def _content(self, content: Any, before: Any, after: Any, reads: GuardSources) -> None:
         """The contents of an array, a buffer or a generator have changed."""
@@ -121,22 +193,18 @@ class Effects:
         put: Callable[[Any], None] = functools.partial(table.__setitem__, name)
         delete = functools.partial(delete_name, table, name, table.__delitem__)
         self._undo.append(functools.partial(put, old) if old is not MISSING else delete)
-        self._apply.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
+        self.bindings.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
 
     def add(self, undo: Bind, apply: Callable[[CallFrame], Bind]) -> None:
         """Register a change that another part of the step has found."""
         self._undo.append(undo)
-        self._apply.append(apply)
+        self.bindings.append(apply)
 
     def undo(self) -> None:
         """Undo all changes."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()  # releases the former values
-
-    def bindings(self, env: CallFrame) -> list[Bind]:
-        """The bindings of this call, all created before the first is executed."""
-        return [apply(env) for apply in self._apply]
 
     # -- comparing with the snapshot --
 
@@ -158,26 +226,26 @@ class Effects:
                 continue
             self._undo.append(functools.partial(delete, name) if old is MISSING else functools.partial(put, name, old))
             if given:
-                self._apply.append(setting_in(place, name, self._left.make(now)))
+                self.bindings.append(setting_in(place, name, self._left.make(now)))
                 continue
             self._bind((id(table), name), old, now, functools.partial(put, name), lambda n=name: table[n], reads)
         for name in before.keys() - table.keys():
             self._undo.append(functools.partial(put, name, before[name]))
             if given:
-                self._apply.append(removing_from(place, name))
+                self.bindings.append(removing_from(place, name))
                 continue
-            self._apply.append(always(functools.partial(delete_name, table, name, delete)))
+            self.bindings.append(always(functools.partial(delete_name, table, name, delete)))
 
     def _bind(self, place: tuple, old: Any, now: Any, put: Any, get: Any, reads: GuardSources | None) -> None:
         counted = None if reads is None else reads.updates.numbers.get(place)
         if counted is not None and reads is not None:
             update = repeated(counted, now)
             if update is not None:
-                self._apply.append(lambda env: functools.partial(put, update(get())))
+                self.bindings.append(lambda env: functools.partial(put, update(get())))
                 return
             reads.guard_number(place)
         make = self._left.make(now)
-        self._apply.append(setting(put, make))
+        self.bindings.append(setting(put, make))
 
     def _cell(self, cell: types.CellType, old: Any, reads: GuardSources | None) -> None:
         try:
@@ -196,7 +264,7 @@ class Effects:
 
         self._undo.append(functools.partial(put, old))
         if now is MISSING:
-            self._apply.append(always(functools.partial(put, MISSING)))
+            self.bindings.append(always(functools.partial(put, MISSING)))
         else:
             self._bind((id(cell), None), old, now, put, lambda: cell.cell_contents, reads)
 
@@ -214,7 +282,7 @@ class Effects:
 
         self._undo.append(functools.partial(put, old))
         if now is MISSING:
-            self._apply.append(always(functools.partial(put, MISSING)))
+            self.bindings.append(always(functools.partial(put, MISSING)))
         else:
             self._bind((id(owner), name), old, now, put, lambda: slot_value(owner, name), reads)
 
@@ -230,7 +298,7 @@ class Effects:
         self._undo.append(functools.partial(put, old))
         if reads is not None:
             reads.guard_content(variable)
-        self._apply.append(setting(put, self._left.make(now)))
+        self.bindings.append(setting(put, self._left.make(now)))
 
     def _items(self, table: dict, before: dict, reads: GuardSources | None) -> None:
         now = table_of(table)
@@ -246,10 +314,10 @@ class Effects:
         if same_items(list(now), list(before)):  # rebound in place
             for key, value in now.items():
                 if value is not before[key]:
-                    self._apply.append(setting_in(place, key, self._left.make(value)))
+                    self.bindings.append(setting_in(place, key, self._left.make(value)))
             return
         parts = [(self._left.make(key), self._left.make(value)) for key, value in now.items()]
-        self._apply.append(
+        self.bindings.append(
             lambda env: functools.partial(set_table, place(env), {key(env): make(env) for key, make in parts})
         )
 
@@ -265,7 +333,7 @@ class Effects:
         def counting(key: Any, update: Any) -> Callable[[CallFrame], Bind]:
             return lambda env: functools.partial(operator.setitem, container, key, update(container[key]))
 
-        self._apply += [counting(key, update) for key, update in updates]
+        self.bindings += [counting(key, update) for key, update in updates]
         return True
 
     def _sequence(self, container: Any, before: list, reads: GuardSources | None) -> None:
@@ -281,7 +349,7 @@ class Effects:
         added = added_to(container, before, now) if reads.updates.only_collected(container) else None
         if added is not None:
             makes = [self._left.make(item) for item in added]
-            self._apply.append(lambda env: adding(container, [make(env) for make in makes]))
+            self.bindings.append(lambda env: adding(container, [make(env) for make in makes]))
             return
         place = self._left.place(container)
         if not self._left.holds_arguments(container):
@@ -291,9 +359,9 @@ class Effects:
             changed = [(i, makes[i]) for i in range(len(now)) if now[i] is not before[i]]
 
             for i, make in changed:
-                self._apply.append(setting_in(place, i, make))
+                self.bindings.append(setting_in(place, i, make))
             return
-        self._apply.append(lambda env: functools.partial(set_items, place(env), [make(env) for make in makes]))
+        self.bindings.append(lambda env: functools.partial(set_items, place(env), [make(env) for make in makes]))
 
 
 def _has_run(content: Any, reads: GuardSources) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,11 @@ import torch
 from ...capture.autograd_boundary import is_returned
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
-from .executed_code import CodeLines
 from .external_state import ExternalCall
 from .guards import Change, ListGuard, is_shared, same, with_article
-from .introspection import MISSING
 from .native import native
+from .object_kinds import MISSING
+from .recording import CodeLines
 from .value_guards import Values
 
 
@@ -56,6 +57,8 @@ class GuardSet:
         self._classes_of = [(owner, type(owner)) for owner in values.objects.values()]
         self._functions = list(values.functions.values())
         self._reads = list(values.reads.values())
+        self._optimizers = values.optimizers
+        self._global_hooks = values.hooks
         self._orders = [
             (g, tuple(g.table)) for g in self.tables if g.whole and len(g.table) > 1 and type(g.table) is not dict
         ]
@@ -80,6 +83,7 @@ class GuardSet:
     def release(self) -> None:
         """Stop checking, and release everything that is guarded."""
         kept: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._functions, self._reads]
+        kept += [self._optimizers, self._global_hooks]
         for collection in (
             *kept,
             self._orders,
@@ -126,8 +130,16 @@ class GuardSet:
             found = self._differing(hits, move)
         for guard in self._reads:
             now = guard.read()
-            if not same(guard.expected, now):
+            if now is not guard.expected and not same(guard.expected, now):
                 found.append(Change(guard.description, guard.name, guard.expected, now, guard.place))
+        for optimizer, before in self._optimizers:
+            now = [p for group in optimizer.param_groups for p in group["params"]]
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                description = f"the parameters of {with_article(type(optimizer).__qualname__)}"
+                found.append(Change(description, "param_groups", before, now, id(optimizer)))
+        for where, name, hooks in self._global_hooks:
+            if (where[name] or hooks) and not same(hooks, tuple(where[name].items())):
+                found.append(Change(f"PyTorch's {name}", name, hooks, tuple(where[name].items())))
         for table, order in self._orders:
             if not same(order, tuple(table.table)):
                 found.append(table.change(MISSING, order, tuple(table.table)))

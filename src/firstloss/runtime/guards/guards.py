@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .equality import same, same_items
-from .introspection import MISSING, cell_content, class_table, definition
-from .object_kinds import PACKAGE, items_of, table_of
+from .object_kinds import MISSING, PACKAGE, cell_content, class_table, definition, items_of, table_of
 
 _NAMESPACES = (torch, torch.nn.functional, torch.functional, torch.linalg, torch.special, torch.fft, torch.Tensor)
 

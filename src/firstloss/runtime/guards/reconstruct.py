@@ -12,10 +12,21 @@ import torch
 from ...capture.conjugate_views import bits_of, unmirrored, vector_of
 from ...capture.tensor import DeferredTensor, Hooks
 from ...errors import TraceError
-from ...program.graph import geometry_of
+from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
 from ...program.source import here
-from .introspection import MISSING, empty_like, own_attributes, set_items, set_table, slot_value
-from .object_kinds import ObjectKind, items_of, kind_of, slots, table_of
+from .object_kinds import (
+    MISSING,
+    ObjectKind,
+    empty_like,
+    items_of,
+    kind_of,
+    own_attributes,
+    set_items,
+    set_table,
+    slot_value,
+    slots,
+    table_of,
+)
 
 
 class CallFrame:
@@ -48,7 +59,6 @@ class ArgumentStandIns(NamedTuple):
         tensors: by id, the traced tensors, each with the number of its argument.
         storages: by id, their storages, likewise.
         containers: by id, the dicts, lists and objects that hold them, each with its number.
-        view: returns the view of an argument that has the geometry of a view of its stand-in.
         outside: the whole tensor from outside of the step that a storage stands for, if any.
         shares_memory: whether a real tensor that the step has created shares memory with an array from before it.
     """
@@ -56,12 +66,11 @@ class ArgumentStandIns(NamedTuple):
     tensors: dict[int, int]
     storages: dict[int, int]
     containers: dict[int, int]
-    view: Callable[[torch.Tensor, Any], torch.Tensor]
     outside: Callable[[Any], torch.Tensor | None]
     shares_memory: Callable[[torch.Tensor], bool]
 
 
-NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda tensor, geometry: tensor, lambda storage: None, lambda tensor: False)
+NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda storage: None, lambda tensor: False)
 
 
 class Reconstructor:
@@ -195,8 +204,7 @@ class Reconstructor:
             geometry = geometry_of(value)
             shown = self._given.storages.get(id(value._storage))
             if shown is not None:
-                view = self._given.view
-                return lambda env: view(env.arguments[shown], geometry)
+                return lambda env: argument_view(env.arguments[shown], geometry)
             outer = self._given.outside(value._storage)
             if outer is not None:
                 key = id(outer)
@@ -332,6 +340,53 @@ def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:
         return DeferredTensor.wrap(tensor._storage, *geometry)
     size, stride, offset, dtype = geometry
     return vector_of(tensor.detach(), dtype).as_strided(size, stride, offset)
+
+
+def argument_view(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The view of an argument that corresponds to a view `geometry` of the traced tensor, which has no gaps.
+
+    If the argument has gaps, and the view merges several of its dimensions, it is a copy, as it would be in eager
+    PyTorch.
+    """
+    size, stride, offset, dtype = geometry
+    tensor = tensor.detach()
+    if tensor.dtype != dtype:
+        if is_dense(tensor):
+            tensor = tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
+        else:
+            tensor = tensor.contiguous().flatten().view(dtype)
+    elif not is_dense(tensor):
+        places = _places(tuple(tensor.shape), size, stride, offset)
+        if places is None:
+            tensor = tensor.contiguous()
+        else:
+            strides, begin = places
+            own = tensor.stride()
+            stride = tuple(sum(n * s for n, s in zip(row, own, strict=True)) for row in strides)
+            offset = sum(n * s for n, s in zip(begin, own, strict=True))
+    return same_memory(tensor, (size, stride, offset + int(tensor.storage_offset()), dtype))
+
+
+def _places(
+    shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> tuple[list[list[int]], list[int]] | None:
+    """Strides and offset of a view as steps along each dimension of the viewed tensor; None if it merges dimensions."""
+    begin = _digits(offset, shape)
+    rows = [_digits(step if count > 1 else 0, shape) for count, step in zip(size, stride, strict=True)]
+    for d, limit in enumerate(shape):
+        reached = begin[d] + sum((count - 1) * row[d] for count, row in zip(size, rows, strict=True) if count > 1)
+        if reached >= max(limit, 1):
+            return None
+    return rows, begin
+
+
+def _digits(number: int, shape: tuple[int, ...]) -> list[int]:
+    """A distance between elements in row-major order, as steps along each dimension."""
+    found = []
+    for step, size in zip(contiguous_stride(shape), shape, strict=True):
+        steps, number = divmod(number, step) if size > 1 else (0, number)
+        found.append(steps)
+    return found
 
 
 class _Constant:

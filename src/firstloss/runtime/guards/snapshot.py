@@ -29,18 +29,13 @@ from ...optim.schedule import schedules_of
 from . import lru_caches, mutable_state
 from .bytecode import attributes_set, imports, with_inner
 from .equality import same
-from .introspection import (
+from .object_kinds import (
     MISSING,
+    ModuleProxy,
+    ObjectKind,
     cell_content,
     class_table,
     definition,
-    names_in,
-    own_attributes,
-    slot_value,
-)
-from .object_kinds import (
-    ModuleProxy,
-    ObjectKind,
     is_closed,
     is_closed_class,
     is_installed,
@@ -49,8 +44,11 @@ from .object_kinds import (
     kind_of,
     module_of,
     module_of_class,
+    names_in,
+    own_attributes,
     own_module,
     referents,
+    slot_value,
     slots,
     table_of,
 )

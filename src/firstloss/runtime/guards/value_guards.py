@@ -18,9 +18,8 @@ from ...compat.python_names import is_python_class, lru_cache_wrapper
 from ...compat.torch_names import MODULE_TABLES
 from ...optim.schedule import schedules_of
 from . import lru_caches, mutable_state
-from .bytecode import Use
+from .bytecode import Updates, Use
 from .equality import same
-from .executed_code import Executed
 from .guards import (
     CellGuard,
     FunctionGuard,
@@ -32,11 +31,13 @@ from .guards import (
     undisguised,
     with_article,
 )
-from .introspection import MISSING, class_table, definition, own_attributes
 from .object_kinds import (
+    MISSING,
     WEAK,
     ObjectKind,
     can_be_instrumented,
+    class_table,
+    definition,
     is_closed,
     is_closed_class,
     is_closed_function,
@@ -46,10 +47,11 @@ from .object_kinds import (
     kind_of,
     may_expire,
     module_of_class,
+    own_attributes,
     referents,
 )
+from .recording import Executed
 from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, DictSnapshot, Snapshot
-from .updates import Updates
 
 
 class Values:
@@ -57,6 +59,8 @@ class Values:
 
     Attributes:
         tables, lists, cells, functions, reads: the guards, by what they guard.
+        optimizers: each with its parameters.
+        hooks: global hooks: the globals of PyTorch's module, the name in them, and the items of the dict.
         objects: by id, objects whose class is guarded.
         leaves: by id, tensors whose properties are guarded.
         classes: the classes of these objects, with the names that are read on the objects.
@@ -79,6 +83,8 @@ class Values:
         self.objects: dict[int, Any] = {}
         self.functions: dict[int, FunctionGuard] = {}
         self.reads: dict[Any, ReadGuard] = {}
+        self.optimizers: list[tuple[torch.optim.Optimizer, list[torch.Tensor]]] = []
+        self.hooks: list[tuple[dict, str, tuple]] = []
         self.leaves: dict[int, torch.Tensor] = {}
         self.classes: dict[type, set[str]] = {}
         self.looked_at: set[int] = set()
@@ -295,13 +301,7 @@ class Values:
         elif isinstance(owner, torch.optim.Optimizer):
             for schedule in schedules_of(owner):
                 self.value(schedule, f"a schedule of {with_article(type(owner).__qualname__)}", "")
-            self.read(
-                (id(owner), "params"),
-                lambda: tuple([p for group in owner.param_groups for p in group["params"]]),
-                tuple([p for group in self._snapshot.groups[id(owner)] for p in group["params"]]),
-                f"the parameters of {with_article(type(owner).__qualname__)}",
-                "param_groups",
-            )
+            self.optimizers.append((owner, [p for g in self._snapshot.groups[id(owner)] for p in g["params"]]))
 
     def definition(self, function: types.FunctionType) -> None:
         if id(function) in self.functions:

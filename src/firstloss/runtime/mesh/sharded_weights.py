@@ -9,7 +9,6 @@ import jax
 import torch
 from jax.sharding import NamedSharding
 
-from ...capture.file_value import FileValue
 from ...capture.recorder import new_index
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import materialize_values
@@ -19,7 +18,7 @@ from ...init.stablehlo.shard_memory import ArraySpec, tensor_at
 from ...init.stablehlo.shard_memory import allocate as allocate_shards
 from ...lower import unwritten
 from ...lower.dtypes import constant, to_jax
-from ...program.graph import Node, Ref, Value, contiguous_stride, is_contiguous
+from ...program.graph import FileValue, Node, Ref, Value, contiguous_stride, is_contiguous
 from ...program.source import UNKNOWN
 from ..jax_support import on_cpu, x64
 from .mesh import MeshSharding, named

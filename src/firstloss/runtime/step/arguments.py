@@ -4,11 +4,14 @@ Data is read anew at each call: while the step is traced, a tensor without a val
 to the stand-in (writing to it, giving it a gradient, replacing it in a dict or list) is done to the argument at each
 call. An argument that the step also reaches in another way, such as one of its weights, is itself an input, and the
 compiled step is for that object only.
+
+A batch of new shapes is compiled for as well, padded to a known shape, or rejected (`Shapes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +19,13 @@ import torch
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
-from ...errors import TraceError
-from ...program.graph import Geometry, Value, contiguous_stride, is_dense
-from ...program.source import here
-from ..guards.bindings import Bind
-from ..guards.effects import Effects
-from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor, same_memory
-from ..pytrees import containers, flattened_attributes
+from ...errors import GraphChangeWarning, ShapeError, TraceError
+from ...program.graph import Value, contiguous_stride, is_not_strided
+from ...program.source import here, warn
+from ..guards.effects import Bind, Effects
+from ..guards.object_kinds import ObjectKind, kind_of
+from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor
+from ..pytrees import containers, flatten, flattened_attributes
 
 _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
@@ -169,53 +172,6 @@ def owner_of(tensor: torch.Tensor) -> DeferredStorage | torch.Tensor:
     return tensor
 
 
-def view_of(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The view of an argument that corresponds to a view `geometry` of the traced tensor, which has no gaps.
-
-    If the argument has gaps, and the view merges several of its dimensions, it is a copy, as it would be in eager
-    PyTorch.
-    """
-    size, stride, offset, dtype = geometry
-    tensor = tensor.detach()
-    if tensor.dtype != dtype:
-        if is_dense(tensor):
-            tensor = tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
-        else:
-            tensor = tensor.contiguous().flatten().view(dtype)
-    elif not is_dense(tensor):
-        places = _places(tuple(tensor.shape), size, stride, offset)
-        if places is None:
-            tensor = tensor.contiguous()
-        else:
-            strides, begin = places
-            own = tensor.stride()
-            stride = tuple(sum(n * s for n, s in zip(row, own, strict=True)) for row in strides)
-            offset = sum(n * s for n, s in zip(begin, own, strict=True))
-    return same_memory(tensor, (size, stride, offset + int(tensor.storage_offset()), dtype))
-
-
-def _places(
-    shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
-) -> tuple[list[list[int]], list[int]] | None:
-    """Strides and offset of a view as steps along each dimension of the viewed tensor; None if it merges dimensions."""
-    begin = _digits(offset, shape)
-    rows = [_digits(step if count > 1 else 0, shape) for count, step in zip(size, stride, strict=True)]
-    for d, limit in enumerate(shape):
-        reached = begin[d] + sum((count - 1) * row[d] for count, row in zip(size, rows, strict=True) if count > 1)
-        if reached >= max(limit, 1):
-            return None
-    return rows, begin
-
-
-def _digits(number: int, shape: tuple[int, ...]) -> list[int]:
-    """A distance between elements in row-major order, as steps along each dimension."""
-    found = []
-    for step, size in zip(contiguous_stride(shape), shape, strict=True):
-        steps, number = divmod(number, step) if size > 1 else (0, number)
-        found.append(steps)
-    return found
-
-
 def setting(tensor: torch.Tensor, name: str, value: Any) -> Callable[[], None]:
     """A function that sets an attribute of an argument."""
 
@@ -285,7 +241,6 @@ class TracedArguments:
             {id(made): i for made, i in self._made},
             {id(made._storage): i for made, i in self._made},
             {id(container): n for n, container in enumerate(self._containers)},
-            view_of,
             tracing.outside_of,
             shares_memory,
         )
@@ -306,3 +261,188 @@ class TracedArguments:
 
 def _on_argument(number: int, name: str, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
     return lambda env: setting(env.arguments[number], name, make(env))
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Pad batches of new shapes at the end of each dimension to a shape that has been compiled already.
+
+    A batch that is larger than all before, in any dimension, is compiled. The step must ignore padding, and returns
+    results of the padded shape: pad labels with the index that the loss ignores (`Pad(values={"labels": -100})` for
+    `cross_entropy`), masks with 0.
+
+    Examples:
+        >>> device = fl.backend("XLA")
+        >>> @fl.trace(shapes=fl.Pad(multiple_of=4))
+        ... def total(x):
+        ...     return x.sum()
+        >>> [total(torch.ones(rows)).item() for rows in (8, 5, 7)]  # compiled once: 5 and 7 are padded to 8
+        [8.0, 5.0, 7.0]
+
+    Attributes:
+        value: the padding value.
+        values: padding values by a tensor's name: its key in the batch, or the argument's name.
+        multiple_of: new shapes are rounded up to multiples of this, in the dimensions that differ from earlier shapes.
+    """
+
+    value: float = 0
+    values: Mapping[str, float] = field(default_factory=dict)
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping):
+            raise ShapeError(f"Pad(values={self.values!r}): pass a dict of numbers by name, as {{'labels': -100}}.")
+        for value in (self.value, *self.values.values()):
+            if not isinstance(value, (int, float)):
+                raise ShapeError(f"Pad pads with numbers, not with {value!r}.")
+        if not isinstance(self.multiple_of, int) or isinstance(self.multiple_of, bool) or self.multiple_of < 1:
+            raise ShapeError(f"Pad(multiple_of={self.multiple_of!r}): pass a positive integer.")
+
+
+class Shapes:
+    """The kinds of batches that a step has been called with, and the handling of new ones.
+
+    A kind is the structure of the arguments, with each leaf's shape and dtype, or its value if it is not a tensor.
+    """
+
+    def __init__(self, step: str, policy: Any) -> None:
+        if policy not in ("recompile", "refuse") and not isinstance(policy, Pad):
+            raise TraceError(f"shapes={policy!r}: write 'recompile', 'refuse' or firstloss.Pad(...).")
+        self._step = step
+        self._policy = policy
+        self._met: dict[Any, tuple] = {}  # kinds, by everything except shapes
+
+    def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
+        """The arguments to run the step on, padded if necessary, and their kind.
+
+        Raises:
+            ShapeError: for a new kind, if those are refused.
+            TraceError: for an argument that is neither a tensor nor a constant.
+        """
+        leaves, spec = flatten(given := (args, kwargs))
+        kind = tuple(map(_kind, leaves))
+        kinds = self._met.setdefault(spec, ())
+        padded: frozenset[int] = frozenset()
+        if kind in kinds:
+            return Arguments(given, leaves, spec), kind
+        if kinds and self._policy == "refuse":
+            raise ShapeError(f"{here()}: {self._step} is called with {self._change(kinds[-1], kind, args, kwargs)}.")
+        if kinds and isinstance(self._policy, Pad):
+            target = self._target(kinds, kind)
+            if target is not None:
+                names = _names(args, kwargs)
+                leaves = [self._padded(*item) for item in zip(leaves, kind, target, names, strict=True)]
+                padded = frozenset(i for i, leaf in enumerate(leaves) if kind[i] != target[i])
+                if target in kinds:
+                    return Arguments(given, leaves, spec, padded), target
+                kind, new = target, kind
+                self._say(self._change(kinds[-1], new, args, kwargs))
+        elif kinds:
+            self._say(self._change(kinds[-1], kind, args, kwargs))
+        certain = any(type(leaf[1]) is Itself for leaf in kind)  # may be other objects at each call
+        self._met[spec] = (kind,) if certain else (*kinds, kind)
+        return Arguments(given, leaves, spec, padded), kind
+
+    def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
+        """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known kind is
+        similar."""
+        fits = [known for known in kinds if _holds(known, kind)]
+        if fits:
+            return min(fits, key=_size)
+        similar = [known for known in kinds if _same_but_sizes(known, kind)]
+        if not similar:
+            return None
+        return tuple(self._rounded(k, similar[-1][i]) for i, k in enumerate(kind))
+
+    def _rounded(self, leaf: tuple, before: tuple) -> tuple:
+        if leaf[0] is not torch.Tensor:
+            return leaf
+        n = self._policy.multiple_of
+        shape = tuple(a if a == b else -(-a // n) * n for a, b in zip(leaf[1], before[1], strict=True))
+        return (torch.Tensor, shape, *leaf[2:])
+
+    def _padded(self, leaf: Any, kind: tuple, target: tuple, name: str) -> Any:
+        if kind == target:
+            return leaf
+        sizes: list[int] = []
+        for have, want in zip(reversed(kind[1]), reversed(target[1]), strict=True):
+            sizes += [0, want - have]
+        value = self._policy.values.get(name, self._policy.value)
+        return torch.nn.functional.pad(leaf, sizes, value=value)
+
+    def _change(self, before: tuple, now: tuple, args: tuple, kwargs: dict) -> str:
+        changed = [
+            f"{name or 'its argument'} {_show(b)} (before: {_show(a)})"
+            for name, a, b in zip(_names(args, kwargs), before, now, strict=True)
+            if a != b
+        ]
+        numbers = any(b[0] is not torch.Tensor for a, b in zip(before, now, strict=True) if a != b)
+        advice = (
+            ": a number is part of the compiled step. Pass what changes as a tensor"
+            if numbers
+            else ". Use batches of one shape (drop_last=True, padding in the loader), or write "
+            "@fl.trace(shapes=fl.Pad(...))"
+        )
+        return "; ".join(changed) + advice
+
+    def _say(self, text: str) -> None:
+        warn(GraphChangeWarning(f"{here()}: {self._step} is recompiled for {text}."))
+
+
+def _kind(leaf: Any) -> tuple:
+    if isinstance(leaf, torch.Tensor):
+        if is_not_strided(leaf):
+            layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
+            raise TraceError(
+                f"{here()}: a compiled step takes dense tensors, but one of its arguments is {layout}. Pass a dense "
+                "tensor, as made by `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()`."
+            )
+        return (torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        if kind_of(type(leaf)) is ObjectKind.INSTANCE:  # a dataclass, for example
+            return (type(leaf), Itself(leaf))
+        raise TraceError(
+            f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists and "
+            "dicts, or constants."
+        ) from None
+    return (type(leaf), leaf)
+
+
+def _same_but_sizes(known: tuple, kind: tuple) -> bool:
+    """Whether two kinds differ only in sizes."""
+    return all(
+        a == b or a[0] is b[0] is torch.Tensor and a[2:] == b[2:] and len(a[1]) == len(b[1])
+        for a, b in zip(known, kind, strict=True)
+    )
+
+
+def _holds(known: tuple, kind: tuple) -> bool:
+    return _same_but_sizes(known, kind) and all(
+        all(n >= m for n, m in zip(a[1], b[1], strict=True))
+        for a, b in zip(known, kind, strict=True)
+        if a[0] is torch.Tensor
+    )
+
+
+def _size(kind: tuple) -> int:
+    return sum(torch.Size(leaf[1]).numel() for leaf in kind if leaf[0] is torch.Tensor)
+
+
+def _show(leaf: tuple) -> str:
+    if leaf[0] is not torch.Tensor:
+        return repr(leaf[1])
+    gradients = " that requires gradients" if leaf[3] else ""
+    return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[1])}{gradients}"
+
+
+def _names(args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """For each leaf, the last key on the path to it that is a name."""
+    paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+    out = []
+    for path, _ in paths:
+        keys = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
+        named = [key for key in keys if isinstance(key, str)]
+        out.append(named[-1] if named else "")
+    return out

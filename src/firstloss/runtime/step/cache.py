@@ -1,26 +1,57 @@
-"""`StepCache`: the compiled steps of a traced step, one for each kind of call."""
+"""`StepCache`: the compiled steps of a traced step, by kind of call, and retracing when its Python would differ.
+
+A compiled step repeats what its Python code did when it was traced. Three mechanisms ensure that this is still right:
+
+- At each call everything that its Python code has read is compared with its earlier value (`guards/`, some 0.2 ms for
+  a transformer of 24 layers). If something has changed, the step is traced again, which takes a fraction of a second,
+  and the two Programs are compared. If they are the same, nothing is compiled. Otherwise the new one is compiled, and a
+  `GraphChangeWarning` names what has changed and where the Programs differ.
+- Calls to the outside world (the time, a file) are found at the second call, at which the step is traced again while
+  the device runs the first; such a step is traced at each call.
+- For everything else, the step is traced again as often as takes less than 1% of the time. If the Programs differ then,
+  the compiled step may have been run wrongly, which is a `GraphChangedError`.
+"""
 
 from __future__ import annotations
 
+import functools
+import time
+import types
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ... import timeline
 from ...capture import session
-from ...interpreter import pause, paused_until
-from ...undo import Undo
+from ...compat.torch_names import parameters_of
+from ...errors import GraphChangedError, TraceError
+from ...interpreter import Undo, pause, paused_until
+from ...program.compare import first_difference
+from ...program.source import here
 from ..backend import Backend
+from ..guards.guards import Change
+from ..guards.recording import functions_of
+from . import tracing
 from .arguments import Arguments, Itself, owner_of
+from .owners import Shared
 from .process_settings import modes, settings
-from .retracing import CacheEntries, Request
-from .tracing import Shared
+from .retrace_reports import ADVICE, Reports, reasons
+from .traced_program import TracedProgram
+from .tracing import TraceObserver
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
 
+
 _MOST_FOR_CERTAIN = 32
+
+# The number of traces after which functions that are new in each are assumed to be created by the step itself.
+_MOST_FUNCTIONS = 10_000
+
+# The fraction of time that is spent at most on checking for changes that cannot be seen.
+_CHECKING = 0.01
 
 # Backend, structure, shapes and dtypes, sharing among the arguments, modes and settings; and the state of the weights.
 _Key = tuple[tuple, tuple]
@@ -157,3 +188,278 @@ class StepCache:
 def _is_for_certain(kind: tuple, more: tuple) -> bool:
     """Whether a kind belongs to steps that are specific to certain objects."""
     return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)
+
+
+class Request(NamedTuple):
+    """A call of a step, for which a compiled step is looked up."""
+
+    step: Callable[..., Any]
+    arguments: Arguments
+    backend: Backend
+    again: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
+
+    def roots(self) -> tuple:
+        """The roots of everything that the step's Python code can reach."""
+        return (self.step, *self.arguments.guarded(), *self.backend.models)
+
+    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
+        """Trace the step, and compile it.
+
+        Args:
+            around: observes the Python side of the trace.
+            find: finds an equivalent earlier step, whose executable is reused; or raises.
+        """
+        from . import compiling  # imported late, because it imports JAX
+        from .compiled_step import CompiledStep, Inputs
+
+        backend = self.backend
+        with timeline.span("trace"):
+            traced = tracing.trace_step(self.step, self.arguments, backend, around)
+            try:
+                self._refuse_twice(around)
+                same = find(traced)
+            except BaseException:
+                tracing.abandon(traced, around)
+                raise
+            traced.modes.undo()  # set again after the step has run
+        inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
+        if same is not None and not (
+            inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
+        ):
+            same = None
+        executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
+        return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
+
+    def _refuse_twice(self, around: TraceObserver) -> None:
+        """Reject a second trace at one call if the first may have changed files that the second reads."""
+        asked = around.guards.asked if self.again and around.guards is not None else ()
+        for function, where in asked:
+            raise TraceError(
+                f"{where or here()}: {getattr(self.step, '__name__', 'the step')} calls {function}(), and edits an "
+                "argument that shares memory with another tensor that it uses, so its Python code would run twice at "
+                "this call. Edit a clone of it, or read before the step, and pass what was read."
+            )
+
+
+class CacheEntry:
+    """A compiled step, and the guards of its trace."""
+
+    def __init__(self, step: CompiledStep, around: TraceObserver, seconds: float) -> None:
+        assert around.guards is not None
+        self.step = step
+        self.guards = around.guards
+        self.modules = around.snapshot.modules
+        self.optimizers = around.snapshot.optimizers
+        # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
+        # again, and records the code.
+        self.noted = around.noted
+        self.uses = 0
+        self._unseen: str | None = None
+        self.again = 0  # how often it was retraced for its own changes
+        self.seconds = seconds  # duration of a trace
+        if self.guards.weak:  # holding objects would keep alive what the step may find dead
+            self.guards.release()
+        self._checked = time.perf_counter()
+
+    def changes(self) -> list[Change]:
+        """What it reads that has changed since it was traced."""
+        return self.guards.changes(self.step.traced.owners.move)
+
+    @property
+    def traced_each_time(self) -> str | None:
+        """Why it must be traced at each call, if it must."""
+        if self.step.traced.retrace_reason is not None:
+            return str(self.step.traced.retrace_reason)
+        for held, description in self.guards.unwatchable.values():
+            kind = type(held).__qualname__
+            return f"it reads {description}, an object of type {kind}, whose changes cannot be detected"
+        for asked in self.guards.asked:
+            return f"{asked.where or 'it'} calls {asked.function}(), which may return something else each time"
+        return self._unseen or self._too_large
+
+    def differs_unseen(self) -> None:
+        """Note that it behaved differently at the next call, although nothing that is guarded had changed."""
+        self._unseen = "its second call behaved differently from its first for an unknown reason"
+
+    @functools.cached_property
+    def _too_large(self) -> str | None:
+        """What user code reads that is too large to be compared at each call."""
+        lines = self.guards.lines
+        for name, description in self.guards.unwatched:
+            line = lines.where_read(name, own=True)
+            if line is not None or lines.where_read(name) is None:  # not found in the code: read by a computed name
+                return f"{line or 'it'} reads {description}, which is too large to compare at each call"
+        return None
+
+    def changes_by_step(self, changes: list[Change]) -> list[Change]:
+        """Those of `changes` that the step itself has made, except replaced tensors with which it can continue."""
+        own = [change for change in changes if change.place in self.step.traced.effects.places]
+        return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
+
+    def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether its Python code can reach a module or an optimizer with one of these parameters."""
+        held = [p for module in self.modules for p in parameters_of(module).values()]
+        held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return not set(map(id, held)).isdisjoint(map(id, parameters))
+
+    def check_is_due(self) -> bool:
+        """Whether to trace again although no guard has failed."""
+        if self.uses == 1:
+            return True
+        return time.perf_counter() - self._checked > self.seconds / _CHECKING
+
+
+class CacheEntries:
+    """The compiled steps for one kind of call, each with its guards; the most recently used one first."""
+
+    def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
+        self._check = bool(check)
+        self._always = check == "always"
+        self._known: list[CacheEntry] = []
+        self._fitting: CacheEntry | None = None
+        self._refuse = refuse
+        self._name = name
+        self._functions: list[types.FunctionType] = []
+
+    def steps(self) -> list[CompiledStep]:
+        """All compiled steps."""
+        return [known.step for known in self._known]
+
+    def fits(self) -> bool:
+        """Whether the guards of one of them hold."""
+        self._fitting = None
+        if not self._always:
+            self._fitting = next((known for known in self._known if self._does_fit(known)), None)
+        return self._fitting is not None
+
+    @staticmethod
+    def _does_fit(known: CacheEntry) -> bool:
+        if known.step.outdated() or known.guards.unknown or known.traced_each_time is not None:
+            return False
+        return not known.changes()
+
+    def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
+        return any(known.step.traced.reads(parameters) or known.reaches_owner_of(parameters) for known in self._known)
+
+    def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep:
+        """The compiled step whose guards hold; to be called after `fits`.
+
+        Args:
+            similar: entries for the same kind of call, traced with weights in another state.
+        """
+        known = self._fitting
+        if known is None:
+            known = self._trace(request, similar)
+        elif self._check and known.check_is_due():
+            known = self._verify(known, request)
+        known.uses += 1
+        if known not in self._known:
+            return known.step
+        if known is not self._known[0]:
+            self._known.remove(known)
+            self._known.insert(0, known)
+        return known.step
+
+    def latest(self) -> CompiledStep:
+        """The most recently used step."""
+        return self._known[0].step
+
+    def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
+        """Trace the step, because no entry's guards hold."""
+        last = self._known[0] if self._known else None
+        outdated = last is not None and last.step.outdated()
+        why = [] if last is None or outdated else last.changes()
+        twin: list[CacheEntry] = []
+
+        def find(traced: TracedProgram) -> CompiledStep | None:
+            for known in (*self._known, *(known for versions in similar for known in versions._known)):
+                if known.step.traced.does_the_same(traced):
+                    twin.append(known)
+                    return known.step
+            if last is not None and not outdated and not self._meant(why) and traced.raised is None:
+                where = first_difference(last.step.traced.program, traced.program)
+                self._reports.parting(
+                    reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], where
+                )
+            return None
+
+        known = self._traced(request, find, first=not any(versions._known for versions in similar))
+        if known.step.traced.raised is not None:  # it may not raise the next time
+            return known
+        if last is not None and last.changes_by_step(why):
+            known.again = last.again + 1
+            if known.again > 1:
+                self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
+        if twin and known.noted:
+            known.uses = max(twin[0].uses, 1)
+        if twin and twin[0] in self._known:
+            self._known[self._known.index(twin[0])] = known
+        else:
+            self._known.insert(0, known)
+        self._report_each_time(known)
+        return known
+
+    @staticmethod
+    def _meant(why: list[Change]) -> bool:
+        """Whether the only change is a module's mode: train() and eval() are intended to change the step."""
+        return bool(why) and all(change.name == "training" for change in why)
+
+    def _verify(self, known: CacheEntry, request: Request) -> CacheEntry:
+        """Trace the step again, expecting the same Program."""
+        unseen: list[bool] = []
+
+        def find(traced: TracedProgram) -> CompiledStep | None:
+            if traced.raised is not None:
+                return None
+            if not known.step.traced.does_the_same(traced):
+                where: Any = first_difference(known.step.traced.program, traced.program)
+                if where is None or where.old is None and where.new is None:
+                    return None  # the same computation, with more or fewer results kept
+            elif known.step.traced.reads_other_tensors(traced):
+                where = "the same operations on another tensor, which is not an argument"
+            else:
+                return known.step
+            if known.uses == 1:  # nothing wrong has run: the first step was that of its own trace
+                unseen.append(True)
+                self._reports.parting(["it cannot be seen"], where)
+                return None
+            raise GraphChangedError(
+                f"{self._name} does something else now than when it was traced, {known.uses} "
+                f"step{'s' if known.uses > 1 else ''} ago: {where}. Its Python code reads something whose changes "
+                f"cannot be seen from outside: the time, a file, a loader, a random number. {ADVICE}"
+            )
+
+        fresh = self._traced(request, find)
+        if fresh.step.traced.raised is not None:
+            return fresh
+        fresh.uses = known.uses
+        if unseen and fresh.traced_each_time is None:
+            fresh.differs_unseen()
+        self._known[self._known.index(known)] = fresh
+        self._report_each_time(fresh)
+        return fresh
+
+    @functools.cached_property
+    def _reports(self) -> Reports:
+        return Reports(self._name, self._refuse)
+
+    def _report_each_time(self, known: CacheEntry) -> None:
+        """Report why the step is traced at each call, if it is."""
+        if known.traced_each_time is not None:
+            self._reports.each_time(known.traced_each_time, known.seconds)
+
+    def _traced(
+        self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
+    ) -> CacheEntry:
+        # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
+        # later check.
+        noted = not first or bool(self._known) or not self._check or request.again
+        around = TraceObserver(request.roots(), self._functions, noted)
+        begin = time.perf_counter()
+        known = CacheEntry(request.compiled(around, find), around, time.perf_counter() - begin)
+        if known.guards.unknown:
+            self._functions += functions_of(known.guards.unknown)
+            if len(self._functions) > _MOST_FUNCTIONS:
+                known.guards.unknown = []
+        return known

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...capture import session
-from ...capture.constants import ref_of
+from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredTensor, Hooks
 from ...compat.torch_names import pytree

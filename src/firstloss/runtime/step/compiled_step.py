@@ -1,37 +1,48 @@
-"""`CompiledStep`: a step, traced and compiled for one kind of batch."""
+"""`CompiledStep`: a step, traced and compiled for one kind of batch; `Inputs`: the arrays that it is called with."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ... import timeline
 from ...capture import session
 from ...capture.exported_memory import record_exported_memory
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...errors import BackendError, TraceError
+from ...interpreter import Undo
+from ...program.graph import Value
 from ...program.source import here
-from ...undo import Undo
 from ..backend import Backend
 from ..device import dispatch
-from ..device.buffer import DeviceBuffer, mesh_sharding
+from ..device.buffer import DeviceBuffer, mesh_sharding, replace_arrays
 from ..device.host_memory import HostMemory
-from ..device.lazy_array import LazyArray, ready
-from ..guards.bindings import Bind
+from ..device.lazy_array import LazyArray, ready, share_later, to_device_later
+from ..guards.effects import Bind
 from ..guards.reconstruct import CallFrame
-from ..lazy_jax import is_array, is_imported
+from ..lazy_jax import is_array, is_imported, use_x64
 from . import closures as _closures  # noqa: F401 - registers the handling of assertions
 from . import loop as loops
 from .arguments import Arguments
-from .background_compile import BackgroundCompiledStep, KernelsFirstRun
-from .inputs import Inputs, Owner, write_back
-from .tracing import Shared, TracedProgram
+from .first_loss import BackgroundCompiledStep, KernelsFirstRun
+from .optimizer_state import GroupEntry
+from .owners import Owner, Owners, Shared
+from .traced_program import TracedProgram
 
 if TYPE_CHECKING:
+    import jax
+
+    from ..mesh.mesh import Mesh
     from .segmented import SegmentedRun, SegmentedStep
+
+
+_COPIED_BYTES = 1 << 16  # below, a tensor is passed to a call as a NumPy array
+# Dtypes that torch can convert to NumPy, and JAX from it.
+_NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 class StepCall:
@@ -103,7 +114,7 @@ class CompiledStep:
         call = StepCall(arguments, ())
         env = self._env(arguments, dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed)))
         call.result = traced.result(env)
-        for bind in traced.effects.bindings(env):
+        for bind in [make(env) for make in traced.effects.bindings]:
             bind()
         traced.modes.leave()
         if traced.raised is not None:
@@ -126,10 +137,7 @@ class CompiledStep:
             )
         leaves = arguments.leaves
         with Undo() as undo, undo, dispatch.lock:
-            if is_imported():
-                from ..jax_support import use_x64
-
-                use_x64(undo)
+            use_x64(undo)
             dispatch.settled()
             traced.optimizers.groups.begin()
             if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
@@ -206,7 +214,7 @@ class CompiledStep:
         if call.bindings is None:
             env = self._env(call.arguments, arrays)
             call.result = traced.result(env)
-            call.bindings = traced.effects.bindings(env)
+            call.bindings = [make(env) for make in traced.effects.bindings]
             call.bindings += [_keeping(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
             call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
         for bind in call.bindings:
@@ -291,3 +299,159 @@ def _no_seed(on_device: bool) -> Any:
     import jax
 
     return jax.device_put(np.zeros(2, np.uint32)) if on_device else np.zeros(2, np.uint32)
+
+
+class Inputs:
+    """The inputs of a step: storages on the backend, arguments of the call, numbers in parameter groups, and tensors
+    outside the backend.
+
+    Attributes:
+        where: on a mesh, the sharding of each input.
+        exported: whether, at this call, some are in exported memory (`DeviceBuffer.memory`); see `settle`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        owners: Owners,
+        numbers: Mapping[Value, GroupEntry],
+    ) -> None:
+        """`numbers` are the inputs that are numbers, read at each call. On a mesh, storages that are not on the backend
+        yet are moved there."""
+        self._backend = backend
+        self._owners = owners.inputs
+        self._places = owners.arguments
+        self._numbers = numbers
+        self.where: dict[Value, Any] = {}
+        if backend.mesh is not None:
+            self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
+        self.exported = False
+
+    def state(
+        self, changed: Mapping[Value, Owner], leaves: list[Any], wait: bool = True
+    ) -> tuple[tuple, Sequence[DeviceBuffer | None]]:
+        """The arrays of the state that the step changes, and the buffers for its new content; tensors outside the
+        backend have no buffer. There may be a thousand arrays, most of them untouched since the last step: only for the
+        others is anything computed."""
+        self.exported = False
+        buffers = _buffers(changed)
+        if self.where or not wait:
+            arrays = self.arrays(changed, leaves, wait, donated=True)
+        else:
+            found = [buffer.current if buffer is not None else None for buffer in buffers]
+            arrays = tuple(
+                [self.array(v, leaves, True) if a is None else a for v, a in zip(changed, found, strict=True)]
+            )
+        return arrays, buffers if all(buffers) else _buffers(changed)  # some have been created since
+
+    def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
+        """The arrays of the inputs `values`; without `wait`, lazy ones for those still being computed."""
+        return tuple(
+            (None if wait else self._later(value, leaves)) or self.array(value, leaves, donated) for value in values
+        )
+
+    def _later(self, value: Value, leaves: list[Any]) -> LazyArray | None:
+        place = self._places.get(value)
+        owner = self._owners[value] if place is None else leaves[place]
+        if type(owner) is DeferredTensor and owner._ref().whole:
+            storage = owner._storage
+            if storage.resident is not None and storage.resident.sharding is self.where.get(
+                value
+            ):  # no resharding needed
+                owner = storage
+        return (
+            owner.resident.lazy_array() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
+        )
+
+    def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
+        """The array of an input `value` at this call; `donated` if the step may write to it."""
+        number = self._numbers.get(value)
+        if number is not None:
+            return np.float64(number.read())
+        place = self._places.get(value)
+        owner = self._owners[value] if place is None else leaves[place]
+        sharding = self.where.get(value)
+        array: jax.Array
+        if isinstance(owner, DeferredStorage):
+            array = self._argument(self._buffer(owner), donated)
+        elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
+            array = self._argument(owner._storage.resident)
+        elif sharding is not None:
+            return to_device_later(owner, sharding)
+        else:  # a copy, since the caller may write to the tensor while the step runs
+            return _given(owner.detach().clone(memory_format=torch.contiguous_format))
+        if sharding is None:
+            return array
+        from ..mesh.sharded_arrays import fit
+
+        return fit(array, sharding)
+
+    def _argument(self, buffer: DeviceBuffer, donated: bool = False) -> jax.Array:
+        array = buffer.argument(donated)
+        self.exported = self.exported or buffer.is_exported
+        return array
+
+    def settle(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
+        """After dispatch: if inputs are in exported memory, which others may access once the call has returned, wait
+        for the step and write its results `arrays` back there."""
+        if not self.exported:
+            return
+        for array in arrays:
+            ready(array).block_until_ready()
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.settle()
+
+    def same_shardings(self, other: Inputs) -> bool:
+        """On a mesh: whether the inputs of an equivalent step have the same shardings."""
+        from ..mesh.mesh import named
+
+        return [*map(named, self.where.values())] == [*map(named, other.where.values())]
+
+    def _sharding(self, value: Value, mesh: Mesh) -> Any:
+        owner = self._owners[value]
+        if value in self._numbers or value not in self._places and not isinstance(owner, DeferredStorage):
+            return mesh.whole
+        if not isinstance(owner, DeferredStorage):
+            return mesh.batch_sharding(tuple(value.shape))
+        return self._buffer(owner).sharding or mesh.whole
+
+    def _buffer(self, storage: DeferredStorage) -> DeviceBuffer:
+        """The buffer of a storage, which is moved to the backend first if necessary."""
+        if storage.resident is None:
+            self._backend.move_to_device(_tensors_of(storage))
+        return storage.resident
+
+
+def _given(tensor: torch.Tensor) -> Any:
+    """A tensor as an argument of one call; lazily before JAX is imported. A small one is a NumPy array: copying it is
+    faster than `share_memory`."""
+    if not is_imported():
+        return share_later(tensor)
+    if tensor.numel() * tensor.itemsize < _COPIED_BYTES and tensor.dtype in _NUMPYS and not tensor.is_cuda:
+        return tensor.numpy()
+    from ..jax_support import share_memory
+
+    return share_memory(tensor)
+
+
+def _tensors_of(storage: DeferredStorage) -> list[DeferredTensor]:
+    """The tensors in a storage; if the step has loaded it from a file and not kept any, a tensor of all of it."""
+    value = storage.value
+    return storage.alive() or [DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)]
+
+
+def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:
+    return [owner.resident if type(owner) is DeferredStorage else None for owner in owners.values()]
+
+
+def write_back(owners: Iterable[Owner], buffers: Sequence[DeviceBuffer | None], arrays: Sequence[Any]) -> None:
+    """Write `arrays` back as the new content of `owners` with these buffers; some may be lazy."""
+    if not all(buffers):
+        with torch.no_grad():
+            for owner, array in zip(owners, arrays, strict=True):
+                if isinstance(owner, torch.Tensor):  # outside the backend
+                    from ..jax_support import to_host
+
+                    owner.copy_(to_host(ready(array)))
+    replace_arrays(buffers, arrays)

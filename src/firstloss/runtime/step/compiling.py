@@ -10,11 +10,10 @@ from ...errors import BackendError
 from ...lower.registry import all_have_rules
 from ..backend import Backend
 from ..device import on_gpu
-from ..mesh.processes import processes
-from .background_compile import BackgroundCompiledStep
-from .first_loss import FirstLoss
-from .inputs import Inputs
-from .tracing import TracedProgram
+from ..lazy_jax import process_count
+from .compiled_step import Inputs
+from .first_loss import BackgroundCompiledStep, FirstLoss
+from .traced_program import TracedProgram
 
 if TYPE_CHECKING:
     from .segmented import SegmentedStep
@@ -54,7 +53,7 @@ def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -
     checkpoint, so that a resumed run has the same losses as an uninterrupted one."""
     if backend.first_loss != "eager" or backend.stepped or traced.raised is not None:
         return None
-    if backend.compile_only or backend.validate_only or processes().count > 1:  # each process has only some shards
+    if backend.compile_only or backend.validate_only or process_count() > 1:  # each process has only some shards
         return None
     device = on_gpu.device()
     if device is not None and backend.mesh is not None:  # no GPU has whole weights

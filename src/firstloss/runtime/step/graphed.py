@@ -17,18 +17,19 @@ from ... import timeline
 from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
 from ...gpu.replay import Plan, ReplayedStep
+from ...interpreter import Undo
 from ...program.graph import Value
 from ...program.source import warn
-from ...undo import Undo
 from ..backend import Backend
 from ..guards.reconstruct import CallFrame
 from ..pytrees import flatten
 from . import tracing
 from .arguments import Arguments
-from .cache import StepCache
+from .cache import Request, StepCache
+from .owners import Shared
 from .process_settings import modes
-from .retracing import Request
-from .tracing import Shared, TracedProgram, TraceObserver
+from .traced_program import TracedProgram
+from .tracing import TraceObserver
 
 # The tolerance of half-precision results, replayed and eager: one unit in the last place of bfloat16.
 _AGREE = 2.0**-7
@@ -82,7 +83,7 @@ class GraphedStep:
             env = self._env(made, arguments)
             result = traced.result(env)
             afterwards = [make(env) for make in traced.optimizers.schedulers.afterwards]
-            for bind in (*traced.effects.bindings(env), *afterwards):
+            for bind in (*[make(env) for make in traced.effects.bindings], *afterwards):
                 bind()
             traced.modes.leave()
         return result

@@ -1,4 +1,8 @@
-"""Optimizer state in a traced step: rebound entries, tensors replaced by user code, and loading in place."""
+"""The state and the parameter groups of optimizers in a traced step: what the step reads of them, and what it sets.
+
+Numbers in the groups are inputs or constants of the step. Entries of the state may be rebound by the step, and replaced
+by user code.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...capture.new_optimizer_state import PLAIN
-from ...capture.step import StepTrace, is_traced, storage_key
+from ...capture.recorder import DeferredTensor
+from ...capture.step import StepTrace, is_traced
+from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
-from ..backend import current_backend
-from ..guards.bindings import Bind, always
-from ..guards.effects import Effects
+from ...optim.schedule import schedules_of
+from ..guards.effects import Bind, Effects, always
+from ..guards.equality import same
+from ..guards.object_kinds import MISSING
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
+from ..guards.snapshot import Snapshot
 
 
 class OptimizerStates:
@@ -155,42 +163,329 @@ def _new_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, make
     return bind
 
 
-_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# For each optimizer, the numbers in its groups that have been seen to change: (group, key).
+_varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
-def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
-    """Move the state of `optimizer` to the backend, and keep it there. `trace` is that of the step that steps it.
+class GroupEntry(NamedTuple):
+    """A number in a parameter group that a step reads at each call; `place` is its index in a tuple such as betas."""
 
-    From here on, on a mesh, `optimizer.load_state_dict` keeps the state's tensors and copies into them. Otherwise the
-    loaded tensors become the state, as in `torch.optim` (whoever holds them sees them change). Either way its groups
-    are new, and the step is traced again.
+    group: dict[str, Any]
+    key: str
+    place: int | None
+
+    def read(self) -> float:
+        """The current number."""
+        value = self.group[self.key]
+        return float(value if self.place is None else value[self.place])
+
+    def premise(self) -> Any:
+        """What the trace assumes about it: that it is a number, or a tuple of a certain length, and (except for a
+        learning rate) its sign, on which optimizers branch."""
+        value = self.group.get(self.key)
+        if self.place is None:
+            fits = is_number(value)
+        else:
+            fits = isinstance(value, tuple) and self.place < len(value) and all(map(is_number, value))
+        if not fits:
+            return None
+        return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
+
+
+class _Set(NamedTuple):
+    """A number that the step's Python code has set in a group."""
+
+    group: dict[str, Any]
+    key: str
+    value: Any
+    before: Any
+
+    def apply(self) -> None:
+        """Set it, at a call."""
+        self.group[self.key] = self.value
+
+    def undo(self) -> None:
+        """Restore it, after the trace."""
+        if self.before is not MISSING:
+            self.group[self.key] = self.before
+        else:
+            self.group.pop(self.key, None)
+
+
+def _differences(group: dict[str, Any], before: dict[str, Any]) -> list[_Set]:
+    found = [(k, v, before.get(k, MISSING)) for k, v in group.items() if k != "params" and _is_plain(v)]
+    return [_Set(group, key, now, old) for key, now, old in found if not same(old, now)]
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or type(value) is tuple and all(type(part) in _PLAIN for part in value)
+
+
+def _is_number_lost(before: Any, now: Any) -> bool:
+    """Whether a tensor created by the step has replaced a number."""
+    return is_number(before) and isinstance(now, (torch.Tensor, torch.SymFloat))
+
+
+class ParameterGroups:
+    """The parameter groups of the optimizers that step in a trace.
+
+    Numbers that the step's Python code sets before the optimizer steps are set at the beginning of each call, those
+    that it sets later at the end.
+
+    Attributes:
+        inputs: the inputs of the step that are numbers in the groups.
     """
-    held = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
-    met = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
-    state = [v for v in held if storage_key(v) not in met]  # unless the step has used it where it is
-    backend = current_backend()
-    with DisableTorchDispatch(), torch.no_grad():  # not part of the step being traced
-        if backend.mesh is not None:
-            backend.mesh.follow(optimizer.state, [optimizer])
-        backend.move_to_device(state)
-    if optimizer in _watched:
-        return
-    _watched.add(optimizer)
-    before: dict[Any, dict[str, Any]] = {}
 
-    def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        before.update({parameter: dict(entries) for parameter, entries in optimizer.state.items()})
+    def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer], snapshot: Snapshot) -> None:
+        """
+        Args:
+            seen: the optimizers, as they step.
+            snapshot: taken before the trace.
+        """
+        self._trace = trace
+        self._seen = seen
+        self._snapshot: Snapshot | None = snapshot  # only during the trace, as it keeps everything alive
+        self._own: set[int] = set()  # the ids of custom optimizers' groups, which they set themselves
+        self._first: list[_Set] = []
+        self._later: list[_Set] = []
+        self.inputs: dict[Any, GroupEntry] = {}
+        self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._baked: dict[Any, Any] = {}
+        self._signs: list[
+            tuple[torch.Tensor, int]
+        ] = []  # signs of tensors in groups, on which optimizers have branched
+        self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
 
-    def copy_back(optimizer: torch.optim.Optimizer) -> None:
-        for parameter, entries in optimizer.state.items() if backend.mesh is not None else ():
-            for key, new in entries.items():
-                old = before.get(parameter, {}).get(key)
-                if not isinstance(old, torch.Tensor):
-                    continue
-                if isinstance(new, torch.Tensor) and new.shape == old.shape:
-                    with torch.no_grad():
-                        entries[key] = old.copy_(new)
-        before.clear()
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
+        """Save the optimizer's groups before its first step; they are restored after the trace."""
+        for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
+            self._first += _differences(group, before)
+            self._saved.append((group, dict(group)))
+            if not is_known(optimizer):
+                self._own.add(id(group))
 
-    optimizer.register_load_state_dict_pre_hook(remember)
-    optimizer.register_load_state_dict_post_hook(copy_back)
+    def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The groups before the trace; the current ones of an optimizer that did not exist then."""
+        groups = {} if self._snapshot is None else self._snapshot.groups
+        return groups.get(id(optimizer), optimizer.param_groups)
+
+    def bake(self) -> None:
+        """Record the constants in the traced step."""
+        self._baked = self._constants()
+
+    def settled(self) -> None:
+        """Note at the end of the trace that the current groups are those that the step works on."""
+        self._weights = [(group, list(group["params"])) for o in self._seen for group in o.param_groups]
+
+    def make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
+        """Put a symbolic number in place of a number in a group: a schedule's or the user's tensor."""
+        schedules = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
+
+        def symbolic(part: Any) -> Any:
+            if not isinstance(part, torch.Tensor) or part.numel() != 1 or part.dtype.is_complex:
+                return part
+            if any(part is value for value in schedules):
+                return _symbolic(part)
+            if not is_known(optimizer) or key not in optimizer.defaults:
+                return part  # the optimizer's own code accepts the tensor
+            sign = None
+            if type(part) is not DeferredTensor and self._trace.unwritten(part):
+                with DisableTorchDispatch():
+                    sign = _sign(float(part))
+                self._signs.append((part, sign))
+            with torch.no_grad():
+                return _symbolic(part.detach().reshape(()).double(), sign)
+
+        made = tuple(map(symbolic, value)) if isinstance(value, tuple) else symbolic(value)
+        if made is not value and (not isinstance(value, tuple) or not all(map(operator.is_, made, value))):
+            self.set(group, key, made)
+
+    def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
+        """Make the learning rate, and other numbers that change, inputs that are read at each call."""
+        group = optimizer.param_groups[index]
+        value = group[key]
+        if key == "lr" and is_number(value):
+            self.set(group, key, self._input(group, key))
+        elif (index, key) in _varying.get(optimizer, ()):
+            if is_number(value):
+                self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
+            elif isinstance(value, tuple) and all(map(is_number, value)):
+                made = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
+                self.set(group, key, tuple(made))
+        elif "max_momentum" in group and _may_vary(optimizer, value):  # set by OneCycleLR and CyclicLR
+            if key == "momentum":
+                self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
+            elif key == "betas":
+                self.set(group, key, (_symbolic(self._input(group, key, 0), _sign(value[0])), *value[1:]))
+
+    def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
+        label = f"{key}{len(self.inputs)}"
+        made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
+        self.inputs[made._storage.value] = GroupEntry(group, key, place)
+        return made
+
+    def set(self, group: dict[str, Any], key: str, value: Any) -> None:
+        self._restore.append((group, key, group[key], value))
+        group[key] = value
+
+    def restore(self) -> list[str]:
+        """Restore the groups to their state before the step; returns what later calls could not set in the same way."""
+        refused: list[str] = []
+        for optimizer in () if self._snapshot is None else self._snapshot.optimizers:
+            if not any(seen is optimizer for seen in self._seen):
+                self._saved += zip(optimizer.param_groups, self._before(optimizer), strict=False)
+        for group, key, before, traced in reversed(self._restore):
+            now = group.get(key, traced)
+            if now is not traced and _is_plain(now) and id(group) not in self._own:
+                self._later.append(_Set(group, key, now, before))
+            elif now is not traced or _written(traced):
+                refused.append(key)
+            group[key] = before
+        for group, before in self._saved:
+            found = _differences(group, before)
+            if id(group) in self._own:
+                refused += [change.key for change in found]
+            else:
+                self._later += found
+            for change in found:
+                change.undo()
+            refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
+        for change in reversed(self._first):
+            change.undo()
+        self._saved.clear()
+        self._restore.clear()
+        self._snapshot = None
+        return refused
+
+    def begin(self) -> None:
+        """At the start of a call, set what the step sets before its optimizers step."""
+        for change in self._first:
+            change.apply()
+
+    def traced(self, effects: Effects) -> None:
+        """Record what the step sets later, as side effects."""
+        for change in self._later:
+            effects.add(lambda: None, always(change.apply))
+
+    def _constants(self) -> dict[Any, Any]:
+        """Everything in the groups that is baked into the trace: all but weights and inputs, and the assumptions about
+        inputs. Tensors that the step reads are compared by identity; those that it sets itself are not compared."""
+        inputs: dict[Any, list[int | None]] = {}
+        for h in self.inputs.values():
+            inputs.setdefault((id(h.group), h.key), []).append(h.place)
+        found: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.inputs.values())}
+        for number, optimizer in enumerate(self._seen):
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    places = inputs.get((id(group), key))
+                    if key == "params" or places == [None] or _is_dead(value):
+                        continue
+                    if places is not None and isinstance(value, tuple):  # some elements are inputs
+                        value = tuple(v for place, v in enumerate(value) if place not in places)
+                    plain = type(value) in _PLAIN
+                    found[number, i, key] = value if plain else _frozen(value)
+        return found
+
+    def outdated(self) -> bool:
+        """Whether a baked-in number or the groups have changed. A number that has changed once may change again, so it
+        will be an input of the next trace."""
+        if self._regrouped():
+            return True
+        if any(_sign(float(tensor)) != sign for tensor, sign in self._signs):
+            return True
+        now = self._constants()
+        found = now != self._baked
+        for number, optimizer in enumerate(self._seen):
+            varying = _varying.get(optimizer, set())
+            for i, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    place = number, i, key
+                    if place not in self._baked or not _may_vary(optimizer, value):
+                        continue
+                    if self._baked[place] != now[place]:
+                        if not varying:
+                            varying = _varying.setdefault(optimizer, varying)
+                        varying.add((i, key))
+                    found |= (i, key) in varying  # an input of a later step, which works for this value too
+        return found
+
+    def _regrouped(self) -> bool:
+        """Whether the groups, or the weights in them, have changed or been reordered."""
+        groups = [group for optimizer in self._seen for group in optimizer.param_groups]
+        if len(groups) != len(self._weights):
+            return True
+        for group, (before, weights) in zip(groups, self._weights, strict=True):
+            now = group["params"]
+            if group is not before or len(now) != len(weights) or not all(map(operator.is_, now, weights)):
+                return True
+        return False
+
+
+def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
+    return torch.SymFloat(Hyperparameter(number, sign))
+
+
+def sign_unknown(number: Any) -> bool:
+    """Whether it is symbolic, with a sign that only the device knows."""
+    return type(number) is torch.SymFloat and type(number.node) is Hyperparameter and number.node.sign is None
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
+_PLAIN = (float, bool, int, str, type(None))
+
+
+class _ById:
+    """Wraps an object to compare it by identity."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is _ById and other._held is self._held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _frozen(value: Any) -> Any:
+    """`value` in a form that can be compared later: tensors by identity, lists by their current items."""
+    if isinstance(value, torch.Tensor):
+        return _ById(value)
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(_frozen, value)
+    if isinstance(value, dict):
+        return "dict", *((key, _frozen(entry)) for key, entry in value.items())
+    return value if isinstance(value, _HASHABLE) else _ById(value)
+
+
+_HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, frozenset)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a Python number, but not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is PyTorch's or Firstloss's."""
+    return type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim"))
+
+
+def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
+    """Whether a number in a group can be an input. PyTorch's optimizers branch on numbers only to skip a term that is
+    zero; custom optimizers may do anything, and are retraced."""
+    if not is_known(optimizer):
+        return False
+    return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(is_number, value))
+
+
+def _written(value: Any) -> bool:
+    """Whether the step has written to the tensor that replaced a number in a group."""
+    return type(value) is DeferredTensor and value._storage.value.node is not None
+
+
+def _is_dead(value: Any) -> bool:
+    return type(value) is DeferredTensor and value._storage.trace is not None and value._storage.resident is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,30 +13,31 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...capture import session
 from ...capture.new_optimizer_state import FirstStepDiffers, find_new_state
-from ...capture.step import StepTrace
+from ...capture.step import StepTrace, storage_key
 from ...capture.symbolic_scalars import tensor_of
 from ...capture.tensor import DeferredTensor
 from ...compat.patches import replaces
 from ...compat.torch_names import (
+    DisableTorchDispatch,
     global_step_post_hooks,
     global_step_pre_hooks,
     step_post_hooks,
     step_pre_hooks,
 )
 from ...errors import TraceError
-from ...optim.adafactor import without_reads
+from ...interpreter import Undo
+from ...optim import adafactor as _adafactor  # noqa: F401 - for its patches
 from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
 from ...program.graph import Value, span
 from ...program.source import here
-from ...undo import Undo
+from ..backend import current_backend
 from ..guards.effects import Effects
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from .inputs import memory_and_geometry
-from .optimizer_state import OptimizerStates, load_in_place
-from .parameter_groups import ParameterGroups, is_known, sign_unknown
+from .optimizer_state import OptimizerStates, ParameterGroups, is_known, sign_unknown
+from .owners import memory_and_geometry
 from .schedulers import Schedulers
 
 # Optimizers whose computation is not a fixed one on dense tensors.
@@ -112,7 +114,7 @@ class Optimizers:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
             torch.clear_autocast_cache()  # drop casts made elsewhere, which the step would use
-            with without_reads(), self.schedulers.watched(recording.times_read):
+            with self.schedulers.watched(recording.times_read):
                 yield
         self._refused = changed
         self.groups.bake()
@@ -324,3 +326,44 @@ def _hooks_of_all() -> list[Callable[..., Any]]:
     tables = (global_step_pre_hooks, global_step_post_hooks)
     hooks = [hook for table in tables for hook in list(table.values())]
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]
+
+
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
+    """Move the state of `optimizer` to the backend, and keep it there. `trace` is that of the step that steps it.
+
+    From here on, on a mesh, `optimizer.load_state_dict` keeps the state's tensors and copies into them. Otherwise the
+    loaded tensors become the state, as in `torch.optim` (whoever holds them sees them change). Either way its groups
+    are new, and the step is traced again.
+    """
+    held = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
+    met = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
+    state = [v for v in held if storage_key(v) not in met]  # unless the step has used it where it is
+    backend = current_backend()
+    with DisableTorchDispatch(), torch.no_grad():  # not part of the step being traced
+        if backend.mesh is not None:
+            backend.mesh.follow(optimizer.state, [optimizer])
+        backend.move_to_device(state)
+    if optimizer in _watched:
+        return
+    _watched.add(optimizer)
+    before: dict[Any, dict[str, Any]] = {}
+
+    def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        before.update({parameter: dict(entries) for parameter, entries in optimizer.state.items()})
+
+    def copy_back(optimizer: torch.optim.Optimizer) -> None:
+        for parameter, entries in optimizer.state.items() if backend.mesh is not None else ():
+            for key, new in entries.items():
+                old = before.get(parameter, {}).get(key)
+                if not isinstance(old, torch.Tensor):
+                    continue
+                if isinstance(new, torch.Tensor) and new.shape == old.shape:
+                    with torch.no_grad():
+                        entries[key] = old.copy_(new)
+        before.clear()
+
+    optimizer.register_load_state_dict_pre_hook(remember)
+    optimizer.register_load_state_dict_post_hook(copy_back)

@@ -14,22 +14,23 @@ from ...capture.deferred import named_tensors
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
 from ...init import shardings
-from ...interpreter import paused_until
+from ...interpreter import Undo, paused_until
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
 from ...lower.sharding import ArraySharding, Axes
 from ...program.graph import Value
-from ...undo import Undo
 from ..backend import Backend
 from ..mesh.mesh import SMALL, Mesh
 from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
+from .compiled_step import Inputs
 from .functions import Function, functions_of
-from .inputs import Inputs, Owner, storage_or_itself
+from .owners import Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, StepPlan
 from .segmentation import Segmentation, segment_step
-from .tracing import TracedProgram, TraceObserver
+from .traced_program import TracedProgram
+from .tracing import TraceObserver
 
 
 def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> StepPlan:

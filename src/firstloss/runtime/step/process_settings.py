@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ... import interpreter
-from ...amp.precision import enable_mixed_precision, get_half_dtype, mixed_precision, set_half_dtype
+from ...amp.precision import current as precision
 from ...compat.torch_names import (
     dispatch_modes_count,
     get_current_dispatch_mode_stack,
@@ -36,8 +36,8 @@ def _default_device() -> torch.device | None:
 # How each mode is read and set. Inference mode and PyTorch's function modes, such as `torch.device`, are not included:
 # they are set only by contexts, which end.
 _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (get_half_dtype, set_half_dtype),
-    (mixed_precision, enable_mixed_precision),
+    (lambda: precision.half, lambda half: setattr(precision, "half", half)),
+    (lambda: precision.mixed, lambda mixed: setattr(precision, "mixed", mixed)),
     (lambda: torch.is_autocast_enabled("cpu"), lambda on: torch.set_autocast_enabled("cpu", on)),
     (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
@@ -85,9 +85,9 @@ def _leave(_: Any) -> None:
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     *settings_of_torch(),
     (sys.getrecursionlimit, sys.setrecursionlimit),
-    (interpreter.switch_interval, interpreter.set_switch_interval),
+    (interpreter.switch_interval.get, interpreter.switch_interval.set),
     (interpreter.is_collecting, interpreter.set_collecting),
-    (interpreter.thresholds, interpreter.set_thresholds),
+    (interpreter.gc_thresholds.get, interpreter.gc_thresholds.set),
     (gc.get_debug, gc.set_debug),
     (_folder, os.chdir),
     (_numpy_errors, _set_numpy_errors),

@@ -11,12 +11,12 @@ import torch
 from ...capture import session
 from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
+from ...interpreter import Undo
 from ...program.source import Source, here
-from ...undo import Undo
 from ..guards.reconstruct import UnavailableNumber
 
 if TYPE_CHECKING:
-    from ..guards.bindings import Bind
+    from ..guards.effects import Bind
     from ..guards.reconstruct import CallFrame, Make, Reconstructor
 
 

@@ -7,15 +7,17 @@ from typing import NamedTuple
 
 from ... import timeline
 from ...errors import LoweringError
+from ...lower import segments
 from ...lower.program import unsupported, view_of
 from ...lower.segments import Cut, cut, uncut
 from ...program.graph import Value
 from ...program.program import Program
 from ..backend import Backend
+from ..lazy_jax import on_cpu
 from ..mesh.segment_shardings import Edges
-from .inputs import Inputs
+from .compiled_step import Inputs
 from .segmented import SegmentedStep
-from .tracing import Groups, TracedProgram
+from .traced_program import Groups, TracedProgram
 
 
 def refuse_unsupported(traced: TracedProgram) -> None:
@@ -65,7 +67,8 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
     program, mesh = traced.program, backend.mesh
     changed, _, (new, made, names) = groups = traced.groups
     apart = _apart(program, dict(zip(new, changed, strict=True)))
-    pieces = cut(program, names, apart) or uncut(program, apart)
+    least_periods = segments.LEAST_PERIODS_ON_CPU if mesh is None and on_cpu() else 2
+    pieces = cut(program, names, apart, least_periods) or uncut(program, apart)
     edges = None
     if mesh is not None:
         outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}

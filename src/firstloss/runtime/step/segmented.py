@@ -13,13 +13,12 @@ import torch
 from ...lower.dtypes import constant
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.executable_calls import Shield, begun, called, calling, flat, probe_memory
-from ..device.lazy_array import LazyArray, ready
+from ..device.executable_calls import Shield, begun, called, flat, probe_memory, this_thread
+from ..device.lazy_array import BackgroundWork, LazyArray, ready
 from ..device.placement import start_waiting_materializations
 from ..jax_support import on_cpu, x64
 from ..mesh.segment_shardings import Edges
 from . import lowering_markers
-from .background_work import BackgroundWork
 from .functions import CompiledFunctions, Function, functions_of
 
 
@@ -256,7 +255,7 @@ class SegmentedRun:
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
         known = compiled.called
         few = self._step._on_mesh and on_cpu()
-        calling(self)
+        this_thread.run = self
         for call in calls:
             fills = call.fills
             if slots[fills.start] is _NOT_YET:
@@ -269,7 +268,7 @@ class SegmentedRun:
                     begun.add(slots[fills.stop - 1])
             for slot in call.frees:
                 slots[slot] = None
-        calling(None)
+        this_thread.run = None
 
     def _first_run(self) -> None:
         step, slots = self._step, self._slots

@@ -13,7 +13,7 @@ from ...capture import session
 from ...errors import TraceError
 from ...program.program import Program
 from ..backend import current_backend
-from .batch_shapes import Pad, Shapes
+from .arguments import Pad, Shapes
 from .process_settings import refuse_watchers
 
 if TYPE_CHECKING:

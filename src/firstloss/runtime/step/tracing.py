@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 
 from ...capture import direct_memory_access
 from ...capture.data_assignment import Viewer
 from ...capture.deferred import named_tensors
-from ...capture.recorder import DeferredStorage
 from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
-from ...program.compare import first_difference
-from ...program.graph import Ref, Value
+from ...interpreter import Undo
+from ...program.graph import Ref
 from ...program.program import Program
 from ...program.source import here
-from ...undo import Undo
 from ..backend import Backend
-from ..guards.bindings import Bind, always
-from ..guards.effects import Effects, restore_contents
+from ..guards.effects import Bind, Effects, always, restore_contents
 from ..guards.guard_set import GuardSet
 from ..guards.mutable_state import restore_environment
-from ..guards.reconstruct import CallFrame, Make, Reconstructor
+from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources, generators, restore_generators
 from .arguments import Arguments, TracedArguments
-from .gradients import Gradients
-from .inputs import Owners, differ
 from .optimizers import Optimizers
-from .outputs import Outputs
+from .owners import Gradients, Owners, Shared
 from .process_settings import ModesLeft
+from .traced_program import Outputs, TracedProgram
 
 
 class TraceObserver:
@@ -84,18 +79,6 @@ class TraceObserver:
         restore_environment(self.snapshot.environment)
         restore_generators(self._generators)
         return restore_contents(self.snapshot)
-
-
-class Shared(Exception):
-    """Raised if the step also reaches some of its arguments in another way, so that they must be inputs themselves.
-
-    Attributes:
-        leaves: the indices of the arguments' leaves.
-    """
-
-    def __init__(self, leaves: set[int]) -> None:
-        super().__init__(leaves)
-        self.leaves = leaves
 
 
 def trace_step(
@@ -302,109 +285,3 @@ def _reachable(backend: Backend, optimizers: list[torch.optim.Optimizer]) -> Ite
     for optimizer in optimizers:
         for entries in optimizer.state.values():
             yield from (v for v in entries.values() if isinstance(v, torch.Tensor))
-
-
-class Groups(NamedTuple):
-    """The inputs and outputs of a step's execution.
-
-    Attributes:
-        state: the inputs that the step changes.
-        read: the other inputs.
-        outputs: names, in groups: the new state, side effects, results.
-    """
-
-    state: list[Value]
-    read: list[Value]
-    outputs: tuple[Sequence[str], Sequence[str], Sequence[str]]
-
-
-@dataclass(eq=False)
-class TracedProgram:
-    """The result of `trace_step`.
-
-    Attributes:
-        name: the step's name.
-        program: its Program.
-        owners: its inputs' owners.
-        outputs: its outputs for Python.
-        result: makes the step's return value, at each call.
-        effects: its side effects in Python, likewise.
-        modes, optimizers, gradients: what it reads and changes of these.
-        for_closures: the names of outputs passed to step closures.
-        handed_out: for weights whose memory the step swaps, the tensors that keep the former memory.
-        raised: an exception of the step's Python code, which is raised again at each call.
-        trace: the recorder.
-    """
-
-    name: str
-    program: Program
-    owners: Owners
-    outputs: Outputs
-    result: Make
-    effects: Effects
-    modes: ModesLeft
-    optimizers: Optimizers
-    gradients: Gradients
-    for_closures: Sequence[str]
-    handed_out: Sequence[tuple[DeferredStorage, Make]]
-    raised: Exception | None
-    trace: StepTrace
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return bool(self.trace.draws)
-
-    @property
-    def results(self) -> list[str]:
-        """The names of the outputs that a call returns, or passes to closures."""
-        return [*self.outputs.out, *self.for_closures]
-
-    @functools.cached_property
-    def groups(self) -> Groups:
-        """The inputs and outputs of its execution."""
-        changed = list(self.owners.changed)
-        new = [f"new{i}" for i in range(len(changed))]
-        return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
-
-    @property
-    def retrace_reason(self) -> str | None:
-        """Why it must be traced at each call, if it must."""
-        return (
-            self.trace.retrace_reason
-            or self.optimizers.state.counts
-            or self.outputs.retrace_reason
-            or self.effects.retrace_reason
-        )
-
-    def does_the_same(self, other: TracedProgram) -> bool:
-        """Whether both have the same computation and inputs, so that they can share an executable."""
-        return self._signature() == other._signature() and first_difference(self.program, other.program) is None
-
-    def _signature(self) -> tuple:
-        """A description of its inputs and outputs."""
-        return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures)
-
-    def reads_other_tensors(self, other: TracedProgram) -> bool:
-        """Whether `other`, which is equivalent, reads other tensors outside the backend: it got another batch, but not
-        as an argument."""
-        pairs = zip(self._external_inputs(), other._external_inputs(), strict=True)
-        return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
-
-    def _external_inputs(self) -> list[DeferredStorage | torch.Tensor | None]:
-        return self.owners.external_inputs({*self.optimizers.groups.inputs, *self.gradients.read})
-
-    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of `tensors`, or its gradient, is an input."""
-        return self.owners.reads(tensors)
-
-    def outdated(self) -> bool:
-        """Whether a baked-in number, a weight's memory, or a tensor's value read by its Python code has changed."""
-        trace = self.trace
-        if any(read.outdated() for read in trace.read.values()) or trace.has_changed_layout():
-            return True
-        if trace.new_memory.weights and trace.new_memory.outdated():
-            return True
-        if self.optimizers.state.replaced() or self.optimizers.groups.outdated():
-            return True
-        return not self.gradients.fit(self.owners.inputs)

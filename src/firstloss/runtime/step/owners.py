@@ -1,32 +1,22 @@
-"""A step's inputs: their owners (tensors and storages), and the array passed for each of them at a call."""
+"""The owners of a step's inputs, tensors and storages, among them gradients, which others may replace between calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 
 from ...capture import exported_memory
 from ...capture.constants import owned_by_torch
-from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.step import StepTrace, storage_key
-from ...compat.torch_names import storage_use_count
+from ...capture.step import StepTrace, storage_key, whole_storage
+from ...capture.tensor import DeferredStorage, DeferredTensor
+from ...compat.torch_names import DisableTorchDispatch, storage_use_count
 from ...program.compare import same_bytes
 from ...program.graph import Geometry, Node, Ref, Value, geometry_of
-from ..backend import Backend
-from ..device.buffer import DeviceBuffer, replace_arrays
-from ..device.lazy_array import LazyArray, ready, share_later, to_device_later
-from ..lazy_jax import is_imported
+from ..guards.effects import Bind, Effects, always
+from ..guards.reconstruct import CallFrame, Make, Reconstructor
 from .arguments import Arguments, owner_of
-from .parameter_groups import GroupEntry
-
-if TYPE_CHECKING:
-    import jax
-
-    from ..mesh.mesh import Mesh
-
 
 Owner = DeferredStorage | torch.Tensor  # a storage on the backend, or a tensor outside it
 
@@ -220,155 +210,172 @@ def _is_sole_owner(tensor: torch.Tensor) -> bool:
     return whole and storage_use_count(storage) <= 2  # the tensor's own, and `storage`
 
 
-class Inputs:
-    """The inputs of a step: storages on the backend, arguments of the call, numbers in parameter groups, and tensors
-    outside the backend.
+class Shared(Exception):
+    """Raised if the step also reaches some of its arguments in another way, so that they must be inputs themselves.
 
     Attributes:
-        where: on a mesh, the sharding of each input.
-        exported: whether, at this call, some are in exported memory (`DeviceBuffer.memory`); see `settle`.
+        leaves: the indices of the arguments' leaves.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        owners: Owners,
-        numbers: Mapping[Value, GroupEntry],
-    ) -> None:
-        """`numbers` are the inputs that are numbers, read at each call. On a mesh, storages that are not on the backend
-        yet are moved there."""
-        self._backend = backend
-        self._owners = owners.inputs
-        self._places = owners.arguments
-        self._numbers = numbers
-        self.where: dict[Value, Any] = {}
-        if backend.mesh is not None:
-            self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
-        self.exported = False
-
-    def state(
-        self, changed: Mapping[Value, Owner], leaves: list[Any], wait: bool = True
-    ) -> tuple[tuple, Sequence[DeviceBuffer | None]]:
-        """The arrays of the state that the step changes, and the buffers for its new content; tensors outside the
-        backend have no buffer. There may be a thousand arrays, most of them untouched since the last step: only for the
-        others is anything computed."""
-        self.exported = False
-        buffers = _buffers(changed)
-        if self.where or not wait:
-            arrays = self.arrays(changed, leaves, wait, donated=True)
-        else:
-            found = [buffer.current if buffer is not None else None for buffer in buffers]
-            arrays = tuple(
-                [self.array(v, leaves, True) if a is None else a for v, a in zip(changed, found, strict=True)]
-            )
-        return arrays, buffers if all(buffers) else _buffers(changed)  # some have been created since
-
-    def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
-        """The arrays of the inputs `values`; without `wait`, lazy ones for those still being computed."""
-        return tuple(
-            (None if wait else self._later(value, leaves)) or self.array(value, leaves, donated) for value in values
-        )
-
-    def _later(self, value: Value, leaves: list[Any]) -> LazyArray | None:
-        place = self._places.get(value)
-        owner = self._owners[value] if place is None else leaves[place]
-        if type(owner) is DeferredTensor and owner._ref().whole:
-            storage = owner._storage
-            if storage.resident is not None and storage.resident.sharding is self.where.get(
-                value
-            ):  # no resharding needed
-                owner = storage
-        return (
-            owner.resident.lazy_array() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
-        )
-
-    def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
-        """The array of an input `value` at this call; `donated` if the step may write to it."""
-        number = self._numbers.get(value)
-        if number is not None:
-            return np.float64(number.read())
-        place = self._places.get(value)
-        owner = self._owners[value] if place is None else leaves[place]
-        sharding = self.where.get(value)
-        array: jax.Array
-        if isinstance(owner, DeferredStorage):
-            array = self._argument(self._buffer(owner), donated)
-        elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
-            array = self._argument(owner._storage.resident)
-        elif sharding is not None:
-            return to_device_later(owner, sharding)
-        else:  # a copy, since the caller may write to the tensor while the step runs
-            return _given(owner.detach().clone(memory_format=torch.contiguous_format))
-        if sharding is None:
-            return array
-        from ..mesh.sharded_arrays import fit
-
-        return fit(array, sharding)
-
-    def _argument(self, buffer: DeviceBuffer, donated: bool = False) -> jax.Array:
-        array = buffer.argument(donated)
-        self.exported = self.exported or buffer.is_exported
-        return array
-
-    def settle(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
-        """After dispatch: if inputs are in exported memory, which others may access once the call has returned, wait
-        for the step and write its results `arrays` back there."""
-        if not self.exported:
-            return
-        for array in arrays:
-            ready(array).block_until_ready()
-        for buffer in buffers:
-            if buffer is not None:
-                buffer.settle()
-
-    def same_shardings(self, other: Inputs) -> bool:
-        """On a mesh: whether the inputs of an equivalent step have the same shardings."""
-        from ..mesh.mesh import named
-
-        return [*map(named, self.where.values())] == [*map(named, other.where.values())]
-
-    def _sharding(self, value: Value, mesh: Mesh) -> Any:
-        owner = self._owners[value]
-        if value in self._numbers or value not in self._places and not isinstance(owner, DeferredStorage):
-            return mesh.whole
-        if not isinstance(owner, DeferredStorage):
-            return mesh.batch_sharding(tuple(value.shape))
-        return self._buffer(owner).sharding or mesh.whole
-
-    def _buffer(self, storage: DeferredStorage) -> DeviceBuffer:
-        """The buffer of a storage, which is moved to the backend first if necessary."""
-        if storage.resident is None:
-            self._backend.move_to_device(_tensors_of(storage))
-        return storage.resident
+    def __init__(self, leaves: set[int]) -> None:
+        super().__init__(leaves)
+        self.leaves = leaves
 
 
-def _given(tensor: torch.Tensor) -> Any:
-    """A tensor as an argument of one call; lazily before JAX is imported."""
-    if is_imported():
-        from ..jax_support import as_argument
+class Gradients:
+    """The gradients of a traced step's weights; at later calls no Python code of the step reads or sets them."""
 
-        return as_argument(tensor)
+    def __init__(self, weights: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+        """To be created before the step is traced.
 
-    return share_later(tensor)
+        Args:
+            others: tensors whose `requires_grad` may change.
+        """
+        self._before = {p: p.grad for p in weights}
+        self._wanted = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
+        self._left: list[torch.Tensor] = []  # weights whose gradients the step leaves or clears
+        # By the input that is their memory: weights, and their gradients' views of it.
+        self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
+
+    def traced(self, inputs: dict[Value, Owner], effects: Effects, left: Reconstructor) -> None:
+        """Record the trace's results, with these `inputs`; a gradient left by the step is a side effect like others."""
+        self._record_new_gradients()
+        real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
+        by_owner: dict[int, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
+        for parameter, gradient in self._before.items():
+            if _is_real(gradient):
+                owner = real.get(storage_key(gradient))
+                by_owner.setdefault(id(owner), []).append(
+                    (parameter, None if owner is gradient else geometry_of(gradient))
+                )
+            elif gradient is not None:
+                by_owner.setdefault(id(storage_or_itself(gradient)), []).append((parameter, _view(gradient)))
+        self._read = {value: by_owner[id(owner)] for value, owner in inputs.items() if id(owner) in by_owner}
+        for parameter, before in self._before.items():
+            if parameter.grad is not before:
+                self._left.append(parameter)
+                effects.add(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
+        for tensor, wanted in self._wanted.items():
+            if tensor.requires_grad != wanted:
+                effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
+
+    def _record_new_gradients(self) -> None:
+        """Record gradients of weights that required none before the step and have one now: the step unfreezes them."""
+        self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
+
+    def undo(self) -> None:
+        """Restore the gradients after a failed trace."""
+        self._record_new_gradients()
+        for parameter, gradient in self._before.items():
+            parameter.grad = gradient
+        for tensor, wanted in self._wanted.items():
+            if tensor.requires_grad != wanted:
+                tensor.requires_grad_(wanted)
+
+    def fit(self, inputs: dict[Value, Owner]) -> bool:
+        """Whether the step can be called with the current gradients: each must have the layout that it had in the
+        trace, and share memory with no other input."""
+        others: set[int] | None = None
+        memories: list[int] = []
+        for value, readers in self._read.items():
+            if not all(_is_laid_out(value, parameter.grad, view) for parameter, view in readers):
+                return False
+            memory = {memory_of(parameter.grad) for parameter, _ in readers}
+            if len(memory) > 1:
+                return False
+            memories += memory
+            if memory_of(inputs[value]) in memory:
+                continue
+            if others is None:
+                others = {memory_of(owner) for other, owner in inputs.items() if other not in self._read}
+            if not memory.isdisjoint(others):
+                return False
+        return len(set(memories)) == len(memories)
+
+    @property
+    def read(self) -> Iterable[Value]:
+        """The gradients that are inputs."""
+        return self._read
+
+    def follow(self, inputs: dict[Value, Owner], changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
+        """Before a later call, replace inputs by gradients that eager backward passes have made.
+
+        Returns:
+            Whether there were any.
+        """
+        others = False
+        for value, readers in self._read.items():
+            for parameter, _ in readers:
+                stand_in[id(self._before[parameter])] = parameter.grad
+            parameter, view = readers[0]
+            gradient: Any = parameter.grad
+            now: Any = storage_or_itself(gradient)
+            if view is not None and not isinstance(view, Ref):  # a part of a real tensor
+                if storage_key(gradient) == storage_key(inputs[value]):  # type: ignore[arg-type]
+                    continue
+                now = whole_storage(gradient)
+            if now is not inputs[value]:
+                others = True
+                inputs[value] = now
+                if value in changed:
+                    changed[value] = now
+        return others
+
+    def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The gradients that a call will replace, for `back_to`."""
+        return [(parameter, parameter.grad) for parameter in self._left]
+
+    def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Restore the gradients `before` a failed call."""
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
-def _tensors_of(storage: DeferredStorage) -> list[DeferredTensor]:
-    """The tensors in a storage; if the step has loaded it from a file and not kept any, a tensor of all of it."""
-    value = storage.value
-    return storage.alive() or [DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype)]
+def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[[], None]:
+    def put() -> None:
+        parameter.grad = gradient
+
+    return put
 
 
-def _buffers(owners: Mapping[Value, Owner]) -> list[DeviceBuffer | None]:
-    return [owner.resident if type(owner) is DeferredStorage else None for owner in owners.values()]
+def _wanting(tensor: torch.Tensor, wanted: bool) -> Callable[[], None]:
+    def want() -> None:
+        tensor.requires_grad_(wanted)
+
+    return want
 
 
-def write_back(owners: Iterable[Owner], buffers: Sequence[DeviceBuffer | None], arrays: Sequence[Any]) -> None:
-    """Write `arrays` back as the new content of `owners` with these buffers; some may be lazy."""
-    if not all(buffers):
-        with torch.no_grad():
-            for owner, array in zip(owners, arrays, strict=True):
-                if isinstance(owner, torch.Tensor):  # outside the backend
-                    from ..jax_support import to_host
+def _maker(parameter: torch.Tensor, make: Make) -> Callable[[CallFrame], Bind]:
+    return lambda env: _setter(parameter, make(env))
 
-                    owner.copy_(to_host(ready(array)))
-    replace_arrays(buffers, arrays)
+
+def _view(gradient: torch.Tensor) -> Ref | None:
+    """A gradient's view of its storage (a Linear's weight gradient is a transposed product); None for a real tensor."""
+    return gradient._ref() if type(gradient) is DeferredTensor else None
+
+
+def _is_real(gradient: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(gradient, torch.Tensor) and type(gradient) is not DeferredTensor
+
+
+def _is_laid_out(value: Value, gradient: torch.Tensor | None, view: Ref | Geometry | None) -> bool:
+    if gradient is None:
+        return False
+    now = _view(gradient)
+    if view is not None and not isinstance(view, Ref):  # it was a view of a real tensor
+        return now is None and geometry_of(gradient) == view and _bytes_from(gradient) == value.nbytes
+    if now is None:
+        fits = gradient.shape == value.shape and gradient.dtype == value.dtype and (view is None or view.whole)
+        return fits and whole_storage(gradient) is gradient
+    if view is None:
+        return now.whole and _alike(now.value, value)
+    return now[1:] == view[1:] and _alike(now.value, value)
+
+
+def _bytes_from(gradient: torch.Tensor) -> int:
+    with DisableTorchDispatch():
+        return gradient.untyped_storage().nbytes()
+
+
+def _alike(a: Value, b: Value) -> bool:
+    return (a.shape, a.stride, a.dtype) == (b.shape, b.stride, b.dtype)

@@ -1,4 +1,8 @@
-"""Initialize DTensors whose shards are deferred as a single process would, not with separate draws on each rank.
+"""DTensors whose shards are deferred: nothing is sent, and they are initialized as a single process would.
+
+`distribute_tensor` and `parallelize_module` send the weights of rank 0 to the others. For a deferred weight every rank
+has the recipe, as long as all run the same constructor from the same seed: so each takes its own shard of it, as with
+`src_data_rank=None`. `fully_shard` does not communicate, and needs no special handling.
 
 `fully_shard(model); model.init_weights()` fills DTensors. In PyTorch each rank draws its own shard, so the numbers
 depend on the mesh, and on a CPU mesh all ranks draw the same ones. If the shard is deferred, the operation is recorded
@@ -13,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..compat.patches import install_patch, replaces
+from ..compat.patches import DTENSOR, replaces, when_imported
 from ..compat.torch_names import local_tensor, local_tensor_or, operation_handlers
-from .tensor import Hooks, is_pending
+from .tensor import DeferredTensor, Hooks, is_pending
 
 aten = torch.ops.aten
 
@@ -56,17 +60,31 @@ def _distributed(whole: torch.Tensor, like: Any) -> Any:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def install(dtensor: Any) -> None:
-    """Install handlers in the DTensor class; called once, when it has been imported."""
-    handlers = operation_handlers(dtensor)
+def _install_handlers() -> None:
+    from torch.distributed.tensor import DTensor
+
+    handlers = operation_handlers(DTensor)
     for op in _FILLS:
         handlers[op] = _deferred_handler(handlers, op, _fill)
     for op in _LIKE:
         handlers[op] = _deferred_handler(handlers, op, _like)
     for op in _EYE:
         handlers[op] = _deferred_handler(handlers, op, _eye, target="out")
-    for name in (*_INITIALIZERS, *_PADDING):
-        install_patch(name)
+
+
+when_imported(DTENSOR, _install_handlers)
+
+
+@replaces(f"{DTENSOR}.Shard._shard_tensor", f"{DTENSOR}._StridedShard._shard_tensor")
+def split_only(original: Any, self: Any, tensor: Any, mesh: Any, dim: int, src_data_rank: Any = 0) -> Any:
+    """As `Shard._shard_tensor`; each rank takes its own shard of a deferred tensor."""
+    return original(self, tensor, mesh, dim, None if type(tensor) is DeferredTensor else src_data_rank)
+
+
+@replaces(f"{DTENSOR}.mesh_broadcast")
+def broadcast(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `mesh_broadcast`; a deferred tensor is the same on all ranks."""
+    return None if type(tensor) is DeferredTensor else original(tensor, *args, **kwargs)
 
 
 def _fill(op: Any, args: tuple, kwargs: dict) -> Any:

@@ -1,18 +1,30 @@
-"""The tensors that a step returns or leaves in Python: outputs of its Program, and new tensors at each call."""
+"""`TracedProgram`: the result of tracing a step, with its outputs.
+
+Its outputs are the tensors that the step returns or leaves in Python: outputs of its Program, and new tensors at each
+call.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...capture.autograd_boundary import returned
-from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace, is_traced
-from ...program.graph import Geometry, Ref, geometry_of
-from ..guards.reconstruct import Reconstructor
+from ...capture.tensor import DeferredStorage, DeferredTensor
+from ...program.compare import first_difference
+from ...program.graph import Geometry, Ref, Value, geometry_of
+from ...program.program import Program
+from ..guards.effects import Effects
+from ..guards.reconstruct import Make, Reconstructor
+from .optimizers import Optimizers
+from .owners import Gradients, Owners, differ
+from .process_settings import ModesLeft
 
 if TYPE_CHECKING:
     from ..mesh.mesh import Mesh
@@ -221,3 +233,109 @@ def _held(storages: list[DeferredStorage]) -> set[int]:
         if referrer is not tensors:
             found.update(owners[id(held)] for held in gc.get_referents(referrer) if id(held) in owners)
     return found
+
+
+class Groups(NamedTuple):
+    """The inputs and outputs of a step's execution.
+
+    Attributes:
+        state: the inputs that the step changes.
+        read: the other inputs.
+        outputs: names, in groups: the new state, side effects, results.
+    """
+
+    state: list[Value]
+    read: list[Value]
+    outputs: tuple[Sequence[str], Sequence[str], Sequence[str]]
+
+
+@dataclass(eq=False)
+class TracedProgram:
+    """The result of `tracing.trace_step`.
+
+    Attributes:
+        name: the step's name.
+        program: its Program.
+        owners: its inputs' owners.
+        outputs: its outputs for Python.
+        result: makes the step's return value, at each call.
+        effects: its side effects in Python, likewise.
+        modes, optimizers, gradients: what it reads and changes of these.
+        for_closures: the names of outputs passed to step closures.
+        handed_out: for weights whose memory the step swaps, the tensors that keep the former memory.
+        raised: an exception of the step's Python code, which is raised again at each call.
+        trace: the recorder.
+    """
+
+    name: str
+    program: Program
+    owners: Owners
+    outputs: Outputs
+    result: Make
+    effects: Effects
+    modes: ModesLeft
+    optimizers: Optimizers
+    gradients: Gradients
+    for_closures: Sequence[str]
+    handed_out: Sequence[tuple[DeferredStorage, Make]]
+    raised: Exception | None
+    trace: StepTrace
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return bool(self.trace.draws)
+
+    @property
+    def results(self) -> list[str]:
+        """The names of the outputs that a call returns, or passes to closures."""
+        return [*self.outputs.out, *self.for_closures]
+
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """The inputs and outputs of its execution."""
+        changed = list(self.owners.changed)
+        new = [f"new{i}" for i in range(len(changed))]
+        return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
+
+    @property
+    def retrace_reason(self) -> str | None:
+        """Why it must be traced at each call, if it must."""
+        return (
+            self.trace.retrace_reason
+            or self.optimizers.state.counts
+            or self.outputs.retrace_reason
+            or self.effects.retrace_reason
+        )
+
+    def does_the_same(self, other: TracedProgram) -> bool:
+        """Whether both have the same computation and inputs, so that they can share an executable."""
+        return self._signature() == other._signature() and first_difference(self.program, other.program) is None
+
+    def _signature(self) -> tuple:
+        """A description of its inputs and outputs."""
+        return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures)
+
+    def reads_other_tensors(self, other: TracedProgram) -> bool:
+        """Whether `other`, which is equivalent, reads other tensors outside the backend: it got another batch, but not
+        as an argument."""
+        pairs = zip(self._external_inputs(), other._external_inputs(), strict=True)
+        return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
+
+    def _external_inputs(self) -> list[DeferredStorage | torch.Tensor | None]:
+        return self.owners.external_inputs({*self.optimizers.groups.inputs, *self.gradients.read})
+
+    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of `tensors`, or its gradient, is an input."""
+        return self.owners.reads(tensors)
+
+    def outdated(self) -> bool:
+        """Whether a baked-in number, a weight's memory, or a tensor's value read by its Python code has changed."""
+        trace = self.trace
+        if any(read.outdated() for read in trace.read.values()) or trace.outside and trace.has_changed_layout():
+            return True
+        if trace.new_memory.weights and trace.new_memory.outdated():
+            return True
+        if self.optimizers.state.replaced() or self.optimizers.groups.outdated():
+            return True
+        return not self.gradients.fit(self.owners.inputs)

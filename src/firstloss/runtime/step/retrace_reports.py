@@ -1,0 +1,78 @@
+"""What a retraced step reports: warnings and errors that name what has changed, and where the Programs differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import GraphChangedError, GraphChangeWarning
+from ...program.compare import Difference
+from ...program.source import here, warn
+from ..guards.guard_set import GuardSet
+from ..guards.guards import Change
+
+ADVICE = (
+    "A compiled step has one graph: keep what changes in a tensor, and choose with torch.where(condition, a, b) "
+    "instead of `if condition:`; count in a tensor (step = torch.zeros(()), then step += 1), not in a Python number; "
+    "pass a batch as an argument."
+)
+
+
+class Reports:
+    """The warnings and errors of a step, for one kind of call."""
+
+    def __init__(self, name: str, refuse: bool) -> None:
+        """`refuse`: whether a change of the step is an error."""
+        self._name = name
+        self._refuse = refuse
+        self._reported: set[str] = set()
+
+    def parting(self, why: list[str], where: Difference | None) -> None:
+        """Report that the step behaves differently now, with the reasons."""
+        text = f"{self._name} does something else now than when it was traced: {where}. What has changed: {_some(why)}."
+        if self._refuse:
+            raise GraphChangedError(f"{text} {ADVICE}")
+        _warn(f"{text} It is recompiled. {ADVICE}")
+
+    def report_own_writes(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
+        """Report what the step both changes and reads, so that it must be traced again."""
+        if all(change.description in self._reported for change in own):
+            return
+        self._reported.update(change.description for change in own)
+        _warn(
+            f"{self._name} changes what it reads itself: {_some(reasons(guards, own))}. A compiled step runs no "
+            f"Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
+            f"same. {ADVICE}"
+        )
+
+    def each_time(self, why: str, seconds: float) -> None:
+        """Report why the step is traced at each call."""
+        if why not in self._reported:
+            self._reported.add(why)
+            _warn(f"{self._name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
+
+
+def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
+    """What has changed, and where it is read and written."""
+    found = []
+    for change in changes:
+        if change.name == "training":
+            continue
+        reason = f"{change.description} {_change(change.old, change.new)}"
+        read, written = guards.lines.where_read(change.name), guards.lines.where_written(change.name)
+        places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
+        found.append(reason + (f" ({', '.join(places)})" if places else ""))
+    return found
+
+
+def _change(old: Any, new: Any) -> str:
+    texts = [t if len(t := repr(v)) <= 40 and isinstance(v, (int, float, str, bool)) else None for v in (old, new)]
+    return f"({texts[0]}, now {texts[1]})" if None not in texts else "is another"
+
+
+def _some(texts: list[str]) -> str:
+    shown = "; ".join(texts[:3])
+    return shown if len(texts) <= 3 else f"{shown}; and {len(texts) - 3} more"
+
+
+def _warn(text: str) -> None:
+    warn(GraphChangeWarning(f"{here()}: {text}"))
