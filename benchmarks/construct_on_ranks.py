@@ -38,7 +38,7 @@ TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "vocab
 
 
 def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]]:
-    """One rank of one way."""
+    """One rank, constructed in one of the ways."""
     import contextlib
 
     import torch
@@ -53,7 +53,7 @@ def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]
     transformers.logging.set_verbosity_error()
     config = Qwen3MoeConfig(**shape)
     mesh = init_device_mesh("cpu", (world,))
-    fl.materialize_module(fl.deferred_init(torch.nn.Linear, 3, 3))  # what is imported at first use
+    fl.materialize_module(fl.deferred_init(torch.nn.Linear, 3, 3))  # imports at first use
 
     def construct() -> Callable[[], Any]:
         torch.manual_seed(0)

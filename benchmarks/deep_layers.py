@@ -20,7 +20,7 @@ def child(side, args):
     from firstloss.lower import segments
 
     layers, _, whole = side.partition("-")
-    if whole:  # as it was before steps were cut, for comparison
+    if whole:  # as before steps were segmented, for comparison
         segments._SAVED = 1 << 62
     torch.manual_seed(0)
     batch = torch.randint(256, (2, 32))

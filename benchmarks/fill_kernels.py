@@ -14,7 +14,7 @@ from benchmarks import harness
 NAME = "random float32 fills on one core"
 GOAL = "native kernels twice as fast as PyTorch's in pieces, bit-identical; the counter policy no slower than PyTorch"
 KINDS = ("normal", "uniform")
-PIECE = 1 << 16  # 256 KiB: stays in the second level of cache
+PIECE = 1 << 16  # 256 KiB: fits into the second-level cache
 
 
 def child(side, args):
@@ -44,7 +44,7 @@ def child(side, args):
             fill = getattr(cursor, kind)
             if side == "native":
                 fill(whole.data_ptr(), count, first, second)
-            else:  # always the same piece: what the kernel makes if memory costs nothing
+            else:  # always the same piece: the kernel's speed without the cost of memory
                 for _ in range(0, count, PIECE):
                     fill(whole.data_ptr(), PIECE, first, second)
         found[kind] = count / max(time.thread_time() - began, 1e-9)
@@ -78,8 +78,8 @@ def measure(args):
         rows.append((f"{kind}: the counter policy against PyTorch, whole tensors", f"{counted[kind]:.2f} times"))
         if there:
             identical &= len({run[f"{kind} digest"] for side in ("whole", "native") for run in runs[side]}) == 1
-    # One word of the stream makes one value, so these are words a second too. Memory sets a floor to the time: all
-    # cores together write no more values than this.
+    # Each value takes one word of the stream, so these are also words per second. Memory bandwidth limits the speed:
+    # all cores together write no more values than this.
     for how in ("touched", "fresh"):
         floor = harness.middle(runs["native"], how) / 4e6
         rows.append((f"all cores writing {how} memory", f"{floor:,.0f} M/s"))

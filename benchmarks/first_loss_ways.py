@@ -1,8 +1,7 @@
 """Time to first loss of a Llama of 1.1B parameters with momentum, for each way to get weights onto the device, twice.
 
-Peak memory is measured in separate processes, from construction until the weights are on the device, relative to what
-the process held before; so is the part of it that is host memory in addition to the arrays of the device, which is
-this machine's CPU.
+Peak memory is measured in separate processes, from construction until the weights are on the device, relative to the
+process's memory before, both in total and for host memory in addition to the device's arrays, which are on this CPU.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def construct(way, fields, backend):
 
 
 def placed(way, fields):
-    """Peak memory until the weights are on the device: of the process, and of it what was not the device's."""
+    """Peak memory until the weights are on the device: of the process, and the part that was not the device's."""
     import jax
     import torch
 
@@ -82,7 +81,8 @@ def placed(way, fields):
 
     with tempfile.TemporaryDirectory() as artifacts:
         backend = fl.backend("XLA", artifact_dir=artifacts)
-        fl.compile(construct(way, models.LLAMA_TINY, backend), backend)  # what is made once: imports, caches, threads
+        # objects created once: imports, caches, threads
+        fl.compile(construct(way, models.LLAMA_TINY, backend), backend)
         backend.models.clear()
         before = harness.settled()
         harness.reset_peak()
@@ -109,15 +109,15 @@ def placed(way, fields):
 
 
 def floors(fields):
-    """What bounds the way to the first loss: bytes a second written, operations a second of a matrix product by
-    PyTorch and by XLA, and the seconds that all cores take for the weights alone."""
+    """Lower bounds of the time to first loss: bytes written per second, operations per second of a matrix product by
+    PyTorch and by XLA, and the seconds that all cores need for the weights."""
     import jax
     import torch
 
     import firstloss as fl
 
     x = torch.randn(TOKENS, 2048)
-    weights = [torch.randn(5632, 2048) for _ in range(8)]  # more than stay in a cache
+    weights = [torch.randn(5632, 2048) for _ in range(8)]  # more than a cache holds
 
     def speed(multiply, x, weights):
         def once(weight):
@@ -166,7 +166,7 @@ def measure(args):
     difference = (max(losses) - min(losses)) / max(losses)
     written = {kind: weights / rate for kind, rate in bounds["bandwidth"].items()}
     fields = models.LLAMA_TINY if args.tiny else models.LLAMA_1B
-    multiplied = weights / 4 - fields["vocab_size"] * fields["hidden_size"]  # the embedding is looked up
+    multiplied = weights / 4 - fields["vocab_size"] * fields["hidden_size"]  # the embedding is a lookup
     forward = {whose: 2 * multiplied * TOKENS / bounds[whose] for whose in ("PyTorch's", "XLA's")}
     least = bounds["made"] + forward["XLA's"]
     rows += [

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def initialise(fields: dict[str, int], mesh: Any) -> Any:
-    """All weights, each cut over the mesh's axis along the dimension that Firstloss' default would cut."""
+    """All weights, each sharded over the mesh's axis along the dimension that Firstloss would shard by default."""
     import jax
     from flax import nnx
 

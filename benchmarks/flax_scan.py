@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import flax_models
 
-# Weights of fewer elements are whole on each device: Firstloss' default.
+# Weights with fewer elements are replicated, as by Firstloss's default policy.
 _SMALL = 4096
 
 
@@ -50,7 +50,7 @@ class Llama(nnx.Module):
 
 
 def training_step(fields: dict[str, int], mesh: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """As `jax_llama.training_step`."""
+    """Like `jax_llama.training_step`."""
     (axis,) = mesh.axis_names
 
     def begin() -> Any:

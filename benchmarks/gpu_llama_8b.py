@@ -42,7 +42,7 @@ def child(side, args):
         return {}  # a PyTorch without CUDA
     if side == "on the CPU":
         harness.warm_memory(18 << 30, args)
-    torch.ones(1, device=gpu) + 1  # CUDA is up
+    torch.ones(1, device=gpu) + 1  # CUDA is initialized
     torch.manual_seed(0)
     began = time.perf_counter()
     with gpu if side == "on the GPU" else torch.device("cpu"):
@@ -69,7 +69,7 @@ def _ours(policy, fields, device, written):
         with fl.deferred(rng=policy):
             return fl.init_program(models.llama(**fields))
 
-    jax.block_until_ready(capture(**models.LLAMA_TINY).run(engine="xla"))  # imports, and the GPU is up
+    jax.block_until_ready(capture(**models.LLAMA_TINY).run(engine="xla"))  # imports, and the GPU is initialized
     began = time.perf_counter()
     program = capture(**fields)
     captured = time.perf_counter() - began
@@ -94,13 +94,13 @@ def _wait(device):
 
 
 def _bandwidth(size):
-    """Bytes per second that the device writes, `size` at a time."""
+    """Bytes per second that the device writes, in arrays of `size`."""
     import jax
     import jax.numpy as jnp
 
     write = jax.jit(lambda value: jnp.full(size // 4, value, jnp.float32))
     seconds = []
-    for value in range(6):  # the first compiles
+    for value in range(6):  # the first call compiles
         began = time.perf_counter()
         write(float(value)).block_until_ready()
         seconds.append(time.perf_counter() - began)

@@ -15,7 +15,7 @@ CALLS = 60
 
 
 def child(side, args):
-    """Between the questions the step itself runs, which pushes what they look at out of the caches."""
+    """Between the checks the step itself runs, which evicts their data from the caches."""
     import torch
 
     import firstloss as fl

@@ -36,7 +36,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 class Figure:
     """The result of one benchmark: `rows` of (label, formatted value), and whether the goal is met.
 
-    `met` is None where this machine lacks what the goal compares with: where it lacks all, the only row says what.
+    `met` is None if this machine lacks what the goal compares with; if it lacks everything, the only row says so.
     """
 
     name: str
@@ -86,12 +86,12 @@ def in_child(
 ) -> dict[str, Any]:
     """Run one side of benchmark `module` in a fresh process and return its result.
 
-    `environment` takes the place of settings under which memory that was written once stays with the process.
+    `environment` replaces the settings that keep written memory in the process.
     """
     command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
     command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
     if environment is None and not args.fresh:
-        # Here, so that what uses the rest of this file (`make replay`) runs on any version of the sources.
+        # Here, so that users of the rest of this file (`make replay`) run on any version of the sources.
         from firstloss import malloc_settings as malloc
 
         environment = malloc.environment(malloc.HUGE_PAGES, malloc.KEPT, malloc.ONE_HEAP)
@@ -99,7 +99,7 @@ def in_child(
 
 
 def output_of(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """The stdout of a command, which must succeed; its stderr goes to ours."""
+    """The stdout of a command, which must succeed; its stderr goes to this process's."""
     path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT, os.environ.get("PYTHONPATH", "")])
     full = {**os.environ, **(environment or {}), "PYTHONPATH": path}
     full.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled once, not at each start
@@ -132,9 +132,9 @@ def ratio(slow: Sequence[dict[str, Any]], fast: Sequence[dict[str, Any]], key: s
 def warm_memory(count: int, args: argparse.Namespace) -> None:
     """Make malloc hold `count` bytes that have been touched.
 
-    Memory that a machine has never handed out can be ten times slower to write (a virtual machine gets it from its
-    host page by page, and gives it back when a process frees it), and how slow changes from minute to minute. In
-    a child of `in_child` whatever allocates through malloc, as torch and XLA do, then finds memory that is warm.
+    Memory that a machine has never handed out can be ten times slower to write (a virtual machine gets it from its host
+    page by page, and returns it when a process frees it), and the difference changes from minute to minute. In a child
+    of `in_child`, everything that allocates with malloc, such as torch and XLA, then gets warm memory.
     """
     import torch
 
@@ -145,7 +145,8 @@ def warm_memory(count: int, args: argparse.Namespace) -> None:
 def write_bandwidth(size: int = 1 << 30) -> dict[str, float]:
     """Bytes per second that all cores together write: into touched memory, and into fresh memory in huge pages.
 
-    The first is the floor of anything that fills memory; the second what a process pays that has just asked for it.
+    The first bounds the speed of anything that fills memory; the second is the speed of a process with newly allocated
+    memory.
     """
     import torch
 

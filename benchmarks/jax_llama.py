@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# A weight's largest dimension that divides is cut over the mesh, those of few elements are not: Firstloss' default.
+# A weight's largest divisible dimension is sharded over the mesh, except for small weights: Firstloss's default policy.
 _SMALL = 4096
 
 
 def training_step(fields: dict[str, int], mesh: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """The jitted step, from the state and a batch of tokens to the new state and the loss; the state; where the batch
-    lies."""
+    """The jitted step, from the state and a batch of tokens to the new state and the loss; the state; the sharding of
+    the batch."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec

@@ -51,7 +51,7 @@ def write(folder: str, shape: dict[str, int]) -> int:
 
 
 def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]]:
-    """One rank of one way."""
+    """One rank of one of the ways."""
     import torch
     import torch.distributed.checkpoint as dcp
     import transformers
@@ -65,7 +65,7 @@ def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]
     transformers.logging.disable_progress_bar()
     way, folder = argument.split("|")
     mesh = init_device_mesh("cpu", (world,))
-    fl.materialize_module(fl.deferred_init(torch.nn.Linear, 3, 3))  # what is imported at first use
+    fl.materialize_module(fl.deferred_init(torch.nn.Linear, 3, 3))  # imports at first use
 
     def shard(model: Any) -> Any:
         if world > 1:
@@ -89,7 +89,7 @@ def work(rank: int, world: int, argument: str) -> Callable[[], Callable[[], Any]
             fl.materialize_module(shard(model))
         elif way == "from_pretrained":
             model = shard(LlamaForCausalLM.from_pretrained(folder))
-            if world == 1:  # what is mapped only has not been loaded
+            if world == 1:  # mapped files are not loaded yet
                 for parameter in model.parameters():
                     parameter.data = parameter.data.clone()
         else:

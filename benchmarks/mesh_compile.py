@@ -73,7 +73,7 @@ def child(side, args):
         step = models.training_step(model, optimizer, backend)
         losses = [step(batch).item()]
         first = time.perf_counter() - begin
-        model.lm_head.weight[0, 0].item()  # waits for all of the first step
+        model.lm_head.weight[0, 0].item()  # waits for the whole first step
         spans = [span for span in clock.spans if span.name in ("trace", "lower", "compile")]
         losses += [step(batch).item() for _ in range(_STEPS - 1)]
         rate = _rate(lambda: step(batch), lambda loss: loss.item())
@@ -108,7 +108,7 @@ def _by_hand(module, args):
 
 
 def _rate(step, wait):
-    """Steps a second: the median of some stretches."""
+    """Steps per second: the median of some stretches."""
     rates = []
     for _ in range(5):
         begin = time.perf_counter()

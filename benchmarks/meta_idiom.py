@@ -30,7 +30,7 @@ GOAL = "with Firstloss, no tensor differs from plain construction"
 
 @dataclass
 class Outcome:
-    """What became of one architecture. `tensors`: how many there are; the others name those that differ."""
+    """The outcome of one architecture. `tensors`: how many there are; the other fields name those that differ."""
 
     zoo: str
     name: str
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def initialise(model: Any) -> None:
-    """What a script for the meta device calls after `to_empty`."""
+    """The calls of a script for the meta device after `to_empty`."""
     import torch
 
     with torch.no_grad():
@@ -62,12 +62,12 @@ def initialise(model: Any) -> None:
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
-    """Parameters and buffers by name, those that are not saved too."""
+    """Parameters and buffers by name, including those that are not saved."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def script(build: Callable[[], Any], context: Any, finish: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-    """The script, under `context`; None: plainly. Returns the tensors."""
+    """Run the script under `context`, or plainly if it is None. Returns the tensors."""
     import torch
 
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def script(build: Callable[[], Any], context: Any, finish: Callable[[Any], Any] 
 
 
 def examine(zoo: str, name: str, build: Callable[[], Any], largest: int = LARGEST) -> Outcome:
-    """One architecture, made three ways."""
+    """Construct one architecture in three ways."""
     import torch
 
     import firstloss as fl
@@ -112,7 +112,7 @@ def examine(zoo: str, name: str, build: Callable[[], Any], largest: int = LARGES
 
 
 def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """The names of what is not as expected, bit for bit."""
+    """The names of tensors that are not bit-identical to the expected ones."""
     return [name for name, tensor in expected.items() if name not in found or not _same(tensor, found[name])]
 
 

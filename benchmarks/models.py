@@ -48,19 +48,19 @@ LLAMA_TINY = {**LLAMA_24_LAYERS, "num_hidden_layers": 2}
 
 
 def llama(**fields: int) -> Any:
-    """A transformers Llama; run with `fl.deferred_init` or as it is."""
+    """A transformers Llama; call it in `fl.deferred_init` or directly."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**fields))
 
 
 def import_llama() -> None:
-    """Import all that constructing a Llama imports, and construct a small one: the model's own code is warm."""
+    """Import everything that constructing a Llama imports, and construct a small one to warm up the model's code."""
     llama(**LLAMA_TINY)
 
 
 def training_step(model: Any, optimizer: Any, backend: Any) -> Any:
-    """Give `model` to `backend`; returns the traced step of its training, from a batch of tokens to the loss."""
+    """Compile `model` for `backend`; returns its traced training step, from a batch of tokens to the loss."""
     import firstloss as fl
 
     compiled = fl.compile(model, backend)

@@ -34,14 +34,14 @@ def child(side, args):
     origin = Stream.from_state(torch.Generator().manual_seed(0).get_state().numpy())
     found = {}
     with jax.enable_x64(True):
-        # One lane, which is all that a CPU needs: it makes 227 words at once.
+        # A CPU needs only one lane, which computes 227 words at once.
         windows = jax.numpy.asarray(origin._block(0)[None])
         for name, (arguments, eager) in FILLS.items():
             made = kernel(name, torch.float32, arguments)
             lanes = jax.jit(lambda w, made=made: draw(w, count, made.emit, made.words_each, made.block)[0])
             lanes(windows).block_until_ready()
             times = {"xla": [], "torch": []}
-            for _ in range(3 if args.tiny else 15):  # side by side: what else the machine does falls on both
+            for _ in range(3 if args.tiny else 15):  # interleaved, so that other load affects both
                 began = time.perf_counter()
                 out = lanes(windows).block_until_ready()
                 times["xla"].append(time.perf_counter() - began)

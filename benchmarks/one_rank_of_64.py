@@ -45,7 +45,7 @@ def child(side, args):
 
 
 def prepare():
-    """Become rank 17 of 64; returns what shards a model."""
+    """Become rank 17 of 64; returns a function that shards a model."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -64,7 +64,7 @@ def prepare():
 
 
 class jumps:
-    """Collects the seconds of each look-up of a generator state, over all threads."""
+    """Collects the seconds of each lookup of a generator state, over all threads."""
 
     def __enter__(self):
         from firstloss.rng import stream

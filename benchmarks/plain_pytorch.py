@@ -92,7 +92,7 @@ if not steps:  # the whole first step: the last weight to be updated is read
 
 
 def _start(side, fields, steps, folder, args):
-    """The lines that a script has printed, by their first words, and when its process began."""
+    """The lines that a script has printed, by their first words, and the time when its process started."""
     environment = dict(os.environ)
     if args.warm:
         environment = {
@@ -101,7 +101,8 @@ def _start(side, fields, steps, folder, args):
         }
         environment["FIRSTLOSS_BENCHMARK_WARM"] = str(1 << 24 if args.tiny else 14 << 30)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")  # else earlier runs' work is found
+    # otherwise it would reuse earlier runs' work
+    environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, "inductor")
     command = [sys.executable, "-c", SCRIPT, side, json.dumps(fields), "128", folder, str(steps)]
     began = time.time()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -131,13 +132,13 @@ def _run(side, fields, steps, kept, args):
 
 
 def _later(at):
-    """Seconds a step, of the second half of them."""
+    """Seconds per step, in the second half of the steps."""
     half = len(at) // 2
     return (at[-1] - at[half]) / (len(at) - 1 - half) if len(at) > 2 else float("nan")
 
 
 def _break_even(plain, ours):
-    """The first step whose loss is there sooner than plain PyTorch's of the same number."""
+    """The first step whose loss is earlier than plain PyTorch's loss of the same step."""
     pairs = zip(plain["at"], ours["at"], strict=True)
     return next((n + 1 for n, (a, b) in enumerate(pairs) if n and b <= a), None)
 

@@ -14,20 +14,20 @@ from typing import Any
 
 @dataclass
 class Taken:
-    """What all ranks took together, imports left out. Memory is the sum of proportional set sizes (PSS)."""
+    """Resources used by all ranks together, without imports. Memory is the sum of proportional set sizes (PSS)."""
 
     wall: float
     cpu: float
     peak: int  # bytes, interpreters and libraries included
     base: int  # bytes of these alone, before the work began
-    said: list[dict[str, Any]]  # what the ranks have found
+    said: list[dict[str, Any]]  # the ranks' results
 
     @property
     def net(self) -> int:
         return self.peak - self.base
 
 
-# What a rank runs around its work.
+# The code that a rank runs around its work.
 _RANK = """
 import json, os, resource, sys, time
 import torch
@@ -58,10 +58,10 @@ dist.destroy_process_group()
 
 
 def run(work: str, argument: str, world: int, threads: int = 1) -> Taken:
-    """Run `work`, as "package.module:function", on `world` ranks of so many threads each.
+    """Run `work`, as "package.module:function", on `world` ranks with the given number of threads each.
 
-    The function is called with rank, world and `argument`; what it returns is called on the clock, and what that
-    returns off it again.
+    The function is called with rank, world and `argument`; its result is called on the clock, and the result of that
+    off the clock.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": str(threads)}

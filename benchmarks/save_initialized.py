@@ -1,7 +1,7 @@
-"""`save_initialized` of a Llama, against writing the same bytes sequentially, and the memory that it takes.
+"""`save_initialized` of a Llama, against writing the same bytes sequentially, and its memory.
 
-FIRSTLOSS_SAVE_GB says how many gigabytes to write (default 4), FIRSTLOSS_SAVE_FOLDER where (default: the current
-folder). The files are removed again.
+FIRSTLOSS_SAVE_GB is the number of gigabytes to write (default 4), FIRSTLOSS_SAVE_FOLDER the folder (default: the
+current one). The files are removed at the end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from benchmarks import harness, models
 NAME = "save a Llama, float32, straight to safetensors"
 GOAL = "under 2 GB resident, at least 70% of the speed of sequential writing"
 GIGABYTES = int(os.environ.get("FIRSTLOSS_SAVE_GB", "4"))
-FOLDER = os.environ.get("FIRSTLOSS_SAVE_FOLDER")  # not the system's temporary folder: that may be memory
+FOLDER = os.environ.get("FIRSTLOSS_SAVE_FOLDER")  # not the system's temporary folder, which may be in memory
 
-# 0.81 GB a layer and 1.05 GB beside them, in float32.
+# 0.81 GB per layer and 1.05 GB for the rest, in float32.
 _WIDE = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -66,7 +66,7 @@ def child(side, args):
 
 
 class _Peak:
-    """The most that this process has in memory from now on."""
+    """The peak memory of this process from now on."""
 
     def __init__(self):
         self.highest = harness.resident()
@@ -87,7 +87,7 @@ class _Peak:
 def write_plainly(path, size, direct):
     """Write `size` bytes front to back, until they are on disk.
 
-    They are the same 2 MiB again and again, which stay in the cache: bytes from memory are written some 10% slower.
+    It repeats the same 2 MiB, which stay in the cache: bytes from memory are written some 10% slower.
     """
     from firstloss.init.disk.direct_file import BLOCK, DirectFile, aligned
 
@@ -123,7 +123,7 @@ def measure(args):
         ("peak resident memory", f"{resident / 1e9:.2f} GB"),
         ("of that before the save", f"{harness.middle(save, 'resident before') / 1e9:.2f} GB"),
     ]
-    # The faster of the two ways is what plain writing reaches.
+    # The faster way counts as the speed of plain writing.
     met = resident < 2e9 and min(against_direct, against_plain) >= 0.7
     return harness.Figure(NAME, GOAL, rows, met, {"runs": runs, "direct": against_direct, "plain": against_plain})
 

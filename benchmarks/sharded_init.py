@@ -20,7 +20,7 @@ from benchmarks import harness, models
 NAME = "Llama of 1.1B parameters on 8 devices, each with an eighth of it"
 GOAL = "faster than initializing on the host and sending; 4 times as fast as Flax NNX, compilation included"
 DEVICES = 8
-CONSTANT = 4 << 20  # bytes of a device beside its shards: executables, a block of rows, the tables of jumps
+CONSTANT = 4 << 20  # bytes per device besides its shards: executables, a block of rows, the tables of jumps
 
 
 def child(side, args):
@@ -66,7 +66,7 @@ def child(side, args):
 
 
 def _put(module, mesh, lent):
-    """Each weight put with the sharding that the default policy gives it."""
+    """Each weight, put with its sharding by the default policy."""
     import jax
 
     from firstloss.init import shardings

@@ -12,7 +12,7 @@ NAME = "StableHLO of Llama-3.1-405B's constructor, 16 x 16 x 16 devices"
 GOAL = "under 5 s; the text for 126 layers at most 1.2 times that for 32, apart from calls"
 MESH = {"data": 16, "fsdp": 16, "tp": 16}
 ALL = ("data", "fsdp", "tp")
-SPECS = {"*": (ALL,)}  # rows, over all devices: the cheapest draw there is
+SPECS = {"*": (ALL,)}  # rows, over all devices: the cheapest draw
 TENSOR_PARALLEL = {
     **{f"*.{name}_proj.weight": ("tp", ("data", "fsdp")) for name in ("q", "k", "v", "gate", "up")},
     **{f"*.{name}_proj.weight": (("data", "fsdp"), "tp") for name in ("o", "down")},
@@ -52,7 +52,7 @@ def child(side, args):
 
 
 def _fitting(module, specs):
-    """`specs`, but those of one dimension are whole: a scalar or a vector is not worth cutting so finely."""
+    """`specs`, except that one-dimensional weights are replicated: they are not worth sharding so finely."""
     small = {name: () for name, t in [*module.named_parameters(), *module.named_buffers()] if t.dim() < 2}
     return {**small, **specs}
 

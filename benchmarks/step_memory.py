@@ -28,7 +28,7 @@ FIELDS = {
     "num_key_value_heads": 16,
 }
 STEPS = 3
-# What glibc does by itself, but for the setting's name in the environment, at which Firstloss leaves the heap alone.
+# glibc's default, except that the environment has the setting's name, so that Firstloss does not change it.
 GLIBC = {"MALLOC_ARENA_TEST": "8"}
 SIDES = {"needed": {}, "firstloss": {}, "exact": harness.EXACT, "glibc": GLIBC}
 
@@ -47,7 +47,8 @@ def child(side, args):
         return needed(models.llama(**fields), batch)
     with tempfile.TemporaryDirectory() as artifacts:
         backend = fl.backend("XLA", artifact_dir=artifacts)
-        model, optimizer, step = prepare(backend, models.LLAMA_TINY)  # what is made once: imports, caches, thread pools
+        # objects created once: imports, caches, thread pools
+        model, optimizer, step = prepare(backend, models.LLAMA_TINY)
         step(batch[:1] % 256).item()
         backend.models.clear()
         del model, optimizer, step
@@ -59,7 +60,7 @@ def child(side, args):
         found = {"placement": harness.peak() - before}
         step(batch)
         wait(model)
-        own = harness.settled() - before - live(model, optimizer)  # what tracing and compiling have left
+        own = harness.settled() - before - live(model, optimizer)  # memory left by tracing and compiling
         harness.reset_peak()
         began = time.perf_counter()
         for _ in range(STEPS):
@@ -80,7 +81,7 @@ def prepare(backend, fields):
 
 
 def needed(model, batch):
-    """Bytes of parameters, of the optimizer's state, and of what autograd keeps, in eager PyTorch."""
+    """Bytes of parameters, optimizer state, and tensors saved by autograd, in eager PyTorch."""
     import torch
 
     parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
@@ -103,7 +104,7 @@ def needed(model, batch):
 
 
 def wait(model):
-    """Until the last step is through: its loss is there before its backward pass."""
+    """Wait for the last step: its loss is available before its backward pass."""
     for parameter in model.parameters():
         parameter._storage.resident.array().block_until_ready()
 

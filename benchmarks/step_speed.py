@@ -2,8 +2,8 @@
 
     python -m benchmarks.step_speed [--rounds N] [--dtype bfloat16] [--json]
 
-Each side trains in a separate process, and they take turns of some seconds: all are built and warm before the first
-turn that counts, and other load on the machine affects all of them. A step is timed up to the update of the last
+Each side trains in a separate process, and they alternate in turns of a few seconds: all are built and warm before the
+first turn that counts, and other load on the machine affects all of them. A step is timed up to the update of the last
 weight. Only this benchmark needs Flax: pip install --no-deps -r requirements/bench.txt. A side that is not installed,
 or that finds no C++ compiler (torch.compile), is skipped.
 """
@@ -37,14 +37,14 @@ LLAMA = {
 }
 LENGTH, ROWS = 128, 4
 CLASSES = 100
-# How many images, and how many pixels high and wide. The last layers of the second see 2 x 2 pixels, less than their
-# kernels: XLA on a CPU has no library for that, and Flax's program has to do without.
+# The number of images, and their height and width in pixels. The last layers of the second see 2 x 2 pixels, less than
+# their kernels: XLA on a CPU has no library for that, and neither has Flax's program.
 IMAGES = {"resnet": (4, 128), "resnet64": (8, 64)}
-SECONDS = 2.0  # that a turn takes, about
+SECONDS = 2.0  # approximate duration of a turn
 
 
 def child(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Build and warm one side; then, for each line on stdin, a turn of that many steps, and what it took on stdout."""
+    """Build and warm up one side; then, for each line on stdin, run that many steps, and print their duration."""
     args.model = args.models
     began = time.perf_counter()
     step, wait = (flax_step if side == "flax" else torch_step)(side, args)
@@ -56,7 +56,7 @@ def child(side: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def turn(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -> dict[str, float]:
-    """Seconds of the clock and of all cores for `steps` steps, which are waited for at the end alone."""
+    """Wall and CPU seconds of `steps` steps, which are waited for only at the end."""
     cores, began = time.process_time(), time.perf_counter()
     for _ in range(steps):
         loss = step()
@@ -65,7 +65,7 @@ def turn(step: Callable[[], Any], wait: Callable[[Any], Any], steps: int) -> dic
 
 
 class Side:
-    """A child process that trains one model in one way, a turn at a time."""
+    """A child process that trains one model in one way, one turn at a time."""
 
     def __init__(self, side: str, model: str, args: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "benchmarks.step_speed", "--child", side, "--models", model]
@@ -170,7 +170,7 @@ def torch_step(side: str, args: argparse.Namespace) -> tuple[Callable[[], Any], 
     run = fl.trace(step) if side == "firstloss" else step
 
     def wait(loss: Any) -> float:
-        if side == "firstloss":  # the loss is there before the backward pass
+        if side == "firstloss":  # the loss is available before the backward pass
             for parameter in model.parameters():
                 parameter._storage.resident.array().block_until_ready()
         return loss.item()
@@ -217,7 +217,7 @@ def is_there(side: str) -> bool:
 def measure(args: argparse.Namespace) -> harness.Figure:
     sides = [side for side in args.sides.split(",") if is_there(side) and not (args.tiny and side == "compile")]
     data: dict[str, Any] = {}
-    rows, met = [], None  # where there is no Flax
+    rows, met = [], None  # if Flax is not installed
     for model in ["llama"] if args.tiny else args.models.split(","):
         runs = data[model] = turns(sides, model, args)
         for side in sides:
@@ -232,7 +232,7 @@ def measure(args: argparse.Namespace) -> harness.Figure:
 
 
 def turns(sides: list[str], model: str, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """For each side what its turns took, of which the first, a warm one, does not count."""
+    """The durations of each side's turns, without the first, a warm-up."""
     running = {}
     for side in sides:
         print(f"  {model}: {side}", file=sys.stderr, flush=True)

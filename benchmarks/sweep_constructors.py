@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import harness
 
-# What makes a transformers configuration small, under the names that the configurations use for it.
+# Small sizes for a transformers configuration, under the names that configurations use.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(
         "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
@@ -55,12 +55,12 @@ SMALL: dict[str, Any] = {
 }
 NAME = "construct every architecture of the model zoos"
 GOAL = "materialized weights and the generator state are bit-identical to eager construction"
-LARGEST = 40_000_000  # parameters: beyond, a model is left out of the sweep
+LARGEST = 40_000_000  # parameters: larger models are left out of the sweep
 
 
 @dataclass
 class Outcome:
-    """What became of one architecture: `verdict` is "same", "differs", "fails" or "left out"."""
+    """The outcome of one architecture: `verdict` is "same", "differs", "fails" or "left out"."""
 
     zoo: str
     name: str
@@ -78,13 +78,22 @@ class Outcome:
 
 
 def transformers_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """One small model of each architecture that transformers has."""
+    """One small model of each architecture in transformers."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     transformers.logging.set_verbosity_error()
     for config_class in MODEL_MAPPING:
         yield config_class.model_type, lambda config_class=config_class: _from_config(config_class)
+
+
+def transformers_case(model_type: str) -> Callable[[], Any]:
+    """One of them, without importing all others."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    return lambda: _from_config(config_class)
 
 
 def _from_config(config_class: type) -> Any:
@@ -96,7 +105,7 @@ def _from_config(config_class: type) -> Any:
 def shrink(config: Any) -> Any:
     """Make a configuration, and those inside it, small."""
     for name, value in SMALL.items():
-        # Some configurations compute a field from others, have it differ from layer to layer, or refuse to be asked.
+        # Some configurations compute a field from others, have different values per layer, or raise on access.
         with contextlib.suppress(AttributeError, NotImplementedError, ValueError):
             if isinstance(getattr(config, name, None), int):
                 setattr(config, name, value)
@@ -143,14 +152,14 @@ def examine(zoo: str, name: str, build: Callable[[], Any], largest: int = LARGES
 
     out = Outcome(zoo, name, "left out")
     try:
-        for _ in range(2):  # the first time, the model's modules are imported
+        for _ in range(2):  # the first time, this imports the model's modules
             began = time.perf_counter()
             with torch.device("meta"):
                 model = build()
             out.meta = time.perf_counter() - began
         out.parameters = sum(p.numel() for p in model.parameters())
     except Exception:
-        out.meta = 0.0  # not every model can be built on the meta device
+        out.meta = 0.0  # some models cannot be built on the meta device
         with contextlib.suppress(Exception):
             out.parameters = sum(p.numel() for p in fl.deferred_init(build).parameters())
     if out.parameters > largest:
@@ -196,7 +205,7 @@ def _one_line(error: Exception) -> str:
 
 
 def prepare() -> None:
-    """Find torchvision and timm where the tests keep them, importable beside a CPU build of torch."""
+    """Find torchvision and timm where the tests install them, importable with a CPU build of torch."""
     import torch
 
     sys.path.append(os.path.join(sys.prefix, "zoo"))
@@ -217,7 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def examined(args: argparse.Namespace, zoo: str, examine: Callable[..., Any]) -> Iterator[Any]:
-    """The outcomes of a zoo's architectures that are asked for. Those left out do not count towards the limit."""
+    """The outcomes of the requested architectures of a zoo. Those left out do not count towards the limit."""
     limit, done = 3 if args.tiny else args.limit, 0
     for name, build in ZOOS[zoo]():
         if args.only in (None, name) and (limit is None or done < limit):

@@ -43,7 +43,7 @@ def child(side, args):
 
 
 def demo_ratio(args):
-    """The demo's own ratios, from one step of it."""
+    """The demo's own ratios, from one step of the demo."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "firstloss", "demo", "--steps", "1", "--out", out, "--json"]
         return json.loads(harness.output_of(command + (["--size", "tiny"] if args.tiny else [])))

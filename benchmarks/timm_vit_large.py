@@ -18,7 +18,7 @@ SIDES = ("eager", "deferred", "eager, torch's", "deferred, torch's")
 
 
 def build(tiny: bool, rejection: bool):
-    """The model, its weight matrices initialised once more by `torch.nn.init.trunc_normal_` if `rejection`."""
+    """The model; if `rejection`, its weight matrices are initialized again by `torch.nn.init.trunc_normal_`."""
     import timm
     import torch
 

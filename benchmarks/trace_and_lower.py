@@ -23,7 +23,7 @@ def child(side, args):
 
 
 def firstloss_road(fields, batch):
-    """Trace and lower as the XLA backend does on the first step; the rest of that step is not counted."""
+    """Trace and lower like the XLA backend in the first step; the rest of that step is not counted."""
     import torch
 
     import firstloss as fl
@@ -41,7 +41,7 @@ def firstloss_road(fields, batch):
 
 
 def plain_road(fields, batch):
-    """The same step as one functional ATen graph through make_fx and functionalization, nothing lowered."""
+    """The same step as one functional ATen graph, through make_fx and functionalization, without lowering."""
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.optim.adamw import adamw

@@ -24,11 +24,11 @@ SIZES = {
     "hidden 256, 8 layers, batch 4 x 128": ({"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8}, 4),
     "hidden 64, 24 layers, batch 2 x 32": ({}, 2),
 }
-_SECONDS = 1.0  # that a turn takes, about
+_SECONDS = 1.0  # approximate duration of a turn
 
 
 def child(side, args):
-    """All in one process, in turns, so that what else the machine does falls on both."""
+    """All in one process, interleaved, so that other load on the machine affects both."""
     import torch
 
     import firstloss as fl
@@ -50,7 +50,7 @@ def child(side, args):
 
 
 def traced(fields, batch, backend):
-    """A step, and what waits until all of it is through: the loss is there before the backward pass."""
+    """A step, and a function that waits for all of it: the loss is available before the backward pass."""
     model, step = training(fields, batch, backend)
 
     def wait(_):
@@ -100,7 +100,7 @@ def training(fields, batch, backend):
 
 
 def timed(step, wait, count):
-    """Seconds a step."""
+    """Seconds per step."""
     began = time.perf_counter()
     for _ in range(count):
         result = step()

@@ -14,7 +14,7 @@ SIZES = {"1.1B": models.LLAMA_1B, "100M": models.LLAMA_100M}
 
 
 class FirstLoss(Exception):
-    """Ends the run when the first loss has come: what is measured is over, and nothing has to be saved."""
+    """Ends the run at the first loss: the measurement is complete, and nothing has to be saved."""
 
 
 def child(side, args):

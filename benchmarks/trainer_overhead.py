@@ -16,7 +16,7 @@ STEPS = 20  # in each turn
 
 
 def child(side, args):
-    """Trainer and bare loop take turns of `STEPS` steps in one process, each with a model and backend of its own."""
+    """Trainer and bare loop alternate, `STEPS` steps at a time, in one process, each with its own model and backend."""
     import torch
 
     import firstloss as fl
@@ -63,7 +63,7 @@ def child(side, args):
 
 
 def _bare_loop(model, optimizer, batches, artifacts):
-    """A function that trains on `batches` in a loop written by hand, and returns how long that took."""
+    """A function that trains on `batches` in a handwritten loop, and returns its duration."""
     import torch
 
     import firstloss as fl
@@ -95,12 +95,12 @@ def _bare_loop(model, optimizer, batches, artifacts):
 
 
 def clocks():
-    """The wall's, and what this thread has computed: the Trainer's own work is all in it, whoever else is at work."""
+    """Wall time, and this thread's CPU time: the Trainer's own work runs in this thread, whatever else is running."""
     return time.perf_counter(), time.thread_time()
 
 
 def since(began):
-    """Seconds on both."""
+    """Seconds on both clocks."""
     return [now - then for now, then in zip(clocks(), began, strict=True)]
 
 

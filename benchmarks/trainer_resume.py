@@ -18,7 +18,7 @@ KILLS, KILLS_A_RUN, STEPS = 20, 4, 300
 
 
 def child(side, args):
-    """One process of a run: trains to the end from wherever the folder `side` is; returns a fingerprint."""
+    """One process of a run: trains to the end from the state in the folder `side`; returns a fingerprint."""
     import hashlib
 
     import torch
@@ -29,7 +29,7 @@ def child(side, args):
     from firstloss.trainer import Callback, Checkpoint, Trainer, TrainingLoop
 
     class Model(nn.Module):
-        """With dropout: its masks too are to be the same."""
+        """With dropout, whose masks must be the same too."""
 
         def __init__(self):
             super().__init__()
@@ -40,7 +40,7 @@ def child(side, args):
             return self.model(text)
 
     class Last(Callback):
-        """The last loss; saved with the run, which may have been killed when it had nothing left to do."""
+        """The last loss; saved with the run, which may have been killed after its last step."""
 
         loss = None
 
@@ -75,7 +75,7 @@ def child(side, args):
 
 
 def killed(folder, seconds, args):
-    """Start the run and kill it after so many seconds; returns whether it was still under way."""
+    """Start the run and kill it after so many seconds; returns whether it was still running."""
     command = [sys.executable, "-m", "benchmarks.trainer_resume", "--child", folder, *(["--tiny"] if args.tiny else [])]
     path = os.pathsep.join([os.path.join(harness.ROOT, "src"), harness.ROOT])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -94,7 +94,7 @@ def measure(args):
     draws = random.Random(0)
     with tempfile.TemporaryDirectory() as root:
         expected = harness.in_child("trainer_resume", os.path.join(root, "whole"), args)
-        began = time.perf_counter()  # of a second one, whose step is compiled already as it is for those to be killed
+        began = time.perf_counter()  # in a second run, whose step is already compiled, as for those to be killed
         assert harness.in_child("trainer_resume", os.path.join(root, "again"), args) == expected
         whole = time.perf_counter() - began
         done, moments, ends = 0, [], []

@@ -23,7 +23,7 @@ def train(steps: int, **sizes: int) -> tuple[list[float], torch.nn.Module]:
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,  # which is: rank 0 makes all of the weights, and sends them to the others
+        cpu_ram_efficient_loading=False,  # it would initialize on rank 0 and broadcast
     )
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
     config = LlamaConfig(**sizes)

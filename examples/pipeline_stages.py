@@ -20,7 +20,7 @@ import firstloss as fl
 
 
 class Model(nn.Module):
-    """A language model of alike layers; a layer that is not there, or the first and last part, is passed by."""
+    """A language model of identical layers; a missing layer, or a missing first or last part, is skipped."""
 
     def __init__(self, width: int = 64, depth: int = 4, vocabulary: int = 256) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.head: nn.Module | None = nn.Linear(width, vocabulary)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens to logits, or what one stage hands the next."""
+        """Tokens to logits, or the values passed to the next stage."""
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def stage_of(model: Model, stage: int, stages: int) -> Model:
-    """Leave of `model` what belongs to one stage."""
+    """Delete the parts of `model` that do not belong to one stage."""
     depth = len(model.layers)
     for number in range(depth):
         if number * stages // depth != stage:

@@ -1,4 +1,4 @@
-"""Accessors to the compiled steps of a traced step: the only test code that depends on the cache's structure."""
+"""Accessors for the compiled steps of a traced step: the only test code that depends on the cache's structure."""
 
 
 def compilations(step):

@@ -2,7 +2,7 @@
 
 Most tests are about a step's Python and train the same few layers; compilation would take nine tenths of their time. So
 they share one folder of compiled executables, and XLA lowers as for users but generates code as quickly as possible.
-Tests of either have a marker, and `make sweep` compiles all tests as for users.
+Tests that need otherwise have a marker, and `make sweep` compiles all tests as for users.
 """
 
 import gc
@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-gc.disable()  # until all tests are collected: nearly all objects created by then stay alive
+gc.disable()  # until all tests are collected: nearly all objects created until then stay alive
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
@@ -29,26 +29,26 @@ def newer_than_010() -> bool:
         return False
 
 
-# No LLVM optimization, and XLA's older code generator makes one kernel per module: a quarter of the time.
+# No LLVM optimization, and XLA's older code generator, which makes one kernel per module: a quarter of the time.
 QUICK = {
     "xla_backend_optimization_level": (0, 3),  # (in tests, XLA's own default)
     "xla_cpu_parallel_codegen_split_count": (1, 32),
 }
-if not newer_than_010():  # newer versions lack the flag, and an unknown flag ends the process
+if not newer_than_010():  # newer versions lack the flag, and an unknown flag aborts the process
     QUICK["xla_cpu_use_fusion_emitters"] = (False, True)
-# The user's own flags: xdist's workers inherit what this file has set in the process that started them.
+# The user's own flags, since xdist's workers inherit those that this file has set in the parent process.
 FLAGS = " ".join(f for f in os.environ.get("XLA_FLAGS", "").split() if f.removeprefix("--").split("=")[0] not in QUICK)
 AS_USERS = bool(os.environ.get("FIRSTLOSS_AS_USERS"))
-if not AS_USERS:  # in the environment, so that child processes have it too
+if not AS_USERS:  # in the environment, so that child processes use it too
     os.environ["XLA_FLAGS"] = " ".join([FLAGS, *(f"--{name}={value}".lower() for name, (value, _) in QUICK.items())])
 
 
 def define_torchvision_operations() -> None:
-    """Declare the compiled operations whose fakes torchvision registers on import.
+    """Declare the schemas of the compiled operations whose fake implementations torchvision registers on import.
 
-    The registry's torchvision is built for CUDA; its library of compiled operations does not load beside torch's CPU
-    build, and the import (transformers does it, where torchvision is installed) fails for want of their schemas. No
-    constructor and no training step here calls one of them.
+    The registry's torchvision is built for CUDA: its compiled library does not load with a CPU build of torch, and
+    importing torchvision (as transformers does if it is installed) fails without the schemas. No model here calls one
+    of these operations.
     """
     try:
         torch.ops.torchvision.nms  # noqa: B018
@@ -60,13 +60,14 @@ def define_torchvision_operations() -> None:
 
 
 def seed_no_absent_devices() -> None:
-    """`torch.manual_seed` queues a call for each kind of device that this machine lacks, with a formatted stack.
+    """Do not let `torch.manual_seed` queue a call, with a formatted stack, for each kind of device that is missing
+    here.
 
-    That takes 2 ms per call in a test, a third of the time of tests that seed for each sample.
+    This takes 2 ms per call in a test, a third of the time of tests that seed for each sample.
     """
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.is_available():
-            for module in (device, getattr(device, "random", None)):  # which has imported the name
+            for module in (device, getattr(device, "random", None)):  # has imported the function by name
                 if hasattr(module, "_lazy_call"):
                     module._lazy_call = lambda *_, **__: None
 
@@ -81,7 +82,7 @@ def compile_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
 
 
-_compiled: dict[str, bool] = {"optimized": False}  # how this process has compiled so far
+_compiled: dict[str, bool] = {"optimized": False}  # the options with which this process has compiled so far
 
 
 @pytest.fixture(autouse=True)
@@ -103,11 +104,11 @@ def quick_compiles(request, compile_cache, monkeypatch):
 
         monkeypatch.setattr(compiler, "get_compile_options", as_users)
         monkeypatch.setenv("XLA_FLAGS", FLAGS)
-    # If it was never imported, nothing has been compiled that could be found.
+    # If it was never imported, no compiled function can be cached.
     if "firstloss.runtime.jax_support" in sys.modules and not marked("own_compile_cache"):
         jaxlib = importlib.import_module(
             "firstloss.runtime.jax_support"
-        )  # waits for a thread that is importing it still
+        )  # waits for a thread that is still importing it
         use = jaxlib.use_compilation_cache
         monkeypatch.setattr(jaxlib, "use_compilation_cache", lambda directory: use(str(compile_cache)))
     if "firstloss.runtime.step.executable_cache" in sys.modules and not marked("own_compile_cache"):
@@ -116,14 +117,14 @@ def quick_compiles(request, compile_cache, monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that start processes are the longest: they come first, so that no core waits for one in the end."""
+    """Run tests that start processes first: they take longest, and no core should idle at the end."""
     items.sort(key=lambda item: not {"forked", "subprocess"} & vars(item.module).keys())
 
 
 def freeze() -> None:
-    """What is there now is looked through at no collection, nor by a step that looks for who holds its tensors.
+    """Exclude all existing objects from garbage collection and from a step's search for owners of its tensors.
 
-    Both go through all of Python's objects: with what the tests of a process have left, half of its time.
+    Both traverse all Python objects: with those left by a process's earlier tests, this takes half of the time.
     """
     if not AS_USERS:
         gc.collect()
@@ -132,7 +133,7 @@ def freeze() -> None:
 
 def pytest_collection_finish():
     if not AS_USERS:
-        gc.freeze()  # without a collection, which would go through all of it once more
+        gc.freeze()  # without a collection, which would traverse everything once more
     gc.enable()
 
 
@@ -145,7 +146,7 @@ def pytest_runtest_teardown(item, nextitem):
 def by_kernels(request, monkeypatch):
     """Run traced steps with PyTorch's kernels: for tests of a step's Python that do not depend on compilation.
 
-    Tests marked `optimized` are compiled nevertheless; `make sweep` compiles all of them.
+    Tests marked `optimized` are compiled anyway; `make sweep` compiles all of them.
     """
     from firstloss.runtime.step import compiling
 
@@ -165,23 +166,23 @@ def backend(tmp_path):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """A list with one item per trace, to count how often a step's Python has run."""
+    """A list with one item per trace, to count how often a step's Python runs."""
     from firstloss.runtime.step import tracing
 
-    found = []
+    traces = []
     trace = tracing.trace_step
 
     def counted(*args):
-        found.append(1)
+        traces.append(1)
         return trace(*args)
 
     monkeypatch.setattr(tracing, "trace_step", counted)
-    return found
+    return traces
 
 
 @pytest.fixture
 def float64():
-    """Make float64 the default dtype, so that two computations of a loss differ only negligibly by rounding."""
+    """Make float64 the default dtype, so that rounding differences between two runs are negligible."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -52,11 +52,11 @@ class Process:
         if self.returncode is None:
             self._status.settimeout(timeout)
             try:
-                found = self._status.recv(4)
+                reply = self._status.recv(4)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
-            assert len(found) == 4, "the server of processes has died"
-            self.returncode = struct.unpack("i", found)[0]
+            assert len(reply) == 4, "the server of processes has died"
+            self.returncode = struct.unpack("i", reply)[0]
             self._status.close()
         return self.returncode
 
@@ -68,12 +68,12 @@ class Process:
             return None
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """What it has printed, once it has ended."""
-        found: list[str | None] = [None, None]
+        """Wait for the process to end, and return its output."""
+        outputs: list[str | None] = [None, None]
 
         def read(number: int, stream: IO[str]) -> None:
             with stream:
-                found[number] = stream.read()
+                outputs[number] = stream.read()
 
         streams = [(n, stream) for n, stream in enumerate((self.stdout, self.stderr)) if stream is not None]
         readers = [threading.Thread(target=read, args=each, daemon=True) for each in streams]
@@ -85,15 +85,15 @@ class Process:
             if reader.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
         self.wait(None if end is None else max(0.01, end - time.monotonic()))
-        return found[0], found[1]
+        return outputs[0], outputs[1]
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
+        """Send it a signal, if it is running."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -142,7 +142,7 @@ def start(
             descriptor = os.dup(number if wanted is None else wanted.fileno())
         opened.append(descriptor)
         streams.append(stream)
-    status, theirs = socket.socketpair()
+    status, child_status = socket.socketpair()
     request = {
         "command": [os.fspath(part) for part in command],
         "env": environment,
@@ -151,13 +151,13 @@ def start(
     }
     message = json.dumps(request).encode()
     assert len(message) < _LARGEST
-    socket.send_fds(server, [message], [theirs.fileno(), *opened])
+    socket.send_fds(server, [message], [child_status.fileno(), *opened])
     for descriptor in opened:
         os.close(descriptor)
-    theirs.close()
-    found = status.recv(4)
-    assert len(found) == 4, "the server of processes has died"
-    return Process(command, struct.unpack("i", found)[0], status, streams)
+    child_status.close()
+    reply = status.recv(4)
+    assert len(reply) == 4, "the server of processes has died"
+    return Process(command, struct.unpack("i", reply)[0], status, streams)
 
 
 def run(
@@ -183,47 +183,47 @@ def run(
     return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
 
-def without_leaks(said: str) -> str:
-    """What a process has said, without what nanobind adds at its end of triton, which a CUDA build of torch brings."""
-    return re.sub(r"nanobind: leaked .*refleaks\.html\n?", "", said, flags=re.DOTALL)
+def without_leaks(output: str) -> str:
+    """A process's output without nanobind's leak reports about triton, which a CUDA build of torch imports."""
+    return re.sub(r"nanobind: leaked .*refleaks\.html\n?", "", output, flags=re.DOTALL)
 
 
 @functools.cache
 def _server(jax: bool) -> tuple[socket.socket, dict[str, str]]:
-    """The way to the server, and the environment that it was started with."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _LARGEST)
+    """The connection to the server, and the environment in which the server was started."""
+    parent, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _LARGEST)
     environment = dict(os.environ)
-    with theirs:
+    with child:
         path = os.pathsep.join([os.path.join(ROOT, "src"), ROOT])
         code = f"from tests import forked; forked.main({jax})"
         server = subprocess.Popen(
-            [sys.executable, "-c", code, str(theirs.fileno())],
+            [sys.executable, "-c", code, str(child.fileno())],
             env={**environment, "PYTHONPATH": path},
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child.fileno()],
             stdin=subprocess.DEVNULL,
         )
 
     def end() -> None:
-        ours.close()
+        parent.close()
         server.wait()
 
     atexit.register(end)
-    return ours, environment
+    return parent, environment
 
 
 # -- in the server ----------------------------------------------------------------------------------------------------
 
 
 def import_all(jax: bool = True) -> None:
-    """What nearly all processes import. None of it may start a thread, or ask for a device."""
+    """Import what nearly all processes import. None of it may start a thread or initialize a device."""
     import importlib
 
     if jax:
         importlib.import_module("jax")
     for name in ("torch.distributed.tensor", "numpy", "firstloss.trainer", "firstloss.runtime.compiled_model"):
         importlib.import_module(name)
-    # What the first step, or the first optimizer, would import: a second of each process's time.
+    # The first step or the first optimizer would import these: a second per process.
     for name in ("torch._dynamo", "firstloss.runtime.step.compiling", "firstloss.runtime.step.cache"):
         importlib.import_module(name)
     import firstloss
@@ -234,11 +234,11 @@ def import_all(jax: bool = True) -> None:
 
 
 def main(jax: bool) -> None:
-    """Serve, and in each process that was forked, do what it was forked for."""
+    """Serve requests; in each forked process, run what was requested."""
     import_all(jax)
     assert threading.active_count() == 1
     gc.collect()
-    gc.freeze()  # a child that collected what has been imported, at its end at the latest, would copy all of it
+    gc.freeze()  # a child that collects the imported objects, at exit at the latest, would copy all of their pages
     base = list(sys.path)
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:
@@ -246,15 +246,15 @@ def main(jax: bool) -> None:
 
 
 def _serve(requests: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request. Returns it in the process that was forked for it, and None in the server, at its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to answer
+    """Fork for each request. Returns the request in the forked process, and None in the server when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by pytest
     while True:
         message, descriptors, *_ = socket.recv_fds(requests, _LARGEST, 4)
         while _reaped():
             pass
         if not message:
             return None
-        if not _fork():  # a process that waits for the one that was asked for, and tells how it ended
+        if not _fork():  # a process that waits for the requested one and reports its exit status
             requests.close()
             status, *streams = descriptors
             child = _fork()
@@ -271,7 +271,7 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
             try:
                 os.write(status, struct.pack("i", ended))
             except BrokenPipeError:
-                pass  # nobody waits for it any more
+                pass  # the client has gone away
             os._exit(0)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -279,7 +279,7 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of JAX, whose threads would not be in the child: there are none yet
+        warnings.simplefilter("ignore")  # of JAX, whose threads would be missing in the child: none have started yet
         return os.fork()
 
 
@@ -291,7 +291,7 @@ def _reaped() -> bool:
 
 
 def _become(request: dict[str, Any], base: list[str]) -> None:
-    """This process is from here on as one that was started with the command."""
+    """Turn this process into one that was started with the command."""
     if request["session"]:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -27,10 +27,10 @@ def training_step(compiled, optimizer, loss=lambda module, x: module(x).square()
     @fl.trace
     def step(x):
         optimizer.zero_grad()
-        found = loss(compiled, x)
-        found.backward()
+        value = loss(compiled, x)
+        value.backward()
         optimizer.step()
-        return found
+        return value
 
     return step
 

@@ -11,10 +11,10 @@ import pytest
 import firstloss as fl
 from firstloss import errors, trainer
 
-# Name -> its arguments as documented, in order; `*` before those that are given by name alone.
+# Name -> its documented arguments, in order; `*` precedes the keyword-only ones.
 SIGNATURES = {
     "deferred_init": "fn *args **kwargs",
-    "deferred": "rng=None",  # of the block around it, else "eager"
+    "deferred": "rng=None",  # the enclosing block's policy, otherwise "eager"
     "is_deferred": "module_or_tensor",
     "materialize_tensor": "tensor",
     "materialize_module": "module buffers_only=False check_fn=None * device=None dtype=None num_threads=None "
@@ -57,14 +57,14 @@ SCHEDULES = (
 ).split()
 
 
-def found(name, where=fl):
+def lookup(name, where=fl):
     for part in name.split("."):
         where = getattr(where, part)
     return where
 
 
 def check(function, documented):
-    """Whether a call as documented is one: names, order, kinds and defaults; more may be there."""
+    """Whether a call as documented is valid: names, order, kinds and defaults; more parameters are allowed."""
     have = inspect.signature(function).parameters
     by_name_only, place = False, 0
     for argument in documented.split():
@@ -86,8 +86,8 @@ def check(function, documented):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_public_names_keep_their_arguments(name):
-    check(found(name), SIGNATURES[name])
-    assert found(name).__doc__
+    check(lookup(name), SIGNATURES[name])
+    assert lookup(name).__doc__
 
 
 def test_programs_and_the_trainer_keep_their_names():
@@ -98,7 +98,7 @@ def test_programs_and_the_trainer_keep_their_names():
     for name, documented in PROGRAM.items():
         check(getattr(program, name), documented)
     for name, documented in TRAINER.items():
-        check(found(name, trainer), documented)
+        check(lookup(name, trainer), documented)
     for name in ("TrainingLoop", "ValidationLoop", "Checkpoint", "Logging", "Precision", "Callback"):
         assert getattr(trainer, name).__doc__
     from firstloss.trainer import loggers
@@ -108,16 +108,16 @@ def test_programs_and_the_trainer_keep_their_names():
 
 def test_optimizers_and_schedules_are_available():
     for name in OPTIMIZERS:
-        made = getattr(fl.optim, name)
-        assert issubclass(made, fl.optim.Optimizer) and callable(made.preinitialize) and made.__doc__, name
+        cls = getattr(fl.optim, name)
+        assert issubclass(cls, fl.optim.Optimizer) and callable(cls.preinitialize) and cls.__doc__, name
     for name in SCHEDULES:
-        made = getattr(fl.optim.lr_scheduler, name + "LR")
-        assert issubclass(made, fl.optim.lr_scheduler.Schedule) and made.__doc__, name
+        cls = getattr(fl.optim.lr_scheduler, name + "LR")
+        assert issubclass(cls, fl.optim.lr_scheduler.Schedule) and cls.__doc__, name
 
 
 def test_errors_are_subclasses_of_builtins():
-    ours = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, BaseException)]
-    for error in ours:
+    classes = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, BaseException)]
+    for error in classes:
         assert error.__doc__
         if error is errors.FirstlossError:
             continue

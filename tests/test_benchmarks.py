@@ -14,13 +14,13 @@ from benchmarks.__main__ import FIGURES
 pytest.importorskip("rich")
 
 
-# What figures are made with, and those of a GPU, which `make gpu` makes.
+# Helper modules, and the benchmarks that need a GPU, which `make gpu` runs.
 HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "flax_models", "flax_scan", "jax_llama"}
 
 
 def test_make_bench_runs_all_benchmarks():
-    there = {path.stem for path in Path(harness.ROOT, "benchmarks").glob("*.py")} - HELPERS
-    assert set(FIGURES) == there and len(FIGURES) == len(there)
+    names = {path.stem for path in Path(harness.ROOT, "benchmarks").glob("*.py")} - HELPERS
+    assert set(FIGURES) == names and len(FIGURES) == len(names)
 
 
 @pytest.mark.sweep
@@ -45,8 +45,8 @@ def test_the_ratio_is_taken_round_by_round():
 
 
 def test_bandwidth_is_in_bytes_per_second():
-    found = harness.write_bandwidth(1 << 24)
-    assert found["fresh"] > 1e6 and found["touched"] > 1e6
+    bandwidth = harness.write_bandwidth(1 << 24)
+    assert bandwidth["fresh"] > 1e6 and bandwidth["touched"] > 1e6
 
 
 def test_reports_are_printed_as_text_and_json(capsys):
@@ -75,12 +75,12 @@ def test_the_gpu_benchmark_runs_tiny_on_a_cpu():
     done = subprocess.run(command, cwd=harness.ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (figure,) = json.loads(done.stdout)
-    assert figure["met"]  # the eager policy's weights are the CPU's
-    said = dict(figure["rows"])
+    assert figure["met"]  # the eager policy gives the CPU's weights
+    rows = dict(figure["rows"])
     assert {
         "rng='eager': faster than eager construction on the GPU",
         "rng='counter': capture, compile and draw",
-    } <= set(said)
+    } <= set(rows)
 
 
 def test_one_benchmark_runs_end_to_end():

@@ -200,9 +200,9 @@ assert float(optimizer.param_groups[0]["lr"]) == 1e-5
     + """
 <sample>
 assert weights["layers.0.q_proj.weight"].addressable_shards[0].data.shape == (2, 8)
-made = weights
+written = weights
 <sample>
-assert all((weights[name] == made[name]).all() for name in made)
+assert all((weights[name] == written[name]).all() for name in written)
 """,
     "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
     "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
@@ -275,7 +275,7 @@ def samples(page):
 
 
 def program(page):
-    """The page's samples and what is around them, as one text."""
+    """The page's samples and the code around them, as one text."""
     parts = SCRIPTS[page].split("<sample>")
     return "".join(part + sample for part, sample in zip(parts, [*samples(page), ""], strict=True))
 
@@ -286,25 +286,25 @@ def test_all_pages_with_samples_are_run():
 
 @pytest.mark.timeout(600)
 def test_samples_run():
-    """One process imports what they need, and forks one for each page. (One test: by page each worker would do it.)"""
+    """One process imports what they need, and forks one for each page. (One test, or every worker would import it.)"""
     done = forked.run(["-m", __name__], capture_output=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == SCRIPTS.keys()
+    failures = json.loads(done.stdout.splitlines()[-1])
+    assert failures.keys() == SCRIPTS.keys()
     if importlib.util.find_spec("timm") is None:
-        del found["docs/how-to/trainer.md"]
-    wrong = {page: text for page, text in found.items() if text}
-    if wrong:  # without the source of this test, so that all that is printed says what is wrong
+        del failures["docs/how-to/trainer.md"]
+    wrong = {page: text for page, text in failures.items() if text}
+    if wrong:  # without this test's source, so that the report shows only what is wrong
         pytest.fail("\n\n".join(f"{page}: {text[-4000:]}" for page, text in wrong.items()), pytrace=False)
 
 
 def run(page):
-    """One page in this process, in an empty folder; what went wrong."""
+    """Run one page in this process, in an empty folder; returns its failure."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        path = os.path.join(folder, "page.py")  # for what looks at a user's source
+        path = os.path.join(folder, "page.py")  # for code that reads the user's source
         text = program(page)
-        torch.manual_seed(0)  # what a page trains on, and whether that converges, is no matter of luck
+        torch.manual_seed(0)  # seeded, so that training on the page converges deterministically
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         try:
@@ -325,9 +325,9 @@ def in_fork(page):
         os._exit(0)
     os.close(write_end)
     with open(read_end) as answer:
-        said = answer.read()
+        failure = answer.read()
     status = os.waitpid(child, 0)[1]
-    return said or (f"it ended with status {status}" if status else "")
+    return failure or (f"it ended with status {status}" if status else "")
 
 
 if __name__ == "__main__":
@@ -339,7 +339,7 @@ if __name__ == "__main__":
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # else each fork would copy all of it
+    gc.freeze()  # otherwise each fork would copy everything
     pages = sys.argv[1:] or SCRIPTS
     out = {page: in_fork(page) for page in pages}
     print(json.dumps(out))

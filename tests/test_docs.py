@@ -33,7 +33,7 @@ def reference():
 
 
 def anchors(page):
-    """The anchors of a page's headings, as Python-Markdown's toc makes them."""
+    """The anchors of a page's headings, as Python-Markdown's toc generates them."""
     folder, name = os.path.split(page.removesuffix(".md"))
     listed = folder == os.path.join("docs", "reference") and name in reference().PAGES
     text = read(page) + (reference().names(name) if listed else "")
@@ -93,7 +93,7 @@ def test_samples_are_valid_python(page):
 
 
 def test_the_quick_start_runs(tmp_path, monkeypatch, capsys):
-    """All its samples, one after another in one program, as a reader would type them."""
+    """All its samples in one program, in order, as a reader would type them."""
     blocks = re.findall(r"```python\n(.*?)```", read("docs/index.md"), flags=re.S)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("\n".join(blocks))
@@ -146,12 +146,12 @@ def test_a_how_to_changes_one_line_that_a_test_runs(page):
 
 
 def messages():
-    """(error or warning, a piece of what it says) as the page of troubleshooting quotes them."""
+    """(error or warning, part of its message) as quoted on the troubleshooting page."""
     text = re.sub(r"\s+", " ", read("docs/troubleshooting.md"))
     return [
         (name, piece.strip(" ."))
-        for name, said in re.findall(r"`(\w+(?:Error|Warning)): ([^`]*)`", text)
-        for piece in re.split(r"\.\.\.|\bModel\b", said)
+        for name, message in re.findall(r"`(\w+(?:Error|Warning)): ([^`]*)`", text)
+        for piece in re.split(r"\.\.\.|\bModel\b", message)
         if piece.strip(" .")
     ]
 

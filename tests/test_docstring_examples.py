@@ -1,4 +1,4 @@
-"""The examples in docstrings run separately, after the imports that `docs/reference/index.md` names."""
+"""The examples in docstrings run separately, after the imports listed in `docs/reference/index.md`."""
 
 import doctest
 import inspect
@@ -11,7 +11,7 @@ import firstloss as fl
 from firstloss.runtime import backend as backends
 from tests.test_docstrings import PUBLIC
 
-# What a reader looks up first.
+# The first things that a reader looks up.
 CORE = (
     "deferred", "deferred_init", "is_deferred", "materialize_module", "materialize_tensor", "init_program",
     "save_initialized", "shard", "mark_sharding", "run_stablehlo", "backend", "compile", "save", "load",
@@ -31,11 +31,11 @@ def test_core_names_have_an_example():
 
 
 def run(test, space):
-    """What is wrong with a docstring's examples."""
-    said = []
+    """The failures of a docstring's examples."""
+    output = []
     test.globs = {"fl": fl, "torch": torch, "nn": nn, **space}
-    doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=said.append)
-    return "".join(said)
+    doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+    return "".join(output)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -16,7 +16,7 @@ import pytest
 import firstloss as fl
 
 SECTION = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Examples):")
-# Beside what the reference lists, which is made of the package's own table.
+# In addition to the names listed in the reference, which is generated from the package's own table.
 MODULES = ("firstloss.trainer.callbacks", "firstloss.cstorch")
 
 
@@ -34,46 +34,46 @@ def is_ours(thing) -> bool:
 
 
 def named() -> dict[str, object]:
-    """What is on the page of all public names: functions, classes, and what public modules hold of these."""
-    found = {}
+    """Functions and classes on the page of all public names, and those in its public modules."""
+    things = {}
     for name in modules():
         holder, _, last = name.rpartition(".")
         thing = getattr(fl, last, None) if last in fl.__all__ else None
         if thing is not None and not isinstance(thing, types.ModuleType):
-            found[f"fl.{last}"] = thing
+            things[f"fl.{last}"] = thing
             continue
         module = importlib.import_module(name)
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == name]
         names = getattr(module, "__all__", [key for key in own if not key.startswith("_")])
-        found |= {f"{name}.{key}".replace("firstloss.", "fl.", 1): getattr(module, key) for key in names}
-    return {name: thing for name, thing in found.items() if callable(thing) and is_ours(thing)}
+        things |= {f"{name}.{key}".replace("firstloss.", "fl.", 1): getattr(module, key) for key in names}
+    return {name: thing for name, thing in things.items() if callable(thing) and is_ours(thing)}
 
 
 def public() -> dict[str, tuple[object, type | None]]:
-    """(callable, class that it is a method of) by name; what overrides a documented method has its documentation."""
-    found: dict[str, tuple[object, type | None]] = {}
+    """(callable, class that it is a method of) by name; without overrides of documented methods."""
+    callables: dict[str, tuple[object, type | None]] = {}
     seen = set()
     for name, thing in named().items():
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        found[name] = thing, None
+        callables[name] = thing, None
         for key, member in vars(thing).items() if isinstance(thing, type) else ():
             function = getattr(member, "__func__", member)
             inherited = any(key in vars(base) for base in thing.__mro__[1:])
             if isinstance(function, types.FunctionType) and not key.startswith("_") and not inherited:
-                found[f"{name}.{key}"] = function, thing
-    return found
+                callables[f"{name}.{key}"] = function, thing
+    return callables
 
 
 def sections(doc: str) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    lines_by_section: dict[str, list[str]] = {}
     section = ""
     for line in doc.splitlines():
         match = SECTION.fullmatch(line)
         section = match[1] if match else "" if line and not line.startswith(" ") else section
-        found.setdefault(section, []).append(line)
-    return {name: "\n".join(lines) for name, lines in found.items()}
+        lines_by_section.setdefault(section, []).append(line)
+    return {name: "\n".join(lines) for name, lines in lines_by_section.items()}
 
 
 def described(doc: str) -> set[str]:
@@ -83,53 +83,55 @@ def described(doc: str) -> set[str]:
 
 
 def arguments_left_out(thing, owner: type | None) -> set[str]:
-    """Those that neither the docstring names nor that of the class, or of a base class of ours."""
+    """Arguments named neither in the docstring nor in the class's or a base class's."""
     if isinstance(thing, type):
         makers = ("__init__", "__new__")
         maker = next((base for base in thing.__mro__ if any(key in vars(base) for key in makers)), thing)
         if issubclass(thing, BaseException) or not is_ours(maker) or getattr(thing, "_is_protocol", False):
             return set()  # PyTorch's constructor, or none
     parameters = dict(inspect.signature(thing).parameters)
-    told = described(inspect.getdoc(thing) or "")
+    documented = described(inspect.getdoc(thing) or "")
     above = [base for base in (owner or thing).__mro__ if is_ours(base)] if isinstance(owner or thing, type) else []
     for base in above:
         for doc in (base.__doc__, vars(base).get("__init__", base).__doc__):
-            told |= described(inspect.cleandoc(doc or ""))
-        if base is not thing and isinstance(thing, type):  # what is passed on to a base
-            told |= {name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD}
-    return {name for name in parameters if name not in told | {"self", "cls"}}
+            documented |= described(inspect.cleandoc(doc or ""))
+        if base is not thing and isinstance(thing, type):  # passed on to a base
+            documented |= {name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD}
+    return {name for name in parameters if name not in documented | {"self", "cls"}}
 
 
 def raised(function: types.FunctionType) -> set[str]:
     """The errors that a function's own lines raise."""
-    found = set()
+    errors = set()
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
             return
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            found.add(ast.unparse(node.exc.func).rpartition(".")[2])
+            errors.add(ast.unparse(node.exc.func).rpartition(".")[2])
         for inner in ast.iter_child_nodes(node):
             visit(inner)
 
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     for line in tree.body:
         visit(line)
-    return {name for name in found if name.endswith("Error")} - {"NotImplementedError"}  # which is of a base class
+    return {name for name in errors if name.endswith("Error")} - {"NotImplementedError"}  # documented in a base class
 
 
 def problems(thing, owner: type | None = None) -> list[str]:
     doc = inspect.getdoc(thing)
     if not doc:
         return ["no docstring"]
-    told = sections(doc)
-    found = [f"the argument {name}" for name in sorted(arguments_left_out(thing, owner))]
+    documented = sections(doc)
+    missing = [f"the argument {name}" for name in sorted(arguments_left_out(thing, owner))]
     if isinstance(thing, types.FunctionType):
         returns = inspect.signature(thing).return_annotation
-        if returns not in (None, "None", inspect.Signature.empty) and not {"Returns", "Yields"} & told.keys():
-            found.append(f"what it returns: {returns}")
-        found += [f"when it raises {name}" for name in sorted(raised(thing)) if name not in told.get("Raises", "")]
-    return found
+        if returns not in (None, "None", inspect.Signature.empty) and not {"Returns", "Yields"} & documented.keys():
+            missing.append(f"what it returns: {returns}")
+        missing += [
+            f"when it raises {name}" for name in sorted(raised(thing)) if name not in documented.get("Raises", "")
+        ]
+    return missing
 
 
 PUBLIC = public()

@@ -1,7 +1,7 @@
 """Rooms import only what docs/architecture.md allows, lazy imports included.
 
-Imports for the type checker alone are free, but go round in no rooms but those that are listed. What is still to be
-cleaned is listed here; the lists may only shrink.
+Imports under TYPE_CHECKING are free, but may form cycles only between the rooms listed here. Exceptions still to be
+removed are listed too; the lists may only shrink.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
-# At the root of the package, for every room.
+# Modules at the root of the package, available to every room.
 COMMON = {
     "compat",
     "errors",
@@ -29,7 +29,7 @@ COMMON = {
     "dependencies",
     "settings",
 }
-PUBLIC = {"trainer", "cli", "utils", "distributed", "cstorch", "__main__", ""}  # they know the public API, and more
+PUBLIC = {"trainer", "cli", "utils", "distributed", "cstorch", "__main__", ""}  # they use the public API, and more
 
 # Imports that the table does not allow: (from, to), both as modules.
 FORBIDDEN: set[tuple[str, str]] = set()
@@ -37,23 +37,23 @@ FORBIDDEN: set[tuple[str, str]] = set()
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for path in (SOURCE / "firstloss").rglob("*.py"):
         name = ".".join(path.relative_to(SOURCE / "firstloss").with_suffix("").parts)
-        found[name.removesuffix(".__init__").removesuffix("__init__")] = path
-    return found
+        paths[name.removesuffix(".__init__").removesuffix("__init__")] = path
+    return paths
 
 
 @functools.cache
 def nodes(name: str) -> tuple[ast.AST, ...]:
-    """All of a module's syntax."""
+    """All nodes of a module's syntax tree."""
     return tuple(ast.walk(ast.parse(modules()[name].read_text())))
 
 
 def imports(name: str, types: bool = False) -> Iterator[tuple[str, str | None]]:
-    """(module of ours, name imported from it) of each import in a module, wherever in it that stands.
+    """(imported module of ours, imported name) of each import anywhere in a module.
 
-    With `types`, of those for the type checker alone, too.
+    With `types`, includes imports under TYPE_CHECKING.
     """
     path = modules()[name]
     typed = {
@@ -95,7 +95,7 @@ def room(name: str) -> str:
 
 
 def table() -> dict[str, set[str]]:
-    """The rooms of docs/architecture.md, and what each may know: those above it in the table that it names."""
+    """The rooms of docs/architecture.md, and what each may import: those above it in the table that it names."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)/`(?:, `(\w+)/`)? \|[^|]*\| ([^|]*) \|$", text, re.MULTILINE)
     known: dict[str, set[str]] = {}
@@ -107,11 +107,11 @@ def table() -> dict[str, set[str]]:
 
 
 def circles(types: bool = False) -> list[set[str]]:
-    """The strongly connected parts of the graph with more than one module (Tarjan)."""
+    """The strongly connected components of the graph with more than one module (Tarjan)."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found = []
+    components = []
 
     def visit(name: str) -> None:
         number[name] = low[name] = len(number)
@@ -129,12 +129,12 @@ def circles(types: bool = False) -> list[set[str]]:
             part = set(stack[at:])
             del stack[at:]
             if len(part) > 1:
-                found.append(part)
+                components.append(part)
 
     for name in modules():
         if name not in number:
             visit(name)
-    return found
+    return components
 
 
 def test_the_table_has_all_rooms():
@@ -151,7 +151,7 @@ def test_rooms_import_only_what_the_table_allows(name):
 
 
 def inner_room(name: str) -> str:
-    """The inner room of a module; none for what the inner rooms share."""
+    """The inner room of a module, or None if it is shared by the inner rooms."""
     parts = name.split(".")
     if modules()[name].name != "__init__.py":
         parts.pop()
@@ -159,7 +159,7 @@ def inner_room(name: str) -> str:
 
 
 def inner_table() -> dict[str, set[str]]:
-    """The inner rooms of the runtime, and the others among them that each may know."""
+    """The inner rooms of the runtime, and those that each may import."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| `runtime/(\w+)/` \|[^|]*\| ([^|]*) \|$", text, re.MULTILINE)
     return {name: set(re.findall(r"\w+", knows)) & {other for other, _ in rows} for name, knows in rows}
@@ -172,21 +172,21 @@ def test_the_table_has_all_inner_rooms():
 @pytest.mark.parametrize("name", sorted(inner_table()))
 def test_inner_rooms_import_only_what_the_table_allows(name):
     edges = {(module, to) for module in modules() for to in graph()[module]}
-    found = {(a, b) for a, b in edges if room(a) == room(b) == "runtime" and inner_room(a) == name}
-    assert {(a, b) for a, b in found if inner_room(b) not in {"", name, *inner_table()[name]}} == set()
+    inner_edges = {(a, b) for a, b in edges if room(a) == room(b) == "runtime" and inner_room(a) == name}
+    assert {(a, b) for a, b in inner_edges if inner_room(b) not in {"", name, *inner_table()[name]}} == set()
 
 
 def test_files_named_on_the_page_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text))
     assert len(named) > 40
-    places = (SOURCE / "firstloss", SOURCE / "firstloss" / "init", ROOT)  # init's rooms are named under it
+    places = (SOURCE / "firstloss", SOURCE / "firstloss" / "init", ROOT)  # init's rooms are named in its row
     assert {name for name in named if not any((place / name).exists() for place in places)} == set()
 
 
 @pytest.mark.parametrize("name", ["trainer", "cli"])
 def test_users_of_the_public_api_list_other_imports(name):
-    """By its row of the table: the files past the public API that it imports, and no other."""
+    """By its row of the table: the files outside the public API that it imports, and no others."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     knows = re.search(rf"^\| `{name}/` \|[^|]*\| the public API; ([^|]*) \|$", text, re.MULTILINE)
     named = {file.removesuffix(".py").replace("/", ".") for file in re.findall(r"`([\w/]+\.py)`", knows[1])}
@@ -200,33 +200,33 @@ def test_there_are_no_import_cycles():
     assert circles() == []
 
 
-# A callback is given the Trainer, which has callbacks.
+# A callback gets the Trainer, which has callbacks.
 ROUND_BY_TYPES = [{"trainer"}]
 
 
 def test_there_are_no_import_cycles_for_the_type_checker():
-    """But within the trainer, where the one is the other's argument."""
+    """Except within the trainer, where the two are each other's arguments."""
     rooms = [{room(name) for name in circle} for circle in circles(types=True)]
-    assert all(found in ROUND_BY_TYPES for found in rooms)
+    assert all(cycle in ROUND_BY_TYPES for cycle in rooms)
 
 
-# Attributes of deferred tensors that the package shares: other names of a tensor are PyTorch's, or a user's.
+# Attributes of deferred tensors that the package shares: other attributes of a tensor are PyTorch's or a user's.
 OF_TENSORS = {"_storage", "_ref"}
-# An attribute of JAX's that is called as one of ours, and the C module that the file stands for.
+# An attribute of JAX's with the name of one of ours, and the C module that a file wraps.
 NOT_OURS = {"compat.jax_names": {"_params"}, "runtime.guards.native": {"_guards"}}
 
 
 def defined(name: str) -> set[str]:
     """The names that a module defines: functions, classes, variables, attributes and slots."""
-    found = set()
+    names = set()
     for node in nodes(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
-            found.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
-    return found
+            names.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
+    return names
 
 
 @functools.cache
@@ -240,7 +240,7 @@ def is_private(name: str) -> bool:
 
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_private_names_are_not_imported(name):
-    """Imports, and attributes of anything but `self`, whose class may be derived from another file's."""
+    """Imports, and attributes of anything but `self`, whose class may derive from another file's."""
     used = {what for _, what in imports(name) if what is not None and is_private(what)}
     for node in nodes(name):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr in defined_anywhere():

@@ -1,4 +1,4 @@
-"""Settings of the interpreter that Firstloss changes temporarily: the user's are reported, and restored."""
+"""Settings of the interpreter that Firstloss changes temporarily: the user's values are reported and restored."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ from firstloss.runtime.step import process_settings
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen(monkeypatch):
-    """As for users: what conftest.py has frozen is so again afterwards."""
+    """As for users: unfreezes the objects that conftest.py has frozen, and freezes them again afterwards."""
     gc.unfreeze()
     monkeypatch.setattr(interpreter, "_others_freeze", False)
     yield
@@ -97,8 +97,8 @@ def test_what_is_freed_as_often_as_made_begins_no_collection():
     gc.callbacks.append(note)
     try:
         with until_undone():
-            made = [[] for _ in range(100_000)]
-            del made
+            lists = [[] for _ in range(100_000)]
+            del lists
             assert not gc.isenabled()
         assert gc.isenabled() and not collections
     finally:
@@ -117,7 +117,7 @@ def test_a_pause_leaves_collection_off_where_it_was_off():
 
 @pytest.mark.parametrize("block", [until_undone, paused])
 def test_what_is_wanted_is_what_others_have_set(block):
-    """A step is known by it, and other threads have blocks of ours open while it is looked for."""
+    """Steps are identified by the settings of others, although other threads have blocks of ours open at the time."""
     with block():
         assert is_collecting()
         set_collecting(False)
@@ -145,7 +145,7 @@ def users():
 
 
 def test_blocks_that_overlap_in_two_threads(users):
-    """The one that began within the other's time ends last."""
+    """The block that began during the other one ends last."""
     entered, leave = threading.Event(), threading.Event()
 
     def work():
@@ -184,10 +184,10 @@ def test_what_is_wanted_in_a_block_is_set_after_it(users):
 
 @pytest.fixture
 def users_thresholds():
-    """The thresholds, which are put back."""
-    found = gc.get_threshold()
-    yield found
-    gc.set_threshold(*found)
+    """The user's thresholds, restored afterwards."""
+    thresholds = gc.get_threshold()
+    yield thresholds
+    gc.set_threshold(*thresholds)
 
 
 def test_a_thread_beside_the_users_collects_young_objects_alone(users_thresholds):

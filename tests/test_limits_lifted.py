@@ -1,7 +1,7 @@
-"""What earlier systems that trace PyTorch or initialize it lazily could not do: one test for each limit that is lifted.
+"""What earlier systems that trace PyTorch or initialize it lazily could not do: one test for each lifted limit.
 
 These are the limits stated in the two documents whose samples `runtime/test_reference_samples.py` runs. Each is shown
-here in its smallest form; the details are tested beside the code.
+here in its smallest form; the details are tested with the code.
 """
 
 import json
@@ -20,7 +20,8 @@ CLOSE = {"rel": 1e-5}  # a few steps in float32, summed in another order
 
 
 class Odd(nn.Module):
-    """Initialised as no map from modules to initializers says: in place, through views, with numbers worked out."""
+    """Initialized in ways that no map from modules to initializers describes: in place, through views, from computed
+    numbers."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +41,7 @@ def backend(tmp_path):
     return fl.backend("XLA", artifact_dir=tmp_path)
 
 
-def made(backend=None, make=Odd):
+def build(backend=None, make=Odd):
     torch.manual_seed(5)
     if backend is None:
         return make()
@@ -49,7 +50,7 @@ def made(backend=None, make=Odd):
 
 
 def losses(model, backend=None, optimizer=torch.optim.SGD, schedule=None, steps=4, between=lambda model: None):
-    """The losses of some steps; eagerly without a backend."""
+    """The losses of some steps; eager if `backend` is None."""
     compiled = model if backend is None else fl.compile(model, backend)
     optimizer = optimizer(model.parameters(), lr=0.1)
     schedule = None if schedule is None else schedule(optimizer)
@@ -62,29 +63,29 @@ def losses(model, backend=None, optimizer=torch.optim.SGD, schedule=None, steps=
         return loss
 
     step = step if backend is None else fl.trace(step)
-    found = []
+    values = []
     for _ in range(steps):
-        found.append(step(X, Y).item())
+        values.append(step(X, Y).item())
         between(model)
         if schedule is not None:
             schedule.step()
-    return found
+    return values
 
 
 def test_lazy_initialization_keeps_the_order_of_random_draws(backend):
-    """Others: lazy initialisation changes the order of the draws, and with it the values."""
-    eager, after = made(), torch.rand(3)
-    lazy, ours = made(backend), torch.rand(3)
+    """Others: lazy initialization changes the order of the draws, and with it the values."""
+    eager, after = build(), torch.rand(3)
+    lazy, drawn = build(backend), torch.rand(3)
     fl.compile(lazy, backend)
     for name, weight in eager.state_dict().items():
         assert torch.equal(lazy.state_dict()[name].cpu(), weight), name
-    assert torch.equal(after, ours)
+    assert torch.equal(after, drawn)
 
 
 def test_aliases_of_weights_compile_and_are_kept(backend):
     """Others: an explicit alias of a weight (`weight.T`) breaks the compile."""
-    model = made(backend)
-    assert losses(model, backend) == pytest.approx(losses(made()), **CLOSE)
+    model = build(backend)
+    assert losses(model, backend) == pytest.approx(losses(build()), **CLOSE)
     assert torch.equal(model.alias.cpu(), model.second.weight.T.cpu())
 
 
@@ -93,9 +94,9 @@ import json, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import torch, firstloss as fl
-from tests.test_limits_lifted import made
-eager = made().state_dict()
-program = fl.init_program(fl.deferred_init(made))
+from tests.test_limits_lifted import build
+eager = build().state_dict()
+program = fl.init_program(fl.deferred_init(build))
 found = []
 for mesh in (None, {"fsdp": 4}, {"fsdp": 8}, {"fsdp": 2, "tp": 4}):
     weights = program.run(mesh=mesh)
@@ -107,18 +108,18 @@ print(json.dumps(found))
 
 
 def test_weights_are_the_same_on_any_mesh():
-    """Others: every rank draws something else, so that 8 devices, 4 and 1 begin with other weights."""
+    """Others: every rank draws different values, so 8 devices, 4 and 1 start from different weights."""
     done = forked.run(["-c", ON_MESHES], capture_output=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [devices for devices, _ in found] == [1, 4, 8, 8]
-    assert len({difference for _, difference in found}) == 1
-    assert found[0][1] < 1e-6  # the orthogonal weight's factorisation is the device's own
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [devices for devices, _ in result] == [1, 4, 8, 8]
+    assert len({difference for _, difference in result}) == 1
+    assert result[0][1] < 1e-6  # the orthogonal weight's factorization is the device's own
 
 
 def test_the_constructor_itself_is_the_specification():
     """Others: values are stand-ins from randn, or a map says which initializer each module has."""
-    eager, lazy = made(), fl.deferred_init(made)
+    eager, lazy = build(), fl.deferred_init(build)
     assert fl.is_deferred(lazy)
     fl.materialize_module(lazy)
     assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), lazy.parameters(), strict=True))
@@ -136,7 +137,7 @@ def test_a_branch_on_a_value_is_an_error_at_the_users_line(backend):
 
 
 def test_a_branch_on_a_python_value_is_not_frozen(backend):
-    """Others: the branch that was taken when the step was traced is taken ever after."""
+    """Others: the branch taken when the step was traced is taken ever after."""
     counter = 0
 
     @fl.trace
@@ -146,12 +147,12 @@ def test_a_branch_on_a_python_value_is_not_frozen(backend):
         return x if counter < 3 else -x
 
     with pytest.warns(fl.errors.GraphChangeWarning, match="the variable counter"):
-        got = [torch.equal(step(X).cpu(), X) for _ in range(4)]
-    assert got == [True, True, False, False]
+        actual = [torch.equal(step(X).cpu(), X) for _ in range(4)]
+    assert actual == [True, True, False, False]
 
 
 def test_a_traced_tensor_as_a_scalar_argument_is_read_at_each_step(backend):
-    """Others: a random value is used in its place."""
+    """Others: a random value is used instead."""
     lr = torch.tensor(0.5)
 
     @fl.trace
@@ -165,9 +166,9 @@ def test_a_traced_tensor_as_a_scalar_argument_is_read_at_each_step(backend):
 
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop"])
 def test_optimizer_state_created_inside_a_step_is_kept(name, backend):
-    """Others: state that `step()` makes restarts at zero at each step."""
+    """Others: state created in `step()` restarts at zero at each step."""
     kind = getattr(torch.optim, name)
-    assert losses(made(backend), backend, kind) == pytest.approx(losses(made(), None, kind), **CLOSE)
+    assert losses(build(backend), backend, kind) == pytest.approx(losses(build(), None, kind), **CLOSE)
 
 
 @pytest.mark.parametrize("way", ["ordinary", "of the step"])
@@ -181,19 +182,19 @@ def test_pytorchs_schedulers_and_functions_of_the_step_work(way, backend):
         return fl.optim.lr_scheduler.StepLR(optimizer, 0.1, 2, 0.1)
 
     schedule = ordinary if way == "ordinary" else of_the_step
-    assert losses(made(backend), backend, schedule=schedule, steps=5) == pytest.approx(
-        losses(made(), schedule=ordinary, steps=5), **CLOSE
+    assert losses(build(backend), backend, schedule=schedule, steps=5) == pytest.approx(
+        losses(build(), schedule=ordinary, steps=5), **CLOSE
     )
 
 
 def test_validation_before_training_after_it_and_again(backend):
-    """Others: the first compile locks the cluster, so that one trains before one validates."""
-    ours, eager = made(backend), made()
-    fl.compile(ours, backend)
-    validate = fl.trace(lambda x, y: F.mse_loss(ours(x), y))
+    """Others: the first compile locks the cluster, so that one has to train before one validates."""
+    traced, eager = build(backend), build()
+    fl.compile(traced, backend)
+    validate = fl.trace(lambda x, y: F.mse_loss(traced(x), y))
     for _ in range(2):
         assert validate(X, Y).item() == pytest.approx(F.mse_loss(eager(X), Y).item(), **CLOSE)
-        assert losses(ours, backend, steps=2) == pytest.approx(losses(eager, steps=2), **CLOSE)
+        assert losses(traced, backend, steps=2) == pytest.approx(losses(eager, steps=2), **CLOSE)
     assert validate(X, Y).item() == pytest.approx(F.mse_loss(eager(X), Y).item(), **CLOSE)
 
 
@@ -205,13 +206,13 @@ def test_weights_are_edited_at_any_time_without_a_checkpoint(backend):
             model.second.bias.add_(1)
             model.first.weight[0] = 0
 
-    assert losses(made(backend), backend, between=edit) == pytest.approx(losses(made(), between=edit), **CLOSE)
+    assert losses(build(backend), backend, between=edit) == pytest.approx(losses(build(), between=edit), **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_training_works_in_float32_and_mixed_precision(dtype, backend):
-    """Others: training in mixed precision alone."""
-    model, eager = made(backend), made()
+    """Others: only mixed precision can be trained."""
+    model, eager = build(backend), build()
     compiled = fl.compile(model, backend)
 
     @fl.trace
@@ -223,5 +224,5 @@ def test_training_works_in_float32_and_mixed_precision(dtype, backend):
 
     out = step(X)
     assert out.dtype == (dtype or torch.float32) and model.first.weight.grad.dtype == torch.float32
-    rounding = 1e-6 if dtype is None else 2**-6  # of sums of eight products of factors of up to two
+    rounding = 1e-6 if dtype is None else 2**-6  # for sums of eight products of factors of up to two
     torch.testing.assert_close(out.cpu().float(), eager.first(X), rtol=rounding, atol=rounding)

@@ -1,4 +1,4 @@
-"""malloc: arrays are mapped separately, unless the user has configured it otherwise."""
+"""malloc maps arrays separately, unless the user has configured it otherwise."""
 
 import ctypes
 import mmap
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc"
 )
 
-# How many bytes are mapped by themselves for 5 MiB, after 16 MiB have been freed: glibc then keeps such in its heaps.
+# The number of bytes mapped separately for 5 MiB after freeing 16 MiB, which makes glibc serve such sizes from its
+# heaps.
 PROGRAM = """
 import ctypes, sys
 from firstloss import malloc_settings
@@ -42,14 +43,14 @@ def mapped(*arguments, program=PROGRAM, **environment):
         text=True,
         check=True,
     )
-    made, count = done.stdout.split()
-    return made, int(count)
+    is_mapped, count = done.stdout.split()
+    return is_mapped, int(count)
 
 
 def test_arrays_are_mapped_separately():
     assert mapped() == ("None", 0)
-    made, count = mapped("map")
-    assert made == "True" and count >= 5 << 20
+    is_mapped, count = mapped("map")
+    assert is_mapped == "True" and count >= 5 << 20
 
 
 FREED = """
@@ -72,7 +73,7 @@ print(None, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def test_scratch_memory_is_kept_for_the_next_request():
-    """Asked for eight times, 2 MiB are touched for the first time once, not at each time."""
+    """Requested eight times, 2 MiB are touched for the first time only once."""
     _, faults = mapped("map", program=FREED)
     assert faults < 1.5 * (2 << 20) / mmap.PAGESIZE
 
@@ -90,5 +91,5 @@ def test_the_users_settings_are_kept(environment):
 
 
 def test_huge_pages_work_with_the_settings():
-    made, count = mapped("map", GLIBC_TUNABLES=malloc_settings.environment()["GLIBC_TUNABLES"])
-    assert made == "True" and count >= 5 << 20
+    is_mapped, count = mapped("map", GLIBC_TUNABLES=malloc_settings.environment()["GLIBC_TUNABLES"])
+    assert is_mapped == "True" and count >= 5 << 20

@@ -70,9 +70,9 @@ def test_a_users_subclass_may_have_attributes(backend):
     class Mine(Logging):
         pass
 
-    mine = Mine()
-    mine.anything = 1
-    assert mine.anything == 1
+    optimizer = Mine()
+    optimizer.anything = 1
+    assert optimizer.anything == 1
 
 
 @pytest.mark.parametrize("name", ["mesh", "name", "is_xla", "torch_device", "artifact_dir"])

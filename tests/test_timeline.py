@@ -1,4 +1,4 @@
-"""What the timeline records, and its files."""
+"""The timeline's events, and its files."""
 
 import json
 import subprocess

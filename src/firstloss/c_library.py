@@ -21,9 +21,9 @@ def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any
     Returns:
         The library; None if it was not built, or built for another machine, or from older source that lacks functions.
     """
-    found = (path for suffix in EXTENSION_SUFFIXES if (path := Path(module).with_name(name + suffix)).exists())
+    paths = (path for suffix in EXTENSION_SUFFIXES if (path := Path(module).with_name(name + suffix)).exists())
     try:
-        library = ctypes.CDLL(str(next(found)))
+        library = ctypes.CDLL(str(next(paths)))
         for function, (result, arguments) in functions.items():
             entry = getattr(library, function)
             entry.restype, entry.argtypes = result, tuple(arguments)

@@ -34,10 +34,10 @@ def require_extra(extra: str, feature: str, *modules: str) -> None:
     """Raise a MissingDependencyError if modules of an extra that `feature` needs are missing; imports nothing."""
     for name in modules:
         try:
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
         except ImportError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             raise MissingDependencyError(f"{feature} needs {name}, which is not installed: {install(extra)}.")
 
 

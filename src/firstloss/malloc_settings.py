@@ -11,10 +11,9 @@ of the first. The C library reads its settings when a process starts, so they mu
 Two settings can be made later, and the XLA backend makes them (`map_arrays`). One is the size from which requests are
 mapped separately: by default glibc raises it to 32 MiB once arrays of that size have been freed, and keeps them in
 heaps between objects that live longer, so that a step's peak is 5 to 15% higher. The other is how much freed memory at
-the end
-of a heap is kept: 128 KiB by default, so that matrix products request their scratch memory from the system each time.
-Measured over the first step of a Llama of 1.1 billion parameters with weights in huge pages: 530,000 page faults with
-limits of 1 MiB and 128 KiB, 276,000 with those below, and a tenth less time; a step's peak is the same within 1%.
+the end of a heap is kept: 128 KiB by default, so that matrix products request their scratch memory from the system each
+time. Measured over the first step of a Llama of 1.1 billion parameters with weights in huge pages: 530,000 page faults
+with limits of 1 MiB and 128 KiB, 276,000 with those below, and a tenth less time; a step's peak is the same within 1%.
 
 On other systems than Linux with glibc they have no effect.
 """
@@ -59,5 +58,5 @@ def map_arrays() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
-    made = [library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES), library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)]
-    return made == [1, 1]
+    results = [library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES), library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)]
+    return results == [1, 1]

@@ -17,12 +17,12 @@ def check_name(owner: Any, name: str, known: Any) -> None:
     """
     if name in known:
         return
-    shown = sorted(n for n in known if not n.startswith("_"))
-    near = difflib.get_close_matches(name, shown, n=1)
+    public = sorted(n for n in known if not n.startswith("_"))
+    near = difflib.get_close_matches(name, public, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise SettingError(
         f"{type(owner).__name__} has no setting {name!r}, so setting it would have no effect.{hint} Its settings are "
-        f"{', '.join(shown)}."
+        f"{', '.join(public)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Loss scaling: the same as PyTorch's in eager mode, and the same in a traced step as in eager mode."""
+"""Loss scaling matches PyTorch's in eager mode, and traced steps match eager mode."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_tolerance_and_limits_are_respected():
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    # 0 of 1, 1 of 2, 2 of 3: halved; then 1 of 1: halved to no less than the limit
+    # 0 of 1, 1 of 2, 2 of 3 gradients overflow: halved; then 1 of 1: halved, but not below the limit
     assert scales == [8.0, 8.0, 4.0, 4.0, 4.0]
 
 
@@ -90,17 +90,17 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_traced_step_skips_an_update_that_overflows(name, backend):
-    ours, step = train(backend, OPTIMIZERS[name], dynamic)
-    theirs, _ = train(fl.backend("CPU"), OPTIMIZERS[name], dynamic)
+    actual, step = train(backend, OPTIMIZERS[name], dynamic)
+    eager, _ = train(fl.backend("CPU"), OPTIMIZERS[name], dynamic)
     assert compiled_steps.kinds(step) == 1
-    for n, ((weights, state, scale, skipped), (expected, _, *rest)) in enumerate(zip(ours, theirs, strict=True)):
+    for n, ((weights, state, scale, skipped), (expected, _, *rest)) in enumerate(zip(actual, eager, strict=True)):
         assert [scale, skipped] == rest
-        # Adam's traced form computes 1 - beta^t in float32; its state and its weights are checked in tests/optim.
+        # A traced Adam computes 1 - beta^t in float32; tests/optim checks its state and weights.
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
-        if n and not torch.tensor(OVERFLOWS[n]).isfinite():  # bit for bit as before
-            assert torch.equal(weights, ours[n - 1][0])
-            assert all(torch.equal(a, b) for a, b in zip(state, ours[n - 1][1], strict=True))
-    assert ours[-1][3] == 2
+        if n and not torch.tensor(OVERFLOWS[n]).isfinite():  # skipped: bit-identical to the step before
+            assert torch.equal(weights, actual[n - 1][0])
+            assert all(torch.equal(a, b) for a, b in zip(state, actual[n - 1][1], strict=True))
+    assert actual[-1][3] == 2
 
 
 @pytest.mark.parametrize("limits", [{"norm": 0.01}, {"value": 0.003}, {}])
@@ -109,11 +109,11 @@ def test_gradients_are_clipped_with_a_fixed_scale(limits, scale, backend):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.5)
 
-    ours, _ = train(backend, sgd, lambda: fl.amp.GradScaler(scale), **limits, factors=[1.0] * 3)
+    actual, _ = train(backend, sgd, lambda: fl.amp.GradScaler(scale), **limits, factors=[1.0] * 3)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     x, y = torch.randn(5, 4), torch.randn(5, 2)
-    for weights, *_ in ours:
+    for weights, *_ in actual:
         model.zero_grad()
         F.mse_loss(model(x), y).backward()
         if "norm" in limits:
@@ -124,11 +124,11 @@ def test_gradients_are_clipped_with_a_fixed_scale(limits, scale, backend):
             for p in model.parameters():
                 p.sub_(0.5 * p.grad)
         expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)  # float32's rounding
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)  # float32 rounding
 
 
 def test_float16_trains_with_scaling_in_a_traced_step(backend):
-    """The products overflow at first, and the scale comes down until they do not."""
+    """The products overflow at first, and the scale is reduced until they do not."""
     fl.amp.set_half_dtype("float16")
     torch.manual_seed(0)
     model = nn.Linear(8, 4)

@@ -1,4 +1,4 @@
-"""`optimizer_step`: several optimizers, gradient accumulation, clipping by the scaler, precision without regions."""
+"""`optimizer_step`: several optimizers, gradient accumulation, clipping with the scaler, autocast without regions."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def train(backend, scaler_of, step_of, steps=4, factors=(1.0, 1.0, float("inf"),
 
 
 def by_hand(norm=None, earlier=False):
-    """With PyTorch alone."""
+    """The same training in plain PyTorch."""
     net, xs, ys = model()
     weights = []
     for x, y, factor in zip(xs, ys, (1.0, 1.0, float("inf"), 1.0), strict=True):
@@ -95,13 +95,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_steps_match_a_loop_by_hand(case, name, tmp_path):
     scaler, step, options = CASES[case]
-    ours = train(fl.backend(name, artifact_dir=tmp_path), scaler, step)
-    for a, b in zip(ours, by_hand(**options), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # float32, another order of rounding
+    actual = train(fl.backend(name, artifact_dir=tmp_path), scaler, step)
+    for a, b in zip(actual, by_hand(**options), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # float32, summed in another order
 
 
 def test_all_optimizers_step_or_none(backend):
-    """An optimizer whose own gradients are finite does not step where another's are not."""
+    """An optimizer whose own gradients are finite is skipped too if another's are not."""
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
     loss = weights[0].sum() + (weights[1] * float("inf")).sum()
@@ -153,7 +153,7 @@ def test_an_autocast_region_has_its_own_dtype():
 
 
 def test_enabled_mixed_precision_needs_no_regions(backend):
-    """A compiled model computes in half precision in traced steps while it is on; turning it off is another step."""
+    """While mixed precision is enabled, compiled models compute in half precision; disabling it is another step."""
     net = nn.Linear(3, 3)
     called = fl.compile(net, backend)
     seen = []
@@ -169,7 +169,7 @@ def test_enabled_mixed_precision_needs_no_regions(backend):
 
 
 def test_cstorch_names_are_available():
-    """Choosing a half precision is asking for it."""
+    """Choosing a half dtype enables mixed precision."""
     fl.amp.enable_mixed_precision(False)
     assert cstorch.amp.set_half_dtype("cbfloat16") == torch.float16
     assert cstorch.amp.mixed_precision() and cstorch.amp.get_half_dtype() == torch.float16

@@ -31,7 +31,7 @@ X, Y = torch.randn(6, 8), torch.randn(6, 4)
 
 
 def forward(model, x, y, region):
-    """Losses, and the dtypes met on the way."""
+    """Losses, and the dtypes of the intermediate results."""
     with region():
         h = model(x)
         product = x @ x.T
@@ -61,22 +61,22 @@ def test_autocast_regions_match_eager_pytorch(name, backend):
     loss, dtypes = forward(reference, X, Y, region)
     loss.backward()
     compiled = fl.compile(model, backend)
-    met = []
+    seen_dtypes = []
 
     @fl.trace
     def step(x, y):
         loss, dtypes = forward(compiled, x, y, region)
-        met[:] = dtypes
+        seen_dtypes[:] = dtypes
         loss.backward()
         return loss, [p.grad for p in model.parameters()]
 
-    got, gradients = step(X, Y)
-    assert met == dtypes
+    result, gradients = step(X, Y)
+    assert seen_dtypes == dtypes
     assert all(g.dtype == torch.float32 for g in gradients)
-    # Products are rounded to 8 bits or more, the sums in them are ordered otherwise.
-    assert float(got) == pytest.approx(float(loss.detach()), rel=2**-7)
-    for ours, p in zip(gradients, reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.clone(), p.grad, rtol=2**-6, atol=2**-7 * float(p.grad.abs().max()))
+    # Products are rounded to 8 bits or more, and summed in another order.
+    assert float(result) == pytest.approx(float(loss.detach()), rel=2**-7)
+    for actual, p in zip(gradients, reference.parameters(), strict=True):
+        torch.testing.assert_close(actual.clone(), p.grad, rtol=2**-6, atol=2**-7 * float(p.grad.abs().max()))
 
 
 def test_a_region_around_the_call_selects_the_step(backend):
@@ -111,7 +111,8 @@ def test_a_step_uses_the_chosen_half_precision(backend):
 
 
 def rounded(x):
-    """The nearest number with 10 significant bits and an exponent from -30 to 31, ties to even; else zero, infinity."""
+    """The nearest number with 10 significant bits and an exponent from -30 to 31, ties to even; otherwise zero or
+    infinity."""
     if x == 0 or not math.isfinite(x):
         return x
     mantissa, exponent = math.frexp(x)  # |mantissa| from 0.5 to 1
@@ -126,9 +127,9 @@ def rounded(x):
 def test_cbfloat16_rounds_to_nearest(numbers):
     from firstloss.lower.cbfloat16 import round_cbfloat16
 
-    got = np.asarray(round_cbfloat16(np.array(numbers, np.float32)))
+    actual = np.asarray(round_cbfloat16(np.array(numbers, np.float32)))
     expected = np.array([rounded(x) for x in numbers], np.float32)
-    assert got.tobytes() == expected.tobytes() or np.array_equal(got, expected, equal_nan=True)
+    assert actual.tobytes() == expected.tobytes() or np.array_equal(actual, expected, equal_nan=True)
 
 
 def cb16(values):
@@ -136,7 +137,7 @@ def cb16(values):
 
 
 def test_cbfloat16_products_round_operands_and_results(backend):
-    """Operands are rounded, the product is exact, and then rounded: so are the gradients."""
+    """Operands are rounded, the exact product is rounded, and so are the gradients."""
     fl.amp.set_half_dtype("cbfloat16")
     weight = nn.Parameter(torch.tensor([[1.0], [1025.0], [70000.0], [3.0]]))
     holder = nn.Module()
@@ -155,11 +156,11 @@ def test_cbfloat16_products_round_operands_and_results(backend):
     y, big, gradient = step(x)
     expected = cb16(cb16(x) @ cb16(weight.detach().clone()).T)
     assert torch.equal(y.clone(), expected)
-    assert y.clone()[0, 2] > 65504  # float16 would have overflown
+    assert y.clone()[0, 2] > 65504  # float16 would overflow here
     assert torch.equal(big.clone(), cb16(expected * expected))
     assert math.isinf(big.clone()[1, 2])
     assert torch.equal(gradient.clone(), cb16(cb16(x).sum(0)).expand(4, 1))
-    assert y.dtype == torch.float32  # where nothing is float16 any more
+    assert y.dtype == torch.float32  # nothing is float16 any more
 
 
 def test_a_cbfloat16_model_stays_close_to_float32(backend):
@@ -178,7 +179,7 @@ def test_a_cbfloat16_model_stays_close_to_float32(backend):
         return loss
 
     losses = [float(step(X, Y)) for _ in range(3)]
-    assert losses[0] == pytest.approx(float(F.mse_loss(reference(X), Y).detach()), rel=2**-8)
+    assert losses[0] == pytest.approx(float(F.mse_loss(reference(X), Y).detach()), rel=2**-8)  # bfloat16
     assert losses[2] < losses[1] < losses[0]
     assert all(p.dtype == torch.float32 for p in model.parameters())
 

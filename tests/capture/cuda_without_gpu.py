@@ -11,7 +11,7 @@ from firstloss.rng.cuda_layout import GpuProperties, advance
 
 
 class Generator:
-    """What capture asks of a CUDA generator."""
+    """The attributes of a CUDA generator that capture uses."""
 
     device = torch.device("cuda:0")
 

@@ -1,4 +1,4 @@
-"""Shared assertions: deferred construction gives exactly the result of eager construction."""
+"""Shared assertions: deferred construction gives the result of eager construction."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 import firstloss as fl
 
 
-def tensors_of(made: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in what a constructor returned, under each name by which it can be reached, modules once."""
+def tensors_of(result: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a constructor's result, under each name by which it is reachable; each module once."""
     seen = set() if seen is None else seen
-    if isinstance(made, torch.Tensor):
-        yield path, made
+    if isinstance(result, torch.Tensor):
+        yield path, result
         return
-    if id(made) in seen:
+    if id(result) in seen:
         return
-    if isinstance(made, torch.nn.Module):
-        seen.add(id(made))
-        for name, value in vars(made).items():
+    if isinstance(result, torch.nn.Module):
+        seen.add(id(result))
+        for name, value in vars(result).items():
             if name in ("_parameters", "_buffers", "_modules") or not name.startswith("_"):
                 yield from tensors_of(value, f"{path}.{name}".strip("."), seen)
-    elif isinstance(made, dict):
-        for key, value in made.items():
+    elif isinstance(result, dict):
+        for key, value in result.items():
             yield from tensors_of(value, f"{path}.{key}".strip("."), seen)
-    elif isinstance(made, (list, tuple)):
-        for number, value in enumerate(made):
+    elif isinstance(result, (list, tuple)):
+        for number, value in enumerate(result):
             yield from tensors_of(value, f"{path}.{number}".strip("."), seen)
 
 
@@ -42,17 +42,17 @@ def seed_all(seed: int) -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements in logical order, as bytes: NaNs with their payload, zeros with their sign."""
+    """The elements in logical order, as bytes: includes NaN payloads and the sign of zero."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def eager(fn: Callable[[], Any], seed: int = 0) -> tuple[Any, bytes]:
-    """What `fn` makes in eager PyTorch, and the global generator's state afterwards."""
+    """The result of `fn` in eager PyTorch, and the state of the global generator afterwards."""
     seed_all(seed)
     with quiet():
-        made = fn()
-    return made, torch.get_rng_state().numpy().tobytes()
+        result = fn()
+    return result, torch.get_rng_state().numpy().tobytes()
 
 
 @contextlib.contextmanager
@@ -63,31 +63,31 @@ def quiet() -> Iterator[None]:
 
 
 def deferred(fn: Callable[[], Any], seed: int = 0) -> tuple[Any, bytes]:
-    """What `fn` makes deferred, and the global generator's state afterwards."""
+    """The deferred result of `fn`, and the state of the global generator afterwards."""
     seed_all(seed)
     with quiet():
-        made = fl.deferred_init(fn)
-    return made, torch.get_rng_state().numpy().tobytes()
+        result = fl.deferred_init(fn)
+    return result, torch.get_rng_state().numpy().tobytes()
 
 
-def materialize(made: Any, **options: Any) -> None:
-    """Make all that is deferred in what a constructor returned."""
-    if isinstance(made, torch.nn.Module):
-        fl.materialize_module(made, **options)
+def materialize(result: Any, **options: Any) -> None:
+    """Materialize everything deferred in a constructor's result."""
+    if isinstance(result, torch.nn.Module):
+        fl.materialize_module(result, **options)
     else:
-        for _, tensor in tensors_of(made):
+        for _, tensor in tensors_of(result):
             fl.materialize_tensor(tensor)
 
 
 def steps(tensor: torch.Tensor) -> list[int]:
-    """The strides that mean something: of dimensions in which there is more than one element."""
+    """The strides of dimensions with more than one element; the others are arbitrary."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride for size, stride in sizes if size > 1] if tensor.numel() else []
 
 
-def assert_same(expected: Any, got: Any) -> None:
-    """Both hold the same tensors under the same names: properties, ties and bytes."""
-    want, have = list(tensors_of(expected)), list(tensors_of(got))
+def assert_same(expected: Any, actual: Any) -> None:
+    """Both have the same tensors under the same names: properties, ties and bytes."""
+    want, have = list(tensors_of(expected)), list(tensors_of(actual))
     assert [name for name, _ in want] == [name for name, _ in have]
     for (name, a), (_, b) in zip(want, have, strict=True):
         assert not fl.is_deferred(b), f"{name} is still deferred"
@@ -117,7 +117,7 @@ def _groups(named: list[tuple[str, torch.Tensor]], key: Callable[[torch.Tensor],
 
 
 def assert_same_as_eager(fn: Callable[[], Any], seed: int = 0, ways: Any = ({},), anything: bool = True) -> Any:
-    """`fn` run deferred and materialized gives what it gives run eagerly from the same seed; returns the last made.
+    """Assert that `fn`, deferred and materialized, gives the eager result from the same seed; returns the last result.
 
     Args:
         ways: options of `materialize_module`; the comparison is made with each.
@@ -125,12 +125,12 @@ def assert_same_as_eager(fn: Callable[[], Any], seed: int = 0, ways: Any = ({},)
     """
     expected, expected_state = eager(fn, seed)
     for options in ways:
-        made, state = deferred(fn, seed)
+        result, state = deferred(fn, seed)
         assert state == expected_state, "the generator does not stand where eager leaves it"
         if anything:
-            assert any(fl.is_deferred(tensor) for _, tensor in tensors_of(made)), "nothing was deferred"
+            assert any(fl.is_deferred(tensor) for _, tensor in tensors_of(result)), "nothing was deferred"
         with quiet():
-            materialize(made, **options)
+            materialize(result, **options)
         assert torch.get_rng_state().numpy().tobytes() == expected_state, "materializing moved the generator"
-        assert_same(expected, made)
-    return made
+        assert_same(expected, result)
+    return result

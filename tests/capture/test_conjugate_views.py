@@ -1,4 +1,4 @@
-"""Conjugate and negative views are views: writes to them, or to their base, are visible in both."""
+"""Conjugate and negative views are views: writes to them or to their base are visible in both."""
 
 import random
 
@@ -25,7 +25,7 @@ EDITS += ["{t}.conj_physical_()", "{t}.neg_()"]
 
 
 def statements(seed):
-    """What makes views of complex tensors, and writes to some of them."""
+    """Statements that create views of complex tensors and write to some of them."""
     rng = random.Random(seed)
     lines, names = (
         [f"a = torch.view_as_complex(torch.arange(24.).reshape({rng.choice(['3, 4', '12', '2, 3, 2'])}, 2)) + 1"],
@@ -41,9 +41,9 @@ def statements(seed):
     return lines
 
 
-def run(lines, **given):
-    """The tensors of a program by name, and the lines that PyTorch agreed to."""
-    scope, done = {"torch": torch, **given}, []
+def run(lines, **variables):
+    """The tensors of a program by name, and the statements that PyTorch accepts."""
+    scope, done = {"torch": torch, **variables}, []
     for line in lines:
         try:
             exec(line, scope)
@@ -54,34 +54,34 @@ def run(lines, **given):
 
 
 def shown(tensor):
-    """The numbers as they are, whatever bits the view has."""
+    """The numbers, with conjugate and negative bits resolved."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
 @pytest.mark.parametrize("first", range(0, 400, 50))
 def test_views_in_a_constructor_match_eager(first):
-    """They show what eager PyTorch's do, and go on to share memory once they are real."""
+    """The views have the values of eager PyTorch's, and still share memory when materialized."""
     for seed in range(first, first + 50):
         expected, lines = run(statements(seed))
         with fl.deferred():
-            made, _ = run(lines)
-        for name in sorted(made, key=lambda n: random.Random(f"{seed}{n}").random()):
-            fl.materialize_tensor(made[name])
-        assert made.keys() == expected.keys()
-        for tensors in (expected, made):
+            actual, _ = run(lines)
+        for name in sorted(actual, key=lambda n: random.Random(f"{seed}{n}").random()):
+            fl.materialize_tensor(actual[name])
+        assert actual.keys() == expected.keys()
+        for tensors in (expected, actual):
             last = tensors[sorted(tensors)[-1]]
             last.reshape(-1)[:1].mul_(3) if last.is_contiguous() else last.mul_(3)
-        for name, tensor in made.items():
-            said = f"{name} of seed {seed}: " + "; ".join(lines)
-            assert torch.equal(shown(tensor), shown(expected[name])), said
-            assert (tensor.is_conj(), tensor.is_neg()) == (expected[name].is_conj(), expected[name].is_neg()), said
-            assert (tensor.shape, tensor.stride()) == (expected[name].shape, expected[name].stride()), said
+        for name, tensor in actual.items():
+            message = f"{name} of seed {seed}: " + "; ".join(lines)
+            assert torch.equal(shown(tensor), shown(expected[name])), message
+            assert (tensor.is_conj(), tensor.is_neg()) == (expected[name].is_conj(), expected[name].is_neg()), message
+            assert (tensor.shape, tensor.stride()) == (expected[name].shape, expected[name].stride()), message
 
 
 @pytest.mark.parametrize("first", range(0, 30, 10))
 def test_views_in_a_step_match_eager(first):
-    """Of what the step makes, and of a tensor from outside that it edits."""
+    """Views of tensors created in the step, and of an outside tensor that it edits."""
     for seed in range(first, first + 10):
         (line, *lines), rng = statements(seed), random.Random(seed)
         expected, lines = run(lines, a=eval(line.removeprefix("a = ")))
@@ -92,18 +92,18 @@ def test_views_in_a_step_match_eager(first):
         @fl.trace
         def step(x):
             a = kept if outside else torch.view_as_complex(x)  # noqa: B023
-            found, _ = run(lines, a=a if outside else a + 0)  # noqa: B023
-            return {name: shown(tensor) + 0 * model(torch.ones(2)).sum() for name, tensor in found.items()}  # noqa: B023
+            actual, _ = run(lines, a=a if outside else a + 0)  # noqa: B023
+            return {name: shown(tensor) + 0 * model(torch.ones(2)).sum() for name, tensor in actual.items()}  # noqa: B023
 
-        found = step(torch.view_as_real(kept.clone()))
+        actual = step(torch.view_as_real(kept.clone()))
         for name, tensor in expected.items():
-            assert torch.equal(found[name], shown(tensor)), f"{name} of seed {seed}: " + "; ".join([line, *lines])
+            assert torch.equal(actual[name], shown(tensor)), f"{name} of seed {seed}: " + "; ".join([line, *lines])
         if outside:
             assert torch.equal(shown(kept), shown(expected["a"])), f"seed {seed}: " + "; ".join([line, *lines])
 
 
 def test_shape_changes_in_place_match_eager():
-    """Autograd takes views anew of what they are of, which has another shape by then."""
+    """Autograd regenerates views from their base, which has another shape by then."""
     with (
         pytest.raises(
             fl.errors.CaptureError,
@@ -118,19 +118,19 @@ def test_shape_changes_in_place_match_eager():
 
 
 def facts(tensors):
-    """What autograd knows of the weight `p` and its views, and what gradients and edits do."""
+    """What autograd knows about the weight `p` and its views, and the effects of gradients and edits."""
     p, *views = tensors
-    found = [(t.requires_grad, t.is_leaf, t._base is p, t.dtype, t.stride(), t.is_conj()) for t in tensors]
+    result = [(t.requires_grad, t.is_leaf, t._base is p, t.dtype, t.stride(), t.is_conj()) for t in tensors]
     for view in views:
         p.grad = None
         try:
             (view.abs() ** 2).sum().backward()
-            found.append(None if p.grad is None else shown(p.grad).tolist())
+            result.append(None if p.grad is None else shown(p.grad).tolist())
         except RuntimeError as error:
-            found.append(str(error).split(" is a view")[0][:30])
+            result.append(str(error).split(" is a view")[0][:30])
     p.requires_grad_(False)
     p.mul_(2)
-    return [*found, *((t.requires_grad, shown(t).tolist()) for t in tensors)]
+    return [*result, *((t.requires_grad, shown(t).tolist()) for t in tensors)]
 
 
 PARTS = {
@@ -149,7 +149,7 @@ PARTS = {
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("parts", PARTS)
 def test_views_of_a_weight_stay_views(parts, frozen):
-    """What a constructor keeps of a weight is a view of it, through which gradients flow as they would."""
+    """Views that a constructor keeps of a weight remain views of it, and gradients flow through them."""
 
     def build():
         torch.manual_seed(0)
@@ -162,14 +162,14 @@ def test_views_of_a_weight_stay_views(parts, frozen):
         return tensors
 
     with fl.deferred():
-        made = build()
-    for tensor in reversed(made):
+        result = build()
+    for tensor in reversed(result):
         fl.materialize_tensor(tensor)
-    assert facts(made) == facts(build())
+    assert facts(result) == facts(build())
 
 
 def test_views_of_a_weight_on_a_backend_stay_views():
-    """They share its memory, which the step writes."""
+    """The views share the weight's memory, which the step writes."""
     layer = nn.Module()
     layer.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64) * 1j)
     model = fl.compile(layer, fl.backend("XLA"))
@@ -216,24 +216,24 @@ DRAWN = {
 @pytest.mark.parametrize("shape", [(2, 2), (2, 17), (5, 6), (4, 4, 3)], ids=str)
 @pytest.mark.parametrize("view", SHOWN)
 def test_draws_into_a_view_leave_the_stream_where_eager_does(view, shape):
-    """PyTorch draws into a copy of a conjugated or negated view, which lies without gaps."""
+    """PyTorch draws into a contiguous copy of a conjugated or negated view."""
 
     def build(draw):
         whole = torch.randn(shape, dtype=torch.complex64)
-        shown = SHOWN[view](whole)
+        visible = SHOWN[view](whole)
         with torch.no_grad():
-            draw(shown)
-        return [whole.clone(), shown.resolve_neg().resolve_conj().clone(), torch.randn(3)]
+            draw(visible)
+        return [whole.clone(), visible.resolve_neg().resolve_conj().clone(), torch.randn(3)]
 
     compared = 0
     for name, draw in DRAWN.items():
         try:
             expected, generator = eager(lambda draw=draw: build(draw))
-        except (RuntimeError, NotImplementedError):  # complex or negated, which few are for
+        except (RuntimeError, NotImplementedError):  # only operations for complex or negated views, which are few
             continue
         compared += 1
-        made, left = deferred(lambda draw=draw: build(draw))
-        materialize(made)
-        assert_same(expected, made)
+        actual, left = deferred(lambda draw=draw: build(draw))
+        materialize(actual)
+        assert_same(expected, actual)
         assert generator == left, name
     assert compared

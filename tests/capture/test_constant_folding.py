@@ -1,4 +1,4 @@
-"""In a traced step, values that depend on no input are known: they can be read, and determine sizes."""
+"""In a traced step, values that depend on no input are known: they can be read, and used as sizes."""
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_values_that_depend_on_no_input_are_known(name, backend):
     x = X.clone().requires_grad_()
     y = function(x)
     (y * y).sum().backward()
-    for ours, theirs in zip(step(X), (y, x.grad), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(step(X), (y, x.grad), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_state_made_from_constants_is_not_constant(backend):
@@ -98,8 +98,8 @@ def check_write(function, v, backend):
         (y * y).sum().backward()
         return y, x.grad, v.grad
 
-    for ours, theirs in zip(fl.trace(gradients)(X, v), gradients(X, v), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(fl.trace(gradients)(X, v), gradients(X, v), strict=True):
+        assert torch.equal(actual, expected)
 
 
 MADE = {
@@ -115,8 +115,8 @@ MADE = {
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("name", MADE)
 def test_a_tensor_is_made_of_traced_numbers(name, backend):
-    ours, theirs = fl.trace(MADE[name])(X), MADE[name](X)
-    assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+    actual, expected = fl.trace(MADE[name])(X), MADE[name](X)
+    assert torch.equal(actual, expected) and actual.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -132,11 +132,11 @@ def test_ctc_loss_takes_traced_lengths(joined, backend):
         loss.backward()
         return loss, x.grad
 
-    for ours, theirs in zip(
+    for actual, expected in zip(
         fl.trace(gradient)(x, targets, long, lengths), gradient(x, targets, long, lengths), strict=True
     ):
-        # sums of some twenty probabilities, added up in another order
-        torch.testing.assert_close(ours.clone(), theirs, rtol=1e-5, atol=1e-6)
+        # sums of about twenty probabilities, in another order
+        torch.testing.assert_close(actual.clone(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_failed_assertion_is_an_error_at_its_line(backend):
@@ -170,7 +170,7 @@ def test_validation_branches_are_checked_after_the_step(backend):
         return torch.nn.functional.gaussian_nll_loss(x, torch.zeros_like(x), var)
 
     var = torch.full_like(X, 0.25)
-    torch.testing.assert_close(
+    torch.testing.assert_close(  # a few sums
         step(X, var).clone(), torch.nn.functional.gaussian_nll_loss(X, torch.zeros_like(X), var), rtol=1e-6, atol=0
     )
     with pytest.raises(fl.errors.StepAssertionError, match=rf"{__file__}:\d+: gaussian_nll_loss: var has negative"):
@@ -178,7 +178,7 @@ def test_validation_branches_are_checked_after_the_step(backend):
 
 
 def test_a_distribution_is_validated_after_the_step(backend, monkeypatch):
-    # PyTorch's default, which its compiler sets otherwise for all of the process, once it has compiled anything.
+    # PyTorch's default; its compiler changes it for the whole process once it has compiled anything.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
 
     @fl.trace

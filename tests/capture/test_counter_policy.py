@@ -1,4 +1,4 @@
-"""rng="counter": draws depend only on (seed, draw, index), however they are computed."""
+"""rng="counter": draws depend only on (seed, draw, index), whichever way they are computed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def capture(fn, seed=3):
         return fn()
 
 
-def made(fn, seed=3):
-    found = capture(fn, seed)
-    return [fl.materialize_tensor(t) for t in found] if isinstance(found, list) else fl.materialize_tensor(found)
+def materialized(fn, seed=3):
+    deferred = capture(fn, seed)
+    return (
+        [fl.materialize_tensor(t) for t in deferred] if isinstance(deferred, list) else fl.materialize_tensor(deferred)
+    )
 
 
 @pytest.fixture(params=["native", "numpy"])
@@ -39,7 +41,7 @@ def kernels(request, monkeypatch):
 
 
 def test_each_draw_depends_on_its_number(kernels):
-    first, second, third = made(lambda: [torch.randn(33), torch.empty(7, 5).uniform_(-0.5, 0.5), torch.rand(3)])
+    first, second, third = materialized(lambda: [torch.randn(33), torch.empty(7, 5).uniform_(-0.5, 0.5), torch.rand(3)])
     assert np.array_equal(first.numpy(), counter.normal(SEED, 0, 0, 33))
     assert np.array_equal(second.flatten().numpy(), counter.uniform(SEED, 1, 0, 35, -0.5, 0.5))
     assert np.array_equal(third.numpy(), counter.uniform(SEED, 2, 0, 3))
@@ -76,7 +78,7 @@ def everything():
 
 @pytest.mark.filterwarnings("ignore:mean is more than 2 std")
 def test_order_threads_and_kernels_do_not_matter(kernels):
-    whole = made(everything)
+    whole = materialized(everything)
     again = capture(everything)
     for tensor in reversed(again):
         fl.materialize_tensor(tensor)
@@ -89,19 +91,19 @@ def test_order_threads_and_kernels_do_not_matter(kernels):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_large_fill_can_be_made_in_pieces(threads):
     count = (1 << 19) + 77
-    found = capture(lambda: torch.empty(count).normal_(1.0, 0.1))
-    value = found._storage.value
+    deferred = capture(lambda: torch.empty(count).normal_(1.0, 0.1))
+    value = deferred._storage.value
     (buffer,) = materialize_values([value], num_threads=threads).values()
     assert np.array_equal(buffer.numpy(), counter.normal(SEED, 0, 0, count, 1.0, 0.1))
-    del found
+    del deferred
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("kind", ["normal_", "uniform_"])
 def test_slices_match_the_whole(kind, dtype):
-    found = capture(lambda: getattr(torch.empty(5000, dtype=dtype), kind)())
-    value = found._storage.value
-    whole = fl.materialize_tensor(found)
+    deferred = capture(lambda: getattr(torch.empty(5000, dtype=dtype), kind)())
+    value = deferred._storage.value
+    whole = fl.materialize_tensor(deferred)
     reader = Reader(lambda value: pytest.fail("made whole"))
     for begin, end in ((0, 5000), (1, 2), (17, 4999), (4990, 5000), (2503, 2507)):
         part = torch.empty(end - begin, dtype=dtype)
@@ -117,14 +119,14 @@ def test_a_slice_draws_only_its_own_words(monkeypatch):
         "normal",
         lambda seed, draw, begin, count, *a, **k: drawn.append(count) or real(seed, draw, begin, count, *a, **k),
     )
-    found = capture(lambda: torch.empty(1 << 40).normal_())  # 4 TB, of which a hundred elements are made
-    part = found[(1 << 39) + 3 :][:100].clone()
+    deferred = capture(lambda: torch.empty(1 << 40).normal_())  # 4 TB, of which a hundred elements are computed
+    part = deferred[(1 << 39) + 3 :][:100].clone()
     assert np.array_equal(fl.materialize_tensor(part).numpy(), real(SEED, 0, (1 << 39) + 3, 100))
     assert sum(drawn) <= 200
 
 
 def test_truncated_normals_have_their_distribution():
-    inside = made(lambda: nn.init.trunc_normal_(torch.empty(200_000), 1.0, 2.0, 0.0, 4.0))
+    inside = materialized(lambda: nn.init.trunc_normal_(torch.empty(200_000), 1.0, 2.0, 0.0, 4.0))
     assert 0 <= inside.min() and inside.max() <= 4
     below = [(1 + math.erf(x / math.sqrt(2))) / 2 for x in (-0.5, 0.0, 1.5)]
     share = (below[1] - below[0]) / (below[2] - below[0])
@@ -140,7 +142,7 @@ def test_nothing_is_computed_before_it_is_read(monkeypatch):
 
 
 def test_the_seed_comes_from_the_generator_and_later_blocks_continue():
-    a, b = made(lambda: torch.randn(9)), made(lambda: torch.randn(9), seed=4)
+    a, b = materialized(lambda: torch.randn(9)), materialized(lambda: torch.randn(9), seed=4)
     torch.manual_seed(3)
     with fl.deferred(rng="counter"):
         first = torch.randn(9)
@@ -150,7 +152,7 @@ def test_the_seed_comes_from_the_generator_and_later_blocks_continue():
         second = torch.randn(9)
     assert torch.equal(fl.materialize_tensor(first), a)
     assert len({tuple(t.tolist()) for t in (a, b, fl.materialize_tensor(second))}) == 3
-    capture(lambda: torch.randn(9000))  # where the generator is left depends on the number of draws alone
+    capture(lambda: torch.randn(9000))  # the generator's final state depends only on the number of draws
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -165,8 +167,8 @@ def test_reseeding_forking_and_reading_work_inside_a_block():
         read = torch.randn(3).sum().item()
         return [again, forked, after, torch.full((1,), read)]
 
-    first, second = made(fn), made(fn, seed=5)
-    assert torch.equal(first[0], made(lambda: torch.randn(9)))
+    first, second = materialized(fn), materialized(fn, seed=5)
+    assert torch.equal(first[0], materialized(lambda: torch.randn(9)))
     assert torch.equal(first[1], first[2])  # as in eager PyTorch
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
@@ -179,7 +181,7 @@ def test_nested_blocks_must_have_one_policy():
         with pytest.raises(fl.errors.CaptureError, match=r"test_counter_policy.py:\d+: rng='eager' inside"):
             with fl.deferred(rng="eager"):
                 pass
-    assert torch.equal(fl.materialize_tensor(inner), made(lambda: torch.randn(9)))
+    assert torch.equal(fl.materialize_tensor(inner), materialized(lambda: torch.randn(9)))
     assert session.generators.policy == "eager"
     torch.manual_seed(3)
     assert torch.equal(
@@ -195,7 +197,7 @@ def test_the_report_lists_draws():
 
 def test_invalid_draws_are_refused_as_by_torch():
     with pytest.raises(RuntimeError, match="std"):
-        made(lambda: torch.empty(9).normal_(0.0, -1.0))
+        materialized(lambda: torch.empty(9).normal_(0.0, -1.0))
 
 
 def test_saved_weights_match_materialized_ones(tmp_path):

@@ -1,4 +1,4 @@
-"""Capture for a GPU: offsets in its random stream, counted without a GPU; and the error if there is none."""
+"""Capture for a GPU: offsets in its random stream, computed without a GPU; and the error if there is no GPU."""
 
 import os
 import subprocess

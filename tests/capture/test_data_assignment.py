@@ -1,4 +1,4 @@
-"""`weight.data = tensor` in a traced step: views see the same memory afterwards as in eager PyTorch."""
+"""`weight.data = tensor` in a traced step: views share the same memory afterwards as in eager PyTorch."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def scaled(w):
 def of_a_name(w):
     data = w.data
     w.data = data * 0.9
-    data.add_(1)  # what the weight showed before
+    data.add_(1)  # the weight's old memory
 
 
 def edited_later(w):
@@ -64,7 +64,7 @@ ASSIGNMENTS = [scaled, of_a_name, edited_later, twice, of_zeros]
 
 
 def program(backend, assignment, viewer, compiled, used, later):
-    """Runs six steps in which `assignment` gives a weight other memory."""
+    """Run six steps in which `assignment` gives a weight other memory."""
     torch.manual_seed(0)
     with backend.device:
         net = Net()
@@ -96,7 +96,7 @@ def program(backend, assignment, viewer, compiled, used, later):
         yield [p.detach().clone() for p in net.parameters()]
         if i == 4 and not later and viewer != "none":
             with torch.no_grad():
-                torch.as_tensor(seen[0]).add_(0.5)  # memory that is its own by now
+                torch.as_tensor(seen[0]).add_(0.5)  # by now separate memory
 
 
 CASES = list(itertools.product(ASSIGNMENTS, VIEWERS, [True, False], ["", "read", "edited"], [False, True]))
@@ -105,20 +105,22 @@ CASES = list(itertools.product(ASSIGNMENTS, VIEWERS, [True, False], ["", "read",
 @pytest.mark.parametrize("compiled_by_xla", [False, True], ids=["kernels", "xla"])
 @pytest.mark.parametrize("part", range(7))
 def test_views_keep_their_memory(part, compiled_by_xla, tmp_path, monkeypatch):
-    if not compiled_by_xla:  # which takes nine tenths of the time
+    if not compiled_by_xla:  # compilation takes nine tenths of the time
         monkeypatch.setattr(compiling, "compile_step", interpret.interpreted)
-    every = 20 if compiled_by_xla else scale.of(5, 1)  # which of them: each assignment with each viewer
+    every = 20 if compiled_by_xla else scale.of(5, 1)  # covers each assignment with each viewer
     for assignment, viewer, compiled, used, later in CASES[part :: 7 * every]:
         setting = assignment, viewer, compiled, used, later
         eager = list(program(fl.backend("CPU"), *setting))
         traced = program(fl.backend("XLA", artifact_dir=tmp_path), *setting)
-        if not compiled and not later and "numpy" in viewer:  # a real tensor, and who holds its memory is not known
+        if not compiled and not later and "numpy" in viewer:  # a real tensor whose memory may be held by anyone
             with pytest.raises(TraceError, match="test_data_assignment.py:.* shares its memory"):
                 list(traced)
             continue
-        for expected, found in zip(eager, traced, strict=True):
-            said = lambda text, setting=setting: f"{setting}: {text}"  # noqa: E731
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=said)  # XLA adds in another order
+        for expected, actual in zip(eager, traced, strict=True):
+            describe = lambda text, setting=setting: f"{setting}: {text}"  # noqa: E731
+            torch.testing.assert_close(
+                actual, expected, rtol=1e-4, atol=1e-5, msg=describe
+            )  # XLA adds in another order
 
 
 def test_outside_memory_is_refused(backend):

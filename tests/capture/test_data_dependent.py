@@ -1,4 +1,4 @@
-"""Operations in a traced step whose results depend on values: refused with a suggestion that works."""
+"""In a traced step, operations whose results depend on values are refused with a suggestion that works."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def added(x):
     x[x > 0] += 1
 
 
-# What the user writes; how the error cites it; a piece of the advice that is for this operation alone.
+# The user's code; how the error names it; a phrase of the advice for this operation.
 REFUSED = {
     "nonzero": (lambda x, i: x.nonzero(), "x.nonzero()", "nonzero_static"),
     "where": (lambda x, i: torch.where(x > 0), "torch.where(x > 0)", "three arguments"),
@@ -74,17 +74,17 @@ def test_the_error_cites_the_expression_and_says_what_to_write_instead(kind, bac
 
     with pytest.raises(fl.errors.ValueReadError) as caught:
         step(X, IDS)
-    said = str(caught.value)
-    assert said.startswith(f"{__file__}:") and f"`{cited}`" in said and advice in said
+    message = str(caught.value)
+    assert message.startswith(f"{__file__}:") and f"`{cited}`" in message and advice in message
 
 
 def test_code_without_a_file_is_named_by_its_operation(backend):
-    made = {}
-    exec(compile("def dynamic(x):\n    return x.nonzero()", "/nowhere/made.py", "exec"), made)
+    scope = {}
+    exec(compile("def dynamic(x):\n    return x.nonzero()", "/nowhere/made.py", "exec"), scope)
     with pytest.raises(
         fl.errors.ValueReadError, match=r"^/nowhere/made.py:2: .*this line.*aten.nonzero.*nonzero_static"
     ):
-        fl.trace(made["dynamic"])(X)
+        fl.trace(scope["dynamic"])(X)
 
 
 def sorted_count(i):
@@ -94,12 +94,12 @@ def sorted_count(i):
 
 
 def selected(x, mask):
-    """As transformers' LED asks whether some token attends to all others."""
+    """As transformers' LED checks whether some token attends globally."""
     global_too = (F.pad(mask, (0, 1), value=0) > 0).flatten().any().item()
     return x * 2 if global_too else x
 
 
-# The static ways that the errors name, beside what they stand for.
+# The static alternatives that the errors suggest, each with the code that it replaces.
 STATIC = {
     "mask, mean": (lambda x, i: x[x > 0].mean(), lambda x, i: torch.where(x > 0, x, 0).sum() / (x > 0).sum()),
     "unique": (lambda x, i: torch.tensor(len(i.unique())), lambda x, i: sorted_count(i)),
@@ -127,9 +127,9 @@ STATIC = {
 @pytest.mark.parametrize("kind", STATIC)
 def test_the_suggested_code_gives_the_same_result(kind, backend):
     dynamic, static = STATIC[kind]
-    got = fl.trace(static)(X, IDS)
-    # a sum of two or three numbers, in any order, and a division
-    torch.testing.assert_close(got.clone(), dynamic(X, IDS), rtol=1e-6, atol=0)
+    actual = fl.trace(static)(X, IDS)
+    # a sum of two or three numbers in any order, and a division
+    torch.testing.assert_close(actual.clone(), dynamic(X, IDS), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("repeats", ([2, 0, 3], [0, 0, 5], [5, 0, 0], [1, 3, 1]))
@@ -144,15 +144,17 @@ def test_repeat_interleave_is_static_with_output_size(repeats, dim, backend):
         (out * torch.arange(1.0, n + 1)).sum().backward()
         return out.detach(), x.grad
 
-    for got, expected in zip(fl.trace(step)(X, many), step(X, many), strict=True):
-        assert torch.equal(got, expected)  # the gradients are sums of small whole numbers
+    for actual, expected in zip(fl.trace(step)(X, many), step(X, many), strict=True):
+        assert torch.equal(actual, expected)  # the gradients are sums of small integers
 
 
 def test_a_wrong_output_size_is_visible(backend):
     """Eager raises; a compiled step cannot."""
     for size in (4, 6):
-        got = fl.trace(lambda x, n, size=size: x.repeat_interleave(n, output_size=size))(X[0], torch.tensor([2, 0, 3]))
-        assert got.shape == (size,) and got.isnan().all()
+        actual = fl.trace(lambda x, n, size=size: x.repeat_interleave(n, output_size=size))(
+            X[0], torch.tensor([2, 0, 3])
+        )
+        assert actual.shape == (size,) and actual.isnan().all()
 
 
 def in_place(x):
@@ -211,8 +213,8 @@ def test_a_masked_write_matches_eager_with_its_gradient(write, backend):
         (y * y).sum().backward()
         return y.detach(), x.grad
 
-    for got, expected in zip(fl.trace(step)(X), step(X), strict=True):
-        assert torch.equal(got, expected)
+    for actual, expected in zip(fl.trace(step)(X), step(X), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_the_gradient_of_index_put_by_mask_needs_where(backend):
@@ -226,5 +228,5 @@ def test_the_gradient_of_index_put_by_mask_needs_where(backend):
 
     with pytest.raises(fl.errors.ValueReadError, match=r"\.backward\(\)`.*write x\[mask\] = v or x"):
         fl.trace(lambda x: step(x, written))(X)
-    got = fl.trace(lambda x: step(x, lambda x, v: torch.where(x > 0, v, x)))(X)
-    assert torch.equal(got, step(X, written))
+    actual = fl.trace(lambda x: step(x, lambda x, v: torch.where(x > 0, v, x)))(X)
+    assert torch.equal(actual, step(X, written))

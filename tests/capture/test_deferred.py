@@ -46,10 +46,10 @@ def test_contexts_can_be_nested():
     def plain():
         return nn.ModuleList([nn.Linear(3, 3), nn.Linear(4, 4), nn.Linear(2, 2)])
 
-    (expected, state), (made, ours) = eager(plain), deferred(build)
-    assert state == ours and nothing_is_left()
-    fl.materialize_module(made)
-    for a, b in zip(expected.parameters(), made.parameters(), strict=True):
+    (expected, state), (actual, actual_state) = eager(plain), deferred(build)
+    assert state == actual_state and nothing_is_left()
+    fl.materialize_module(actual)
+    for a, b in zip(expected.parameters(), actual.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -73,30 +73,30 @@ def test_a_kept_generator_state_becomes_real():
         layer.next = nn.Linear(2, 2)
         return layer
 
-    (expected, _), (made, _) = eager(build), deferred(build)
-    assert torch.equal(torch.as_tensor(made.state), expected.state)
-    torch.set_rng_state(fl.materialize_tensor(made.state))
+    (expected, _), (actual, _) = eager(build), deferred(build)
+    assert torch.equal(torch.as_tensor(actual.state), expected.state)
+    torch.set_rng_state(fl.materialize_tensor(actual.state))
     again = nn.Linear(2, 2)
-    fl.materialize_module(made)
-    assert torch.equal(again.weight, made.next.weight)
+    fl.materialize_module(actual)
+    assert torch.equal(again.weight, actual.next.weight)
 
 
 def test_an_outside_generator_ends_where_eager_leaves_it():
-    ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
-    a = fl.deferred_init(lambda: torch.randn(33, generator=ours))
-    b = torch.randn(33, generator=theirs)
-    assert torch.equal(ours.get_state(), theirs.get_state())
+    actual, expected = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    a = fl.deferred_init(lambda: torch.randn(33, generator=actual))
+    b = torch.randn(33, generator=expected)
+    assert torch.equal(actual.get_state(), expected.get_state())
     assert torch.equal(fl.materialize_tensor(a), b)
 
 
 def test_draws_between_capture_and_materialization_change_nothing():
     expected, _ = eager(lambda: nn.Linear(50, 50))
-    made, _ = deferred(lambda: nn.Linear(50, 50))
+    actual, _ = deferred(lambda: nn.Linear(50, 50))
     torch.randn(1000)
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    fl.materialize_module(made)
-    assert torch.equal(made.weight, expected.weight)
+    fl.materialize_module(actual)
+    assert torch.equal(actual.weight, expected.weight)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -110,39 +110,39 @@ def test_the_default_dtype_at_materialization_does_not_matter():
             torch.arange(3).sin(),
         ]
 
-    (expected, _), (made, _) = eager(build), deferred(build)
+    (expected, _), (actual, _) = eager(build), deferred(build)
     torch.set_default_dtype(torch.float64)
     try:
-        fl.materialize_module(made[0])
-        rest = [fl.materialize_tensor(tensor) for tensor in made[1:]]
+        fl.materialize_module(actual[0])
+        rest = [fl.materialize_tensor(tensor) for tensor in actual[1:]]
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(made[0].weight, expected[0].weight)
+    assert torch.equal(actual[0].weight, expected[0].weight)
     for a, b in zip(expected[1:], rest, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_a_small_constant_edited_after_capture_is_as_it_was():
     table = torch.arange(4.0)
-    made = fl.deferred_init(lambda: torch.zeros(4) + table)
+    result = fl.deferred_init(lambda: torch.zeros(4) + table)
     table.add_(100)
-    assert fl.materialize_tensor(made).tolist() == [0, 1, 2, 3]
+    assert fl.materialize_tensor(result).tolist() == [0, 1, 2, 3]
 
 
 def test_a_large_constant_edited_after_capture_is_an_error():
     table = torch.zeros(1 << 20)
-    made = fl.deferred_init(lambda: torch.zeros(1 << 20) + table)
+    result = fl.deferred_init(lambda: torch.zeros(1 << 20) + table)
     table.add_(100)
     with pytest.raises(fl.errors.ConstantChangedError, match=r"edited after it had been captured.*deferred.py:\d+"):
-        fl.materialize_tensor(made)
+        fl.materialize_tensor(result)
 
 
 def test_a_large_constant_of_numpy_is_copied():
     array = np.zeros(1 << 20, dtype=np.float32)
     table = torch.from_numpy(array)
-    made = fl.deferred_init(lambda: torch.zeros(1 << 20) + table)
+    result = fl.deferred_init(lambda: torch.zeros(1 << 20) + table)
     array += 100
-    assert fl.materialize_tensor(made).sum() == 0
+    assert fl.materialize_tensor(result).sum() == 0
 
 
 def test_a_constant_edited_within_the_constructor_has_its_value_at_each_use():
@@ -160,19 +160,19 @@ def test_a_constant_edited_within_the_constructor_has_its_value_at_each_use():
 
 def test_loaded_weights_are_never_initialised():
     saved = {name: tensor.clone() for name, tensor in nn.Linear(30, 30).state_dict().items()}
-    made = fl.deferred_init(nn.Linear, 30, 30)
-    made.load_state_dict(saved)
-    recipes = fl.init_program(made).recipes
+    result = fl.deferred_init(nn.Linear, 30, 30)
+    result.load_state_dict(saved)
+    recipes = fl.init_program(result).recipes
     assert not recipes["weight"].draws and not recipes["bias"].draws
-    fl.materialize_module(made)
-    assert torch.equal(made.weight, saved["weight"])
+    fl.materialize_module(result)
+    assert torch.equal(result.weight, saved["weight"])
 
 
 def test_state_dicts_can_be_loaded_by_assignment():
     saved = nn.Linear(3, 3).state_dict()
-    made = fl.deferred_init(nn.Linear, 3, 3)
-    made.load_state_dict(saved, assign=True)
-    assert not fl.is_deferred(made) and torch.equal(made.weight, saved["weight"])
+    result = fl.deferred_init(nn.Linear, 3, 3)
+    result.load_state_dict(saved, assign=True)
+    assert not fl.is_deferred(result) and torch.equal(result.weight, saved["weight"])
     other, source = fl.deferred_init(nn.Linear, 3, 3), fl.deferred_init(nn.Linear, 3, 3)
     other.load_state_dict(source.state_dict())
     fl.materialize_module(other)
@@ -195,12 +195,12 @@ def test_operations_after_the_constructor_are_recorded():
 
     expected, _ = eager(build)
     expected, state = change(expected), torch.get_rng_state()
-    made, _ = deferred(build)
-    made = change(made)
+    actual, _ = deferred(build)
+    actual = change(actual)
     assert torch.equal(torch.get_rng_state(), state)
-    fl.materialize_module(made)
-    assert made[0].weight is made[1].weight
-    for a, b in zip(expected.parameters(), made.parameters(), strict=True):
+    fl.materialize_module(actual)
+    assert actual[0].weight is actual[1].weight
+    for a, b in zip(expected.parameters(), actual.parameters(), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
@@ -220,9 +220,9 @@ def test_parameter_subclasses_are_materialized_at_once():
     def build():
         return [torch.Tensor._make_subclass(Tagged, torch.randn(3), True), torch.randn(4)]
 
-    (expected, state), (made, ours) = eager(build), deferred(build)
-    assert type(made[0]) is Tagged and torch.equal(made[0], expected[0])
-    assert fl.is_deferred(made[1]) and state == ours
+    (expected, state), (actual, actual_state) = eager(build), deferred(build)
+    assert type(actual[0]) is Tagged and torch.equal(actual[0], expected[0])
+    assert fl.is_deferred(actual[1]) and state == actual_state
 
 
 @pytest.mark.parametrize("result", [None, 3, "text", [1, 2], {}, nn.ReLU()], ids=str)
@@ -259,17 +259,17 @@ def test_is_deferred_follows_materialization():
 
 
 def test_other_threads_are_not_captured():
-    found = []
+    results = []
 
     def work():
-        found.append(type(torch.ones(3) + 1))
+        results.append(type(torch.ones(3) + 1))
 
     with fl.deferred():
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
         inside = torch.ones(3)
-    assert found == [torch.Tensor] and fl.is_deferred(inside)
+    assert results == [torch.Tensor] and fl.is_deferred(inside)
 
 
 def test_tensors_made_like_a_deferred_one_are_deferred():

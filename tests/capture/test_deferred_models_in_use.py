@@ -1,4 +1,4 @@
-"""What libraries and scripts do with a model gives the same result, bit for bit, with a deferred one."""
+"""What libraries and scripts do with a model gives bit-identical results with a deferred one."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ def use(function):
 
 
 def named(**uses):
-    """Each gives its result, or changes the model."""
+    """Uses of a model by name: each returns its result or changes the model."""
     USES.update(uses)
 
 
@@ -217,11 +217,11 @@ def hooked(m):
 
 @use
 def in_a_thread(m):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(m(X)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(m(X)))
     thread.start()
     thread.join()
-    return found
+    return results
 
 
 @use
@@ -234,14 +234,14 @@ def outcome(use, make):
     torch.manual_seed(3)
     model = make()
     torch.manual_seed(4)
-    found = []
+    results = []
     for leaf in tree_leaves(use(model)):
         if isinstance(leaf, torch.Tensor):
             content = leaf.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            found.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, content))
+            results.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad, content))
         else:
-            found.append(leaf)
-    return found, torch.rand(1).item()
+            results.append(leaf)
+    return results, torch.rand(1).item()
 
 
 @pytest.mark.parametrize("name", USES)
@@ -252,7 +252,7 @@ def test_uses_of_a_deferred_model_match_eager(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_torch_jit_trace_of_a_deferred_model_is_refused():
-    """PyTorch holds what it traces by a weak reference in C++, so that no tensor can take its place."""
+    """PyTorch holds traced tensors by weak references in C++, so no other tensor can replace them."""
     torch.manual_seed(3)
     model = fl.deferred_init(Net)
     with pytest.raises(MaterializeError, match="firstloss.materialize_module"):
@@ -260,7 +260,7 @@ def test_torch_jit_trace_of_a_deferred_model_is_refused():
 
 
 def test_a_default_device_applies_to_patched_functions():
-    """PyTorch looks them up when `torch.device` is first a context, here while they are replaced."""
+    """PyTorch looks these functions up when `torch.device` is first used as a context, here while they are patched."""
     code = """if True:
         import torch, firstloss as fl
         with fl.deferred():

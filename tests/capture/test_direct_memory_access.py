@@ -1,4 +1,4 @@
-"""C functions that compute directly in a tensor's memory, in a deferred constructor."""
+"""C functions that access a tensor's memory directly, in a deferred constructor."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import CaptureError
 
-ORIGINAL = torch._sobol_engine_initialize_state_  # as a library would have it that imported it by name
+ORIGINAL = torch._sobol_engine_initialize_state_  # as in a library that imported it by name
 
 
 def drawn(scramble, seed, forward):
@@ -25,10 +25,10 @@ def drawn(scramble, seed, forward):
 @pytest.mark.parametrize("scramble, seed", [(False, None), (True, 3), (True, None)])
 def test_quasirandom_numbers_match_eager(scramble, seed, forward):
     torch.manual_seed(1)
-    theirs = drawn(scramble, seed, forward)
+    expected = drawn(scramble, seed, forward)
     torch.manual_seed(1)
-    ours = fl.materialize_module(fl.deferred_init(drawn, scramble, seed, forward))
-    for (name, a), b in zip(theirs.state_dict().items(), ours.state_dict().values(), strict=True):
+    actual = fl.materialize_module(fl.deferred_init(drawn, scramble, seed, forward))
+    for (name, a), b in zip(expected.state_dict().items(), actual.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 
 

@@ -52,9 +52,9 @@ def shared_memory():
 @case
 def dlpack():
     a, b, c = torch.randn(3), torch.randn(4), torch.ones(2)
-    shown = torch.from_dlpack(a)
+    imported = torch.from_dlpack(a)
     capsule = torch.utils.dlpack.to_dlpack(b)
-    shown[0] = 5
+    imported[0] = 5
     return [a, a * 2, torch.utils.dlpack.from_dlpack(capsule) + 1, torch.from_numpy(np.from_dlpack(c).copy())]
 
 
@@ -98,7 +98,7 @@ def states_kept():
     return nn.ModuleList([OwnGenerator(), nn.Linear(2, 2)])
 
 
-# Own operations: with a meta kernel or without one, drawing where no schema says so.
+# Custom operators with or without a meta kernel, which draw random numbers without saying so in the schema.
 @torch.library.custom_op("firstloss_past::scaled", mutates_args=())
 def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x * factor
@@ -138,8 +138,8 @@ def test_constructors_that_bypass_the_dispatcher_match_eager(name):
 def test_copies_of_generators_match_eager():
     seed_all(0)
     expected = copy.deepcopy(OwnGenerator())
-    made = fl.deferred_init(lambda: copy.deepcopy(OwnGenerator()))
-    assert torch.equal(made.generator.get_state(), expected.generator.get_state())
+    actual = fl.deferred_init(lambda: copy.deepcopy(OwnGenerator()))
+    assert torch.equal(actual.generator.get_state(), expected.generator.get_state())
 
 
 def test_a_generator_state_from_an_ended_capture_is_refused():
@@ -156,10 +156,10 @@ def test_deferred_tensors_swap_with_real_ones():
     seed_all(0)
     expected = [nn.Linear(3, 4), nn.Linear(3, 4)]
     seed_all(0)
-    found = [fl.deferred_init(nn.Linear, 3, 4), nn.Linear(3, 4)]
-    for first, second in (expected, found):
+    modules = [fl.deferred_init(nn.Linear, 3, 4), nn.Linear(3, 4)]
+    for first, second in (expected, modules):
         torch.utils.swap_tensors(first.weight, second.weight)
-    assert not fl.is_deferred(found[0].weight) and fl.is_deferred(found[1].weight)
-    for layer in found:
+    assert not fl.is_deferred(modules[0].weight) and fl.is_deferred(modules[1].weight)
+    for layer in modules:
         materialize(layer)
-    assert_same(expected, found)
+    assert_same(expected, modules)

@@ -1,4 +1,4 @@
-"""Reading values of deferred tensors: each read computes what it needs, and the rest stays deferred."""
+"""Reading values of deferred tensors: each read computes what it needs; the rest stays deferred."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def model():
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 def test_reads_match_eager(read):
     expected, _ = eager(model)
-    made, _ = deferred(model)
-    assert read(made[0].weight) == read(expected[0].weight)
-    assert fl.is_deferred(made[1].weight) and fl.is_deferred(made[0].bias)
-    fl.materialize_module(made)
-    for a, b in zip(expected.parameters(), made.parameters(), strict=True):
+    module, _ = deferred(model)
+    assert read(module[0].weight) == read(expected[0].weight)
+    assert fl.is_deferred(module[1].weight) and fl.is_deferred(module[0].bias)
+    fl.materialize_module(module)
+    for a, b in zip(expected.parameters(), module.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -69,28 +69,28 @@ def test_reads_inside_the_constructor_match_eager(read):
         return module, answer
 
     (expected, answer), state = eager(build)
-    (made, ours), our_state = deferred(build)
-    assert ours == answer and state == our_state
-    assert fl.is_deferred(made[2].weight)
-    fl.materialize_module(made)
-    assert torch.equal(made[2].weight, expected[2].weight)
+    (module, actual), our_state = deferred(build)
+    assert actual == answer and state == our_state
+    assert fl.is_deferred(module[2].weight)
+    fl.materialize_module(module)
+    assert torch.equal(module[2].weight, expected[2].weight)
 
 
 def test_a_read_runs_only_the_recipe_it_needs(monkeypatch):
-    made, _ = deferred(model)
+    module, _ = deferred(model)
     ran = []
     original = replay.Replay._run_one
     monkeypatch.setattr(replay.Replay, "_run_one", lambda self, node: (ran.append(node), original(self, node))[1])
-    made[1].bias.sum().item()
+    module[1].bias.sum().item()
     assert {node.op._schema.name for node in ran} <= {"aten::empty", "aten::uniform_", "aten::sum"}
     assert sum(node.draw is not None for node in ran) == 1
 
 
 def test_the_second_read_of_a_small_value_costs_nothing(monkeypatch):
-    made, _ = deferred(model)
-    first = made[0].weight.tolist()
+    module, _ = deferred(model)
+    first = module[0].weight.tolist()
     monkeypatch.setattr(replay.Replay, "_run_one", lambda self, node: pytest.fail("computed again"))
-    assert made[0].weight.tolist() == first
+    assert module[0].weight.tolist() == first
 
 
 def test_an_edit_after_a_read_is_recorded():
@@ -103,21 +103,21 @@ def test_an_edit_after_a_read_is_recorded():
         return weight
 
     expected, _ = eager(build)
-    made, _ = deferred(build)
-    assert torch.equal(fl.materialize_tensor(made), expected)
+    module, _ = deferred(build)
+    assert torch.equal(fl.materialize_tensor(module), expected)
 
 
 def test_numpy_shows_the_tensors_own_memory():
-    made, _ = deferred(lambda: torch.randn(3))
-    array = made.numpy()
+    module, _ = deferred(lambda: torch.randn(3))
+    array = module.numpy()
     array[0] = 5
-    assert made[0].item() == 5 and not fl.is_deferred(made)
+    assert module[0].item() == 5 and not fl.is_deferred(module)
 
 
 def test_data_ptr_and_storage_show_the_tensors_own_memory():
-    made, _ = deferred(lambda: [torch.randn(3), torch.randn(4)])
-    assert made[0].data_ptr() == made[0].untyped_storage().data_ptr()
-    assert not fl.is_deferred(made[0]) and fl.is_deferred(made[1])
+    module, _ = deferred(lambda: [torch.randn(3), torch.randn(4)])
+    assert module[0].data_ptr() == module[0].untyped_storage().data_ptr()
+    assert not fl.is_deferred(module[0]) and fl.is_deferred(module[1])
 
 
 def weights_of_all_kinds():
@@ -129,7 +129,7 @@ def weights_of_all_kinds():
 
 
 def addresses_as_names(tensors, module):
-    """As a library's module of this name asks for them."""
+    """Addresses used as names, as in a library's module of this name."""
     space = {"__name__": module, "tensors": tensors}
     exec("found = [tensor.data_ptr() for tensor in tensors]", space)
     return space["found"]
@@ -137,23 +137,23 @@ def addresses_as_names(tensors, module):
 
 def test_addresses_that_serve_as_names_are_equal_where_those_of_memory_are():
     expected, _ = eager(weights_of_all_kinds)
-    made, _ = deferred(weights_of_all_kinds)
-    theirs, ours = (addresses_as_names(tensors, "accelerate.accelerator") for tensors in (expected, made))
-    assert ours == addresses_as_names(made, "accelerate.accelerator")
-    assert all(fl.is_deferred(tensor) for tensor in made)
+    module, _ = deferred(weights_of_all_kinds)
+    reference, actual = (addresses_as_names(tensors, "accelerate.accelerator") for tensors in (expected, module))
+    assert actual == addresses_as_names(module, "accelerate.accelerator")
+    assert all(fl.is_deferred(tensor) for tensor in module)
     for i, j in itertools.combinations(range(len(expected)), 2):
-        if expected[i].numel() and expected[j].numel():  # of what is empty, eager PyTorch's addresses may be any
-            assert (theirs[i] == theirs[j]) == (ours[i] == ours[j]), (i, j)
-    reserved = set(ours)
-    real = addresses_as_names(made, "another.library")
-    assert not any(fl.is_deferred(tensor) for tensor in made) and not reserved & set(filter(None, real))
-    assert real == addresses_as_names(made, "accelerate.accelerator")
+        if expected[i].numel() and expected[j].numel():  # eager PyTorch's addresses of empty tensors are arbitrary
+            assert (reference[i] == reference[j]) == (actual[i] == actual[j]), (i, j)
+    reserved = set(actual)
+    real = addresses_as_names(module, "another.library")
+    assert not any(fl.is_deferred(tensor) for tensor in module) and not reserved & set(filter(None, real))
+    assert real == addresses_as_names(module, "accelerate.accelerator")
 
 
 def test_deferred_tensors_can_be_pickled_and_saved(tmp_path):
     expected, _ = eager(model)
-    made, _ = deferred(model)
-    again = pickle.loads(pickle.dumps(made))
+    module, _ = deferred(model)
+    again = pickle.loads(pickle.dumps(module))
     torch.save(deferred(model)[0].state_dict(), tmp_path / "weights.pt")
     loaded = torch.load(tmp_path / "weights.pt")
     for name, parameter in expected.named_parameters():
@@ -163,21 +163,21 @@ def test_deferred_tensors_can_be_pickled_and_saved(tmp_path):
 
 def test_copies_made_after_the_constructor_match_eager():
     expected, _ = eager(model)
-    made, _ = deferred(model)
-    copied, shallow = copy.deepcopy(made), copy.copy(made[0].weight)
+    module, _ = deferred(model)
+    copied, shallow = copy.deepcopy(module), copy.copy(module[0].weight)
     assert fl.is_deferred(copied) and fl.is_deferred(shallow)
     with torch.no_grad():
-        made[0].weight.add_(1)
+        module[0].weight.add_(1)
     assert torch.equal(fl.materialize_tensor(copied[0].weight), expected[0].weight)
     assert torch.equal(fl.materialize_tensor(shallow), expected[0].weight + 1)
 
 
 def test_arithmetic_with_real_tensors_matches_eager():
     expected, _ = eager(model)
-    made, _ = deferred(model)
+    module, _ = deferred(model)
     x = torch.ones(2, 3)
-    assert torch.equal(made[0](x).detach() + 0, expected[0](x).detach()) or torch.equal(
-        fl.materialize_tensor(made[0](x).detach()), expected[0](x).detach()
+    assert torch.equal(module[0](x).detach() + 0, expected[0](x).detach()) or torch.equal(
+        fl.materialize_tensor(module[0](x).detach()), expected[0](x).detach()
     )
 
 
@@ -187,15 +187,15 @@ def test_a_differentiable_view_stays_one():
         module.turned = module.weight.t()
         return module
 
-    (expected, _), (made, _) = eager(build), deferred(build)
-    fl.materialize_module(made)
-    for module in (expected, made):
+    (expected, _), (actual, _) = eager(build), deferred(build)
+    fl.materialize_module(actual)
+    for module in (expected, actual):
         (torch.ones(2, 4) @ module.turned.t() * 3).sum().backward()
-    assert torch.equal(made.weight.grad, expected.weight.grad)
+    assert torch.equal(actual.weight.grad, expected.weight.grad)
 
 
 def test_the_repr_matches_torchs():
-    (expected, _), (made, _) = eager(model), deferred(model)
-    assert repr(made[0].weight) == repr(expected[0].weight)
-    assert repr(made) == repr(expected)
-    assert fl.is_deferred(made[0].weight)
+    (expected, _), (module, _) = eager(model), deferred(model)
+    assert repr(module[0].weight) == repr(expected[0].weight)
+    assert repr(module) == repr(expected)
+    assert fl.is_deferred(module[0].weight)

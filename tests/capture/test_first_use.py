@@ -1,4 +1,4 @@
-"""The first use of a deferred module materializes all of it, once, with a warning, bit-identical to eager PyTorch."""
+"""The first use of a deferred module materializes all of it once, with a warning, bit-identical to eager PyTorch."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ TOKENS = torch.arange(6).reshape(3, 2)
 
 
 class Model(nn.Module):
-    """Layers of many kinds: weights that C++ holds, ties, buffers, plain tensors, copies."""
+    """Layers of many kinds: weights held by C++, ties, buffers, plain tensors, copies."""
 
     def __init__(self):
         super().__init__()
@@ -118,22 +118,22 @@ USES = {
 
 
 def compare(use, build=Model, warned=1):
-    found = []
+    results = []
     for make in (lambda fn: fn(), fl.deferred_init):
         torch.manual_seed(1)
         model = make(build)
-        with warnings.catch_warnings(record=True) as noted:
+        with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             torch.manual_seed(2)
-            found.append(use(model))
-    ours = [w for w in noted if w.category is NotMaterializedWarning]
-    assert len(ours) == warned, [str(w.message) for w in ours]
-    assert all("firstloss.materialize_module(model)" in str(w.message) for w in ours)
-    for expected, got in zip(*map(tree_leaves, found), strict=True):
+            results.append(use(model))
+    materialized = [w for w in recorded if w.category is NotMaterializedWarning]
+    assert len(materialized) == warned, [str(w.message) for w in materialized]
+    assert all("firstloss.materialize_module(model)" in str(w.message) for w in materialized)
+    for expected, actual in zip(*map(tree_leaves, results), strict=True):
         if isinstance(expected, torch.Tensor):
-            assert got.dtype == expected.dtype and torch.equal(got, expected)
+            assert actual.dtype == expected.dtype and torch.equal(actual, expected)
         else:
-            assert got == expected
+            assert actual == expected
     return model
 
 
@@ -145,7 +145,7 @@ def test_the_first_use_materializes_the_whole_module(use):
 
 
 class Alone(nn.Module):
-    """A loss of weights alone: no operation takes a real tensor."""
+    """A loss of weights only: no operation has a real tensor as argument."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def test_the_warning_names_the_line_the_module_and_what_to_call():
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("edited", [True, False], ids=["a script", "libraries alone"])
 def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, monkeypatch):
-    """Not that of the installed trainer that calls the model, unless there is no other."""
+    """The warning names the line in the user's own code if there is one, not in the installed trainer."""
     monkeypatch.setattr(source, "_INSTALLED", (str(tmp_path),) if edited else ("/",))
     use = fl.deferred_init(nn.Linear, 3, 4)
     for level in range(depth):
@@ -183,21 +183,22 @@ def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, mo
         code = "def call(x):\n    return inner(x)\n"
         exec(compile(code, str(tmp_path / f"library{level}.py"), "exec"), space)
         use = space["call"]
-    with pytest.warns(NotMaterializedWarning) as told:
+    with pytest.warns(NotMaterializedWarning) as record:
         use(torch.ones(2, 3))
-    (message,) = [str(w.message) for w in told if w.category is NotMaterializedWarning]
+    (message,) = [str(w.message) for w in record if w.category is NotMaterializedWarning]
     library = f"{tmp_path}/library0.py:2"
     assert message.startswith(f"{__file__}:" if edited or not depth else f"{library}: ")
     assert (f" (in {library})" in message) == (edited and depth > 0)
 
 
 def test_uses_that_bypass_the_dispatcher_materialize():
-    """As C++ comes: autograd has noted the tensors before it is known that they are needed."""
+    """In C++, autograd has recorded the tensors before it is known that their values are needed."""
 
     def use(model):
         disable_first_use()
         losses, parameters, buffers = train(model, foreach=True)
-        return buffers  # other kernels in the first step: PyTorch's C++ takes others for subclasses of tensors
+        # the first step uses other kernels, since PyTorch's C++ dispatches differently for tensor subclasses
+        return buffers
 
     model = compare(use, lambda: nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 1), Mean()))
     assert not fl.is_deferred(model) and all(type(p) is nn.Parameter for p in model.parameters())
@@ -221,15 +222,15 @@ class Mean(nn.Module):
 def test_nothing_is_computed_twice(monkeypatch):
     from firstloss.capture import materialize_tensors
 
-    made = []
+    computed = []
     real = materialize_tensors.materialize_values
     monkeypatch.setattr(
-        materialize_tensors, "materialize_values", lambda values, **a: made.extend(values) or real(values, **a)
+        materialize_tensors, "materialize_values", lambda values, **a: computed.extend(values) or real(values, **a)
     )
     model = fl.deferred_init(Model)
     with pytest.warns(NotMaterializedWarning):
         train(model)
-    assert len(made) == len(set(made)) > 10
+    assert len(computed) == len(set(computed)) > 10
 
 
 def initialise(model):
@@ -330,8 +331,8 @@ def test_meta_device_scripts_work_unchanged():
         return model(torch.ones(3, 4)), model.state_dict()
 
     with pytest.warns(NotMaterializedWarning):
-        found = tree_leaves(script(fl.deferred))
-    assert all(map(torch.equal, found, tree_leaves(script(lambda: torch.device("meta")))))
+        result = tree_leaves(script(fl.deferred))
+    assert all(map(torch.equal, result, tree_leaves(script(lambda: torch.device("meta")))))
 
 
 @pytest.mark.parametrize("enter", [fl.deferred_init, lambda fn: fl.deferred().__enter__()])
@@ -357,9 +358,9 @@ def test_tensors_on_the_meta_device_are_named():
 def test_a_parameter_can_be_rebuilt_by_its_type(requires_grad):
     model = fl.deferred_init(nn.Linear, 3, 3)
     for data in (torch.ones(3, 3), model.weight, model.weight.detach().half()):
-        made = type(model.weight)(data, requires_grad=requires_grad)
-        assert isinstance(made, nn.Parameter) and made.requires_grad is requires_grad
-        assert fl.is_deferred(made) is fl.is_deferred(data)
+        result = type(model.weight)(data, requires_grad=requires_grad)
+        assert isinstance(result, nn.Parameter) and result.requires_grad is requires_grad
+        assert fl.is_deferred(result) is fl.is_deferred(data)
     again = type(model.weight)(model.weight.to("cpu"), **{**vars(model.weight), "requires_grad": requires_grad})
     assert isinstance(again, nn.Parameter) and again.requires_grad is requires_grad
     with pytest.raises(TypeError):
@@ -399,16 +400,16 @@ def losses(kind, model):
         out.append(loss.item())
     return out
 for kind in sys.argv[1:]:
-    found = []
+    results = []
     for make in (lambda fn: fn(), fl.deferred_init):
         torch.manual_seed(0)
-        with warnings.catch_warnings(record=True) as noted:
+        with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             model = make(build)
-            found.append(losses(kind, model))
-    ours = [w for w in noted if w.category is fl.errors.NotMaterializedWarning]
-    assert len(ours) == 1, (kind, [str(w.message) for w in ours])
-    assert found[0] == found[1], (kind, found)
+            results.append(losses(kind, model))
+    warned = [w for w in recorded if w.category is fl.errors.NotMaterializedWarning]
+    assert len(warned) == 1, (kind, [str(w.message) for w in warned])
+    assert results[0] == results[1], (kind, results)
 dist.destroy_process_group()
 """
 

@@ -45,35 +45,35 @@ def test_lists_of_deferred_and_real_tensors_match_eager(edit, outside):
     def build():
         return [torch.randn(3), torch.randn(3)] if outside else changed([torch.randn(3), torch.randn(3)])
 
-    def changed(made):
-        b = torch.from_numpy(np.arange(1, 4, dtype=np.float32))  # real, in a capture too
-        edit(made[0], b)
-        return [*made, b]
+    def changed(actual):
+        b = torch.from_numpy(np.arange(1, 4, dtype=np.float32))  # real, even in a capture
+        edit(actual[0], b)
+        return [*actual, b]
 
     results, counts = [], []
     for how in (lambda fn: fn(), fl.deferred_init):
         torch.manual_seed(3)
-        made = how(build)
-        made = changed(made) if outside else made
-        counts.append([t._version for t in made])
-        results.append(([fl.materialize_tensor(t).clone() for t in made], torch.get_rng_state()))
+        actual = how(build)
+        actual = changed(actual) if outside else actual
+        counts.append([t._version for t in actual])
+        results.append(([fl.materialize_tensor(t).clone() for t in actual], torch.get_rng_state()))
     assert torch.equal(results[0][1], results[1][1])
-    if not outside:  # where the edit itself makes the tensor real, its count begins there
+    if not outside:  # if the edit itself makes the tensor real, its version count starts there
         assert counts[0] == counts[1], "autograd knows by them what was edited since"
-    for expected, got in zip(results[0][0], results[1][0], strict=True):
-        assert torch.equal(expected, got)
+    for expected, result in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(expected, result)
 
 
 def test_shapes_are_asked_for_once_for_weights_that_are_alike(monkeypatch):
-    asked = []
+    evaluations = []
     on_meta = shapes._run_meta_kernel
-    monkeypatch.setattr(shapes, "_run_meta_kernel", lambda call: asked.append(call) or on_meta(call))
+    monkeypatch.setattr(shapes, "_run_meta_kernel", lambda call: evaluations.append(call) or on_meta(call))
 
     def powers():
         weights = [torch.ones(3, 17) for _ in range(5)] + [torch.ones(17)]
         return torch._foreach_pow(0.37, weights), torch._foreach_pow(weights, 0.37)
 
     behind, before = fl.deferred_init(powers)
-    found = [call for call in asked if "_foreach_pow" in str(call.op)]
-    assert [sorted(tuple(t.shape) for t in call.deferred) for call in found] == [[(3, 17), (17,)]] * 2
+    calls = [call for call in evaluations if "_foreach_pow" in str(call.op)]
+    assert [sorted(tuple(t.shape) for t in call.deferred) for call in calls] == [[(3, 17), (17,)]] * 2
     assert [tuple(t.shape) for t in (*behind, *before)] == [(3, 17)] * 5 + [(17,)] + [(3, 17)] * 5 + [(17,)]

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.capture.eager_comparison import assert_same_as_eager, quiet, tensors_of
 
-# Arguments for the classes that need some; a class may be listed with several.
+# Arguments for the classes that require some; a class may be listed several times.
 ARGUMENTS: dict[str, list[tuple[tuple, dict]]] = {
     "AdaptiveAvgPool1d": [((3,), {})],
     "AdaptiveAvgPool2d": [((3,), {})],
@@ -126,9 +126,9 @@ def classes():
 def test_modules_match_eager(cls, args, kwargs):
     with quiet():
         has_weights = any(True for _ in cls(*args, **kwargs).parameters())
-    # Beside another, since a constructor that makes no tensor at all is an error.
-    made = assert_same_as_eager(lambda: [cls(*args, **kwargs), nn.Linear(2, 2)])
-    assert has_weights == any(True for _ in made[0].parameters())
+    # Added because a constructor that creates no tensor at all is an error.
+    result = assert_same_as_eager(lambda: [cls(*args, **kwargs), nn.Linear(2, 2)])
+    assert has_weights == any(True for _ in result[0].parameters())
 
 
 def classes_with_weights():
@@ -137,7 +137,7 @@ def classes_with_weights():
         with quiet():
             module = cls(*args, **kwargs)
         if any(True for _ in tensors_of(module)) and not any(_is_lazy(sub) for sub in module.modules()):
-            yield param  # torch itself refuses to convert lazy ones
+            yield param  # torch itself refuses to convert lazy modules
 
 
 def _is_lazy(module):
@@ -176,8 +176,8 @@ SHAPES = {"dirac_": [(6, 4, 3), (4, 4, 3, 3)], "eye_": [(5, 7)], "sparse_": [(9,
 
 
 def test_all_initializers_are_tested():
-    found = {name for name, fn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
-    assert found == INITIALISERS.keys()
+    result = {name for name, fn in vars(nn.init).items() if name.endswith("_") and not name.startswith("_")}
+    assert result == INITIALISERS.keys()
 
 
 @pytest.mark.parametrize("name", INITIALISERS)

@@ -1,6 +1,6 @@
 """Every operation with PyTorch samples, in a constructor: bits, strides and random stream match eager PyTorch.
 
-One sample of each, of float32 or, of some, complex64.
+One sample of each, in float32 or, for some, complex64.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import firstloss as fl
 from tests.op_db import op_db
 
-# What they return is memory that nobody has written, or in eager PyTorch itself not the same twice (LAPACK's gelsy).
+# They return uninitialized memory, or are not deterministic in eager PyTorch (LAPACK's gelsy).
 _UNDEFINED = {
     "empty",
     "empty_like",
@@ -24,7 +24,7 @@ _UNDEFINED = {
     "new_empty_strided",
     "linalg.lstsq",
 }
-# `tensor_split` by a tensor of indices, which its C++ reads past the dispatcher: torch's own error.
+# `tensor_split` by a tensor of indices, which C++ reads without the dispatcher: an error of torch's own.
 _REFUSED = {"tensor_split"}
 _GROUPS = 24
 
@@ -44,7 +44,7 @@ def same(a, b):
 
 
 def of_our_own(tensor):
-    """Like `tensor`, but for its memory."""
+    """A copy of `tensor` in newly allocated memory."""
     if (
         not isinstance(tensor, torch.Tensor)
         or tensor.layout != torch.strided
@@ -57,29 +57,29 @@ def of_our_own(tensor):
 
 def run(op, sample, seed):
     torch.manual_seed(seed)
-    made = op(of_our_own(sample.input), *tree_map(of_our_own, sample.args), **tree_map(of_our_own, sample.kwargs))
-    return [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
+    output = op(of_our_own(sample.input), *tree_map(of_our_own, sample.args), **tree_map(of_our_own, sample.kwargs))
+    return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
 
 
 def check(op, sample, seed):
     try:
         expected = run(op, sample, seed)
     except Exception:
-        return None  # a sample that is for another device
+        return None  # a sample for another device
     state = torch.get_rng_state()
     with fl.deferred():
-        made = run(op, sample, seed)
+        actual = run(op, sample, seed)
     if not torch.equal(torch.get_rng_state(), state):
         return "the generator does not stand where eager leaves it"
-    made = [fl.materialize_tensor(t) for t in made]
+    actual = [fl.materialize_tensor(t) for t in actual]
     if not torch.equal(torch.get_rng_state(), state):
         return "materializing moved the generator"
-    if len(made) != len(expected) or not all(map(same, expected, made)):
+    if len(actual) != len(expected) or not all(map(same, expected, actual)):
         strides = (
             [t.stride() for t in expected if t.layout == torch.strided],
-            [t.stride() for t in made if t.layout == torch.strided],
+            [t.stride() for t in actual if t.layout == torch.strided],
         )
-        return f"differs:\n{expected}\n{made}\n{strides}"
+        return f"differs:\n{expected}\n{actual}\n{strides}"
     return None
 
 
@@ -98,11 +98,11 @@ def test_operations_in_a_constructor_match_eager(group):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             samples = list(itertools.islice(op.sample_inputs("cpu", dtype), 1 + chance.randrange(5)))[-1:]
-            for sample in samples:  # the last one
+            for sample in samples:  # the last draw
                 try:
-                    found = check(op, sample, seed=group)
+                    problem = check(op, sample, seed=group)
                 except Exception as error:
-                    found = f"{type(error).__name__}: {error}"
-                if found:
-                    wrong.append(f"{name_of(op)} {dtype} {sample.summary()}: {found}")
+                    problem = f"{type(error).__name__}: {error}"
+                if problem:
+                    wrong.append(f"{name_of(op)} {dtype} {sample.summary()}: {problem}")
     assert not wrong, "\n".join(wrong)

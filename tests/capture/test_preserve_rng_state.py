@@ -1,4 +1,4 @@
-"""`fl.deferred(preserve_rng_state=True)`: generators end where construction on meta leaves them."""
+"""`fl.deferred(preserve_rng_state=True)` leaves generators where construction on meta leaves them."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ CONSTRUCTORS = {
 
 def after(construct, build):
     torch.manual_seed(1)
-    torch.randn(3)  # with half of a pair of normals left over
+    torch.randn(3)  # with half of a pair of normals cached
     OWN.manual_seed(5)
     with construct():
         model = build()
@@ -87,9 +87,9 @@ def test_generators_end_where_meta_leaves_them(build):
     _, expected = after(lambda: torch.device("meta"), build)
     _, moved = after(fl.deferred, build)
     model, states = after(lambda: fl.deferred(preserve_rng_state=True), build)
-    for state, wanted in zip(states, expected, strict=True):
-        assert torch.equal(state, wanted)
-    assert build is reseeding_last or not all(map(torch.equal, moved, expected))  # else this tests nothing
+    for state, expected_state in zip(states, expected, strict=True):
+        assert torch.equal(state, expected_state)
+    assert build is reseeding_last or not all(map(torch.equal, moved, expected))  # otherwise this test checks nothing
     drawn, _ = after(lambda: torch.random.fork_rng(devices=[]), build)
     for weight, same in zip(fl.materialize_module(model).parameters(), drawn.parameters(), strict=True):
         assert torch.equal(weight, same)
@@ -105,11 +105,11 @@ def test_a_meta_device_script_draws_the_same_numbers():
             layer.reset_parameters()
         return fl.materialize_module(model)
 
-    found = script(lambda: fl.deferred(preserve_rng_state=True)).state_dict()
+    result = script(lambda: fl.deferred(preserve_rng_state=True)).state_dict()
     for name, weight in script(lambda: torch.device("meta")).state_dict().items():
-        assert torch.equal(found[name], weight)
+        assert torch.equal(result[name], weight)
     other = script(fl.deferred).state_dict()
-    assert not torch.equal(other["0.weight"], found["0.weight"])
+    assert not torch.equal(other["0.weight"], result["0.weight"])
 
 
 def test_it_works_with_the_counter_policy_and_nested():

@@ -1,4 +1,4 @@
-"""Tensors that get another size, storage or identity in a deferred constructor."""
+"""Tensors whose size, storage or identity is changed in a deferred constructor."""
 
 import copy
 import itertools
@@ -18,7 +18,7 @@ SIZES = ["(2, 2)", "(5,)", "(3, 4)", "(40,)", "(0,)", "(2, 3, 2, 5)", "(2, 3, 2,
 
 
 def statements(seed):
-    """What makes tensors that share a storage, gives some another size, and writes to them."""
+    """Statements that create tensors sharing a storage, resize some of them, and write to them."""
     rng = random.Random(seed)
     lines, names = [f"a = torch.arange({rng.choice([0, 1, 6, 24])}.) + 1"], ["a"]
     for i in range(rng.randint(2, 6)):
@@ -36,7 +36,7 @@ def statements(seed):
 
 
 def run(lines):
-    """The tensors of a program by name, and the lines that PyTorch agreed to."""
+    """The tensors of a program by name, and the statements that PyTorch accepts."""
     scope, done = {"torch": torch}, []
     for line in lines:
         try:
@@ -52,7 +52,7 @@ def geometry(tensors):
 
 
 def written(tensor):
-    """As floats, where it was written: PyTorch can be asked to fill what is not with NaN."""
+    """The written elements, as floats: PyTorch can be told to fill uninitialized memory with NaN."""
     return tensor.detach().reshape(-1).float()
 
 
@@ -67,19 +67,19 @@ def test_resizing_keeps_storages_shared(first):
             torch.use_deterministic_algorithms(False)
         seen += any("resize" in line for line in done)
         with fl.deferred():
-            made, also_done = run(done)
+            actual, also_done = run(done)
         assert also_done == done
-        assert geometry(made) == geometry(expected), done
-        names = list(made)
+        assert geometry(actual) == geometry(expected), done
+        names = list(actual)
         random.Random(seed).shuffle(names)
         for name in names:
-            fl.materialize_tensor(made[name])
+            fl.materialize_tensor(actual[name])
         for name, tensor in expected.items():
             if tensor.dtype == torch.float32:
                 kept = ~written(tensor).isnan()
-                assert torch.equal(written(tensor)[kept], written(made[name])[kept]), (name, done)
+                assert torch.equal(written(tensor)[kept], written(actual[name])[kept]), (name, done)
         for one, other in itertools.combinations(expected, 2):
-            shared = [t[one].untyped_storage()._cdata == t[other].untyped_storage()._cdata for t in (expected, made)]
+            shared = [t[one].untyped_storage()._cdata == t[other].untyped_storage()._cdata for t in (expected, actual)]
             assert shared[0] == shared[1], (one, other, done)
     assert seen > 20
 
@@ -96,19 +96,19 @@ DATA = {
 @pytest.mark.parametrize("data", DATA)
 def test_a_weight_keeps_the_gradient_that_it_had_before_its_data_was_assigned(data, real):
     def construct():
-        layer = given if real == "weight" else nn.BatchNorm1d(4)
+        layer = outside if real == "weight" else nn.BatchNorm1d(4)
         layer.weight.grad = torch.ones_like(layer.weight)
         layer.weight.data = content if real == "data" else DATA[data]()
         return layer
 
-    made = []
+    result = []
     for build in (lambda: construct(), lambda: fl.materialize_module(fl.deferred_init(construct))):
         torch.manual_seed(0)
-        given, content = nn.BatchNorm1d(4), DATA[data]()
-        made.append(build().weight)
-    assert torch.equal(*made)
-    assert torch.equal(made[0].grad, made[1].grad)
-    assert made[0].dtype == made[1].dtype and made[0].grad.dtype == made[1].grad.dtype
+        outside, content = nn.BatchNorm1d(4), DATA[data]()
+        result.append(build().weight)
+    assert torch.equal(*result)
+    assert torch.equal(result[0].grad, result[1].grad)
+    assert result[0].dtype == result[1].dtype and result[0].grad.dtype == result[1].grad.dtype
 
 
 FREEZE = {
@@ -129,21 +129,21 @@ def test_a_view_of_a_weight_that_is_frozen_after_an_edit_keeps_its_history(freez
         layer.row = layer.part[0]
         return layer
 
-    ours, theirs = fl.deferred_init(construct), construct()
+    actual, expected = fl.deferred_init(construct), construct()
     for _ in range(2):
         for name in ("part", "row"):
-            assert getattr(ours, name).requires_grad and getattr(theirs, name).requires_grad
-            assert not getattr(ours, name).is_leaf and not getattr(theirs, name).is_leaf
-        assert not ours.weight.requires_grad
-        fl.materialize_module(ours)
-    assert torch.equal(ours.part, theirs.part) and torch.equal(ours.row, theirs.row)
+            assert getattr(actual, name).requires_grad and getattr(expected, name).requires_grad
+            assert not getattr(actual, name).is_leaf and not getattr(expected, name).is_leaf
+        assert not actual.weight.requires_grad
+        fl.materialize_module(actual)
+    assert torch.equal(actual.part, expected.part) and torch.equal(actual.row, expected.row)
 
 
 @pytest.mark.parametrize("content", ["deferred", "real"])
 @pytest.mark.parametrize("computed", ["deferred", "real"])
 def test_a_computed_tensor_whose_data_is_assigned_is_still_no_leaf(computed, content):
     def construct():
-        weight = given if computed == "real" else nn.Parameter(torch.ones(2))
+        weight = outside if computed == "real" else nn.Parameter(torch.ones(2))
         layer = nn.Module()
         layer.computed = weight * 2
         layer.content = new if content == "real" else torch.randn(2)
@@ -151,18 +151,18 @@ def test_a_computed_tensor_whose_data_is_assigned_is_still_no_leaf(computed, con
         layer.content.add_(1)
         return layer
 
-    made = []
+    results = []
     for build in (lambda: construct(), lambda: fl.deferred_init(construct)):
         torch.manual_seed(0)
-        given, new = nn.Parameter(torch.ones(2)), torch.randn(2)
-        made.append(build())
-    theirs, ours = made
+        outside, new = nn.Parameter(torch.ones(2)), torch.randn(2)
+        results.append(build())
+    expected, actual = results
     for name in ("computed", "content"):
-        fl.materialize_tensor(getattr(ours, name))
-    assert not ours.computed.is_leaf and not theirs.computed.is_leaf
-    assert torch.equal(ours.computed, theirs.computed) and torch.equal(ours.content, theirs.content)
-    ours.content.mul_(2)
-    assert torch.equal(ours.computed, ours.content)
+        fl.materialize_tensor(getattr(actual, name))
+    assert not actual.computed.is_leaf and not expected.computed.is_leaf
+    assert torch.equal(actual.computed, expected.computed) and torch.equal(actual.content, expected.content)
+    actual.content.mul_(2)
+    assert torch.equal(actual.computed, actual.content)
 
 
 QUIRKS = {
@@ -179,18 +179,18 @@ def no_leaf():
 
 @pytest.mark.parametrize("quirk", QUIRKS)
 def test_changes_that_pytorch_allows_match_eager(quirk):
-    theirs = QUIRKS[quirk]()
+    expected = QUIRKS[quirk]()
     with fl.deferred():
-        ours = QUIRKS[quirk]()
-    if isinstance(ours, nn.Module):
-        fl.materialize_module(ours)
-        ours, theirs = ours.weight, theirs.weight
-    assert torch.equal(fl.materialize_tensor(ours), theirs) and ours.dtype == theirs.dtype
+        actual = QUIRKS[quirk]()
+    if isinstance(actual, nn.Module):
+        fl.materialize_module(actual)
+        actual, expected = actual.weight, expected.weight
+    assert torch.equal(fl.materialize_tensor(actual), expected) and actual.dtype == expected.dtype
 
 
 def nonsense():
     record = np.frombuffer(torch.get_rng_state().numpy().tobytes(), LAYOUT).copy()
-    record["left"], record["next"] = 449, 0  # PyTorch takes it
+    record["left"], record["next"] = 449, 0  # PyTorch accepts it
     torch.set_rng_state(torch.from_numpy(record.view(np.uint8)))
     return torch.randn(3)
 
@@ -224,11 +224,11 @@ def swapped(of_view, second):
 @pytest.mark.parametrize("of_view, second", [(True, "view"), (True, "apart"), (False, "apart")])
 def test_swapped_tensors_match_eager(of_view, second):
     torch.manual_seed(0)
-    theirs = swapped(of_view, second)
+    expected = swapped(of_view, second)
     torch.manual_seed(0)
     with fl.deferred():
-        ours = swapped(of_view, second)
-    for one, other in zip(theirs, ours, strict=True):
+        actual = swapped(of_view, second)
+    for one, other in zip(expected, actual, strict=True):
         assert getattr(one, "mark", None) == getattr(other, "mark", None)
         assert torch.equal(one, fl.materialize_tensor(other))
 
@@ -246,17 +246,17 @@ def test_a_gradient_for_a_swapped_tensor_is_an_error():
 def test_a_real_tensor_set_to_a_computed_one_gets_its_history():
     def construct():
         layer = nn.Linear(2, 2)
-        layer.kept = given.clone()
+        layer.kept = outside.clone()
         layer.kept.set_(layer.bias.double())
         return layer
 
-    given = torch.zeros(2, dtype=torch.float64)
-    made = []
+    outside = torch.zeros(2, dtype=torch.float64)
+    result = []
     for build in (construct, lambda: fl.materialize_module(fl.deferred_init(construct))):
         torch.manual_seed(0)
-        made.append(build().kept)
-    assert torch.equal(*made)
-    assert made[0].requires_grad and made[1].requires_grad
+        result.append(build().kept)
+    assert torch.equal(*result)
+    assert result[0].requires_grad and result[1].requires_grad
 
 
 def test_a_view_may_get_other_data_in_no_grad_mode():
@@ -270,8 +270,8 @@ def test_a_view_may_get_other_data_in_no_grad_mode():
         layer.view.masked_fill_(layer.view > 0.5, 2.0)
         return layer
 
-    made = []
+    result = []
     for build in (construct, lambda: fl.deferred_init(construct)):
         torch.manual_seed(0)
-        made.append(build().view)
-    assert torch.equal(made[0], fl.materialize_tensor(made[1]))
+        result.append(build().view)
+    assert torch.equal(result[0], fl.materialize_tensor(result[1]))

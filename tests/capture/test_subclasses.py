@@ -25,7 +25,7 @@ class Counted(nn.Parameter):
 
 
 class Scaled(torch.Tensor):
-    """A wrapper of two tensors, as quantised weights are."""
+    """A wrapper of two tensors, as used for quantized weights."""
 
     @staticmethod
     def __new__(cls, whole, scale):
@@ -67,13 +67,13 @@ BUILDERS = {
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_subclass_is_materialized_at_once(name):
-    (expected, state), (made, ours) = eager(BUILDERS[name]), deferred(BUILDERS[name])
-    assert state == ours
-    assert type(made.weight) is type(expected.weight) and not fl.is_deferred(made.weight)
-    assert fl.is_deferred(made.more)
-    materialize(made)
-    assert getattr(made.weight, "bits", None) == getattr(expected.weight, "bits", None)
-    for a, b in zip(expected.parameters(), made.parameters(), strict=True):
+    (expected, state), (actual, actual_state) = eager(BUILDERS[name]), deferred(BUILDERS[name])
+    assert state == actual_state
+    assert type(actual.weight) is type(expected.weight) and not fl.is_deferred(actual.weight)
+    assert fl.is_deferred(actual.more)
+    materialize(actual)
+    assert getattr(actual.weight, "bits", None) == getattr(expected.weight, "bits", None)
+    for a, b in zip(expected.parameters(), actual.parameters(), strict=True):
         assert bytes_of(a) == bytes_of(b)
 
 
@@ -84,13 +84,13 @@ def test_a_wrapper_subclass_stays_deferred():
             layer.weight.mul_(2)
         return layer
 
-    (expected, state), (made, ours) = eager(build), deferred(build)
-    assert state == ours and fl.is_deferred(made.weight)
-    fl.materialize_module(made)
-    assert not fl.is_deferred(made) and type(made.weight) is Scaled
+    (expected, state), (actual, actual_state) = eager(build), deferred(build)
+    assert state == actual_state and fl.is_deferred(actual.weight)
+    fl.materialize_module(actual)
+    assert not fl.is_deferred(actual) and type(actual.weight) is Scaled
     for part in ("whole", "scale"):
-        assert type(getattr(made.weight, part)) is torch.Tensor
-        assert bytes_of(getattr(made.weight, part)) == bytes_of(getattr(expected.weight, part))
+        assert type(getattr(actual.weight, part)) is torch.Tensor
+        assert bytes_of(getattr(actual.weight, part)) == bytes_of(getattr(expected.weight, part))
 
 
 def test_tensors_without_strides_are_made_at_once():
@@ -103,20 +103,20 @@ def test_tensors_without_strides_are_made_at_once():
         layer.nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)])
         return layer
 
-    (expected, state), (made, ours) = eager(build), deferred(build)
-    assert state == ours and fl.is_deferred(made.weight)
-    materialize(made)
-    assert made.sparse.layout == torch.sparse_coo and made.rows.layout == torch.sparse_csr
-    assert bytes_of(made.sparse.to_dense()) == bytes_of(expected.sparse.to_dense())
-    assert bytes_of(made.rows.to_dense()) == bytes_of(expected.rows.to_dense())
-    assert bytes_of(made.product) == bytes_of(expected.product)
-    assert bytes_of(made.quantized.int_repr()) == bytes_of(expected.quantized.int_repr())
-    for a, b in zip(expected.nested.unbind(), made.nested.unbind(), strict=True):
+    (expected, state), (actual, actual_state) = eager(build), deferred(build)
+    assert state == actual_state and fl.is_deferred(actual.weight)
+    materialize(actual)
+    assert actual.sparse.layout == torch.sparse_coo and actual.rows.layout == torch.sparse_csr
+    assert bytes_of(actual.sparse.to_dense()) == bytes_of(expected.sparse.to_dense())
+    assert bytes_of(actual.rows.to_dense()) == bytes_of(expected.rows.to_dense())
+    assert bytes_of(actual.product) == bytes_of(expected.product)
+    assert bytes_of(actual.quantized.int_repr()) == bytes_of(expected.quantized.int_repr())
+    for a, b in zip(expected.nested.unbind(), actual.nested.unbind(), strict=True):
         assert bytes_of(a) == bytes_of(b)
 
 
 def test_reads_import_what_they_need():
-    """In a process of its own: nobody has imported what materializes."""
+    """In a separate process, which has not imported anything that materializes."""
     code = (
         "import torch, firstloss as fl\nwith fl.deferred():\n    tensor = torch.ones(3)\nprint(tensor.numpy().sum())\n"
     )

@@ -1,4 +1,4 @@
-"""A traced tensor in place of a number: the correct result, or an error at that line."""
+"""A traced tensor used as a number gives the correct result or an error at that line."""
 
 import math
 import threading
@@ -15,7 +15,7 @@ X, M = torch.tensor([1.0, 2.0, 3.0]), torch.arange(4.0).reshape(2, 2)
 
 
 def lists(function):
-    """An operation on lists that may write to the first."""
+    """An operation on lists that may write to the first list."""
 
     def call(t):
         x = [X.clone(), X * 2]
@@ -51,7 +51,7 @@ PLACES = {
 
 
 def test_results_match_eager_at_every_step(backend):
-    """The reference's case: a schedule of the traced step, as `addcdiv`'s value, among others."""
+    """Includes the reference's case, a schedule of the traced step as `value` of `addcdiv`."""
     count = torch.tensor(1000)
 
     @fl.trace
@@ -61,16 +61,16 @@ def test_results_match_eager_at_every_step(backend):
         return {name: place(t) for name, place in PLACES.items()}
 
     for n in (1001, 1002, 1003):
-        got = step()
+        result = step()
         t = torch.where(torch.tensor(n) > 1001, torch.tensor(n).float() * 0.0001, 0.2)
         for name, place in PLACES.items():
             want = place(t)
-            pairs = zip(got[name], want, strict=True) if isinstance(want, list) else [(got[name], want)]
-            for ours, theirs in pairs:
-                assert ours.dtype == theirs.dtype, name
-                # float32's own rounding, in another order
+            pairs = zip(result[name], want, strict=True) if isinstance(want, list) else [(result[name], want)]
+            for actual, expected in pairs:
+                assert actual.dtype == expected.dtype, name
+                # float32 rounding in another order
                 torch.testing.assert_close(
-                    ours.clone(), theirs, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                    actual.clone(), expected, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
                 )
     assert compiled_steps.kinds(step) == 1
 
@@ -123,17 +123,17 @@ READS = {
 
 @pytest.mark.parametrize("way", READS)
 def test_an_outside_tensor_is_read_at_each_call(way, backend):
-    """Edited between two calls: the value is no constant of the compiled step."""
+    """The tensor is edited between two calls: its value is not a constant of the compiled step."""
     number = torch.tensor(0.5)
     step = fl.trace(lambda x: READS[way](x, number))
     for value in (0.5, 0.25, 0.25, 0.5):
         number.fill_(value)
         try:
-            got = step(X)
+            actual = step(X)
         except fl.errors.ValueReadError:  # of a comparison, which is an operation of the step
             assert way == "if"
             return
-        torch.testing.assert_close(got.clone(), READS[way](X, number))
+        torch.testing.assert_close(actual.clone(), READS[way](X, number))
 
 
 def test_a_number_edited_by_the_step_is_read_after_the_edit(backend):
@@ -149,7 +149,7 @@ def test_a_number_edited_by_the_step_is_read_after_the_edit(backend):
 
 
 def test_reads_by_other_threads_are_not_part_of_the_trace(backend):
-    """Weights are made while their step is traced, from generators' states that are read as numbers."""
+    """Weights are materialized while their step is traced, which reads generator states as numbers."""
     others = torch.tensor([0.5])
 
     @fl.trace

@@ -18,7 +18,7 @@ LLAMA_405B = {
 
 @pytest.fixture
 def config_json(tmp_path):
-    """Writes a config.json of the fields that it is given, and returns its path."""
+    """Write a config.json with the given fields, and return its path."""
     pytest.importorskip("transformers")
 
     def write(fields):
@@ -31,5 +31,5 @@ def config_json(tmp_path):
 
 @pytest.fixture
 def llama_405b(config_json):
-    """The path of the config.json of a Llama of 405 billion parameters, with more fields."""
+    """The path of the config.json of a Llama with 405 billion parameters, with additional fields."""
     return lambda **fields: config_json({**LLAMA_405B, **fields})

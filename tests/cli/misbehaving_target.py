@@ -1,4 +1,4 @@
-"""Constructors that print, and that end the process."""
+"""Constructors that print, or that exit the process."""
 
 import atexit
 import os

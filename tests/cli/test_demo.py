@@ -1,4 +1,4 @@
-"""The demo end to end on its tiny model, and what it leaves behind if it fails."""
+"""The demo end to end with its tiny model, and the files it leaves if it fails."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_batches_are_reproducible_and_leave_the_generator_alone():
     assert torch.equal(torch.stack(a), torch.stack(b)) and torch.equal(before, torch.get_rng_state())
     assert a[0].shape == (2, 16) and a[0].dtype == torch.int64
     assert not torch.equal(a[0], a[1])
-    assert (a[0].diff(dim=1) % 256 == 1).all()  # each piece runs on in the text
+    assert (a[0].diff(dim=1) % 256 == 1).all()  # targets are the inputs shifted by one: the text is increasing bytes
 
 
 def test_the_plain_loop_learns():
@@ -62,16 +62,16 @@ def test_the_demo_runs_end_to_end(tmp_path, capfd):
 
 @pytest.fixture
 def fake_jobs(monkeypatch):
-    """Puts scripted jobs in place of the processes; returns the losses that they tell, to be changed."""
+    """Replace the processes by scripted jobs; returns the losses that they report, which tests may change."""
     losses = {way: [5.0, 4.0] for way in demo.TITLES}
 
     def job(way, args, scratch):
         if way == "warm":
             return
-        told = losses[way]
-        if isinstance(told, Exception):
-            raise told
-        yield from ({"loss": loss} for loss in told)
+        reported = losses[way]
+        if isinstance(reported, Exception):
+            raise reported
+        yield from ({"loss": loss} for loss in reported)
         spans = [{"name": "import", "track": "main", "start": 0.0, "end": 1.0}]
         yield {"timeline": {"spans": spans, "marks": [{"name": "first loss", "at": 3.0}]}}
 

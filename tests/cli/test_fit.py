@@ -1,4 +1,4 @@
-"""`firstloss fit` and `validate`: a run from a file, and one-line errors."""
+"""`firstloss fit` and `validate`: a run from a config file, and one-line errors."""
 
 import dataclasses
 import inspect
@@ -16,7 +16,7 @@ MODEL = {"class_path": "tests.trainer.small.Net", "init_args": {"dropout": 0.2}}
 
 @pytest.fixture
 def config(tmp_path):
-    """Writes a run's file; a dict of changes is merged into its "trainer"."""
+    """Write a run's config file; a dict of changes is merged into its "trainer"."""
 
     def write(**changes):
         trainer = {
@@ -32,7 +32,7 @@ def config(tmp_path):
             **changes,
         }
         data = {"class_path": "tests.trainer.small.loader", "init_args": {"count": 32}}
-        still = {**data, "init_args": {**data["init_args"], "shuffle": False}}  # the same batches, the same rounding
+        still = {**data, "init_args": {**data["init_args"], "shuffle": False}}  # the same batches and the same rounding
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump({"trainer": trainer, "train_dataloader": data, "val_dataloader": still}))
         return str(path)
@@ -56,7 +56,7 @@ def test_a_run_is_trained_and_validated(config, tmp_path, capsys):
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert main(["validate", str(tmp_path / "run" / "config.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["val_loss"] == last["val_loss"]
-    # the resolved file repeats the run
+    # the resolved config reproduces the run
     again = ["fit", str(tmp_path / "run" / "config.yaml"), f"--trainer.model_dir={tmp_path / 'again'}"]
     assert main(again) == 0
     assert "step 6" in capsys.readouterr().out
@@ -65,14 +65,15 @@ def test_a_run_is_trained_and_validated(config, tmp_path, capsys):
 
 
 def test_the_trainer_constructs_the_model(config, capsys, monkeypatch):
-    """A function with arguments too: else the model would be made eagerly, before the backend could defer it."""
+    """Also if a function takes arguments; otherwise the model would be constructed eagerly, before the backend could
+    defer it."""
     from tests.trainer import small
 
-    made = []
+    constructed = []
     monkeypatch.setattr(small, "build", lambda: None, raising=False)
 
     def build(dropout: float = 0.5) -> small.nn.Module:
-        made.append(dropout)
+        constructed.append(dropout)
         return small.Net(dropout)
 
     monkeypatch.setattr(small, "build", build)
@@ -80,10 +81,10 @@ def test_the_trainer_constructs_the_model(config, capsys, monkeypatch):
 
     file = config(model={"class_path": "tests.trainer.small.build", "init_args": {"dropout": 0.3}})
     parser, read = configuration.read("fit", file, [])
-    given = configuration.instantiate("fit", parser, read)
-    assert made == []
-    given.trainer.fit(given.train_dataloader, given.val_dataloader)
-    assert made == [0.3]
+    parsed = configuration.instantiate("fit", parser, read)
+    assert constructed == []
+    parsed.trainer.fit(parsed.train_dataloader, parsed.val_dataloader)
+    assert constructed == [0.3]
 
 
 @pytest.mark.parametrize(
@@ -159,13 +160,13 @@ def test_a_file_that_is_not_a_run_is_an_error(text, says, tmp_path, capsys):
     ],
 )
 def test_optimizers_may_be_classes_or_functions(arguments, rate, config, tmp_path, capsys):
-    """A class gets the parameters, a function the model; both are called when the model is there."""
+    """A class gets the parameters, a function the model; both are called after the model has been constructed."""
     arguments = ["fit", config(schedulers=None), *arguments, "--json"]
     assert main(arguments) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["lr"] == rate
     capsys.readouterr()
-    # what was resolved says it again
+    # resolving the resolved config changes nothing
     assert main(["fit", str(tmp_path / "run" / "config.yaml"), f"--trainer.model_dir={tmp_path / 'again'}"]) == 0
     assert json.loads((tmp_path / "again" / "metrics.jsonl").read_text().splitlines()[0]) | RATES == (
         json.loads(lines[0]) | RATES
@@ -201,7 +202,7 @@ def test_torchmetrics_can_be_configured(config, tmp_path):
 
 
 def test_checkpoints_are_chosen_by_name(config, tmp_path, capsys):
-    """`best` and `last` by name, and null for none of them."""
+    """`best` and `last` are names; null selects none."""
     file = config(checkpoint={"steps": 1, "keep_last": None, "best": "val_loss"}, loop={"max_steps": 3})
     assert main(["validate", file]) == 1
     assert "no weights to validate" in capsys.readouterr().err
@@ -223,23 +224,23 @@ def test_print_config_shows_the_overridden_values(config, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["fit", config(), "--print_config"])
     assert stopped.value.code == 0
-    shown = yaml.safe_load(capsys.readouterr().out)["trainer"]
-    assert shown["loop"]["max_steps"] == 4
+    printed = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert printed["loop"]["max_steps"] == 4
 
 
 def test_print_config_shows_every_key(capsys):
-    """Also without a file, with the defaults: what there is to be written into one."""
+    """Also without a file, with the defaults: every key that a config may have."""
     from firstloss.trainer import Checkpoint, Trainer, TrainingLoop
 
     with pytest.raises(SystemExit):
         main(["fit", "--print_config"])
-    shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["trainer"].keys() | {"backend"} == set(inspect.signature(Trainer).parameters) | {
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"].keys() | {"backend"} == set(inspect.signature(Trainer).parameters) | {
         "artifact_dir", "mesh", "cluster_config"
     }  # fmt: skip
-    assert shown["trainer"]["loop"].keys() == TrainingLoop.__dataclass_fields__.keys()
-    assert shown["trainer"]["checkpoint"] == dataclasses.asdict(Checkpoint())
-    assert shown["ckpt_path"] == "last"
+    assert printed["trainer"]["loop"].keys() == TrainingLoop.__dataclass_fields__.keys()
+    assert printed["trainer"]["checkpoint"] == dataclasses.asdict(Checkpoint())
+    assert printed["ckpt_path"] == "last"
 
 
 def test_other_commands_refuse_unknown_arguments(capsys):

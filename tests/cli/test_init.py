@@ -11,8 +11,8 @@ LINEAR = ["torch.nn:Linear", "--arg", "in_features=300", "--arg", "out_features=
 
 def test_weights_of_a_target_are_written(tmp_path, capsys):
     assert cli.main(["init", *LINEAR, "-o", str(tmp_path / "out"), "--seed", "5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bytes"] == 4 * (300 * 7 + 7)
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes"] == 4 * (300 * 7 + 7)
     torch.manual_seed(5)
     eager = torch.nn.Linear(300, 7)
     saved = load_file(tmp_path / "out" / "model.safetensors")

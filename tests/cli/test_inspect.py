@@ -26,17 +26,17 @@ def test_the_counter_policy_numbers_its_draws(capsys):
 
 def test_405_billion_parameters_on_512_ranks(llama_405b, capsys):
     assert cli.main(["inspect", llama_405b(), "--mesh", "fsdp=64,tp=8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == 405_853_388_800 and found["dead_fills"] == 884
-    rows = {row["weight"]: row for row in found["weights"]}
+    report = json.loads(capsys.readouterr().out)
+    assert report["parameters"] == 405_853_388_800 and report["dead_fills"] == 884
+    rows = {row["weight"]: row for row in report["weights"]}
     up, down = (rows[f"model.layers.7.mlp.{name}_proj.weight"] for name in ("up", "down"))
     assert up["recipe"] == "normal(0, 0.02)" and up["dead_fills"] == 1 and up["position"] > 4 * 10**11
     assert up["shape_per_rank"] == [53248 // 512, 16384] and up["cut"] == [["tp", "fsdp"], []]
     assert down["shape_per_rank"] == [16384 // 64, 53248 // 8] and down["cut"] == [["fsdp"], ["tp"]]
     assert rows["model.layers.0.input_layernorm.weight"]["cut"] == [["fsdp"]]
     assert rows["lm_head.weight"]["bytes_per_rank"] == math.ceil(128256 / 512) * 16384 * 4
-    assert found["bytes_per_rank"] == sum(row["bytes_per_rank"] for row in rows.values())
-    assert 0 <= found["bytes_per_rank"] * 512 / found["bytes"] - 1 < 0.002  # rows that 512 does not divide
+    assert report["bytes_per_rank"] == sum(row["bytes_per_rank"] for row in rows.values())
+    assert 0 <= report["bytes_per_rank"] * 512 / report["bytes"] - 1 < 0.002  # 512 does not divide the number of rows
 
 
 def test_bytes_per_rank_are_printed(capsys):

@@ -86,8 +86,8 @@ def test_a_missing_library_names_its_extra(monkeypatch, capsys):
 
     monkeypatch.setattr("firstloss.cli.demo.run", missing)
     assert main(["demo"]) == 1
-    said = capsys.readouterr().err
-    assert "rich is not installed: pip install " in said and "[cli]" in said
+    output = capsys.readouterr().err
+    assert "rich is not installed: pip install " in output and "[cli]" in output
 
 
 def test_an_interrupt_exits_with_status_130(monkeypatch, capsys):
@@ -125,8 +125,8 @@ def test_inspect_reports_the_weights(capsys):
         ("bias", [7], 35),
     ]
     assert main(target) == 0
-    shown = capsys.readouterr().out
-    assert "uniform(-0.4472" in shown and "2 weights, 42 parameters" in shown
+    output = capsys.readouterr().out
+    assert "uniform(-0.4472" in output and "2 weights, 42 parameters" in output
 
 
 BLOCKED = """
@@ -138,12 +138,12 @@ class Blocked:
 assert not {blocked} & set(sys.modules)
 sys.meta_path.insert(0, Blocked())
 from firstloss.cli import main
-found = {{}}
+outcomes = {{}}
 for name, arguments in json.load(open(sys.argv[1])).items():
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        found[name] = main(arguments), said.getvalue()
-print(json.dumps(found))
+    output = io.StringIO()
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
+        outcomes[name] = main(arguments), output.getvalue()
+print(json.dumps(outcomes))
 """
 OF_EXTRA = {"cli": ("rich", "matplotlib", "jsonargparse"), "xla": ("jax", "jaxlib"), "demo": ("transformers",)}
 LINEAR = ["torch.nn:Linear", "--arg", "in_features=3", "--arg", "out_features=4"]
@@ -161,20 +161,22 @@ COMMANDS = {
 @pytest.mark.parametrize("without", OF_EXTRA)
 def test_without_an_extra_a_command_runs_or_names_it(tmp_path, without):
     script = BLOCKED.format(blocked=set(OF_EXTRA[without]))
-    # Of the demo's extra fit needs nothing, and would train.
-    told = {name: told for name, told in COMMANDS.items() if (name, without) != ("fit", "demo")}
-    told = {name: [argument.format(folder=tmp_path) for argument in arguments] for name, arguments in told.items()}
+    # `fit` does not need the demo's extra, and would train.
+    commands = {name: commands for name, commands in COMMANDS.items() if (name, without) != ("fit", "demo")}
+    commands = {
+        name: [argument.format(folder=tmp_path) for argument in arguments] for name, arguments in commands.items()
+    }
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    (tmp_path / "told.json").write_text(json.dumps(told))
+    (tmp_path / "told.json").write_text(json.dumps(commands))
     command = ["-c", script, str(tmp_path / "told.json")]
     done = forked.run(command, capture_output=True, timeout=250, env=environment, jax=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == told.keys() and any(status for status, _ in found.values())
-    for name, (status, said) in found.items():
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert outcomes.keys() == commands.keys() and any(status for status, _ in outcomes.values())
+    for name, (status, output) in outcomes.items():
         if status:
-            assert f"[{without}]" in said and "pip install" in said, (name, said)
-            assert len(said.splitlines()) == 1, (name, said)
+            assert f"[{without}]" in output and "pip install" in output, (name, output)
+            assert len(output.splitlines()) == 1, (name, output)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +196,6 @@ def test_hints_are_commands_that_work(tmp_path, monkeypatch, came, command):
     from firstloss import dependencies
 
     text = None if came is None else json.dumps(came).replace("{folder}", str(tmp_path))
-    found = SimpleNamespace(read_text=lambda name: text)
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: found)
+    distribution = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: distribution)
     assert dependencies.install("xla") == command.replace("{folder}", str(tmp_path))

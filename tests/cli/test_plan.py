@@ -54,8 +54,8 @@ def test_the_table_is_printed(capsys):
 
 def test_json_has_the_numbers(capsys):
     arguments = ["--mesh", "fsdp=8", "--batch", "32x64", "--flops", "1T", "--link", "2GB/s", "--memory", "10kB"]
-    found = plan(capsys, *PERCEPTRON, *arguments)
-    weights = {row["name"]: row for row in found["arrays"] if row["role"] == "weights"}
+    report = plan(capsys, *PERCEPTRON, *arguments)
+    weights = {row["name"]: row for row in report["arrays"] if row["role"] == "weights"}
     assert {name: row["bytes"] for name, row in weights.items()} == {
         "up.weight": 64 * 256 * 4 // 8,
         "up.bias": 256 * 4,
@@ -63,46 +63,46 @@ def test_json_has_the_numbers(capsys):
         "down.bias": 8 * 4,
     }
     assert weights["up.weight"]["cut"] == [["fsdp"], []] and weights["up.weight"]["why"] == ""
-    assert found["fits"] is False and found["memory"] == 10_000
-    assert found["bytes"]["peak"] == sum(found["bytes"]["at_peak"].values())
-    sent = sum(row["sent"] for row in found["sent"])
-    assert found["seconds"]["links"] == {"fsdp": pytest.approx(sent / 2e9)}
-    assert found["seconds"]["compute"] == pytest.approx(found["flops"] / 1e12)
-    assert found["seconds"]["memory"] == 0
+    assert report["fits"] is False and report["memory"] == 10_000
+    assert report["bytes"]["peak"] == sum(report["bytes"]["at_peak"].values())
+    sent = sum(row["sent"] for row in report["sent"])
+    assert report["seconds"]["links"] == {"fsdp": pytest.approx(sent / 2e9)}
+    assert report["seconds"]["compute"] == pytest.approx(report["flops"] / 1e12)
+    assert report["seconds"]["memory"] == 0
 
 
 def test_memory_bandwidth_is_counted(capsys):
     arguments = ["--mesh", "fsdp=8", "--batch", "32x64", "--flops", "1T", "--link", "2GB/s"]
     without = plan(capsys, *PERCEPTRON, *arguments)
-    found = plan(capsys, *PERCEPTRON, *arguments, "--hbm", "1GB/s")
-    assert found["seconds"]["memory"] == pytest.approx(found["memory_bytes"] / 1e9)
-    assert found["seconds"]["links"] == without["seconds"]["links"]
-    assert found["seconds"]["apart"] > without["seconds"]["apart"] + found["seconds"]["memory"] / 2
+    report = plan(capsys, *PERCEPTRON, *arguments, "--hbm", "1GB/s")
+    assert report["seconds"]["memory"] == pytest.approx(report["memory_bytes"] / 1e9)
+    assert report["seconds"]["links"] == without["seconds"]["links"]
+    assert report["seconds"]["apart"] > without["seconds"]["apart"] + report["seconds"]["memory"] / 2
     assert cli.main([*PERCEPTRON, *arguments, "--hbm", "1GB/s"]) == 0
     assert "for operations" in capsys.readouterr().out
 
 
 def test_arguments_are_passed_by_name_with_another_optimizer(capsys):
     arguments = ["--mesh", "dp=4", "--batch", "x=8x64", "--batch", "scale=8x1", "--optimizer", "SGD"]
-    found = plan(capsys, *PERCEPTRON, *arguments)
-    assert found["bytes"]["batch"] == 4 * (2 * 64 + 2) and found["bytes"]["state"] == 0
+    report = plan(capsys, *PERCEPTRON, *arguments)
+    assert report["bytes"]["batch"] == 4 * (2 * 64 + 2) and report["bytes"]["state"] == 0
 
 
 def test_the_models_own_tp_plan_is_used(llama, capsys):
-    found = plan(capsys, "plan", llama, "--mesh", "fsdp=4,tp=2", "--batch", "16x32")
-    rows = {row["name"]: row for row in found["arrays"]}
+    report = plan(capsys, "plan", llama, "--mesh", "fsdp=4,tp=2", "--batch", "16x32")
+    rows = {row["name"]: row for row in report["arrays"]}
     assert rows["model.layers.0.self_attn.q_proj.weight"]["cut"] == [["tp"], ["fsdp"]]
     assert rows["model.layers.0.self_attn.o_proj.weight"]["cut"] == [["fsdp"], ["tp"]]
     assert rows["model.layers.3.mlp.down_proj.weight.exp_avg"]["bytes"] == 128 * 384 * 4 // 8
     assert {("all-reduce", ("tp",)), ("reduce-scatter", ("fsdp",))} <= {
-        (row["kind"], tuple(row["axes"])) for row in found["sent"]
+        (row["kind"], tuple(row["axes"])) for row in report["sent"]
     }
 
 
 def test_shardings_can_be_given(capsys):
     arguments = ["--mesh", "fsdp=4,tp=2", "--batch", "32x64", "--cut", "up.*=tp", "--cut", "down.weight=-,tp"]
-    found = plan(capsys, *PERCEPTRON, *arguments)
-    rows = {row["name"]: row for row in found["arrays"]}
+    report = plan(capsys, *PERCEPTRON, *arguments)
+    rows = {row["name"]: row for row in report["arrays"]}
     assert rows["up.weight"]["cut"] == [["tp"], []] and rows["down.weight"]["cut"] == [[], ["tp"]]
     assert rows["up.weight"]["why"] == "its spec does not name fsdp"
 
@@ -177,21 +177,22 @@ def test_a_target_that_is_not_a_module_is_an_error(capsys):
 
 def test_405_billion_parameters_can_be_planned_on_4096_devices(llama_405b, capsys):
     arguments = ["--mesh", "fsdp=512,tp=8", "--batch", "512x8192", "--recompute", "--memory", "80GiB"]
-    found = plan(capsys, "plan", llama_405b(torch_dtype="bfloat16"), *arguments)
-    assert found["devices"] == 4096 and found["fits"] is True
+    report = plan(capsys, "plan", llama_405b(torch_dtype="bfloat16"), *arguments)
+    assert report["devices"] == 4096 and report["fits"] is True
     parameters = 2 * 128256 * 16384 + 126 * (16384 * (2 * 16384 + 2 * 1024 + 3 * 53248) + 2 * 16384) + 16384
     norms = (2 * 126 + 1) * 16384
-    weights = sum(row["bytes"] for row in found["arrays"] if row["role"] == "weights" and "rotary" not in row["name"])
-    # The norms are cut over fsdp alone; 2 bytes each.
+    weights = sum(row["bytes"] for row in report["arrays"] if row["role"] == "weights" and "rotary" not in row["name"])
+    # The norms are sharded over fsdp only; 2 bytes per element.
     assert weights == 2 * (parameters - norms) // 4096 + 2 * norms // 512
-    # A forward pass is two operations a parameter and token, here done twice, a backward pass four. All but the
-    # embedding, which is looked up, the head, which is not computed again, and the last product of each layer, of which
-    # the backward pass does not need the result.
+    # A forward pass takes two operations per parameter and token, here computed twice, and a backward pass four.
+    # Exceptions: the embedding is a lookup, and the head and the last product of each layer, whose result the backward
+    # pass does not need, are not recomputed.
     tokens, embedding = 512 * 8192 // 4096, 128256 * 16384
     products = tokens * (8 * (parameters - norms - 2 * embedding) + 6 * embedding - 2 * 126 * 16384 * 53248)
-    # Of attention, scores and the sum that they weight: forward, again, and backward twice that and the scores again.
+    # Attention computes scores and their weighted sum: forward, recomputed, twice that in the backward pass, plus the
+    # scores once more.
     attention = 126 * tokens * 4 * 8192 * 16384 * 4.5
-    assert found["matmul_flops"] == pytest.approx(products + attention, rel=1e-3)
-    layers = [part for part in found["parts"] if part["turns"] > 1]
+    assert report["matmul_flops"] == pytest.approx(products + attention, rel=1e-3)
+    layers = [part for part in report["parts"] if part["turns"] > 1]
     assert sum(part["turns"] * part["layers"] for part in layers) == 2 * 126
     assert all(math.isfinite(part["flops"]) for part in layers)

@@ -1,4 +1,4 @@
-"""`firstloss stablehlo`: the module runs in a process that has neither the model nor PyTorch."""
+"""`firstloss stablehlo`: the module runs in a process without the model and without PyTorch."""
 
 import json
 import subprocess
@@ -23,8 +23,8 @@ def test_a_written_module_runs_without_the_model(tmp_path, capsys):
     module, out = tmp_path / "weights.mlir", tmp_path / "weights.npz"
     target = ["torch.nn:Linear", "--arg", "in_features=48", "--arg", "out_features=32"]
     assert main(["stablehlo", *target, "-o", str(module), "--seed", "7", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["bytes"] == module.stat().st_size and said["plan"]["compile_units"] == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes"] == module.stat().st_size and report["plan"]["compile_units"] == 2
     subprocess.run([sys.executable, "-c", RUN, str(module), str(out)], check=True)
     torch.manual_seed(7)
     eager = nn.Linear(48, 32)
@@ -60,6 +60,6 @@ def test_a_mesh_and_specs_are_printed(tmp_path, capsys):
 def test_invalid_input_is_a_one_line_error_and_leaves_no_file(arguments, complaint, tmp_path, capsys):
     target = ["torch.nn:Linear", "--arg", "in_features=48", "--arg", "out_features=32"]
     assert main(["stablehlo", *target, "-o", str(tmp_path / "weights.mlir"), *arguments]) == 1
-    said = capsys.readouterr().err
-    assert complaint in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert complaint in output and output.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

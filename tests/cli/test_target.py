@@ -27,7 +27,7 @@ def deep(width):
 
 @pytest.fixture
 def user_module(tmp_path, monkeypatch):
-    """A user's module, in the folder that the command is started from."""
+    """A user's module in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "user_models.py").write_text(MODULE)
@@ -36,17 +36,17 @@ def user_module(tmp_path, monkeypatch):
 
 
 def fails(text, *arguments, call=False):
-    """The message of the one error that `text` gives."""
+    """The message of the single error that `text` raises."""
     with pytest.raises(TargetError) as caught:
-        made = target.load(text, arguments)
+        constructor = target.load(text, arguments)
         if call:
-            made()
+            constructor()
     return str(caught.value)
 
 
 def test_a_callable_gets_its_arguments():
-    made = target.load("torch.nn:Linear", ["in_features=3", "out_features=4", "bias=False"])()
-    assert made.weight.shape == (4, 3) and made.bias is None
+    result = target.load("torch.nn:Linear", ["in_features=3", "out_features=4", "bias=False"])()
+    assert result.weight.shape == (4, 3) and result.bias is None
 
 
 def test_a_value_that_is_not_a_literal_is_a_string():
@@ -129,7 +129,7 @@ LLAMA = {
 
 @pytest.fixture
 def config(tmp_path):
-    """Writes a config.json and gives its path."""
+    """Write a config.json and return its path."""
     pytest.importorskip("transformers")
 
     def write(**changes):
@@ -141,8 +141,8 @@ def config(tmp_path):
 
 
 def test_a_config_makes_its_architecture(config, tmp_path):
-    made = target.load(config())()
-    assert type(made).__name__ == "LlamaForCausalLM" and made.lm_head.weight.shape == (64, 32)
+    result = target.load(config())()
+    assert type(result).__name__ == "LlamaForCausalLM" and result.lm_head.weight.shape == (64, 32)
     assert type(target.load(str(tmp_path))()).__name__ == "LlamaForCausalLM"
 
 

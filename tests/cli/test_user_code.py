@@ -1,4 +1,4 @@
-"""Effects of the user's constructor: its output is not the command's, and its exit is a failure."""
+"""Side effects of the user's constructor: its output is kept out of the command's, and an exit is a failure."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def importable(monkeypatch):
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_prints_go_to_stderr(command, tmp_path):
-    """Those of C, of other processes and at the end too."""
+    """Also output of C code, of other processes, and at exit."""
     ran = forked.run(
         ["-m", "firstloss", *arguments(command, "misbehaving_target:printing", tmp_path), "--json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(Path(cli.__file__).parents[2])])},

@@ -7,20 +7,20 @@ from firstloss.cli.verify import compare, named_tensors
 
 def model(tied=True):
     torch.manual_seed(0)
-    made = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     if tied:
-        made[1].weight = made[0].weight
-    return made
+        module[1].weight = module[0].weight
+    return module
 
 
 def test_names_cover_ties_buffers_and_containers():
     names = [name for name, _ in named_tensors(model())]
     assert "0.weight" in names and "1.weight" in names and "2.num_batches_tracked" in names
-    made = model()
-    made[0].table = torch.zeros(2)
-    assert "0.table" in dict(named_tensors(made))
-    made = {"a": [torch.zeros(1), model()], "b": 3}
-    names = [name for name, _ in named_tensors(made)]
+    result = model()
+    result[0].table = torch.zeros(2)
+    assert "0.table" in dict(named_tensors(result))
+    result = {"a": [torch.zeros(1), model()], "b": 3}
+    names = [name for name, _ in named_tensors(result)]
     assert names[0] == "['a'][0]" and "['a'][1].0.weight" in names
 
 
@@ -40,15 +40,15 @@ def test_one_bit_is_a_difference_and_equal_nans_are_not():
 def test_shape_dtype_and_requires_grad_are_compared():
     a = {"x": torch.zeros(2), "y": torch.zeros(2), "z": torch.zeros(2)}
     b = {"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2, requires_grad=True)}
-    found = compare(a, b)
-    assert found["x"] == "shape is torch.Size([3]), but torch.Size([2]) in the eager model"
-    assert found["y"] == "dtype is torch.float64, but torch.float32 in the eager model"
-    assert found["z"] == "requires_grad is True, but False in the eager model"
+    differences = compare(a, b)
+    assert differences["x"] == "shape is torch.Size([3]), but torch.Size([2]) in the eager model"
+    assert differences["y"] == "dtype is torch.float64, but torch.float32 in the eager model"
+    assert differences["z"] == "requires_grad is True, but False in the eager model"
 
 
 def test_missing_and_extra_tensors_are_reported():
-    found = compare({"a": torch.zeros(1)}, {"b": torch.zeros(1)})
-    assert found == {"a": "is missing from the deferred model", "b": "is in the deferred model only"}
+    differences = compare({"a": torch.zeros(1)}, {"b": torch.zeros(1)})
+    assert differences == {"a": "is missing from the deferred model", "b": "is in the deferred model only"}
 
 
 def test_a_lost_tie_is_a_difference():

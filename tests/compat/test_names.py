@@ -1,4 +1,4 @@
-"""Private names of other libraries are in `firstloss.compat`, resolve as installed, and are on the page."""
+"""Private names of other libraries are listed in `firstloss.compat`, resolve as installed, and are on the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import page
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "firstloss"
 LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "sys", "functools", "os"}
-# What begins with an underscore and is documented, or is an ATen operation's name, or a NamedTuple's method.
+# Names that begin with an underscore but are documented, or are an ATen operation's name or a NamedTuple's method.
 PUBLIC = re.compile(r"_foreach_\w+|_replace|_fields|_asdict|_make|_assert_async|_firstloss")
 ROWS = [(table, name) for table in (torch_names, jax_names, python_names) for name in table.NAMES]
 
@@ -36,35 +36,35 @@ def is_private(name: str) -> bool:
 
 def defined(tree: ast.Module) -> set[str]:
     """The names that a file defines: functions, classes, variables, attributes, slots and fields."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
-            found.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
-    return found
+            names.update(entry.value for entry in ast.walk(node.value) if isinstance(entry, ast.Constant))
+    return names
 
 
-def private_names(tree: ast.Module, ours: set[str]) -> list[str]:
-    """The private names of others in a file: what it imports, and attributes that nothing of ours defines."""
-    found = []
+def private_names(tree: ast.Module, defined_here: set[str]) -> list[str]:
+    """Private names of other libraries in a file: imports, and attributes that no file of this project defines."""
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found += [f"{node.module}: {node.names[0].name}"] * any(map(is_private, parts))
+            names += [f"{node.module}: {node.names[0].name}"] * any(map(is_private, parts))
         elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))]
+            names += [alias.name for alias in node.names if any(map(is_private, alias.name.split(".")))]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             owner = ast.unparse(node.value)
             if owner in ("aten", "_aten", "torch.ops.aten"):
                 continue
-            if node.attr not in ours or owner.split(".")[0] in LIBRARIES:
-                found.append(f"{owner}.{node.attr}")
-    return found
+            if node.attr not in defined_here or owner.split(".")[0] in LIBRARIES:
+                names.append(f"{owner}.{node.attr}")
+    return names
 
 
 REST = [path for path in files() if path.parent.name != "compat"]
@@ -77,7 +77,7 @@ def ours() -> set[str]:
 
 @functools.cache
 def imported() -> set[tuple[str, str]]:
-    """(module, name) of what is imported from anywhere."""
+    """(module, name) of every import."""
     nodes = [node for tree in files().values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return {((node.module or "").rpartition(".")[2], alias.name) for node in nodes for alias in node.names}
 
@@ -125,7 +125,7 @@ def test_a_name_that_is_gone_breaks_its_users_by_an_error_that_names_it(use):
 
 
 def test_a_name_that_is_gone_breaks_nobody_else():
-    """Without it everything imports, and what does not need it works."""
+    """Without the name everything still imports, and features that do not need it work."""
     code = """
 import torch
 del torch._C._current_graph_task_id, torch.nn.BatchNorm1d._check_input_dim

@@ -1,4 +1,4 @@
-"""Patches of PyTorch: none on import, all of them in the table, undone when a capture ends."""
+"""Patches of PyTorch: none on import, all listed in the table, all removed when a capture ends."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from firstloss.interpreter import Undo
 from firstloss.runtime.step import optimizers as _optimizers  # noqa: F401 - likewise
 
 ROOT = Path(__file__).parents[2]
-# Everything of PyTorch's and JAX's that can be assigned to, by its name.
+# Everything assignable in PyTorch and JAX, by name.
 CENSUS = """
 import sys, types, importlib
 
 def census():
-    found = {}
+    attributes = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in ("torch", "jax", "jaxlib", "numpy") or not isinstance(module, types.ModuleType):
             continue
         for attribute, value in list(vars(module).items()):
             if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-                found[name, attribute] = value
+                attributes[name, attribute] = value
             if isinstance(value, type) and value.__module__.split(".")[0] == name.split(".")[0]:
                 for inner, member in list(vars(value).items()):
                     if callable(member) or isinstance(member, (staticmethod, classmethod, property)):
-                        found[value.__module__, value.__qualname__, inner] = member
-    return found
+                        attributes[value.__module__, value.__qualname__, inner] = member
+    return attributes
 
 def changed(before, after):
-    made = {key: getattr(after[key], "__func__", after[key]) for key in after.keys() - before.keys()}
-    new = {key for key, function in made.items() if "/firstloss/" in str(getattr(function, "__code__", ""))}
+    replacements = {key: getattr(after[key], "__func__", after[key]) for key in after.keys() - before.keys()}
+    new = {key for key, function in replacements.items() if "/firstloss/" in str(getattr(function, "__code__", ""))}
     return sorted(".".join(key) for key in new | {key for key in before if after.get(key) is not before[key]})
 """
 
@@ -84,17 +84,18 @@ for then in (inside, traced, after):
 
 @pytest.fixture(scope="module")
 def replaced() -> list[set[str]]:
-    """What an import of all of it has replaced; and then a capture, a step, and what was left behind them."""
+    """The attributes replaced by importing the whole package; then by a capture and a step, and those left replaced
+    afterwards."""
     return [set(line.split()) for line in run(BEFORE_AND_AFTER)]
 
 
 def test_importing_firstloss_patches_nothing(replaced):
-    """Every module of it, with the libraries that they use imported before."""
+    """With every module imported, after the libraries that they use."""
     assert replaced[0] == set()
 
 
 def test_everything_that_a_capture_or_step_patches_is_in_the_table(replaced):
-    """And what is for a capture alone is back when it has ended."""
+    """Patches for captures are removed when the capture ends."""
     inside, traced, after = replaced[1:]
     allowed = {
         when: {place for name, row in patches.PATCHES.items() if row.when == when for place in places(name)}
@@ -110,16 +111,16 @@ def test_everything_that_a_capture_or_step_patches_is_in_the_table(replaced):
 
 
 def places(name: str) -> set[str]:
-    """Where the census finds what a row replaces."""
-    found = set()
+    """The names under which the census finds what a row replaces."""
+    names = set()
     for place in (name, *patches.PATCHES[name].also):
         path, _, attribute = place.rpartition(".")
         try:
             owner = lookup(path)
-        except AttributeError:  # of another version
+        except AttributeError:  # only in another version
             continue
-        found.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}" if isinstance(owner, type) else place)
-    return found
+        names.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}" if isinstance(owner, type) else place)
+    return names
 
 
 @pytest.mark.parametrize("name", patches.PATCHES)
@@ -133,7 +134,7 @@ def test_a_row_has_what_it_replaces_and_a_reason(name):
 
 
 class Place:
-    """A class as PyTorch might have."""
+    """Stands for a class of PyTorch."""
 
     def method(self, x):
         return x + 1
@@ -162,8 +163,8 @@ def test_a_patch_ends_with_its_last_user(row):
 
 def test_a_replacement_by_other_code_stays(row, monkeypatch):
     patches.enter(patches.CAPTURE, "a")
-    ours = Place.method
-    monkeypatch.setattr(Place, "method", lambda self, x: ours(self, x) + 100)
+    replacement = Place.method
+    monkeypatch.setattr(Place, "method", lambda self, x: replacement(self, x) + 100)
     patches.leave(patches.CAPTURE, "a")
     assert Place().method(1) == 120
     patches.enter(patches.CAPTURE, "a")
@@ -187,7 +188,7 @@ def test_a_patch_lasts_until_the_block_ends():
 
 
 def test_concurrent_captures_keep_patches_until_the_last_ends():
-    """What a thread's capture leaves, another's keeps."""
+    """Patches of one thread's capture stay while another thread's capture needs them."""
     ready, go = threading.Event(), threading.Event()
 
     def other():

@@ -1,8 +1,8 @@
-"""Every public name of `cerebras.pytorch` 2.10 and of Model Zoo's `trainer`, and its counterpart here.
+"""Every public name of `cerebras.pytorch` 2.10 and of Model Zoo's `trainer`, and its counterpart in Firstloss.
 
-`names.jsonl` has one line per name: the name and signature as read from the packages, and whether it is the same here,
-differs (how), or is missing (why). This compares it with the code and generates docs/cstorch-names.md:
-`python -m tests.cstorch.names`.
+`names.jsonl` has one line per name: the name and signature as read from the packages, and whether it is the same in
+Firstloss, differs (how), or is missing (why). This module compares the list with the code and generates
+docs/cstorch-names.md: `python -m tests.cstorch.names`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PACKAGES = {
     "cerebras.modelzoo.trainer": "`cerebras.modelzoo.trainer` 2.10",
 }
 
-SURFACE = "2d5141dee1f89d32"  # of what was read; a name more or less, and this is another
+SURFACE = "2d5141dee1f89d32"  # of the list as read; any added or removed name changes it
 
 
 def digest():
-    """Of the names and signatures, whatever is said of them."""
+    """A digest of the names and signatures, without the descriptions."""
     keys = sorted((row["package"], row["module"], row["name"], row["signature"]) for row in rows())
     return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
 
@@ -37,8 +37,8 @@ def rows():
     return [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
 
 
-def found(path):
-    """The object under a path such as firstloss.cstorch.optim.AdamW.step; None if there is none."""
+def resolve(path):
+    """The object at a path such as firstloss.cstorch.optim.AdamW.step, or None."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -54,26 +54,26 @@ def found(path):
 
 
 def parameters(signature):
-    """[(name, default as it is written or None, kind)] of "(a, b=1, *, c=2, **d)"."""
+    """[(name, default as written or None, kind)] of "(a, b=1, *, c=2, **d)"."""
     arguments = ast.parse(f"def f{signature}: pass").body[0].args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + [ast.unparse(d) for d in arguments.defaults]
-    made = [(a.arg, d, "positional") for a, d in zip(positional, defaults, strict=True)]
-    made += [(arguments.vararg.arg, None, "*")] if arguments.vararg else []
+    parsed = [(a.arg, d, "positional") for a, d in zip(positional, defaults, strict=True)]
+    parsed += [(arguments.vararg.arg, None, "*")] if arguments.vararg else []
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        made.append((argument.arg, None if default is None else ast.unparse(default), "by name"))
-    return [*made, (arguments.kwarg.arg, None, "**")] if arguments.kwarg else made
+        parsed.append((argument.arg, None if default is None else ast.unparse(default), "by name"))
+    return [*parsed, (arguments.kwarg.arg, None, "**")] if arguments.kwarg else parsed
 
 
 def why_not_same(row):
-    """In words, why a name that is said to be the same is not; empty if it is."""
-    ours = found(row["ours"])
-    if ours is None:
+    """Why a name listed as the same is not the same; empty if it is."""
+    counterpart = resolve(row["ours"])
+    if counterpart is None:
         return f"{row['ours']} is not there"
     if not row["signature"].startswith("("):
         return ""
     try:
-        signature = inspect.signature(ours)
+        signature = inspect.signature(counterpart)
     except (TypeError, ValueError):
         return "it has no signature"
     have = {p.name: p for p in signature.parameters.values() if p.name not in ("self", "cls")}
@@ -86,13 +86,13 @@ def why_not_same(row):
             continue
         if name not in have:
             return f"it has no argument {name}"
-        ours_default = have[name].default
+        default_here = have[name].default
         if kind == "positional" and (have[name].kind is inspect.Parameter.KEYWORD_ONLY or places.index(name) != place):
             return f"its argument {name} is at another place"
-        if (default is None) != (ours_default is inspect.Parameter.empty):
-            return f"its argument {name} has the default {ours_default!r}"
-        if default is not None and not alike(default, ours_default):
-            return f"its argument {name} has the default {ours_default!r}, not {default}"
+        if (default is None) != (default_here is inspect.Parameter.empty):
+            return f"its argument {name} has the default {default_here!r}"
+        if default is not None and not alike(default, default_here):
+            return f"its argument {name} has the default {default_here!r}, not {default}"
     return ""
 
 
@@ -133,9 +133,9 @@ def page():
                     "| --- | --- | --- |",
                 ]
             shown = f"`{row['name']}{row['signature'] if row['signature'].startswith('(') else ''}`".replace("|", "\\|")
-            ours = f"`{row['ours']}`" if row["ours"] else ""
+            counterpart = f"`{row['ours']}`" if row["ours"] else ""
             note = row["note"].replace("|", "\\|")
-            text = ". ".join(part for part in (ours, note) if part)
+            text = ". ".join(part for part in (counterpart, note) if part)
             lines.append(f"| {shown} | {row['status']} | {text} |")
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""The table of names is true, complete and on its page."""
+"""The list of names is correct, complete and on its page."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_each_name_is_listed_once(package):
 def test_every_row_is_complete():
     for row in ROWS:
         assert row["status"] in names.STATUSES, row
-        assert (row["status"] == "same") or row["note"], row  # how it differs, or why it is not here
+        assert (row["status"] == "same") or row["note"], row  # how it differs, or why it is missing
         assert (row["status"] == "not here") == (not row["ours"]), row
 
 
@@ -30,19 +30,19 @@ def test_every_row_is_true(module):
         if row["status"] == "same":
             assert not names.why_not_same(row), (row["name"], names.why_not_same(row))
         elif row["status"] == "differs":
-            assert names.found(row["ours"]) is not None, row
+            assert names.resolve(row["ours"]) is not None, row
 
 
 def test_missing_names_are_missing():
-    """A name that has come since has to be told."""
+    """A name added later must be listed as present."""
     for row in ROWS:
         if row["status"] == "not here" and row["package"] == "cerebras.pytorch" and "." not in row["name"]:
             path = ".".join(part for part in ("firstloss.cstorch", row["module"], row["name"]) if part)
-            assert names.found(path) is None, row
+            assert names.resolve(path) is None, row
 
 
 def test_the_list_has_all_names():
-    """The list is of the packages as they were read: their names and signatures, none left out."""
+    """The list contains all names and signatures that were read from the packages."""
     assert names.digest() == names.SURFACE
 
 

@@ -1,6 +1,6 @@
-"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas in numpy.
+"""The optimizers of `firstloss.cstorch`: their defaults, and their formulas against numpy.
 
-In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9.
+Computed in float64, so that rounding differences stay far below any mistake in a formula: they agree to 1e-9.
 """
 
 import inspect
@@ -58,7 +58,7 @@ class Make:
         return getattr(cstorch.optim, self.name)(parameters, **self.options)
 
 
-# Each is a generator: it is sent a gradient and the weight, and yields the new weight.
+# Each is a generator that receives a gradient and the weight, and yields the new weight.
 
 
 def adam_base(w, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, decay=0.0, l2=0.0, correct=True, amsgrad=False):
@@ -212,14 +212,14 @@ def test_traced_optimizers_match_eager(case, backend):
     make = MORE[case] if case in MORE else FORMULAS[case][0]
     _, eager = train(make)
     _, traced = train(make, fl.trace, lambda model: fl.compile(model, backend))
-    for (_, theirs), (_, ours) in zip(eager, traced, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
+    for (_, expected), (_, actual) in zip(eager, traced, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", MORE)
 def test_some_optimizers_follow_pytorchs_formula(case):
-    """Given the same numbers: the code is PyTorch's, bit for bit."""
+    """With the same hyperparameters, these run PyTorch's code: bit-identical."""
     make = MORE[case]
     if case == "Lion":
         library, other = fl.optim, {}
@@ -227,9 +227,9 @@ def test_some_optimizers_follow_pytorchs_formula(case):
         parameter = inspect.signature(getattr(cstorch.optim, case)).parameters
         other = {name: p.default for name, p in parameter.items() if name != "params"}
         library = torch.optim
-    theirs = Make(case, **{**other, **make.options})
-    theirs.__class__ = type("Of", (Make,), {"__call__": lambda self, p: getattr(library, case)(p, **self.options)})
-    for (_, a), (_, b) in zip(train(make)[1], train(theirs)[1], strict=True):
+    pytorchs = Make(case, **{**other, **make.options})
+    pytorchs.__class__ = type("Of", (Make,), {"__call__": lambda self, p: getattr(library, case)(p, **self.options)})
+    for (_, a), (_, b) in zip(train(make)[1], train(pytorchs)[1], strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -246,15 +246,15 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_defaults_are_cerebras(name):
-    """Theirs here; in `fl.optim`, PyTorch's."""
-    found = inspect.signature(getattr(cstorch.optim, name)).parameters
-    assert {key: found[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
-    ours, pytorchs = (inspect.signature(getattr(where, name)).parameters for where in (fl.optim, torch.optim))
-    assert {k: p.default for k, p in ours.items()} == {k: p.default for k, p in pytorchs.items()}
+    """Cerebras' defaults in `firstloss.cstorch`; PyTorch's in `fl.optim`."""
+    parameters = inspect.signature(getattr(cstorch.optim, name)).parameters
+    assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
+    firstlosses, pytorchs = (inspect.signature(getattr(where, name)).parameters for where in (fl.optim, torch.optim))
+    assert {k: p.default for k, p in firstlosses.items()} == {k: p.default for k, p in pytorchs.items()}
 
 
 def muon(w, lr, decay, momentum, nesterov, steps=5):
-    """In float64, where the optimizer computes in bfloat16."""
+    """Muon in float64; the optimizer computes in bfloat16."""
     b = np.zeros_like(w)
     g = yield w
     while True:
@@ -276,12 +276,12 @@ def test_muon_follows_its_formula(traced, nesterov, request):
     make = Make("Muon", lr=0.02, weight_decay=0.1, nesterov=nesterov)
     extra = (fl.trace, lambda model: fl.compile(model, request.getfixturevalue("backend"))) if traced else ()
     start, history = train(make, *extra)
-    for i in (0, 2):  # the matrices
+    for i in (0, 2):  # only the matrices
         run = muon(start[i], 0.02, 0.1, 0.95, nesterov)
         next(run)
         for gradients, weights in history:
-            # bfloat16 has 8 bits, and five iterations multiply singular values and their errors by up to 3.4 each
-            # while they are small: a twentieth of an update, which is 0.2 * 0.02 * 2 long.
+            # bfloat16 has 8 bits, and five iterations multiply singular values and their errors by up to 3.4 each while
+            # these are small: a twentieth of an update, whose length is 0.2 * 0.02 * 2.
             np.testing.assert_allclose(weights[i], run.send(gradients[i]), rtol=0, atol=STEPS * 0.008 / 20)
 
 
@@ -292,38 +292,41 @@ def test_a_convolutions_weight_is_a_matrix_to_muon():
     conv(torch.randn(1, 3, 5, 5)).sum().backward()
     optimizer.step()
     change = (conv.weight.detach() - before).reshape(4, -1) / (0.1 * 0.2 * 2)
-    # The iteration brings singular values to between 0.7 and 1.2, not to 1; the others are zero but for bfloat16.
+    # The iteration maps singular values to between 0.7 and 1.2, not to 1; the others are zero up to bfloat16 rounding.
     assert torch.linalg.matrix_norm(change, 2) < 1.3
     with pytest.raises(OptimizerError, match=r"shape \[4\]"):
         cstorch.optim.Muon([conv.weight, conv.bias])
 
 
 def test_cerebras_state_can_be_loaded():
-    """They keep beta1^(t + 1) instead of the step t."""
+    """Cerebras stores beta1^(t + 1) instead of the step t."""
     weight = nn.Parameter(torch.ones(2))
-    theirs = cstorch.optim.AdamW([weight])
+    saved = cstorch.optim.AdamW([weight])
     weight.grad = torch.ones(2)
     for _ in range(3):
-        theirs.step()
-    state = theirs.state_dict()
+        saved.step()
+    state = saved.state_dict()
     entries = state["state"][0]
     entries["beta1_power"], entries["beta2_power"] = torch.tensor(0.9**4), torch.tensor(0.999**4)
     expected = entries.pop("step")
-    ours = cstorch.optim.AdamW([weight])
-    ours.load_state_dict(state)
-    assert ours.state[weight]["step"] == expected == 3
-    assert "beta1_power" not in ours.state[weight]
+    optimizer = cstorch.optim.AdamW([weight])
+    optimizer.load_state_dict(state)
+    assert optimizer.state[weight]["step"] == expected == 3
+    assert "beta1_power" not in optimizer.state[weight]
 
 
 def test_pytorchs_state_can_be_loaded():
     weight = nn.Parameter(torch.ones(2))
-    theirs = torch.optim.Adam([weight], weight_decay=0.1)
+    saved = torch.optim.Adam([weight], weight_decay=0.1)
     weight.grad = torch.ones(2)
-    theirs.step()
-    ours = cstorch.optim.Adam([weight])
-    ours.load_state_dict(theirs.state_dict())
-    assert (ours.param_groups[0]["l2_regularization_rate"], ours.param_groups[0]["weight_decay"]) == (0.1, 0.0)
-    ours.step()
+    saved.step()
+    optimizer = cstorch.optim.Adam([weight])
+    optimizer.load_state_dict(saved.state_dict())
+    assert (optimizer.param_groups[0]["l2_regularization_rate"], optimizer.param_groups[0]["weight_decay"]) == (
+        0.1,
+        0.0,
+    )
+    optimizer.step()
 
 
 WRONG = {
@@ -360,8 +363,8 @@ Counting.matrices = False
 def test_global_steps_count_in_a_traced_step(backend):
     _, eager = train(Counting)
     _, traced = train(Counting, fl.trace, lambda model: fl.compile(model, backend))
-    for (_, theirs), (_, ours) in zip(eager, traced, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
+    for (_, expected), (_, actual) in zip(eager, traced, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""The package as a whole: its names, and a program written for `cerebras.pytorch` with its import changed."""
+"""The package as a whole: its names, and a program for `cerebras.pytorch` with only its import changed."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import firstloss.cstorch as cstorch
 
 
 def test_its_names_are_those_of_firstloss():
-    """Those of firstloss, the same objects, but for three modules."""
+    """Apart from three modules, the names are the same objects."""
     own = {"amp", "optim", "utils"}
     assert set(cstorch.__all__) == set(fl.__all__) - {"cstorch"} and set(cstorch.__all__) <= set(dir(cstorch))
     for name in cstorch.__all__:
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def program(name, folder, steps=8):
-    """A loop as the documentation of `cerebras.pytorch` has it: losses, logged steps, and where checkpoints were."""
+    """A loop as in the documentation of `cerebras.pytorch`: losses, logged steps, and the steps with checkpoints."""
     backend = cstorch.backend(name, artifact_dir=str(folder))
     torch.manual_seed(0)
     with backend.device:
@@ -95,12 +95,12 @@ def program(name, folder, steps=8):
 
 
 def test_a_cerebras_program_runs_on_both_backends(tmp_path):
-    """On both backends: the same losses, metrics and checkpoints."""
-    ours, accuracy, saved, count = program("CSX", tmp_path / "csx")
-    theirs, expected, there, number = program("CPU", tmp_path / "cpu")
-    assert [step for step, _ in ours] == [2, 4, 6, 8] and count == number == 2
-    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], abs=1e-5)
+    """Both backends give the same losses, metrics and checkpoints."""
+    actual, accuracy, saved, count = program("CSX", tmp_path / "csx")
+    eager, expected, eager_saved, number = program("CPU", tmp_path / "cpu")
+    assert [step for step, _ in actual] == [2, 4, 6, 8] and count == number == 2
+    assert [loss for _, loss in actual] == pytest.approx([loss for _, loss in eager], abs=1e-5)
     assert accuracy == expected
-    for name, weight in there["model"].items():
+    for name, weight in eager_saved["model"].items():
         torch.testing.assert_close(saved["model"][name], weight, rtol=1e-4, atol=1e-5)  # 8 steps in float32
-    assert int(saved["schedule"]["last_epoch"]) == int(there["schedule"]["last_epoch"]) == 8
+    assert int(saved["schedule"]["last_epoch"]) == int(eager_saved["schedule"]["last_epoch"]) == 8

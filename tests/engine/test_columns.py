@@ -1,4 +1,4 @@
-"""Rows drawn straight into columns: the same bits as slicing the whole."""
+"""Columns drawn directly are bit-identical to a slice of the whole weight."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ KINDS = {"normal": lambda t: t.normal_(0.5, 0.02), "uniform": lambda t: t.unifor
 
 
 def recipe(make, seed):
-    """What `make` makes, captured, and the same in eager PyTorch."""
+    """A recipe of the captured result of `make`, and the eager result."""
     torch.manual_seed(seed)
     torch.rand(5)
     with fl.deferred():
@@ -78,9 +78,9 @@ def test_a_range_continues_where_the_last_ended():
 @pytest.mark.parametrize(
     "make, rows",
     [
-        (lambda: torch.empty(33, 33).normal_(), (16, 33)),  # ends in a ragged fill, whose last 16 are recreated
-        (lambda: torch.empty(33, 33).normal_(), (1, 17)),  # begins amid a group of 16
-        (lambda: torch.empty(32, 32).normal_().mul_(2), (0, 16)),  # more than a fill
+        (lambda: torch.empty(33, 33).normal_(), (16, 33)),  # ends in a ragged fill, whose last 16 elements are redrawn
+        (lambda: torch.empty(33, 33).normal_(), (1, 17)),  # begins within a group of 16
+        (lambda: torch.empty(32, 32).normal_().mul_(2), (0, 16)),  # larger than a fill
         (lambda: torch.empty(32, 32, dtype=torch.float64).normal_(), (0, 16)),
         (lambda: torch.nn.init.trunc_normal_(torch.empty(32, 32)), (0, 16)),
         (lambda: torch.zeros(32, 32), (0, 16)),
@@ -95,6 +95,7 @@ def test_unsupported_columns_are_left_to_the_reader(make, rows):
 def test_adjacent_boxes_match_the_whole():
     assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 2, 8)), Box((0, 2, 0), (2, 4, 8))]) == 1
     assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 6, 4)), Box((0, 0, 4), (2, 6, 4))]) == 2
-    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 2, 8))]) is None  # the rest of the row is not ours
-    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (4, 3, 4)), Box((0, 3, 4), (4, 3, 4))]) is None  # along two
-    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 6, 8))]) is None  # along none
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 2, 8))]) is None  # the rest of the row must stay unwritten
+    # split along two dimensions
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (4, 3, 4)), Box((0, 3, 4), (4, 3, 4))]) is None
+    assert cut_dimension((4, 6, 8), [Box((0, 0, 0), (2, 6, 8))]) is None  # split along none

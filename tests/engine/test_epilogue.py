@@ -1,4 +1,4 @@
-"""Elementwise edits of pieces of a weight give the bits of editing the whole."""
+"""Pointwise edits of pieces of a weight are bit-identical to editing the whole."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from firstloss.rng import native
 from tests.capture.eager_comparison import assert_same_as_eager, bytes_of
 
 aten = torch.ops.aten
-# Of what may be run on a range, the in-place operations whose operands are numbers.
+# The in-place operations whose operands are numbers, among those that may run on a range.
 EDITS = [
     op
     for packet in node_kinds.EXACT
@@ -75,12 +75,12 @@ def test_a_chain_with_a_visible_intermediate_matches_eager():
         weight = torch.empty(400, 500).uniform_(-1, 1).erfinv_()
         middle = weight.clone()
         weight.mul_(0.02).clamp_(min=-0.01)
-        turned = torch.empty(300, 500).t().normal_()
-        turned.mul_(2)
+        transposed = torch.empty(300, 500).t().normal_()
+        transposed.mul_(2)
         viewed = torch.empty(300, 500).normal_()
         viewed.t().mul_(3)
         viewed[0].add_(1)
-        return [weight, middle, turned, viewed]
+        return [weight, middle, transposed, viewed]
 
     assert_same_as_eager(build)
 
@@ -100,10 +100,10 @@ def test_a_native_epilogue_matches_eager(offset, count, factor, term, low, high,
     source = torch.cat([torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-44]), torch.randn(200)])[:count]
     expected = source.clone().mul_(factor).add_(term).clamp_(low, high)
     room = torch.full((250,), 7.0)
-    found = room[offset : offset + len(source)]
-    finish = (found.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
+    actual = room[offset : offset + len(source)]
+    finish = (actual.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
     native.mul_add_clamp(*finish, width=min(width, native.lanes()))
-    assert bytes_of(found) == bytes_of(expected)
+    assert bytes_of(actual) == bytes_of(expected)
     assert (room[:offset] == 7).all() and (room[offset + len(source) :] == 7).all()
 
 
@@ -123,5 +123,5 @@ def test_other_operations_end_a_chain():
         (lambda t: t.add_(1, alpha=2), None),
         (lambda t: t.mul_(2).clamp_(-1, 1), reader.Epilogue(2, low=-1, high=1)),
     ):
-        found, _kept = chain(fn)
-        assert reader.split_epilogue(found)[1] == end
+        nodes, _kept = chain(fn)
+        assert reader.split_epilogue(nodes)[1] == end

@@ -1,4 +1,4 @@
-"""Random operations without a generator argument: run on several threads, and alongside the user's own draws."""
+"""Random operations without a generator argument, run on several threads and concurrently with the user's own draws."""
 
 import threading
 
@@ -35,15 +35,16 @@ def test_draws_on_several_threads_leave_the_users_generator_alone(draw):
 
     for seed in range(3):
         torch.manual_seed(seed)
-        theirs = construct()
+        expected = construct()
         drawn = [torch.rand(100) for _ in range(20)]
         torch.manual_seed(seed)
-        ours = fl.deferred_init(construct)
-        making = threading.Thread(target=fl.materialize_module, args=(ours,), kwargs={"num_threads": 4})
+        actual = fl.deferred_init(construct)
+        making = threading.Thread(target=fl.materialize_module, args=(actual,), kwargs={"num_threads": 4})
         making.start()
-        also_drawn = [torch.rand(100) for _ in range(20)]  # as a script does while weights are made behind it
+        # as a script does while weights are materialized in the background
+        also_drawn = [torch.rand(100) for _ in range(20)]
         making.join()
-        for (name, a), b in zip(theirs.named_buffers(), ours.buffers(), strict=True):
+        for (name, a), b in zip(expected.named_buffers(), actual.buffers(), strict=True):
             assert torch.equal(a, b), name
         for a, b in zip(drawn, also_drawn, strict=True):
             assert torch.equal(a, b)

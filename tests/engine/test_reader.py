@@ -47,7 +47,7 @@ def two_halves():
 
 
 def filled_twice():
-    """As a padded shard that is initialised again after sharding, and edited."""
+    """As FSDP does with a padded shard that is initialized again after sharding, then edited."""
     table = torch.zeros(210, 100)
     shard = table[:200]
     shard.copy_(normal((200, 100)))
@@ -241,7 +241,7 @@ def test_an_edited_constant_is_an_error():
 
 
 def test_overwritten_values_are_not_drawn(monkeypatch):
-    """A shard that FSDP has padded, initialised after sharding: the constructor's fill is dead."""
+    """FSDP pads a shard and initializes it again after sharding, so the constructor's fill is dead."""
 
     def make():
         first, second = torch.empty(900, 100).normal_(), torch.empty(900, 100).uniform_()

@@ -1,4 +1,4 @@
-"""Replaying recorded operations, with the kernels' own results."""
+"""Replaying recorded operations with the kernels' own results."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ..fuzz.interpret import interpreted
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_kernel_may_return_none_where_its_meta_kernel_returns_a_tensor(kind, grad, monkeypatch):
-    """oneDNN's layer of an LSTM has a workspace only where gradients are wanted."""
+    """oneDNN's LSTM layer returns a workspace only if gradients are required."""
     monkeypatch.setattr(compiling, "compile_step", interpreted)
 
     def run(backend):

@@ -1,4 +1,4 @@
-"""Stream samplers give torch's bits, whichever kernels they use."""
+"""Stream samplers are bit-identical to torch, whichever kernels they use."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-# Some have native kernels and some have not, so that the stream is handed from one to the other.
+# Some have native kernels and some do not, so the stream passes from one to the other.
 fills = st.sampled_from(
     [
         ("normal", 0.0, 1.0),
@@ -61,11 +61,11 @@ def test_consecutive_fills_match_torch(sequence, trust):
             patch.setattr(sampler, "trusted", lambda: False)
         generator = torch.Generator().manual_seed(1)
         stream = Stream.from_state(generator.get_state().numpy())
-        ours = sampler.StreamSampler()
-        ours.seek(stream, Position(0))
+        stream_sampler = sampler.StreamSampler()
+        stream_sampler.seek(stream, Position(0))
         for (name, first, second), how in sequence:
             drawn, expected = target(*how), target(*how)
-            ours.fill(name, drawn, first, second)
+            stream_sampler.fill(name, drawn, first, second)
             getattr(expected, f"{name}_")(first, second, generator=generator)
             assert torch.equal(bits(drawn), bits(expected))
 
@@ -74,15 +74,15 @@ def test_the_position_can_be_moved_back_and_forth(kernels):
     generator = torch.Generator().manual_seed(1)
     stream = Stream.from_state(generator.get_state().numpy())
     expected = torch.empty(1000).normal_(generator=generator)
-    ours = sampler.StreamSampler()
+    stream_sampler = sampler.StreamSampler()
     for begin in (480, 0, 16):
         drawn = torch.empty(160)
-        ours.seek(stream, Position(begin))
-        ours.fill("normal", drawn, 0.0, 1.0)
+        stream_sampler.seek(stream, Position(begin))
+        stream_sampler.fill("normal", drawn, 0.0, 1.0)
         assert torch.equal(drawn, expected[begin : begin + 160])
-        ours.at = (stream, Position(begin + 160))
-        ours.seek(stream, Position(begin + 160))
-        ours.fill("normal", drawn, 0.0, 1.0)
+        stream_sampler.at = (stream, Position(begin + 160))
+        stream_sampler.seek(stream, Position(begin + 160))
+        stream_sampler.fill("normal", drawn, 0.0, 1.0)
         assert torch.equal(drawn, expected[begin + 160 : begin + 320])
 
 
@@ -92,11 +92,11 @@ def test_the_position_can_be_moved_back_and_forth(kernels):
 )
 def test_invalid_fills_are_refused_as_by_torch(name, numbers):
     stream = Stream.from_state(torch.Generator().get_state().numpy())
-    ours = sampler.StreamSampler()
-    ours.seek(stream, Position(0))
+    stream_sampler = sampler.StreamSampler()
+    stream_sampler.seek(stream, Position(0))
     with pytest.raises(RuntimeError):
-        ours.fill(name, torch.empty(100), *numbers)
-    assert ours.at is None
+        stream_sampler.fill(name, torch.empty(100), *numbers)
+    assert stream_sampler.at is None
 
 
 @with_kernels
@@ -181,7 +181,7 @@ def test_the_check_is_not_captured(unchecked):
 
 
 class Layers(torch.nn.Module):
-    """Long and short fills, ragged ones, dead ones, other dtypes, and edits: all that lies between native fills."""
+    """Long, short, ragged and dead fills, other dtypes, and edits: everything that occurs between native fills."""
 
     def __init__(self):
         super().__init__()

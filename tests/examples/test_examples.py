@@ -19,7 +19,7 @@ def test_the_digits_example_learns(tmp_path, monkeypatch):
 
 
 def test_the_byte_model_learns_from_its_file(tmp_path, capsys):
-    """From uniform bytes (8 bits) to below 5 in thirty steps of a small one."""
+    """From uniform bytes (8 bits) to below 5 in thirty steps of a small model."""
     small = ["--trainer.model.init_args.width=64", "--trainer.model.init_args.layers=2"]
     short = ["--trainer.loop.max_steps=30", "--trainer.loop.validation.max_batches=2"]
     folders = [f"--trainer.model_dir={tmp_path / 'run'}", f"--trainer.artifact_dir={tmp_path / 'artifacts'}"]
@@ -46,7 +46,7 @@ def test_a_hugging_face_folder_is_fine_tuned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = finetune_hf.main([str(tmp_path / "start"), "--steps", "1", "--out", str(tmp_path / "run")])
     now = trainer.model.state_dict()
-    # One step of AdamW with this rate moves no weight further: it began from the folder's weights.
+    # One AdamW step with this rate moves no weight further, so training began from the folder's weights.
     for name, tensor in start.items():
         assert 0 < (now[name].clone() - tensor).abs().max() <= 3.1e-4, name
     assert not torch.equal(now["lm_head.weight"].clone(), start["lm_head.weight"])
@@ -71,7 +71,7 @@ def test_eight_devices_train_as_one(tmp_path):
     assert done.returncode == 0, done.stderr
     (eight, steps), (one, _) = (line.split() for line in done.stdout.splitlines())
     assert steps == "3"
-    # Sums are taken in another order on each mesh, and AdamW makes much of little gradients.
+    # Each mesh sums in another order, and AdamW magnifies small gradients.
     assert float(eight) == pytest.approx(float(one), rel=1e-5)
     losses = [json.loads((tmp_path / f"run{n}" / "metrics.jsonl").read_text().splitlines()[0])["loss"] for n in (8, 1)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

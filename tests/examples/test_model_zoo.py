@@ -22,16 +22,16 @@ def root(monkeypatch):
 
 
 def make(name, device, folder, max_steps=STEPS):
-    """(the Trainer, its loaders)"""
+    """Returns (the Trainer, its loaders)."""
     if name != "gpt2":
-        module = importlib.reload(importlib.import_module(f"examples.model_zoo.{name}"))  # as in a process of its own
+        module = importlib.reload(importlib.import_module(f"examples.model_zoo.{name}"))  # as in a separate process
         return module.trainer(device, str(folder), max_steps), module.train_dataloader, module.val_dataloader
     content = yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())
     content = copy.deepcopy(content)
     init = content["trainer"]["init"]
     init["model_dir"] = str(folder)
     init["backend"]["backend_type"] = device
-    init["model"].update(hidden_size=16, num_hidden_layers=2, num_heads=2)  # the file as it is: see below
+    init["model"].update(hidden_size=16, num_hidden_layers=2, num_heads=2)  # the unchanged file: see below
     run = modelzoo.read(content, [f"--trainer.init.loop.max_steps={max_steps}"])
     fit = run.calls["fit"]
     return run.trainer, fit["train_dataloader"], fit["val_dataloader"]
@@ -43,12 +43,12 @@ def logged(folder):
 
 
 def run(name, device, folder, stops=(STEPS,)):
-    """What is logged of a run that is stopped at each of `stops`, and what validation finds for each checkpoint."""
+    """The logged values of a run stopped at each of `stops`, and the validation results of each checkpoint."""
     for steps in stops:
         trainer, train, val = make(name, device, folder, steps)
         trainer.fit(train, val)
-    found = trainer.validate_all([val], str(folder / "checkpoints" / "step_*"))
-    return logged(folder), {Path(path).name: metrics for path, metrics in found.items()}
+    validation = trainer.validate_all([val], str(folder / "checkpoints" / "step_*"))
+    return logged(folder), {Path(path).name: metrics for path, metrics in validation.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,11 +61,11 @@ def test_losses_agree_on_both_backends_and_when_resumed(name, tmp_path):
     assert steps == set(range(1, STEPS + 1))
     assert losses["CSX"].keys() == losses["CPU"].keys()
     for key, loss in losses["CPU"].items():
-        assert losses["CSX"][key] == pytest.approx(loss, abs=1e-5), key  # what the project asks of these programs
+        assert losses["CSX"][key] == pytest.approx(loss, abs=1e-5), key  # the project requires this of these programs
     assert list(validated["CPU"]) == ["step_4", "step_8", "step_12"]
     for checkpoint, metrics in validated["CPU"].items():
-        assert validated["CSX"][checkpoint] == pytest.approx(metrics, abs=1e-5)
-    # Stopped and resumed: bit for bit, where both logged; a run that stops validates once more, at its end.
+        assert validated["CSX"][checkpoint] == pytest.approx(metrics, abs=1e-5)  # as above
+    # Stopped and resumed: bit-identical where both logged; a stopped run validates once more at its end.
     for key, loss in losses["CSX"].items():
         if key in resumed:
             assert resumed[key] == loss, key
@@ -81,12 +81,12 @@ def test_the_command_runs_a_model_zoo_file(tmp_path, capsys):
     folder = tmp_path / "run"
     overrides = [f"--trainer.init.model_dir={folder}", "--trainer.init.loop.max_steps=4"]
     assert main(["fit", "examples/model_zoo/gpt2.yaml", *overrides, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["step"] == 4 and (folder / "tensorboard").is_dir() and (folder / "artifacts" / "compiled").is_dir()
+    report = json.loads(capsys.readouterr().out)
+    assert report["step"] == 4 and (folder / "tensorboard").is_dir() and (folder / "artifacts" / "compiled").is_dir()
     paths = f"--trainer.validate_all.ckpt_paths={folder}/checkpoints/step_*"
     assert main(["validate", "examples/model_zoo/gpt2.yaml", *overrides, paths, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert list(shown["validate_all"]) == [str(folder / "checkpoints" / "step_4")]
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["validate_all"]) == [str(folder / "checkpoints" / "step_4")]
 
 
 WRONG = {
@@ -113,28 +113,28 @@ def test_mistakes_are_one_line_errors(override, tmp_path, capsys):
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_the_schema_accepts_what_the_commands_accept(options, capsys):
-    """It takes what the commands take, and its keys are those of the classes."""
+    """The schema accepts the configs that the commands accept, and its keys are those of the classes."""
     assert main(["schema", *options]) == 0
     schema = json.loads(capsys.readouterr().out)
-    theirs, ours = schema["properties"]["trainer"]["anyOf"]
+    model_zoos, firstlosses = schema["properties"]["trainer"]["anyOf"]
     file = yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())["trainer"]
-    assert valid(file, theirs) and not valid(file, ours)
+    assert valid(file, model_zoos) and not valid(file, firstlosses)
     file["init"]["loop"]["max_step"] = 3
-    assert not valid(file, theirs)
+    assert not valid(file, model_zoos)
     del file["init"]["loop"]["max_step"]
     file["init"]["callbacks"].append({"CheckLos": {}})
-    assert not valid(file, theirs)
+    assert not valid(file, model_zoos)
     other = yaml.safe_load((ROOT / "examples" / "byte_lm.yaml").read_text())["trainer"]
-    assert valid(other, ours) and not valid(other, theirs)
+    assert valid(other, firstlosses) and not valid(other, model_zoos)
     other["loop"]["max_step"] = 3
-    assert not valid(other, ours)
+    assert not valid(other, firstlosses)
 
 
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
 
 
 def valid(value, schema):
-    """As much of JSON Schema as is used."""
+    """Implements the subset of JSON Schema in use."""
     if "anyOf" in schema:
         return any(valid(value, one) for one in schema["anyOf"])
     if "enum" in schema:

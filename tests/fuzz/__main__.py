@@ -45,27 +45,27 @@ def main() -> int:
 
 def _campaign(options: argparse.Namespace) -> int:
     start = time.time()
-    found: list[tuple[int, str, Outcome]] = []
+    outcomes: list[tuple[int, str, Outcome]] = []
     for seed, source, outcome in check_all(options.kind, _seeds(options.seeds), options.jobs):
-        found.append((seed, source, outcome))
+        outcomes.append((seed, source, outcome))
         if outcome.failed and not options.quiet:
             print(f"seed {seed}: {outcome.kind}: {outcome.what} {outcome.where}", flush=True)
-        if len(found) % 100 == 0:
-            counts = collections.Counter(o.kind for _, _, o in found)
-            print(f"... {len(found)} programs in {time.time() - start:.0f} s: {dict(counts)}", file=sys.stderr)
-    counts = collections.Counter(outcome.kind for _, _, outcome in found)
-    compared = max(1, len(found) - counts["discarded"])
-    print(f"{len(found)} programs in {time.time() - start:.0f} s")
+        if len(outcomes) % 100 == 0:
+            counts = collections.Counter(o.kind for _, _, o in outcomes)
+            print(f"... {len(outcomes)} programs in {time.time() - start:.0f} s: {dict(counts)}", file=sys.stderr)
+    counts = collections.Counter(outcome.kind for _, _, outcome in outcomes)
+    compared = max(1, len(outcomes) - counts["discarded"])
+    print(f"{len(outcomes)} programs in {time.time() - start:.0f} s")
     for kind, count in counts.most_common():
         of = f" ({100 * count / compared:.1f}% of those compared)" if kind != "discarded" else ""
         print(f"  {kind:10} {count:6}{of}")
     titles = {"refused": lambda o: o.kind == REFUSED, "failed": lambda o: o.failed}
     if options.discarded:
         titles["discarded"] = lambda o: o.kind == "discarded"
-    for title, wanted in titles.items():
+    for title, is_in_group in titles.items():
         classes: dict[str, list[tuple[int, Outcome]]] = collections.defaultdict(list)
-        for seed, _, outcome in found:
-            if wanted(outcome):
+        for seed, _, outcome in outcomes:
+            if is_in_group(outcome):
                 classes[_class(outcome)].append((seed, outcome))
         if classes:
             print(f"{title}, by class:")
@@ -77,8 +77,8 @@ def _campaign(options: argparse.Namespace) -> int:
                     print(f"         {len(lineless)} of them name no line (seeds {', '.join(map(str, lineless[:6]))})")
                 else:
                     print(f"         {members[0][1].where}")
-    _by_part(found)
-    failures = sorted([item for item in found if item[2].failed], key=lambda item: item[0])
+    _by_part(outcomes)
+    failures = sorted([item for item in outcomes if item[2].failed], key=lambda item: item[0])
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         for seed, source, _ in failures:
@@ -87,10 +87,10 @@ def _campaign(options: argparse.Namespace) -> int:
     return int(bool(failures))
 
 
-def _by_part(found: list[tuple[int, str, Outcome]]) -> None:
-    """How many of the programs with each part, as their first lines name them, failed or were refused."""
+def _by_part(outcomes: list[tuple[int, str, Outcome]]) -> None:
+    """For each part named in the programs' first lines, how many programs with it failed or were refused."""
     parts: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    for _, source, outcome in found:
+    for _, source, outcome in outcomes:
         if (title := re.match(r'"""[^:\n]*: (.*)\."""', source)) and outcome.kind != "discarded":
             for part in set(title[1].split(", ")):
                 parts[part].update(["all", outcome.kind, "failed" if outcome.failed else ""])
@@ -101,7 +101,7 @@ def _by_part(found: list[tuple[int, str, Outcome]]) -> None:
 
 
 def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]]) -> None:
-    """Shrink one failure of each class, the most that are asked for, side by side."""
+    """Shrink one failure of each class, at most as many as requested, in parallel."""
     from .shrink import shrink
 
     chosen: dict[str, tuple[int, str, Outcome]] = {}
@@ -120,9 +120,9 @@ def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]
 
             def fails(candidate: str, outcome: Outcome = outcome) -> bool:
                 nonlocal last
-                got = worker.check(candidate)
-                if got.like(outcome):
-                    last = got
+                shrunk = worker.check(candidate)
+                if shrunk.like(outcome):
+                    last = shrunk
                     return True
                 return False
 
@@ -141,7 +141,7 @@ def _shrink(options: argparse.Namespace, failures: list[tuple[int, str, Outcome]
 
 
 def _class(outcome: Outcome) -> str:
-    """Failures that look alike: numbers, names and values left out."""
+    """A class of similar failures: numbers, names and values are removed."""
     what = outcome.what
     if outcome.kind == "differs":
         path, _, how = what.partition(": ")

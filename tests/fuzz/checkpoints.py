@@ -1,11 +1,12 @@
-"""Random checkpoints and faults: loading gives the saved values, or one of Firstloss's errors.
+"""Random checkpoints and faults: loading gives the saved values or one of Firstloss's errors.
 
-`generate(seed)` is a program's text: what is saved before and now, under which name, and what is then done to the files:
-bytes flipped, files cut, emptied, removed, exchanged or made longer, names changed within them; or the process that saves
-is killed. `check(source)` saves, damages and loads: never other values than were saved, and the checkpoint that was there
-before is lost to no save.
+`generate(seed)` is a program's text: what is saved first and later, under which name, and what then happens to the
+files: bits flipped, files truncated, emptied, removed, swapped or extended, names changed within them; or the saving
+process is killed. `check(source)` saves, damages and loads: no other values than those saved are ever loaded, and no
+save loses the previous checkpoint.
 
-A kill is not left to chance: before each call that changes a file, the folder is copied as a kill would leave it.
+Kills are deterministic: before each call that changes a file, the folder is copied as a kill at that moment would leave
+it.
 """
 
 # ruff: noqa: E501 (templates, a line each)
@@ -102,7 +103,7 @@ _HARM = [
 
 
 def generate(seed: int) -> str:
-    """The program of `seed`: the same text whenever."""
+    """The program of `seed`, always the same text."""
     rng = random.Random(f"checkpoints {seed}")
     name = rng.choice(["it"] * 6 + ["it.safetensors"] * 2 + ["it.pt", "it.bin"])
     flat = name.endswith(".safetensors") or rng.random() < 0.3
@@ -127,7 +128,7 @@ def generate(seed: int) -> str:
     return "\n".join(lines)
 
 
-# -- what is done to the files -----------------------------------------------------------------------------------------
+# -- damage to the files -----------------------------------------------------------------------------------------------
 
 
 def _files(path: str) -> list[str]:
@@ -143,7 +144,7 @@ def _harm(path: str, older: str, kind: str, where: float, how: float) -> None:
     file = files[int(how * len(files))]
     with open(file, "rb") as opened:
         data = bytearray(opened.read())
-    # Heads are small and full of meaning: half of all that is done is done there.
+    # Headers are small and every byte matters: half of all damage goes there.
     at = int(where * 2 * min(len(data), 600)) if where < 0.5 else int((where * 2 - 1) * len(data))
     at = min(at, max(len(data) - 1, 0))
     if kind == "remove":
@@ -192,15 +193,15 @@ _CHANGES = (
 
 @contextlib.contextmanager
 def _copied_before_each_change(folder: str, copies: str) -> Iterator[list[str]]:
-    """What a kill before each change to `folder` would have left, as folders in `copies`."""
-    made: list[str] = []
+    """Copies of `folder` in `copies`, as a kill before each change to it would have left it."""
+    folders: list[str] = []
 
     def copying(original: Callable) -> Callable:
         def change(*args: Any, **kwargs: Any) -> Any:
-            if len(made) < 60:
-                made.append(os.path.join(copies, str(len(made))))
+            if len(folders) < 60:
+                folders.append(os.path.join(copies, str(len(folders))))
                 with contextlib.suppress(OSError, shutil.Error):
-                    _copy(folder, made[-1])
+                    _copy(folder, folders[-1])
             return original(*args, **kwargs)
 
         return change
@@ -226,7 +227,7 @@ def _copied_before_each_change(folder: str, copies: str) -> Iterator[list[str]]:
     for name, original in originals.items():
         setattr(os, name, copying(original))
     try:
-        yield made
+        yield folders
     finally:
         for name, original in originals.items():
             setattr(os, name, original)
@@ -236,7 +237,7 @@ def _copied_before_each_change(folder: str, copies: str) -> Iterator[list[str]]:
 
 
 def _plain(obj: Any) -> Any:
-    """What `obj` is and holds, so that equal means the same: types, order, bits."""
+    """A plain copy of `obj` for comparison: equal means the same types, order and bits."""
     if isinstance(obj, torch.Tensor):
         value = obj.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         flat = torch.empty(value.shape, dtype=value.dtype).copy_(value).reshape(-1)
@@ -262,7 +263,7 @@ def _plain(obj: Any) -> Any:
 
 
 class Single(dict):
-    """A dict that is saved in one file of safetensors, which keeps no order."""
+    """A dict saved to one safetensors file, which does not keep the order."""
 
 
 def _load(path: str) -> Any:
@@ -271,7 +272,7 @@ def _load(path: str) -> Any:
 
 
 def _load_saved(path: str) -> Any:
-    """What was saved and not damaged: there is no error that it may end in."""
+    """Load what was saved and not damaged: no error is acceptable."""
     try:
         return _load(path)
     except Exception as error:
@@ -308,24 +309,24 @@ def check(source: str, traceback: bool = False) -> Outcome:
 
 
 def _checked(scope: dict[str, Any], folder: str) -> Outcome:
-    def made(which: str) -> Any:
+    def saved(which: str) -> Any:
         torch.manual_seed(scope["SEED"])
         np.random.seed(scope["SEED"])
         return scope[which]()
 
     try:
-        before, now = made("before"), made("now")
+        before, now = saved("before"), saved("now")
         single = scope["NAME"].endswith(".safetensors")
-        wanted = (_plain(Single(made(which)) if single else made(which)) for which in ("before", "now"))
-        wanted_before, wanted_now = wanted
+        contents = (_plain(Single(saved(which)) if single else saved(which)) for which in ("before", "now"))
+        wanted_before, wanted_now = contents
     except Exception as error:
         return Outcome(DISCARDED, f"{type(error).__name__}: {error}")
     home = os.path.join(folder, "home")
     os.mkdir(home)
     path, older = os.path.join(home, scope["NAME"]), os.path.join(folder, "older")
     fl.save(before, path)
-    if (found := _load_saved(path)) != wanted_before:
-        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_before, found)}")
+    if (loaded := _load_saved(path)) != wanted_before:
+        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_before, loaded)}")
     (shutil.copytree if os.path.isdir(path) else shutil.copy)(path, older)
     with (
         _copied_before_each_change(home, os.path.join(folder, "kills"))
@@ -335,9 +336,9 @@ def _checked(scope: dict[str, Any], folder: str) -> Outcome:
         try:
             fl.save(now, path)
         except fl.errors.FirstlossError:
-            wanted_now = wanted_before  # refused: what was there is there
-    if (found := _load_saved(path)) != wanted_now:
-        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_now, found)}")
+            wanted_now = wanted_before  # refused: the previous checkpoint is still there
+    if (loaded := _load_saved(path)) != wanted_now:
+        return Outcome(DIFFERS, f"not what was saved: {_part(wanted_now, loaded)}")
     for k in sorted({int(at * len(kills)) for at in scope["KILLS"]} if kills else ()):
         left = os.path.join(kills[k], scope["NAME"])
         if os.path.isdir(kills[k]) and _load_saved(left) not in (wanted_before, wanted_now):
@@ -346,19 +347,19 @@ def _checked(scope: dict[str, Any], folder: str) -> Outcome:
         _harm(path, older, kind, where, how)
     if not scope["HARMS"]:
         return Outcome(SAME)
-    found = _load(path)
-    if found == wanted_now or _is_all_old(scope, found, wanted_before):
+    loaded = _load(path)
+    if loaded == wanted_now or _is_all_old(scope, loaded, wanted_before):
         return Outcome(SAME)
-    return Outcome(DIFFERS, f"after {[h[0] for h in scope['HARMS']]}: {_part(wanted_now, found)}")
+    return Outcome(DIFFERS, f"after {[h[0] for h in scope['HARMS']]}: {_part(wanted_now, loaded)}")
 
 
-def _is_all_old(scope: dict[str, Any], found: Any, before: Any) -> bool:
-    """A file by itself was put back whole, which nobody can tell."""
-    return found == before and any(harm[0] == "older" for harm in scope["HARMS"]) and "." in scope["NAME"]
+def _is_all_old(scope: dict[str, Any], loaded: Any, before: Any) -> bool:
+    """A complete file was replaced by an older one, which is undetectable."""
+    return loaded == before and any(harm[0] == "older" for harm in scope["HARMS"]) and "." in scope["NAME"]
 
 
-def _part(wanted: Any, found: Any) -> str:
-    """Where two differ, in short."""
-    a, b = repr(wanted), repr(found)
+def _part(wanted: Any, loaded: Any) -> str:
+    """The first difference between the two, in short."""
+    a, b = repr(wanted), repr(loaded)
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return f"{a[max(at - 80, 0) : at + 60]} ... and found {b[max(at - 20, 0) : at + 60]}"

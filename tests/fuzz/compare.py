@@ -21,11 +21,11 @@ from firstloss.runtime.backend import Backend
 from firstloss.runtime.compiled_model import CompiledModel
 from firstloss.runtime.step.trace import TracedStep
 
-# Compilers sum in another order than PyTorch's kernels. In float64 what that makes of a few steps of a tiny model is
-# far below any fault's effect; in float32 some of the optimizers divide by small numbers.
+# Compilers sum in another order than PyTorch's kernels. In float64, the effect in a few steps of a tiny model is far
+# below that of any fault; in float32, some optimizers divide by small numbers.
 _RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ABSOLUTE = {torch.float64: 1e-8, torch.float32: 1e-5}
-_HALF = 3e-2  # and of half precision
+_HALF = 3e-2  # and for half precision
 
 _PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, range, slice, types.EllipsisType)
 _OPAQUE = (
@@ -41,11 +41,11 @@ _OPAQUE = (
     torch.autograd.graph.Node,
 )
 _ITEMS_OF_AN_ITERATOR = 20
-_OTHER_VALUES = "eager "  # how the message of tensors that differ by their values begins
+_OTHER_VALUES = "eager "  # how the message begins if tensors differ only in values
 
 
 class Difference(Exception):
-    """What two runs do not agree on.
+    """A difference between the two runs.
 
     Attributes:
         of_values: whether it is numbers alone: the structure is the same as far as it was seen.
@@ -58,7 +58,7 @@ class Difference(Exception):
 
 
 def compare(eager: Any, traced: Any, module: str, tolerance: float = 1) -> None:
-    """Compare what the two hold, and then what all tensors and arrays hold when each has been edited in place.
+    """Compare the variables of both runs, then the contents of all tensors and arrays after editing each in place.
 
     Args:
         module: the name of the program's module: of functions and classes of other modules only the names are compared.
@@ -73,7 +73,7 @@ def compare(eager: Any, traced: Any, module: str, tolerance: float = 1) -> None:
 
 
 def _edit_each(tensors: list[tuple[str, torch.Tensor, torch.Tensor]], arrays: list[tuple[str, Any, Any]]) -> None:
-    """Edit all in place, in one order: where tensors share memory, one sees the edits of the other."""
+    """Edit all in place, in the same order: tensors that share memory see each other's edits."""
     seen = [(path, pair, [_content(one) for one in pair]) for path, *pair in (*tensors, *arrays)]
     for i, (_, *pair) in enumerate(tensors):
         if _editable(pair[0]):
@@ -82,12 +82,12 @@ def _edit_each(tensors: list[tuple[str, torch.Tensor, torch.Tensor]], arrays: li
     for _, *twins in arrays:
         if twins[0].dtype.kind == "f" and twins[0].flags.writeable:
             if not twins[1].flags.writeable:
-                continue  # of a device's memory a copy that cannot be edited is no silent difference
+                continue  # a copy of device memory that cannot be edited is not a silent difference
             for twin in twins:
                 twin += 3
     for path, pair, before in seen:
         a, b = ((_content(one) - was) for one, was in zip(pair, before, strict=True))
-        # What was added are whole numbers; beside a large number some of that is rounded away.
+        # The edits add integers; next to a large number they are partly rounded away.
         if not bool((a.sub(b).abs() <= 0.25 + 0.01 * before[0].abs()).logical_or(a.isnan()).all()):
             raise Difference(
                 path, f"after each tensor has been edited in place, eager +{_shown(a)}, traced +{_shown(b)}"
@@ -101,14 +101,14 @@ def _precision(held: Any) -> float:
 
 
 def _content(held: Any) -> torch.Tensor:
-    """A copy of what is in a tensor or an array, by which it can be told what was added to it."""
+    """A copy of the content of a tensor or array, by which later edits can be recognized."""
     with torch.no_grad():
         if isinstance(held, torch.Tensor):
-            found = torch.as_tensor(held.detach().clone())
-            found = found.to_dense() if found.is_sparse else found
+            content = torch.as_tensor(held.detach().clone())
+            content = content.to_dense() if content.is_sparse else content
         else:
-            found = torch.from_numpy(np.array(held, dtype=np.complex128 if held.dtype.kind == "c" else np.float64))
-        return torch.view_as_real(found).double() if found.is_complex() else found.double()
+            content = torch.from_numpy(np.array(held, dtype=np.complex128 if held.dtype.kind == "c" else np.float64))
+        return torch.view_as_real(content).double() if content.is_complex() else content.double()
 
 
 def _editable(tensor: torch.Tensor) -> bool:
@@ -147,14 +147,14 @@ def _close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 class _Walk:
-    """Both object graphs, breadth first."""
+    """A breadth-first traversal of both object graphs."""
 
     def __init__(self, module: str, tolerance: float) -> None:
         self._module = module
         self._tolerance = tolerance
         self._todo: collections.deque[tuple[str, Any, Any]] = collections.deque()
         self._twin: tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]] = ({}, {})
-        self._alive: list[Any] = []  # so that no id is given twice
+        self._alive: list[Any] = []  # so that no id is reused
         self.tensors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.arrays: list[tuple[str, Any, Any]] = []
 
@@ -193,11 +193,11 @@ class _Walk:
             self._todo.extend((path + step, x, y) for step, x, y in self._parts(path, a, b))
 
     def _again(self, path: str, a: Any, b: Any) -> bool:
-        """Whether both were met before, as each other's twins."""
-        mine, other = self._twin
-        was, is_ = mine.get(id(a)), other.get(id(b))
+        """Whether both have been visited before, as each other's counterparts."""
+        first, other = self._twin
+        was, is_ = first.get(id(a)), other.get(id(b))
         if was is None and is_ is None:
-            mine[id(a)], other[id(b)] = (id(b), path), (id(a), path)
+            first[id(a)], other[id(b)] = (id(b), path), (id(a), path)
             self._alive += [a, b]
             return False
         if was is None or is_ is None or was[0] != id(b):
@@ -249,7 +249,7 @@ class _Walk:
             yield ".func", a.func, b.func
             yield ".args", a.args, b.args
             yield ".keywords", a.keywords, b.keywords
-        elif isinstance(a, functools._lru_cache_wrapper):  # how often it was called is nobody's business
+        elif isinstance(a, functools._lru_cache_wrapper):  # call counts may differ
             yield ".__wrapped__", a.__wrapped__, b.__wrapped__
         elif isinstance(a, weakref.ref):
             yield "()", a(), b()
@@ -294,7 +294,7 @@ class _Walk:
             raise Difference(path, f"eager has the keys {_keys(a)}, traced {_keys(b)}")
         for i, ((k, x), (j, y)) in enumerate(zip(list(a.items()), list(b.items()), strict=True)):
             if _is_plain(k):
-                if k != j and not (isinstance(k, int) and "hooks" in path):  # each handle has a number of its own
+                if k != j and not (isinstance(k, int) and "hooks" in path):  # each handle has an id of its own
                     raise Difference(path, f"eager has the keys {_keys(a)}, traced {_keys(b)}")
                 yield f"[{k!r}]" if path else f"{k}", x, y
             else:
@@ -308,16 +308,16 @@ class _Walk:
             yield from self._attributes(path, a, b, plain=False)
 
     def _attributes(self, path: str, a: Any, b: Any, plain: bool) -> Iterator[tuple[str, Any, Any]]:
-        """Attributes in `__dict__` and slots; of PyTorch's own objects those that a program may have set."""
-        mine, other = _state(a), _state(b)
+        """Attributes in `__dict__` and slots; for PyTorch's own objects, only those that a program may have set."""
+        first, other = _state(a), _state(b)
         if isinstance(a, torch.optim.Optimizer):
             known = {"param_groups", "state", "defaults"}
-            mine = {k: v for k, v in mine.items() if k not in known and not k.startswith("_") and k != "step"}
-            other = {k: v for k, v in other.items() if k in mine}
-        if list(mine) != list(other) and set(mine) != set(other):
-            raise Difference(path, f"eager has the attributes {_keys(mine)}, traced {_keys(other)}")
-        for name in mine:
-            yield f".{name}", mine[name], other[name]
+            first = {k: v for k, v in first.items() if k not in known and not k.startswith("_") and k != "step"}
+            other = {k: v for k, v in other.items() if k in first}
+        if list(first) != list(other) and set(first) != set(other):
+            raise Difference(path, f"eager has the attributes {_keys(first)}, traced {_keys(other)}")
+        for name in first:
+            yield f".{name}", first[name], other[name]
 
 
 def _is_plain(key: Any) -> bool:

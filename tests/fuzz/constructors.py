@@ -1,8 +1,8 @@
-"""Random constructors: deferred and eager construction leave the same state, bit for bit, the random stream included.
+"""Random constructors: deferred and eager construction leave the same state, bit for bit, random stream included.
 
-`generate(seed)` is a program's text: `build()` makes a module out of layers, tensors, views, ties, in-place edits, reads
-of values and generators, and `after(model)` goes on with it when the capture has ended. Each line has been run while it
-was generated, so that shapes fit; `check(source)` runs the program eager and deferred, and compares.
+`generate(seed)` is a program's text: `build()` creates a module from layers, tensors, views, ties, in-place edits,
+reads of values and generators, and `after(model)` continues when the capture has ended. Each line is run as it is
+generated, so that shapes match; `check(source)` runs the program eagerly and deferred, and compares.
 """
 
 # ruff: noqa: E501 (templates, a line each)
@@ -161,11 +161,11 @@ _AFTER_ONLY = [
 ]  # fmt: skip
 
 
-_MOST_ELEMENTS = 1 << 16  # of a tensor, or its decompositions take minutes
+_MOST_ELEMENTS = 1 << 16  # otherwise the decompositions of a tensor take minutes
 
 
 class _Draft:
-    """A program in the making, and what its variables hold when it is run."""
+    """A program under construction, and the values of its variables."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -180,13 +180,13 @@ class _Draft:
         return [name for name, held in self.scope.items() if name not in self.hidden and fits(held)]
 
     def fill(self, template: str, edits: bool = False) -> str | None:
-        """`template` with its places filled in, or None where there is nothing to fill them with.
+        """`template` with its placeholders filled in, or None if nothing fits.
 
         Args:
             edits: `{t}` is edited in place.
         """
         tensors, modules = self.names(_is_tensor), self.names(lambda held: isinstance(held, torch.nn.Module))
-        # Of these, in eager PyTorch too, an array shows memory that was freed, and growing what is shared ends Python.
+        # Even in eager PyTorch, an array of these may show freed memory, and growing shared memory crashes Python.
         before = "\n".join(self.lines)
         for first, then in (("asarray", "share_memory"), ("asarray", "resize_"), ("share_memory", "resize_")):
             if first in before and then in template:
@@ -203,7 +203,7 @@ class _Draft:
         )  # fmt: skip
 
     def add(self, text: str | None) -> None:
-        """Run a statement, and keep it if PyTorch runs it."""
+        """Run a statement, and keep it if PyTorch accepts it."""
         if text is None:
             return
         before = dict(self.scope)
@@ -245,7 +245,7 @@ class _Draft:
 
 
 def _overlaps(held: torch.Tensor) -> bool:
-    """Whether several of its elements are one in memory: what an operation in place makes of those is not defined."""
+    """Whether several elements share a memory location, which makes in-place operations undefined."""
     reach = 1 + sum((n - 1) * s for n, s in zip(held.shape, held.stride(), strict=True))
     return held.layout == torch.strided and 0 < reach < held.numel()
 
@@ -266,17 +266,17 @@ def _quietly():
 
 
 class Holder(torch.nn.Module):
-    """A module that holds what a constructor has made."""
+    """A module that holds a constructor's tensors."""
 
-    def __init__(self, made: dict[str, Any]) -> None:
+    def __init__(self, variables: dict[str, Any]) -> None:
         super().__init__()
-        for name, value in made.items():
+        for name, value in variables.items():
             if isinstance(value, (torch.Tensor, torch.nn.Module, list, tuple, dict, int, float, str, np.ndarray)):
                 setattr(self, name, value)
 
 
 def generate(seed: int) -> str:
-    """The program of `seed`: the same text whenever, with the same PyTorch."""
+    """The program of `seed`, always the same text with the same PyTorch version."""
     rng = random.Random(f"constructors {seed}")
     state, array_state = torch.get_rng_state(), np.random.get_state()
     seed_all(seed)
@@ -289,7 +289,7 @@ def generate(seed: int) -> str:
         after: list[str] = []
         if rng.random() < 0.4:
             after = [text for _ in range(rng.choice((1, 2, 3))) if (text := draft.fill(rng.choice(_AFTER_ONLY)))]
-        if rng.random() < 0.15:  # the last: what shared memory does not any more
+        if rng.random() < 0.15:  # last: ends the sharing of memory
             after.append("if fl.is_deferred(model):\n    model.to_empty(device='cpu')")
     finally:
         torch.set_rng_state(state)
@@ -325,13 +325,13 @@ def _named(model: torch.nn.Module) -> list[Any]:
 
 def _run(scope: dict[str, Any], deferred: bool) -> tuple[Any, bytes]:
     seed_all(scope.get("SEED", 0))
-    made = fl.deferred_init(scope["build"]) if deferred else scope["build"]()
-    made = scope["after"](made, deferred)
-    return made, torch.get_rng_state().numpy().tobytes()
+    module = fl.deferred_init(scope["build"]) if deferred else scope["build"]()
+    module = scope["after"](module, deferred)
+    return module, torch.get_rng_state().numpy().tobytes()
 
 
 def check(source: str, traceback: bool = False) -> Outcome:
-    """Run a program eager and deferred."""
+    """Run a program eagerly and deferred, and compare."""
     name = "<constructor>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     own, arrays, threads = torch.get_rng_state(), np.random.get_state(), torch.get_num_threads()
@@ -355,29 +355,29 @@ def _checked(scope: Callable[[], dict[str, Any]], traceback: bool) -> Outcome:
     try:
         expected, state = _run(scope(), deferred=False)
         again, _ = _run(scope(), deferred=False)
-        assert_same(expected, again)  # what differs from itself cannot be compared with
+        assert_same(expected, again)  # not deterministic in eager PyTorch either
     except (Exception, AssertionError) as error:
         return Outcome(DISCARDED, f"{type(error).__name__}: {error}".splitlines()[0])
     try:
         program = scope()
-        made, ours = _run(program, deferred=True)
-        if ours != state:
+        actual, actual_state = _run(program, deferred=True)
+        if actual_state != state:
             return Outcome(DIFFERS, "the generator does not stand where eager leaves it")
-        _materialize(made, program["HOW"])
+        _materialize(actual, program["HOW"])
         if torch.get_rng_state().numpy().tobytes() != state:
             return Outcome(DIFFERS, "materializing moved the generator")
-        if "model.to_empty" in program["SOURCE"]:  # which gives tensors that shared memory each their own
-            for (name, a), (_, b) in zip(tensors_of(expected), tensors_of(made), strict=True):
+        if "model.to_empty" in program["SOURCE"]:  # gives tensors that shared memory separate memory
+            for (name, a), (_, b) in zip(tensors_of(expected), tensors_of(actual), strict=True):
                 assert bytes_of(a) == bytes_of(b), f"{name}: values differ"
         else:
-            assert_same(expected, made)
-        if repr(getattr(expected, "numbers", None)) != repr(getattr(made, "numbers", None)):
-            return Outcome(DIFFERS, f"numbers: {made.numbers} where eager has {expected.numbers}"[:300])
+            assert_same(expected, actual)
+        if repr(getattr(expected, "numbers", None)) != repr(getattr(actual, "numbers", None)):
+            return Outcome(DIFFERS, f"numbers: {actual.numbers} where eager has {expected.numbers}"[:300])
     except AssertionError as error:
         if traceback:
             tracebacks.print_exc()
         return Outcome(DIFFERS, " ".join(str(error).split())[:300])
-    except RecursionError:  # a module within itself, of which not all can be done
+    except RecursionError:  # a module within itself, for which some of these fail
         return Outcome(DISCARDED, "RecursionError")
     except Exception as error:
         if traceback:

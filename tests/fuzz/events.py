@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .program_builder import STEPS, Draft
 
-# Events that may go with any model: text, or several statements of which each comes before a later step.
+# Events for any model: text, or a list of statements, each before a later step.
 MODEL = (
     ("handle{n} = m.act.register_forward_hook(lambda mod, args, out: out * 2)", "handle{n}.remove()"),
     ("handle{n} = m.z.register_forward_hook(lambda mod, args, out: out + 0.1)",),
@@ -61,7 +61,8 @@ MODEL = (
     ("kept{n} = copy.deepcopy(m.state_dict())", "m.load_state_dict(kept{n})"),
     ("kept{n} = {{k: v.clone() for k, v in m.state_dict().items()}}", "m.load_state_dict(kept{n}, strict=False)"),
     (
-        "file{n} = io.BytesIO()\ntorch.save(m.state_dict(), file{n})",  # not its bytes: they have the weights' last places
+        # not its bytes, which contain the last bits of the weights
+        "file{n} = io.BytesIO()\ntorch.save(m.state_dict(), file{n})",
         "file{n}.seek(0)\nm.load_state_dict(torch.load(file{n}))",
     ),
     ("kept{n} = m.state_dict()",),
@@ -98,7 +99,7 @@ MODEL = (
     ("m.apply(lambda mod: setattr(mod, 'tag{n}', 1))",),
     ("from torch.nn.utils import prune\nprune.l1_unstructured(m.z, 'weight', 4)", "prune.remove(m.z, 'weight')"),
     ("m.to(torch.get_default_dtype())",),
-    # (It frees memory that DLPack has lent or that NumPy's arrays show, and they write to it: eager PyTorch crashes.)
+    # (It frees memory exported by DLPack or NumPy, which they then write to: eager PyTorch crashes.)
     ("any(k.startswith(('lent', 'wv', 'array')) for k in [*locals(), *globals()]) or m.share_memory()",),
     ("names{n} = [k for k, _ in m.named_parameters()]",),
     ("size{n} = sum(p.numel() for p in m.parameters())",),

@@ -24,13 +24,13 @@ FORMS += ["given dict", "given tensors", "given object"]
 
 
 def step(d: Draft, body: list[str], result: str) -> tuple[list[str], list[str], str]:
-    """The step's text: what comes at the module's level, what comes in `program`, and the expression that calls it."""
+    """The step's text: the lines at module level, the lines in `program`, and the expression that calls the step."""
     declared = [f"nonlocal {', '.join(d.free)}"] if d.free and d.form != "module" else []
     declared += [f"global {', '.join(d.module)}"] if d.module else []
     text = "\n".join([*map(block, body), result]).replace("$", "self." if d.form == "method" else "")
 
     def function(head: str, before: str = "", body: str = text, after: str = "") -> str:
-        """A function of that head; `before` and `after` are lines around the step's own, which may be a block's."""
+        """A function with the given head; `before`, which may open a block, and `after` surround the step's lines."""
         indent = before.endswith(":")
         lines = [*declared, *([before] if before else []), block(body, int(indent)), *([after] if after else [])]
         return head + "\n" + block("\n".join(lines), 1)
@@ -133,7 +133,7 @@ def _late(body: list[str], result: str, more: str) -> str:
 
 
 def _given(d: Draft, body: list[str], result: str, traced: Callable[..., str]) -> tuple[list[str], list[str], str]:
-    """Steps that do something to arguments beside `x` and `y`."""
+    """Steps that use arguments other than `x` and `y`."""
     match d.form:
         case "given dict":
             start = "given = {'h': torch.zeros(3), 'n': torch.zeros(()), 'log': [], 'k': 0}"

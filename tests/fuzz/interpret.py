@@ -1,8 +1,8 @@
 """Run traced operations one by one with PyTorch's own kernels instead of compiling them.
 
-A generated program is run once, and compiling its steps by XLA takes nine tenths of its time. What these programs are
-to find, guards, effects, arguments and state, is the same either way, and the results are PyTorch's, bit for bit, so
-that nothing has to be tolerated. The rules of the lowering have tests of their own (`tests/lower`).
+A generated program is run once, and compiling its steps with XLA takes nine tenths of its time. The faults that these
+programs find, in guards, effects, arguments and state, are the same either way, and the results are bit-identical to
+PyTorch's, so no tolerance is needed. The lowering rules have tests of their own (`tests/lower`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from firstloss.runtime.step.compiled_step import Inputs
 from firstloss.runtime.step.first_loss import Kernels
 from firstloss.runtime.step.traced_program import TracedProgram
 
-WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps, as users do
+WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps as users do
 _compile = compiling.compile_step
 
 
 class _Run:
-    """One execution: takes what a compiled step takes, and like it takes the state away."""
+    """One execution: same arguments as a compiled step, and donates the state likewise."""
 
     later = None
 
@@ -40,7 +40,7 @@ class _Run:
         if self._outputs is None:
             self._outputs = self._step.execute(*self._given)
 
-    def begun(self) -> bool:
+    def has_donated(self) -> bool:
         return self._outputs is not None
 
     def outputs(self) -> tuple:
@@ -49,7 +49,7 @@ class _Run:
 
 
 class Interpreted:
-    """Stands for the executable of a step: runs its Program, operation by operation."""
+    """Replaces the executable of a step: runs its Program, operation by operation."""
 
     ran = False
 
@@ -70,7 +70,7 @@ class Interpreted:
                 logical = to_host(jax.numpy.asarray(ready(array)))
                 replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))
             replay.run(self._program.nodes)
-            found = {
+            results = {
                 name: jax.numpy.array(share_memory(ref.view(replay.buffer(ref.value)).contiguous()), copy=True)
                 for name, ref in self._program.outputs.items()
             }
@@ -78,11 +78,11 @@ class Interpreted:
             if isinstance(array, jax.Array):
                 array.delete()
         self.ran = True
-        return tuple(tuple(found[name] for name in names) for names in (self._new, self._made, self._names))
+        return tuple(tuple(results[name] for name in names) for names in (self._new, self._made, self._names))
 
 
 def instead_of_compiling() -> None:
-    """From here on, in this process; but for steps that draw random numbers."""
+    """Interpret steps from now on in this process, except those that draw random numbers."""
     if not os.environ.get(WHOLE):
         compiling.compile_step = interpreted
 

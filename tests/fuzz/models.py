@@ -1,4 +1,4 @@
-"""Small models: a first and a last linear layer (`m.a`, `m.z`), an activation `m.act`, and a few layers in between."""
+"""Small models: a first and a last linear layer (`m.a`, `m.z`), an activation `m.act`, and a few layers between them."""
 
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
@@ -8,7 +8,7 @@ from .program_builder import Draft, block
 WIDTH = 5  # between the first and the last layer
 INPUTS, OUTPUTS, BATCH = 4, 3, 6
 
-# name: (statements of __init__, statements of forward from h to h)
+# name: (statements of __init__, statements of forward that map h to h)
 PARTS: dict[str, tuple[str, str]] = {
     "layernorm": ("self.norm = nn.LayerNorm(5)", "h = self.norm(h)"),
     "batchnorm": ("self.bn = nn.BatchNorm1d(5)", "h = self.bn(h)"),
@@ -122,7 +122,7 @@ PARTS: dict[str, tuple[str, str]] = {
 
 
 def model(d: Draft) -> None:
-    """Add a class `Net`, and the statements that make `m` of it."""
+    """Add a class `Net`, and the statements that create `m` from it."""
     count = d.rng.choice((0, 1, 1, 2, 2, 3))
     init = ["super().__init__()"]
     ids = d.chance(0.12)

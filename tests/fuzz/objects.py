@@ -1,6 +1,7 @@
 """Objects of every kind that a step may read: implemented in C, from the standard library, subclasses of builtins.
 
-Each is a text of Python. The fuzzer takes them into its programs, and `tests/runtime/guards/test_object_kinds.py` tries each.
+Each is Python source text. The fuzzer inserts them into its programs, and `tests/runtime/guards/test_object_kinds.py`
+tests each.
 """
 
 # ruff: noqa: E501 - one case is one line here
@@ -24,7 +25,7 @@ class Case(NamedTuple):
     events: tuple[str, ...]
 
     def function(self, name: str) -> str:
-        """The text of a function that makes the objects, and gives what reads them and the events."""
+        """The text of a function that creates the objects and returns the reader and the events."""
         events = "".join(f"lambda: {event}, " for event in self.events)
         return f"def {name}():\n{textwrap.indent(self.setup, '    ')}\n    return (lambda: {self.read}), ({events})"
 
@@ -317,7 +318,7 @@ CASES = (
 # fmt: on
 # What is changed for the whole process: not for a program that runs twice, and in which other things are read.
 _OF_THE_PROCESS = {
-    "path_obj",  # it keeps its text, once somebody has asked for it
+    "path_obj",  # it caches its text once it has been read
     "np_void",  # `compare` cannot compare rows
     "np_record",
     "np_objects",  # nor arrays of lists
@@ -348,6 +349,6 @@ _OF_THE_PROCESS = {
     "torch_pi",
     "torch_internal",
     "thread_name",
-    "id_based",  # whose addresses are others in each run
+    "id_based",  # their addresses differ in each run
 }
 OWN = [case for case in CASES if case.name not in _OF_THE_PROCESS]

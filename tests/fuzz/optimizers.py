@@ -120,7 +120,7 @@ _SCHEDULERS = (
 
 
 def optimizer(d: Draft) -> None:
-    """Add the statements that make `o`, and those of the step that use it."""
+    """Add the statements that create `o`, and those of the step that use it."""
     params = d.pick(
         "m.parameters()", "m.parameters()", "list(m.parameters())", "[q for q in m.parameters() if q.requires_grad]"
     )
@@ -145,11 +145,11 @@ def optimizer(d: Draft) -> None:
     if d.chance(0.2):
         d.grads.append(clip)
     kind = d.rng.random()
-    if kind < 0.08:  # accumulation, by a counter in the step
+    if kind < 0.08:  # accumulation, with a counter in the step
         acc = d.name("acc")
         d.setup.append(f"{acc} = [0]")
         d.update.append(f"{acc}[0] += 1\nif {acc}[0] % 2 == 0:\n    $o.step()\n    {zero}")
-    elif kind < 0.12:  # gradients from outside the step
+    elif kind < 0.12:  # gradients set outside the step
         d.update.append("$o.step()")
         d.each.append(zero.replace("$", ""))
     elif kind < 0.15:  # never cleared
@@ -167,9 +167,9 @@ def optimizer(d: Draft) -> None:
         d.update.insert(0, f"{two}.step()")
     if not own and d.chance(0.22):
         s = d.name("sched")
-        made = d.rng.choice(_SCHEDULERS)
-        d.setup.append(f"{s} = {made}")
-        argument = "float(loss)" if "Plateau" in made else ""
+        scheduler = d.rng.choice(_SCHEDULERS)
+        d.setup.append(f"{s} = {scheduler}")
+        argument = "float(loss)" if "Plateau" in scheduler else ""
         if argument or d.chance(0.7):
             d.after.append(f"{s}.step({argument})")
         else:

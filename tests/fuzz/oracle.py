@@ -28,11 +28,11 @@ import firstloss as fl
 from .compare import Difference, compare
 from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED, SAME, Outcome
 
-MODULE = "fuzzed"  # the name of a program's module
+MODULE = "fuzzed"  # the module name of a program
 _folder = tempfile.TemporaryDirectory(prefix="firstloss-fuzz-")  # of this process
 _PATH = Path(_folder.name) / f"{MODULE}.py"
 _ARTIFACTS = os.environ.get("FIRSTLOSS_FUZZ_ARTIFACTS", str(Path(_folder.name) / "artifacts"))
-# Of PyTorch's classes, what programs put something else in place of.
+# Attributes of PyTorch's classes that programs may replace.
 _PATCHED = [(cls, "forward") for cls in (nn.Linear, nn.Tanh, nn.Sequential, nn.LayerNorm, nn.GELU)] + [
     (cls, "step") for cls in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam)
 ]
@@ -80,14 +80,14 @@ def check(source: str, traceback: bool = False) -> Outcome:
 
 
 def main(path: str) -> None:
-    """Check the program in the file `path` and exit: 0 if it is the same on both backends or refused, else 1."""
+    """Check the program in the file `path` and exit: 0 if both backends agree or it is refused, otherwise 1."""
     outcome = check(Path(path).read_text())
     print(f"{outcome.kind} {outcome.what} {outcome.where}".strip())
     raise SystemExit(outcome.failed)
 
 
 def _run(source: str, name: str) -> dict[str, Any]:
-    """What the program returns, and what its module holds after it."""
+    """The result of the program, and its module's variables afterwards."""
     module = types.ModuleType(MODULE)
     module.__file__ = str(_PATH)
     sys.modules[MODULE] = module
@@ -104,7 +104,7 @@ def _run(source: str, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _settled() -> Iterator[None]:
-    """Start as a fresh process would, and leave nothing behind."""
+    """Start like a fresh process, and restore everything afterwards."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -137,20 +137,20 @@ def _settled() -> Iterator[None]:
 
 
 def _overflows(held: dict[str, Any]) -> bool:
-    """Whether eager PyTorch's losses end in infinity or NaN: which of the two comes of it is a matter of rounding."""
+    """Whether eager PyTorch's losses end in infinity or NaN: which of the two depends on rounding."""
     losses = [loss for loss in held.get("losses", ()) if isinstance(loss, torch.Tensor) and loss.numel()]
     return any(not bool(torch.isfinite(loss.detach()).all()) for loss in losses)
 
 
 class _Noise(TorchDispatchMode):
-    """Errors of a few units in the last place in the results of what sums."""
+    """Errors of a few units in the last place in the results of reductions."""
 
     _SUMS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "sum", "mean", "var", "native_layer_norm", "exp", "tanh")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        if name in ("addcdiv_", "_foreach_addcdiv_"):  # a weight's update: bias corrections are rounded otherwise
+        if name in ("addcdiv_", "_foreach_addcdiv_"):  # a weight update: bias corrections round differently
             for weight in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
                 noise = torch.rand(weight.shape, dtype=weight.dtype, generator=self.generator) * 2 - 1
                 weight.mul_(1 + 8 * torch.finfo(weight.dtype).eps * noise)
@@ -171,9 +171,9 @@ class _Noise(TorchDispatchMode):
 
 
 def _sensitive(source: str, difference: Difference) -> bool:
-    """Whether rounding errors make such a difference in PyTorch itself, as in a sign of what should be zero.
+    """Whether rounding errors make such a difference in PyTorch itself, as in the sign of a zero.
 
-    Errors are random, and so is what becomes of them: a fifth of what is tolerated counts, in one of three runs.
+    Errors are random, and so are their effects: a fifth of the tolerance counts, in one of three runs.
     """
     for _ in range(3):
         try:
@@ -181,8 +181,8 @@ def _sensitive(source: str, difference: Difference) -> bool:
             with _Noise():
                 other = _run(source, "CPU")
             compare(eager, other, MODULE, tolerance=0.2)
-        except Difference as found:
-            if difference.of_values or not found.of_values:
+        except Difference as other_difference:
+            if difference.of_values or not other_difference.of_values:
                 return True
         except Exception:
             return False
@@ -194,10 +194,10 @@ def _line(error: BaseException) -> str:
 
 
 def _user_line(error: BaseException, source: str) -> str:
-    """The line of the program that the error's message names; empty if there is none."""
-    found = re.search(rf"{MODULE}\.py(?:\", line |:)(\d+)", str(error))
-    if found is None:
+    """The line of the program named in the error message, or ""."""
+    match = re.search(rf"{MODULE}\.py(?:\", line |:)(\d+)", str(error))
+    if match is None:
         return ""
-    number = int(found[1])
+    number = int(match[1])
     lines = source.splitlines()
     return f"line {number}: {lines[number - 1].strip()}" if 0 < number <= len(lines) else f"line {number}"

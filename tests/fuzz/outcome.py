@@ -27,11 +27,11 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether this is a fault of Firstloss; to refuse a program is none."""
+        """Whether this is a fault of Firstloss; refusing a program is not."""
         return self.kind in FAILURES
 
     def like(self, other: Outcome) -> bool:
-        """Whether both may well have one cause: what a program is shrunk by."""
+        """Whether both probably have the same cause: the criterion for shrinking."""
         return self.kind == other.kind and self._cause() == other._cause()
 
     def _cause(self) -> str:

@@ -44,7 +44,7 @@ INITIAL = (
 
 
 def _outside(d: Draft, text: str) -> None:
-    """`base` and `table` are data from before."""
+    """`base` and `table` are existing outside data."""
     if "base" in text and "base" not in d.names:
         d.names.append("base")
         d.early.append("base = torch.arange(12.0) / 12")
@@ -73,7 +73,7 @@ def _use(d: Draft, p: Place) -> None:
 
 
 def rebound(d: Draft) -> None:
-    """A tensor in some place, replaced at each step by one that follows from it."""
+    """A tensor in some place, replaced at each step by one computed from it."""
     p = place(d, _initial(d))
     stat = d.rng.choice(STATS)
     update = d.pick(
@@ -93,7 +93,7 @@ def rebound(d: Draft) -> None:
 
 
 def _keep_older(d: Draft, p: Place) -> None:
-    """Somebody holds earlier states."""
+    """References to earlier states."""
     kept = d.name("older")
     outside = p.get.replace("$", "")
     kind = d.rng.random()
@@ -136,7 +136,7 @@ def edited(d: Draft) -> None:
 
 
 def swapped(d: Draft) -> None:
-    """Two places that exchange what they hold."""
+    """Two places that swap their contents."""
     p, q = place(d, _initial(d)), place(d, _initial(d))
     _use(d, p)
     stat = d.rng.choice(STATS)
@@ -161,7 +161,7 @@ def appended(d: Draft) -> None:
     """A collection of tensors that grows."""
     stat = d.rng.choice((*STATS, "loss.detach()", "loss.detach().clone()", "out.detach()", "x", "y", "loss"))
     s = d.name("hist")
-    made, add, last = d.pick(
+    init, add, last = d.pick(
         ("[]", f"{s}.append({stat})", f"{s}[-1]"),
         ("[]", f"{s}.insert(0, {stat})", f"{s}[0]"),
         ("[]", f"{s} += [{stat}]" if d.form == "x" else f"{s}.extend([{stat}])", f"{s}[-1]"),
@@ -176,17 +176,17 @@ def appended(d: Draft) -> None:
         ("[]", f"{s}.append(types.SimpleNamespace(v={stat}))", f"{s}[-1].v"),
         ("types.SimpleNamespace(h=[], n=0)", f"{s}.h.append({stat})\n{s}.n += 1", f"{s}.h[-1]"),
     )
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.post.append(add)
     use = d.rng.random()
     numeric = "loss" not in stat or "zeros" in stat
     if use < 0.3 and numeric and stat not in ("x", "y", "out.detach()"):
         d.mid.append(
-            f"if {s}:\n    loss = loss + 0.01 * ({last} * out.mean(0)).sum()" if "Simple" not in made else "pass"
+            f"if {s}:\n    loss = loss + 0.01 * ({last} * out.mean(0)).sum()" if "Simple" not in init else "pass"
         )
     elif (
         use < 0.4
-        and made in ("[]",)
+        and init in ("[]",)
         and add.startswith(f"{s}.append({stat})")
         and stat not in ("x", "y", "out.detach()")
     ):
@@ -228,7 +228,7 @@ def by_name(d: Draft) -> None:
 
 
 def buffer_ring(d: Draft) -> None:
-    """A tensor as a ring, by a Python index or one that is a tensor."""
+    """A tensor as a ring buffer, indexed by a Python number or a tensor."""
     s = d.name("ring")
     if d.chance(0.5):
         n = variable(d, "0")
@@ -261,7 +261,7 @@ def views(d: Draft) -> None:
 
 
 def weight_view(d: Draft) -> None:
-    """A view of a weight, made once outside."""
+    """A view of a weight, created once outside the step."""
     t = d.name("wv")
     view = d.pick(
         "m.z.weight.detach()[0]",
@@ -285,7 +285,7 @@ _INCREMENTS = ("{p} + 1", "{p} + 1", "1 + {p}", "max({p}, 0) + 1", "operator.add
 
 
 def counter(d: Draft) -> None:
-    """A number that counts calls, and perhaps decides something."""
+    """A number that counts calls, and perhaps controls a branch."""
     p = place(d, "0", number=True)
     how = d.rng.random()
     bump = p.put(d.rng.choice(_INCREMENTS).format(p=p.get))
@@ -351,7 +351,7 @@ def changed_outside(d: Draft) -> None:
 
 
 def exchanged(d: Draft) -> None:
-    """A number in place of which its equal is put, and then others, one of which may come to lie where that lay."""
+    """A number replaced by an equal one, then by others, one of which may be allocated at the first one's address."""
     fresh = d.pick("float('1.%d' % ({}))", "complex('1.%d' % ({})).real", "np.float64('1.%d' % ({}))")
     p = place(d, fresh.format(5), number=True)
     if "self." in p.get:
@@ -370,7 +370,7 @@ def exchanged(d: Draft) -> None:
 
 
 def of_kinds(d: Draft) -> None:
-    """An object of some kind that the step reads, and that is changed between its calls."""
+    """An object of some kind that the step reads, changed between calls."""
     case, make, read, events = d.pick(*objects.OWN), *(d.name(stem) for stem in ("make", "read", "events"))
     d.setup.append(f"{case.function(make)}\n{read}, {events} = {make}()")
     d.mid.append(f"loss = loss * (1 + 0.01 * {read}())")
@@ -393,7 +393,7 @@ def _use_number_always(d: Draft, n: str) -> None:
 def advanced(d: Draft) -> None:
     """An iterator or generator that the step advances."""
     s = d.name("it")
-    made = d.pick(
+    init = d.pick(
         "itertools.count(1)",
         "itertools.cycle([1.0, 0.5, 2.0])",
         "iter([0.5 + 0.1 * k for k in range(20)])",
@@ -407,8 +407,8 @@ def advanced(d: Draft) -> None:
         "reversed([0.1 * k for k in range(20)])",
         "itertools.chain([1.0], [2.0], [0.5] * 20)",
     )
-    d.setup.append(f"{s} = {made}")
-    value = f"next({s})" + ("[0]" if made.startswith(("zip", "enum")) or "items()" in made else "")
+    d.setup.append(f"{s} = {init}")
+    value = f"next({s})" + ("[0]" if init.startswith(("zip", "enum")) or "items()" in init else "")
     d.mid.append(
         d.pick(
             f"loss = loss * (1 + 0.1 * {value})",
@@ -420,7 +420,7 @@ def advanced(d: Draft) -> None:
 
 
 def generator(d: Draft) -> None:
-    """A generator with a state of its own, and perhaps tensors in it."""
+    """A generator with state of its own, and perhaps tensors in it."""
     g, f = d.name("gen"), d.name("gf")
     kind = d.pick("numbers", "send", "yields tensor")
     if kind == "numbers":
@@ -440,7 +440,7 @@ def generator(d: Draft) -> None:
 
 
 def sized(d: Draft) -> None:
-    """Objects that are read by Python's own protocols."""
+    """Objects read by Python's protocols."""
     s = d.name("box")
     cls = s.capitalize()
     methods, use = d.pick(
@@ -577,9 +577,9 @@ def called(d: Draft) -> None:
 
 
 def grown(d: Draft) -> None:
-    """A collection of plain values that grows, and perhaps is read."""
+    """A collection of plain values that grows and is perhaps read."""
     s = d.name("seen")
-    made, add, read = d.pick(
+    init, add, read = d.pick(
         ("set()", f"{s}.add(len({s}))", f"len({s})"),
         ("[]", f"{s}.append(len({s}))", f"sum({s})"),
         ("{}", f"{s}[len({s})] = 'x'", f"len({s})"),
@@ -595,16 +595,16 @@ def grown(d: Draft) -> None:
         ("{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}", f"{s}.pop()", f"len({s})"),
         ("[5, 4, 3, 2, 1, 0, 1, 2, 3, 4]", f"{s}.pop()", f"{s}[-1]"),
     )
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.rng.choice((d.pre, d.post)).append(add)
     if d.chance(0.4):
         d.mid.append(d.pick(f"loss = loss * (1 + 0.1 * {read})", f"if {read} > 3:\n    loss = loss * 0.5"))
 
 
 def looked_up(d: Draft) -> None:
-    """Settings read in the step and changed in between, by less common ways."""
+    """Settings read in the step in less common ways, and changed between steps."""
     s = d.name("cfg")
-    made, read, change = d.pick(
+    init, read, change = d.pick(
         ("types.SimpleNamespace(a=1.0, b=2.0)", f"sum(vars({s}).values())", f"{s}.a = 3.0"),
         ("types.SimpleNamespace(a=1.0)", f"getattr({s}, 'k', 1.0)", f"{s}.k = 0.5"),
         ("types.SimpleNamespace(a=1.0)", f"(2.0 if hasattr({s}, 'k') else 1.0)", f"{s}.k = 0.5"),
@@ -639,15 +639,15 @@ def looked_up(d: Draft) -> None:
         ("[[1.0], [2.0]]", f"{s}[0][0]", f"{s}.reverse()"),
         ("{'a': [1.0]}", f"sum(map(sum, {s}.values()))", f"{s}['a'].append(1.0)"),
     )
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.mid.append(f"loss = loss * (1 + 0.1 * {read})")
     d.at(change)
 
 
 def tensors_outside(d: Draft) -> None:
-    """Tensors and arrays of the caller's that the step reads, and that the loop edits or replaces."""
+    """Tensors and arrays of the caller's, read by the step and edited or replaced by the loop."""
     s = d.name("w")
-    made = d.pick(
+    init = d.pick(
         "torch.ones(3)",
         "base[1:4]",
         "torch.from_numpy(table)",
@@ -656,9 +656,9 @@ def tensors_outside(d: Draft) -> None:
         "{'w': torch.ones(3)}",
         "(torch.ones(3), 1)",
     )
-    _outside(d, made)
-    d.setup.append(f"{s} = {made}")
-    read = {"[": f"{s}[0]", "{": f"{s}['w']", "(": f"{s}[0]"}.get(made[0], s)
+    _outside(d, init)
+    d.setup.append(f"{s} = {init}")
+    read = {"[": f"{s}[0]", "{": f"{s}['w']", "(": f"{s}[0]"}.get(init[0], s)
     d.mid.append(f"loss = loss + 0.1 * ({read} * out.mean(0)).sum()")
     edits = [
         f"{read}.mul_(2)",
@@ -667,11 +667,11 @@ def tensors_outside(d: Draft) -> None:
         f"{read}.copy_(torch.arange(3.0))",
         f"{read}.detach().numpy()[1] = 4.0",
     ]
-    if made[0] != "(":
+    if init[0] != "(":
         edits += [f"{read} = torch.full((3,), 0.5)", f"{read} = {read} * 2"]
-    if "base" in made:
+    if "base" in init:
         edits += ["base.mul_(3)", "base[2] = 1.0"]
-    if "table" in made:
+    if "table" in init:
         edits += ["table *= 2", "table[0] = 5"]
     d.at(d.rng.choice(edits))
     if d.chance(0.5):
@@ -679,7 +679,7 @@ def tensors_outside(d: Draft) -> None:
 
 
 def other_memory(d: Draft) -> None:
-    """Kept tensors that come to share memory, or to have another shape, between two steps or in one."""
+    """Kept tensors that come to share memory or change shape, between two steps or in one."""
     k = place(d, "torch.zeros(3)").get
     q = d.pick(place(d, "torch.arange(3.0)").get, "$m.z.bias")
     d.setup.append("lent = torch.arange(3.0) / 6")
@@ -702,14 +702,14 @@ def other_memory(d: Draft) -> None:
     for _ in range(d.pick(1, 1, 2)):
         d.at(d.rng.choice(between).replace("$m", "m"))
     if d.chance(0.3):
-        there, other = "torch.from_numpy(m.z.bias.detach().numpy())", "torch.arange(3.0) / 5"
-        lies = place(d, d.pick(there, other))
+        weight_memory, other = "torch.from_numpy(m.z.bias.detach().numpy())", "torch.arange(3.0) / 5"
+        lies = place(d, d.pick(weight_memory, other))
         d.mid.append(f"loss = loss + 0.1 * ({lies.get} * y.mean(0)).sum()")
-        d.at(lies.put(d.pick(there, other, "m.z.bias.detach()")))
+        d.at(lies.put(d.pick(weight_memory, other, "m.z.bias.detach()")))
 
 
 def conjugated(d: Draft) -> None:
-    """A kept complex tensor and conjugated views of it, of before and of the step's, any of which is written to."""
+    """A kept complex tensor and conjugated views of it, created before or in the step, any of which may be written."""
     s = place(d, "torch.complex(torch.arange(3.0), torch.ones(3)) / 3")
     d.mid.append(f"mirror = {d.pick(f'{s.get}.conj()', f'{s.get}.conj()[1:]', f'{s.get}.conj().imag', f'{s.get}.mH')}")
     write = d.pick(
@@ -740,7 +740,7 @@ def conjugated(d: Draft) -> None:
 
 
 def drawn(d: Draft) -> None:
-    """Random numbers of Python's or NumPy's, which are drawn at each step (or refused)."""
+    """Random numbers of Python's or NumPy's, drawn at each step (or refused)."""
     d.mid.append(
         d.pick(
             "loss = loss * (1 + random.random())",
@@ -751,7 +751,7 @@ def drawn(d: Draft) -> None:
 
 
 def read_value(d: Draft) -> None:
-    """A value of the step's own read in Python, which is refused."""
+    """A value computed in the step and read in Python, which is refused."""
     d.post.append(
         d.pick(
             "total = loss.item()",
@@ -768,7 +768,7 @@ def argument_edited(d: Draft) -> None:
 
 
 def closed_over(d: Draft) -> None:
-    """A step closure, with values."""
+    """A step closure with values."""
     s = d.name("log")
     d.setup.append(f"{s} = []\n@fl.step_closure\ndef note{s}(v):\n    {s}.append(float(v))")
     d.names.append(f"note{s}")
@@ -776,7 +776,7 @@ def closed_over(d: Draft) -> None:
 
 
 def leaf(d: Draft) -> None:
-    """A kept tensor that wants a gradient of its own, recreated at each step."""
+    """A kept tensor with requires_grad, recreated at each step."""
     p = place(d, "torch.zeros(3).requires_grad_()")
     d.mid.append(f"loss = loss + 0.1 * ({p.get} * out.mean(0)).sum()")
     new = d.pick(
@@ -791,7 +791,7 @@ def leaf(d: Draft) -> None:
 
 
 def second_gradient(d: Draft) -> None:
-    """Gradients taken in the forward pass, and kept."""
+    """Gradients computed in the forward pass, and kept."""
     kept = d.name("gs")
     weight = "$m.z.weight"
     d.setup.append(f"{kept} = []")
@@ -807,7 +807,7 @@ def second_gradient(d: Draft) -> None:
 
 
 def weights_in_step(d: Draft) -> None:
-    """The step edits weights, or replaces them, past the optimizer."""
+    """The step edits or replaces weights without the optimizer."""
     n = d.name("k")
     d.setup.append(f"{n} = [0]")
     d.post.append(
@@ -850,7 +850,7 @@ def model_in_step(d: Draft) -> None:
 
 
 def groups_in_step(d: Draft) -> None:
-    """The step itself sets the optimizer's numbers."""
+    """The step sets the optimizer's hyperparameters."""
     n = d.name("k")
     d.setup.append(f"{n} = [0]")
     d.pre.append(
@@ -866,7 +866,7 @@ def groups_in_step(d: Draft) -> None:
 
 
 def skipped(d: Draft) -> None:
-    """Some calls end early, by Python, or by an error that the loop catches."""
+    """Some calls end early, by Python or by an error that the loop catches."""
     n = d.name("k")
     d.setup.append(f"{n} = [0]")
     if d.chance(0.5):
@@ -878,7 +878,7 @@ def skipped(d: Draft) -> None:
 
 
 def returned(d: Draft) -> None:
-    """What the step keeps is also among what it returns, as the same object."""
+    """What the step keeps is also returned, as the same object."""
     p = place(d, _initial(d))
     d.post.append(p.put(f"{p.get} * 0.5 + {d.rng.choice(STATS)}"))
     d.results.append(d.pick(p.get, f"{{'h': {p.get}, 'n': 1}}", f"[{p.get}, {p.get}]", f"({p.get}, out.detach())"))
@@ -906,7 +906,7 @@ def returned_plain(d: Draft) -> None:
 
 
 def arrays(d: Draft) -> None:
-    """NumPy's arrays, that the step itself edits, reads or grows."""
+    """NumPy arrays that the step edits, reads or grows."""
     s = d.name("arr")
     d.setup.append(f"{s} = np.zeros(3)")
     d.pre.append(
@@ -926,7 +926,7 @@ def arrays(d: Draft) -> None:
 
 
 def second_step(d: Draft) -> None:
-    """Another traced step on the same model, which the loop calls now and then."""
+    """Another traced step on the same model, called now and then."""
     f, kept = d.name("other"), d.name("seen")
     body = d.pick(
         "with torch.no_grad():\n    return c(x).mean(0)",
@@ -967,8 +967,8 @@ def held_objects(d: Draft) -> None:
 
 
 def outside(d: Draft) -> None:
-    """A number that lies outside of Python's objects, or that no name leads to: it is read in the step, and another one
-    is put there between steps, and perhaps by the step."""
+    """A number outside Python's objects, or without a name: it is read in the step, and replaced between steps and
+    perhaps by the step."""
     k = d.name("out")
     d.names.remove(k)
     file, module, object_ = f"path{k}", f"of{k}", f"kept{k}"
@@ -1029,7 +1029,7 @@ def outside(d: Draft) -> None:
 
 
 def stored(d: Draft) -> None:
-    """Something that the step sets, mostly to what it is already, and that others set otherwise between steps."""
+    """Something that the step sets, mostly to its current value, and that others set differently between steps."""
     k, seen, cls = d.name("kept"), d.name("seen"), d.name("Stored")
     d.names.remove(cls)
     ones, twos, threes = d.pick(("1.0", "2.0", "3.0"), ("True", "False", "None"), ("'a'", "'b'", "'c'"))
@@ -1102,13 +1102,13 @@ def stored(d: Draft) -> None:
 
 
 def beside(d: Draft) -> None:
-    """A kept tensor that has something beside its content: a gradient, attributes."""
+    """A kept tensor with something besides its values: a gradient, attributes."""
     p, aux = place(d, "None"), d.name("aux")
-    made = d.pick(
+    init = d.pick(
         "out", "out", "(out * 2)", "out.detach().requires_grad_()", "torch.zeros_like(out, requires_grad=True)"
     )
-    d.mid.append(f"{aux} = {made}\nloss = loss + 0.1 * ({aux} * out).mean()")
-    if made in ("out", "(out * 2)"):
+    d.mid.append(f"{aux} = {init}\nloss = loss + 0.1 * ({aux} * out).mean()")
+    if init in ("out", "(out * 2)"):
         d.mid.append(f"{aux}.retain_grad()")
     note = d.pick("", f"{aux}.tag = 'x'", f"{aux}.more = loss.detach() * 2", f"{aux}.more = [loss.detach(), 1]")
     if note:
@@ -1127,7 +1127,7 @@ def beside(d: Draft) -> None:
 
 
 def read_past(d: Draft) -> None:
-    """A number in an object that is read by another way than its name, and changed between steps."""
+    """A number in an object, read in another way than by attribute, and changed between steps."""
     s = d.name("box")
     cls = s.capitalize()
     plain = f"class {cls}:\n    def __init__(self):\n        self.v = 1.0"
@@ -1135,7 +1135,7 @@ def read_past(d: Draft) -> None:
         f"{plain}\n\n    def __getattribute__(self, name):\n"
         "        return {}.__getattribute__(self, 'v' if name == 'scale' else name)"
     )
-    top, made, read = d.pick(
+    top, init, read = d.pick(
         (renames.format("object"), f"{cls}()", f"{s}.scale"),
         (renames.replace("__(self, 'v'", "__('v'").format("super()"), f"{cls}()", f"{s}.scale"),
         (plain, f"{cls}()", f"object.__getattribute__({s}, 'v')"),
@@ -1149,7 +1149,7 @@ def read_past(d: Draft) -> None:
     )  # fmt: skip
     if top:
         d.top.append(top)
-    d.setup.append(f"{s} = {made}")
+    d.setup.append(f"{s} = {init}")
     d.mid.append(f"loss = loss * {read}")
     for _ in range(d.rng.randint(1, 2)):
         d.at(f"{s}.v = {d.rng.randint(2, 9) / 10}")
@@ -1158,7 +1158,7 @@ def read_past(d: Draft) -> None:
 
 
 def only_clears(d: Draft) -> None:
-    """An optimizer that does nothing but clear gradients, whose weights become others."""
+    """An optimizer that only clears gradients, and whose weights are replaced."""
     o = d.name("clears")
     d.setup.append(f"{o} = torch.optim.SGD(list(m.parameters())[:{d.rng.randint(1, 3)}], lr=0.1)")
     if d.chance(0.5):
@@ -1176,16 +1176,16 @@ def only_clears(d: Draft) -> None:
 
 
 def keyed(d: Draft) -> None:
-    """A dict whose keys are objects: weights, modules, the user's own, tensors of nobody's, tuples of them."""
+    """A dict whose keys are objects: weights, modules, the user's own, unrelated tensors, tuples of them."""
     k, t = d.name("Key"), d.name("by")
     d.names.remove(k)
     d.top.append(f"class {k}:\n    def __init__(self, gain):\n        self.gain = gain")
     keys = [f"{k}(0.3)", f"{k}(0.7)", f"({k}(0.5), 1)", f"frozenset([{k}(0.2)])", "torch.ones(2)", "nn.Linear(2, 2)"]
     keys += ["nn.Parameter(torch.ones(2))", "m.z.weight", "m.z", "m.a.weight", "'plain'", "1.5"]
-    made = ", ".join(f"{key}: {d.rng.randint(1, 9) / 10}" for key in d.rng.sample(keys, d.rng.randint(1, 5)))
-    made = d.pick(f"{{{made}}}", f"{{{made}}}", f"collections.OrderedDict({{{made}}})")
-    d.setup.append(f"{t} = {made}")
-    if d.chance(0.1):  # more than are looked into
+    content = ", ".join(f"{key}: {d.rng.randint(1, 9) / 10}" for key in d.rng.sample(keys, d.rng.randint(1, 5)))
+    content = d.pick(f"{{{content}}}", f"{{{content}}}", f"collections.OrderedDict({{{content}}})")
+    d.setup.append(f"{t} = {content}")
+    if d.chance(0.1):  # more than are inspected
         d.setup.append(f"{t}.update({{{d.pick(f'{k}(0.1)', 'torch.ones(1)', 'i')}: 0.1 for i in range(1100)}})")
     if d.chance(0.6):
         gain = (
@@ -1209,7 +1209,7 @@ def keyed(d: Draft) -> None:
 
 
 def reused_batch(d: Draft) -> None:
-    """The caller's batch lies in memory that is written again as soon as a call has returned."""
+    """The caller's batch is in memory that is overwritten as soon as a call has returned."""
     kept = d.name("buf")
     kind = d.pick("filled", "filled", "refilled", "doubled", "strided", "twice")
     if kind == "filled":
@@ -1227,7 +1227,7 @@ def reused_batch(d: Draft) -> None:
 
 
 def edited_after(d: Draft) -> None:
-    """What a step reads is edited as soon as the call has returned, when it may not have run yet."""
+    """What a step reads is edited as soon as the call has returned, when the step may not have run yet."""
     s = d.name("w")
     _outside(d, "base")
     d.setup.append(f"{s} = {d.pick('torch.ones(3)', 'base[1:4]', 'base.view(3, 4).t()[1]', 'base[:3]')}")

@@ -11,7 +11,7 @@ from .program_builder import Draft
 
 @dataclass(frozen=True)
 class Place:
-    """An expression that reads what is kept, and a statement that keeps something else.
+    """An expression that reads the kept object, and a statement that replaces it.
 
     Attributes:
         get: the expression.
@@ -25,12 +25,12 @@ class Place:
 
     @property
     def assignable(self) -> bool:
-        """Whether `get` may stand on the left of an assignment."""
+        """Whether `get` may be the target of an assignment."""
         return self.put("0") == f"{self.get} = 0"
 
 
 def place(d: Draft, init: str, number: bool = False) -> Place:
-    """Add a place to the draft that holds `init` at first.
+    """Add a place to the draft, with `init` as its first content.
 
     Args:
         number: a number is kept there, and no tensor.
@@ -133,7 +133,7 @@ def _class_attribute(d: Draft, init: str) -> Place:
 
 
 def _inherited(d: Draft, init: str) -> Place:
-    """The first write makes an attribute of the instance, which hides the class's."""
+    """The first write creates an instance attribute, which hides the class's."""
     s = d.name("box")
     cls = s.capitalize()
     d.top.append(f"class {cls}:\n    h = None")
@@ -288,7 +288,7 @@ def _held_by_proxy(d: Draft, init: str) -> Place:
 
 
 def _buffer(d: Draft, init: str) -> Place:
-    if "State" in init:  # no tensor but an object that holds one
+    if "State" in init:  # an object that holds a tensor
         return _namespace(d, init)
     name = d.name("h")
     d.names.remove(name)

@@ -20,7 +20,7 @@ from .. import forked
 from .outcome import CRASHED, HUNG, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
-_RENEWED_AFTER = 150  # programs: compiled code is never given back, so a worker's memory grows
+_RENEWED_AFTER = 150  # programs per worker: compiled code is never freed, so a worker's memory grows
 
 
 class Worker:
@@ -30,17 +30,17 @@ class Worker:
         self._kind = kind
         self._seconds = seconds
         self._process: forked.Process | None = None
-        self._errors = tempfile.TemporaryFile()  # what the process says when it crashes
+        self._errors = tempfile.TemporaryFile()  # the process's output when it crashes
         self._checked = 0
 
     def check(self, source: str) -> Outcome:
-        """What became of `source`; the process is started anew when it is needed."""
+        """The outcome of `source`; the process is restarted if necessary."""
         return self.ask(source)[1]
 
-    def ask(self, given: str | int) -> tuple[str, Outcome]:
-        """A program, which is given or that of a seed, and what became of it.
+    def ask(self, request: str | int) -> tuple[str, Outcome]:
+        """A given program or that of a seed, and its outcome.
 
-        Programs are made in the process, too: what they are made of is run there, and PyTorch may crash.
+        Programs are generated in the process too, since generation runs their statements, which may crash PyTorch.
         """
         if self._checked >= _RENEWED_AFTER:
             self.close()
@@ -59,22 +59,24 @@ class Worker:
         timer.start()
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(given) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-            made, answer = process.stdout.readline(), process.stdout.readline()
+            program, answer = process.stdout.readline(), process.stdout.readline()
         except OSError:
-            made = answer = ""
+            program = answer = ""
         finally:
             timer.cancel()
         if not answer:
             status = process.wait()
             self._process = None
-            if not made:
+            if not program:
                 return "", Outcome("discarded", f"PyTorch ended the process, with status {status}, while it was made")
             if hung.is_set():
-                return json.loads(made), Outcome(HUNG, f"no end within {self._seconds:g} s")
-            return json.loads(made), Outcome(CRASHED, f"the process ended with status {status}: {self._last_words()}")
-        return json.loads(made), Outcome(**json.loads(answer))
+                return json.loads(program), Outcome(HUNG, f"no end within {self._seconds:g} s")
+            return json.loads(program), Outcome(
+                CRASHED, f"the process ended with status {status}: {self._last_words()}"
+            )
+        return json.loads(program), Outcome(**json.loads(answer))
 
     def close(self) -> None:
         """End the process."""
@@ -94,7 +96,7 @@ class Worker:
         environment = {**os.environ, "XLA_FLAGS": flags.strip(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")])
         command = ["-m", "tests.fuzz.pool", self._kind]
-        self._errors.seek(0)  # where the process begins to write
+        self._errors.seek(0)  # where the process starts writing
         self._errors.truncate()
         return forked.start(
             command,
@@ -107,7 +109,7 @@ class Worker:
 
 
 def check_all(kind: str, seeds: Iterable[int], jobs: int) -> Iterator[tuple]:
-    """`(seed, source, Outcome)` of each seed's program, as they come."""
+    """`(seed, source, Outcome)` of each seed's program, as they finish."""
     todo: queue.SimpleQueue = queue.SimpleQueue()
     done: queue.SimpleQueue = queue.SimpleQueue()
     for seed in seeds:
@@ -142,7 +144,7 @@ def check_all(kind: str, seeds: Iterable[int], jobs: int) -> Iterator[tuple]:
 
 
 def _serve(kind: str) -> None:
-    """Answer programs on standard input by verdicts on standard output, which the programs themselves do not see."""
+    """Read programs from standard input and write verdicts to standard output, which is hidden from the programs."""
     faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -151,10 +153,10 @@ def _serve(kind: str) -> None:
         from .interpret import instead_of_compiling
 
         instead_of_compiling()
-    gc.freeze()  # what is there now is looked through at no collection
+    gc.freeze()  # exclude all existing objects from garbage collection
     for line in sys.stdin:
-        given = json.loads(line)
-        source = module.generate(given) if isinstance(given, int) else given
+        request = json.loads(line)
+        source = module.generate(request) if isinstance(request, int) else request
         answers.write(json.dumps(source) + "\n")
         answers.flush()
         try:
@@ -163,7 +165,7 @@ def _serve(kind: str) -> None:
             outcome = Outcome("foreign", f"{type(error).__name__} of the checker: {error}"[:300])
         answers.write(json.dumps(asdict(outcome)) + "\n")
         answers.flush()
-        gc.freeze()  # nor is what a program has left in caches
+        gc.freeze()  # caches filled by a program are not
 
 
 if __name__ == "__main__":

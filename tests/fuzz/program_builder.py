@@ -65,7 +65,7 @@ _MODULES = {
 
 @dataclass
 class Draft:
-    """What the features of one program add to it.
+    """The parts that features add to one program.
 
     Text for the step may say `$m`, `$o` and `$c` for the model, its optimizer and the compiled model, which are
     variables or attributes of `self`.
@@ -104,14 +104,15 @@ class Draft:
     module: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)  # statements of the constructor of the step's class
-    linears: list[str] = field(default_factory=lambda: ["a", "z"])  # attributes of the model with weight and bias
-    results: list[str] = field(default_factory=list)  # what the step returns beside the loss
-    pieces: list[str] = field(default_factory=list)  # the names of the functions that added to it
+    # attributes of the model that have a weight and a bias
+    linears: list[str] = field(default_factory=lambda: ["a", "z"])
+    results: list[str] = field(default_factory=list)  # results of the step besides the loss
+    pieces: list[str] = field(default_factory=list)  # the names of the functions that contributed
     catches: bool = False  # whether the loop catches errors of the step
     _count: int = 0
 
     def name(self, stem: str) -> str:
-        """A new variable's name."""
+        """A new variable name."""
         self._count += 1
         name = f"{stem}{self._count}"
         self.names.append(name)
@@ -124,13 +125,13 @@ class Draft:
         return self.rng.choice(options)
 
     def at(self, text: str, step: int | None = None) -> None:
-        """Do `text` before the `step`-th step, by default one of those in the middle."""
+        """Run `text` before step `step`, by default one in the middle."""
         when = self.rng.randint(2, STEPS - 2) if step is None else step
         self.between.setdefault(when, []).append(text)
 
 
 def block(text: str, indent: int = 0) -> str:
-    """`text` without its own indentation, at `indent` levels."""
+    """`text` without its own indentation, indented by `indent` levels."""
     return textwrap.indent(textwrap.dedent(text).strip("\n"), "    " * indent)
 
 

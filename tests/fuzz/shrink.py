@@ -7,11 +7,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 
-_PARSING = threading.Lock()  # Python 3.11 counts the depth of a syntax tree once for all threads, and ends in errors
+_PARSING = threading.Lock()  # Python 3.11 counts the depth of syntax trees across threads, and raises errors
 
 
 def shrink(source: str, fails: Callable[[str], bool], most: int = 400) -> str:
-    """The smallest program found by leaving out statements of `source`.
+    """The smallest program found by removing statements of `source`.
 
     Args:
         fails: whether a program fails in the way that is looked for.
@@ -38,7 +38,7 @@ def shrink(source: str, fails: Callable[[str], bool], most: int = 400) -> str:
                 if i >= len(candidates):
                     break
                 if holds(candidates[i]):
-                    source = candidates[i]  # the next candidate has taken the i-th place, more or less
+                    source = candidates[i]  # the next candidate is now approximately the i-th
                 else:
                     i += 1
     return source
@@ -51,7 +51,7 @@ def _with_fewer_steps(source: str) -> Iterator[str]:
 
 
 def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
-    """Every list of statements, outer ones first."""
+    """Every list of statements, outermost first."""
     todo = [tree]
     while todo:
         node = todo.pop(0)
@@ -70,7 +70,7 @@ def _span(statement: ast.stmt) -> tuple[int, int]:
 
 
 def _cut(source: str, body: list[ast.stmt], first: int, count: int) -> str | None:
-    """`source` without the lines of `count` statements of `body` from the `first`-th on."""
+    """`source` without the lines of `count` statements of `body`, starting at the `first`-th."""
     start, end = _span(body[first])[0], _span(body[first + count - 1])[1]
     lines = source.splitlines()
     indent = " " * body[first].col_offset
@@ -103,7 +103,7 @@ def _without_statements(source: str) -> Iterator[str]:
 
 
 def _unwrapped(source: str) -> Iterator[str]:
-    """A block's content in place of `with ...:`, `if ...:` or `try:`."""
+    """The body of `with ...:`, `if ...:` or `try:` in place of the block."""
     lines = source.splitlines()
     for body in _bodies(ast.parse(source)):
         for statement in body:

@@ -1,6 +1,6 @@
 """Random training programs: a small model, an optimizer, a traced step that keeps Python state, events between steps.
 
-`generate(seed)` is a program's text; `check(source)` runs it eager and traced.
+`generate(seed)` is a program's text; `check(source)` runs it eagerly and traced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOOTER = """if __name__ == "__main__":  # from the root of the repository, with
 
 
 def generate(seed: int) -> str:
-    """The program of `seed`: the same text whenever and wherever."""
+    """The program of `seed`, always the same text on any machine."""
     rng = random.Random(f"steps {seed}")
     d = Draft(rng, form=rng.choice(FORMS), double=rng.random() < 0.7)
     model(d)
@@ -50,10 +50,10 @@ def _loop(d: Draft, body: str) -> list[str]:
     seeded = "g = torch.Generator().manual_seed(1)"
     if d.chance(0.85):
         return ["n = 6", seeded, f"for i in range({STEPS}):\n{block(body, 1)}"]
-    made = ", ".join(line.partition(" = ")[2].replace("(n,", "(6,") for line in d.batch)
+    batch = ", ".join(line.partition(" = ")[2].replace("(n,", "(6,") for line in d.batch)
     body = "\n".join(line for line in body.splitlines() if line not in d.batch)
     return [
-        f"def batches():\n    {seeded}\n    return [({made}) for _ in range({STEPS})]",
+        f"def batches():\n    {seeded}\n    return [({batch}) for _ in range({STEPS})]",
         "loader = fl.utils.data.DataLoader(batches)",
         d.pick("executor = loader", f"executor = fl.utils.data.DataExecutor(loader, num_steps={STEPS})"),
         f"for i, (x, y) in enumerate(executor):\n{block(body, 1)}",
@@ -102,7 +102,7 @@ def _text(d: Draft, seed: int) -> str:
         "pair": "loss = result[0]",
         "dict": "loss = result['loss']",
     }
-    keep = d.pick(
+    keep_losses = d.pick(
         "losses.append(loss)",
         "losses.append(loss)",
         "losses.append(loss.detach().clone())",
@@ -111,7 +111,7 @@ def _text(d: Draft, seed: int) -> str:
     call = f"result = {call}"
     if d.catches:
         call = f"try:\n    {call}\nexcept BadBatch as error:\n    losses.append(str(error))\n    continue"
-    body_of_loop = "\n".join([*d.batch, *loop, *d.each, call, take[returned], keep, *d.after])
+    body_of_loop = "\n".join([*d.batch, *loop, *d.each, call, take[returned], keep_losses, *d.after])
     statements = [
         *(["torch.set_default_dtype(torch.float64)"] if d.double else []),
         *d.early,

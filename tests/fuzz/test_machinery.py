@@ -24,8 +24,10 @@ def test_a_program_is_a_function_of_its_seed():
     here = [generate(seed) for seed in range(20)]
     code = "from tests.fuzz.steps import generate; import sys; sys.stdout.write(''.join(map(generate, range(20))))"
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    there = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "".join(here) == there.stdout
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "".join(here) == elsewhere.stdout
     assert len(set(here)) == len(here)
 
 
@@ -76,9 +78,9 @@ def generating(value):
         while True:
             yield k
 
-    made = numbers()
-    next(made)
-    return made
+    result = numbers()
+    next(result)
+    return result
 
 
 def hooked(count):
@@ -105,7 +107,7 @@ def watched(alive):
     return [weakref.ref(box), box if alive else None]
 
 
-# What is made of the first argument twice is the same, and of the second is not the same as of the first.
+# Two results from the first argument are the same; one from the second differs from one from the first.
 HELD = {
     "tensor": (torch.tensor, 1.0, 1.5),
     "dtype": (lambda t: torch.ones(2, dtype=t), torch.float32, torch.float64),

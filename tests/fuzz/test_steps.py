@@ -7,15 +7,15 @@ import pytest
 from tests.fuzz.pool import check_all
 
 EACH = 20
-# Few programs may be refused (a value read in the step). Of 1,000 it is 1 to 2%; as few as here scatter.
+# Few programs may be refused (a value read in the step). Of 1,000 programs 1 to 2% are; samples this small scatter.
 REFUSED = 0.1
 
 
 def outcomes(seeds):
-    found = list(check_all("steps", seeds, 1))
-    assert not [f"seed {seed}: {outcome.what}" for seed, _, outcome in found if outcome.failed]
-    assert not [seed for seed, _, outcome in found if outcome.kind == "refused" and not outcome.where]
-    return found
+    checked = list(check_all("steps", seeds, 1))
+    assert not [f"seed {seed}: {outcome.what}" for seed, _, outcome in checked if outcome.failed]
+    assert not [seed for seed, _, outcome in checked if outcome.kind == "refused" and not outcome.where]
+    return checked
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ def outcomes(seeds):
 )
 @pytest.mark.timeout(600)
 def test_generated_steps_match_eager(first):
-    found = outcomes(range(first, first + EACH))
-    counts = collections.Counter(outcome.kind for _, _, outcome in found)
-    assert counts["refused"] <= REFUSED * len(found)
-    assert counts["same"] >= 0.8 * len(found), "or the programs have nothing to compare"
+    checked = outcomes(range(first, first + EACH))
+    counts = collections.Counter(outcome.kind for _, _, outcome in checked)
+    assert counts["refused"] <= REFUSED * len(checked)
+    assert counts["same"] >= 0.8 * len(checked), "or the programs have nothing to compare"
 
 
 @pytest.mark.timeout(600)
 def test_generated_steps_match_eager_when_compiled(monkeypatch):
-    """As users run them; the others are run by PyTorch's kernels (`interpret.py`), which takes a tenth of the time."""
+    """As users run them; the other programs run with PyTorch's kernels (`interpret.py`) in a tenth of the time."""
     monkeypatch.setenv("FIRSTLOSS_FUZZ_COMPILE", "1")
     outcomes(range(1000, 1006))

@@ -1,4 +1,4 @@
-"""Our GPU kernels on the CPU: the source for NVRTC, compiled by this machine's C compiler."""
+"""The GPU kernels on the CPU: the NVRTC source, compiled by this machine's C compiler."""
 
 import ctypes
 import functools
@@ -20,13 +20,14 @@ def compiler():
 
 
 def vectorised():
-    """Whether PyTorch's normals are made by its AVX2 kernel here; those of other CPUs go through a math library."""
+    """Whether PyTorch's AVX2 kernel draws normals here; on other CPUs PyTorch uses a math library."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 @functools.cache
 def library():
-    """The kernels as C. A -march with FMA, or each of them is a call; -ffp-contract=off as in `setup.py`."""
+    """The kernels as a C library. Without a -march with FMA each fma is a function call; -ffp-contract=off as in
+    `setup.py`."""
     folder = Path(tempfile.mkdtemp())
     flags = ["-std=gnu11", "-O2", "-mfma", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
     flags += ["-Wall", "-Werror", "-Wno-unused-function"]

@@ -27,11 +27,11 @@ def test_tables_match_the_compilers_layout():
 
 
 def untempered(words):
-    """The words of the sequence of which the generator draws these: `mt19937.temper`, undone step by step."""
+    """The state words that temper to these outputs: `mt19937.temper`, inverted step by step."""
     y = words ^ (words >> np.uint32(18))
     y = y ^ ((y << np.uint32(15)) & np.uint32(0xEFC60000))
     x = y
-    for _ in range(4):  # each round gets seven more bits right
+    for _ in range(4):  # each round recovers seven more bits
         x = y ^ ((x << np.uint32(7)) & np.uint32(0x9D2C5680))
     y = x
     for _ in range(2):
@@ -44,30 +44,29 @@ LOW_HIGH = [(0.0, 1.0), (-0.03, 0.07), (2.0**23, 2.0**23 + 3), (-1.0, 1.0)]
 
 @pytest.mark.parametrize("low, high", LOW_HIGH)
 def test_all_uniforms_match_pytorch(low, high):
-    """A float32 uniform is made of a word's lowest 24 bits. They are all tried, and compared with the formula of
-    PyTorch's kernel in double precision, which rounds once where the kernel does: product and sum are exact there."""
-    found = np.empty(1 << 24, np.float32)
-    library().all_units(address(found), ctypes.c_float(low), ctypes.c_float(high))
+    """A float32 uniform is made of a word's lowest 24 bits. All are tested, against the formula of PyTorch's kernel in
+    double precision, rounded once where the kernel rounds: product and sum are exact there."""
+    actual = np.empty(1 << 24, np.float32)
+    library().all_units(address(actual), ctypes.c_float(low), ctypes.c_float(high))
     unit = np.arange(1 << 24, dtype=np.float64) * 2.0**-24
     low32, high32 = np.float32(low), np.float32(high)
-    # 24 bits by 24 bits, plus 24 bits: exact in longdouble's 64 wherever the exponents are near.
+    # 24 bits times 24 bits, plus 24 bits: exact in longdouble's 64 if the exponents are close.
     expected = (unit.astype(np.longdouble) * np.longdouble(np.float32(high32 - low32)) + np.longdouble(low32)).astype(
         np.float32
     )
     expected[expected == high32] = low32
-    assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
+    assert np.array_equal(actual.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine")
 @pytest.mark.parametrize("which", ["radius", "angle"])
 def test_normals_of_all_uniforms_match_pytorch(which):
-    """Each of the 2^24 uniforms as a radius, and as an angle, through PyTorch's own `normal_`: its generator's state is
-    set so that it draws them."""
+    """Each of the 2^24 uniforms as radius and as angle: `normal_` draws them from a generator state set for it."""
     mean, std = 0.25, 0.02
     step = 1 << 20
     for begin in range(0, 1 << 24, step):
         numbers = np.arange(begin, begin + step, dtype=np.uint32)
-        # A fixed partner that neither hides a place of the other nor is special.
+        # A fixed partner whose own rounding errors do not hide the other's.
         partner = np.full(step, 5_592_405 if which == "radius" else 9_000_001, np.uint32)
         first, second = (numbers, partner) if which == "radius" else (partner, numbers)
         words = np.stack([first.reshape(-1, 8), second.reshape(-1, 8)], 1).reshape(-1)
@@ -93,7 +92,8 @@ def test_tempering_can_be_inverted():
 
 
 def drawn_by_pytorch(words, mean, std):
-    """PyTorch's normals of these words, which a generator is made to draw: 608 at a time, of a block of 624."""
+    """PyTorch's normals for these words, drawn from a generator in a matching state: 608 at a time, from a block of
+    624."""
     generator = torch.Generator().manual_seed(0)
     torch.empty(1, dtype=torch.int32).random_(generator=generator)
     state = generator.get_state().numpy()  # after one word of its block
@@ -115,20 +115,20 @@ def test_rounding_to_half_precision_matches_pytorch(dtype):
     bits = rng.integers(0, 1 << 32, 1 << 22, dtype=np.uint64).astype(np.uint32)
     halves = np.arange(1 << 16, dtype=np.uint16)
     exact = torch.from_numpy(halves.view(np.int16).copy()).view(dtype).float().numpy()
-    # Each number of the dtype, the middles between them, and what is next to those.
+    # Each number of the dtype, the midpoints between them, and their neighbours.
     middles = exact.view(np.uint32)[:, None] + np.array(
         [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFF, 0x1000, 0x1001], np.uint32
     )
     tiny = np.arange(0x32000000, 0x39000000, 997, dtype=np.uint32)
     numbers = np.concatenate([bits, middles.reshape(-1), tiny, tiny | np.uint32(1 << 31)]).view(np.float32)
     expected = torch.from_numpy(numbers.copy()).to(dtype)
-    found = np.empty(len(numbers), np.uint16)
+    actual = np.empty(len(numbers), np.uint16)
     kind = ctypes.c_uint32(kernels.DTYPES[dtype])
-    library().to_half(address(numbers), address(found), ctypes.c_int64(len(numbers)), kind)
+    library().to_half(address(numbers), address(actual), ctypes.c_int64(len(numbers)), kind)
     number = ~torch.isnan(expected)
-    found = torch.from_numpy(found.view(np.int16))
-    assert torch.equal(found[number], expected.view(torch.int16)[number])
-    assert torch.isnan(found.view(dtype)[~number]).all()
+    actual = torch.from_numpy(actual.view(np.int16))
+    assert torch.equal(actual[number], expected.view(torch.int16)[number])
+    assert torch.isnan(actual.view(dtype)[~number]).all()
     back = np.empty(1 << 16, np.float32)
     library().from_half(address(halves), address(back), ctypes.c_int64(1 << 16), kind)
     numbers = ~np.isnan(exact)

@@ -30,7 +30,7 @@ def as_bits(tensor):
 
 @st.composite
 def slices(draw, most=300):
-    """The size of a fill, and a slice of it that is short wherever it lies: straight, or columns of some rows."""
+    """The size of a fill, and a short slice at any position in it: contiguous, or columns of some rows."""
     numel = draw(st.one_of(st.integers(16, 5000), st.integers(16, FAR)))
     if draw(st.booleans()):
         low = draw(st.integers(0, numel - 1))
@@ -44,25 +44,25 @@ def slices(draw, most=300):
     return rows * row, Slice(first * row, (first + count) * row, row, column, width)
 
 
-def elements(wanted):
-    """The numbers of the slice's elements, in its order."""
-    found = np.arange(wanted.low, wanted.high)
-    if not wanted.row:
-        return found
-    return found.reshape(-1, wanted.row)[:, wanted.column : wanted.column + wanted.width].reshape(-1)
+def elements(part):
+    """The indices of the slice's elements, in order."""
+    indices = np.arange(part.low, part.high)
+    if not part.row:
+        return indices
+    return indices.reshape(-1, part.row)[:, part.column : part.column + part.width].reshape(-1)
 
 
-def written(wanted, dtype, fill):
-    """What `fill`, given an address, writes there: the slice, and nothing behind it."""
-    found = torch.full((wanted.numel + 8,), float("nan"), dtype=dtype)
-    fill(found.data_ptr())
-    assert torch.isnan(found[wanted.numel :]).all()
-    return found[: wanted.numel]
+def written(part, dtype, fill):
+    """What `fill`, given an address, writes there: the slice and nothing after it."""
+    buffer = torch.full((part.numel + 8,), float("nan"), dtype=dtype)
+    fill(buffer.data_ptr())
+    assert torch.isnan(buffer[part.numel :]).all()
+    return buffer[: part.numel]
 
 
 def drawn_there(stream, begin, name, dtype, pair, low, high):
-    """Elements [low, high), of whole groups of 16, of a fill that begins at `begin`: by PyTorch's own kernel, on a
-    generator that is there in the stream."""
+    """Elements [low, high), in whole groups of 16, of a fill that begins at `begin`: by PyTorch's own kernel, with a
+    generator at that stream position."""
     words = 2 if dtype == torch.float64 else 1
     generator = torch.Generator()
     generator.set_state(torch.from_numpy(stream.state_at(Position(begin + words * low))))
@@ -72,55 +72,55 @@ def drawn_there(stream, begin, name, dtype, pair, low, high):
 @settings(max_examples=60)
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, FAR), st.sampled_from(FILLS), slices(), st.integers(9, 14))
 def test_slices_of_cpu_fills_match_pytorch(seed, begin, fill, of, bits):
-    (name, dtype), (numel, wanted) = fill, of
+    (name, dtype), (numel, part) = fill, of
     assume(cpu_stream.can_make(name, numel, dtype) and probe.cpu_type_is_supported(name, dtype))
-    if name == "normal":  # the last 16 of a ragged fill are drawn anew: see test_fills.py
+    if name == "normal":  # the last 16 of a ragged fill are redrawn: see test_fills.py
         numel += -numel % 16
     pair = (0.25, 0.5) if name == "normal" else (-0.3, 0.7)
     stream = Stream.from_state(torch.Generator().manual_seed(seed).get_state().numpy())
-    piece = (stream, begin, name, numel, dtype, pair, wanted)
-    found = written(
-        wanted,
+    piece = (stream, begin, name, numel, dtype, pair, part)
+    result = written(
+        part,
         dtype,
         lambda out: cpu_stream.fill(
             [cpu_stream.CpuPiece(*piece, out, probe.uniform_bits(dtype))], HostLauncher(), bits
         ),
     )
-    low = wanted.low // 16 * 16
-    around = drawn_there(stream, begin, name, dtype, pair, low, max(low + 16, wanted.high + -wanted.high % 16))
-    assert torch.equal(as_bits(found), as_bits(around[elements(wanted) - low]))
+    low = part.low // 16 * 16
+    around = drawn_there(stream, begin, name, dtype, pair, low, max(low + 16, part.high + -part.high % 16))
+    assert torch.equal(as_bits(result), as_bits(around[elements(part) - low]))
 
 
 GEOMETRIES = st.builds(GpuProperties, st.integers(1, 200), st.sampled_from([1024, 1536, 2048]))
 
 
-def by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lane):
-    """Element by element, by the layout and Philox in numpy."""
+def by_the_layout(name, dtype, pair, seed, offset, numel, part, device, by_lane):
+    """Each element computed from the layout and Philox, in numpy."""
     low, high = pair
-    found = []
-    for element in elements(wanted):
+    values = []
+    for element in elements(part):
         of = str(dtype).removeprefix("torch.")
         place = cuda_layout.place(int(element), numel, device, offset, of, by_lane)
         block = [int(word) for word in cuda_layout.words(seed, place.subsequence, place.offset)]
         if dtype == torch.float64:
             x, y = block[2 * place.lane : 2 * place.lane + 2]
             if name == "uniform":
-                found.append((x ^ y << 21) * 2.0**-53 + 2.0**-54)
+                values.append((x ^ y << 21) * 2.0**-53 + 2.0**-54)
                 continue
             x, y = block[0] ^ block[1] << 21, block[2] ^ block[3] << 21
             u, v = x * 2.0**-53 + 2.0**-54, 2 * np.pi * (y * 2.0**-53 + 2.0**-54)
         elif name == "uniform":
-            found.append(np.float32(np.float32(block[place.lane]) * np.float32(2.0**-32) + np.float32(2.0**-33)))
+            values.append(np.float32(np.float32(block[place.lane]) * np.float32(2.0**-32) + np.float32(2.0**-33)))
             continue
         else:
             x, y = block[place.lane & 2 : (place.lane & 2) + 2]
-            # In float32, as the kernel has them: of a number near 1 the logarithm is that of its rounding.
+            # In float32, like the kernel: near 1, the logarithm is that of the rounded number.
             u = np.float64(np.float32(x) * np.float32(2.0**-32) + np.float32(2.0**-33))
             v = np.float64(np.float32(y) * np.float32(2 * np.pi * 2.0**-32) + np.float32(np.pi * 2.0**-32))
-        turned = np.cos(v) if place.lane & 1 else np.sin(v)
-        found.append(np.sqrt(-2 * np.log(u)) * turned * high + low)
-    made = torch.tensor(np.array(found, np.float64)).to(dtype)
-    return made.masked_fill(made == high, low) if name == "uniform" else made
+        direction = np.cos(v) if place.lane & 1 else np.sin(v)
+        values.append(np.sqrt(-2 * np.log(u)) * direction * high + low)
+    rounded = torch.tensor(np.array(values, np.float64)).to(dtype)
+    return rounded.masked_fill(rounded == high, low) if name == "uniform" else rounded
 
 
 @settings(max_examples=60)
@@ -133,18 +133,18 @@ def by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lan
     st.booleans(),
 )
 def test_slices_of_cuda_fills_follow_the_layout(seed, offset, fill, of, device, by_lane):
-    (name, dtype), (numel, wanted) = fill, of
+    (name, dtype), (numel, part) = fill, of
     pair = 0.0, 1.0
-    piece = seed, offset, name, numel, dtype, pair, wanted
-    found = written(
-        wanted,
+    piece = seed, offset, name, numel, dtype, pair, part
+    actual = written(
+        part,
         dtype,
         lambda out: cuda_stream.fill([cuda_stream.CudaPiece(*piece, out)], HostLauncher(), device, by_lane),
     )
-    expected = by_the_layout(name, dtype, pair, seed, offset, numel, wanted, device, by_lane)
+    expected = by_the_layout(name, dtype, pair, seed, offset, numel, part, device, by_lane)
     if name == "uniform":
-        assert torch.equal(as_bits(found), as_bits(expected))
+        assert torch.equal(as_bits(actual), as_bits(expected))
     else:  # this machine's sine and logarithm instead of a GPU's
-        # Of float32's angles the last place is 5e-7 near 2 pi, where sines are near 0, and the radius is up to 6.7.
+        # Near 2 pi, where the sine is near 0, the last bit of a float32 angle is 5e-7; the radius is at most 6.7.
         rtol, atol = {torch.float64: (1e-12, 1e-13), torch.float32: (1e-5, 1e-5)}.get(dtype, (1e-2, 1e-3))
-        assert torch.allclose(found.double(), expected.double(), rtol=rtol, atol=atol)
+        assert torch.allclose(actual.double(), expected.double(), rtol=rtol, atol=atol)

@@ -30,7 +30,7 @@ def poisoned(count, dtype, launcher):
 
 @pytest.fixture(params=["on the CPU", pytest.param("on a GPU", marks=pytest.mark.gpu)])
 def launcher(request):
-    """The kernels as C, and as they are."""
+    """The kernels as compiled C code."""
     if request.param == "on the CPU":
         if compiler() is None:
             pytest.skip("there is no C compiler on this machine")
@@ -41,7 +41,7 @@ def launcher(request):
 
 
 class Drawing:
-    """Fills in eager PyTorch, one after another, and where in the stream each began."""
+    """Fills in eager PyTorch, one after another, with the stream position at which each began."""
 
     def __init__(self, seed=3):
         self.generator = torch.Generator().manual_seed(seed)
@@ -50,11 +50,11 @@ class Drawing:
         self.at = 0
 
     def fill(self, name, count, dtype, pair):
-        made = torch.empty(count, dtype=dtype)
-        getattr(made, f"{name}_")(*pair, generator=self.generator)
+        values = torch.empty(count, dtype=dtype)
+        getattr(values, f"{name}_")(*pair, generator=self.generator)
         begin = self.at
         self.at += words_drawn.draw(name, str(dtype).removeprefix("torch."), count).words
-        return begin, made
+        return begin, values
 
     def skip(self, words):
         torch.empty(words, dtype=torch.int32).random_(generator=self.generator)
@@ -62,7 +62,7 @@ class Drawing:
 
 
 def bits_of(dtype):
-    """Of a word, that this PyTorch makes a uniform of."""
+    """The number of a word's bits from which this PyTorch makes a uniform."""
     from firstloss.gpu.probe import uniform_bits
 
     return uniform_bits(dtype)
@@ -86,23 +86,23 @@ def test_whole_fills_match_pytorch(name, pair, dtype, bits, launcher):
     drawing, pieces, pairs = Drawing(), [], []
     for count in COUNTS:
         begin, expected = drawing.fill(name, count, dtype, pair)
-        found = poisoned(count, dtype, launcher)
+        actual = poisoned(count, dtype, launcher)
         whole = Slice(0, count)
         pieces.append(
             cpu_stream.CpuPiece(
-                drawing.stream, begin, name, count, dtype, pair, whole, found.data_ptr(), bits_of(dtype)
+                drawing.stream, begin, name, count, dtype, pair, whole, actual.data_ptr(), bits_of(dtype)
             )
         )
-        pairs.append((expected, found))
+        pairs.append((expected, actual))
         drawing.skip(5 * count)
     cpu_stream.fill(pieces, launcher, bits)
-    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
+    for expected, actual in ((expected, actual.cpu()) for expected, actual in pairs):
         count = len(expected)
-        assert torch.equal(as_bits(found[:count]), as_bits(expected)), (
+        assert torch.equal(as_bits(actual[:count]), as_bits(expected)), (
             count,
-            (found[:count] != expected).nonzero()[:5],
+            (actual[:count] != expected).nonzero()[:5],
         )
-        assert torch.isnan(found[count:]).all()
+        assert torch.isnan(actual[count:]).all()
 
 
 def test_float32_is_filled_by_our_kernels():
@@ -136,22 +136,22 @@ def test_slices_match_pytorchs_fills(name, which, launcher):
     drawing.skip(3333)
     begin, whole = drawing.fill(name, 5005, torch.float32, (0.0, 0.5))
     pieces, pairs = [], []
-    for wanted in SLICES.values() if which == "all of these" else [SLICES[which]]:
-        expected = cut(whole, wanted)
-        assert wanted.numel == len(expected)
-        found = poisoned(len(expected), torch.float32, launcher)
+    for part in SLICES.values() if which == "all of these" else [SLICES[which]]:
+        expected = cut(whole, part)
+        assert part.numel == len(expected)
+        actual = poisoned(len(expected), torch.float32, launcher)
         pieces.append(
-            cpu_stream.CpuPiece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), wanted, found.data_ptr())
+            cpu_stream.CpuPiece(drawing.stream, begin, name, 5005, torch.float32, (0.0, 0.5), part, actual.data_ptr())
         )
-        pairs.append((expected, found))
+        pairs.append((expected, actual))
     cpu_stream.fill(pieces, launcher, 9)
-    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
-        assert torch.equal(as_bits(found[: len(expected)]), as_bits(expected))
-        assert torch.isnan(found[len(expected) :]).all()
+    for expected, actual in ((expected, actual.cpu()) for expected, actual in pairs):
+        assert torch.equal(as_bits(actual[: len(expected)]), as_bits(expected))
+        assert torch.isnan(actual[len(expected) :]).all()
 
 
 def test_a_rank_computes_only_the_states_of_its_own_chunks():
-    """Of an eighth of what is drawn, an eighth of the windows, and those on the way there."""
+    """An eighth of the draws takes an eighth of the windows, and the jumps to them."""
     drawing = Drawing()
     whole = [
         cpu_stream.CpuPiece(drawing.stream, i << 22, "normal", 1 << 22, torch.float32, (0.0, 1.0), Slice(0, 1 << 22), 0)
@@ -170,18 +170,18 @@ def test_several_streams_and_far_positions_match_pytorch(launcher):
     for seed in (1, 2):
         drawing = Drawing(seed)
         for far in (0, 1 << 20, (1 << 33) + 12_345):
-            # What lies there is known from the stream itself: PyTorch would draw for hours.
+            # The expected values are from the stream itself: PyTorch would draw for hours.
             words = drawing.stream.words_at(far, 700)
             expected = torch.from_numpy(((words & 0xFFFFFF).astype(np.float32) * np.float32(2.0**-24)).copy())
-            found = poisoned(700, torch.float32, launcher)
+            actual = poisoned(700, torch.float32, launcher)
             piece = cpu_stream.CpuPiece(
-                drawing.stream, far, "uniform", 700, torch.float32, (0.0, 1.0), Slice(0, 700), found.data_ptr()
+                drawing.stream, far, "uniform", 700, torch.float32, (0.0, 1.0), Slice(0, 700), actual.data_ptr()
             )
             pieces.append(piece)
-            pairs.append((expected, found))
+            pairs.append((expected, actual))
     cpu_stream.fill(pieces, launcher, 14)
-    for expected, found in ((expected, found.cpu()) for expected, found in pairs):
-        assert torch.equal(found[:700], expected)
+    for expected, actual in ((expected, actual.cpu()) for expected, actual in pairs):
+        assert torch.equal(actual[:700], expected)
 
 
 # -- CUDA's stream ----------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ SMALL = GpuProperties(2, 1024)
 
 
 def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
-    """Element by element, by the layout and Philox in numpy."""
+    """Each element computed from the layout and Philox, in numpy."""
     dtype_name = str(dtype).removeprefix("torch.")
     low, high = pair
     out = np.empty(numel, np.float64)
@@ -206,18 +206,18 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
                 out[element] = out[element] * (high - low) + low
             else:
                 v = 2 * np.pi * (y * 2.0**-53 + 2.0**-54)
-                turned = np.cos(v) if place.lane & 1 else np.sin(v)
-                out[element] = np.sqrt(-2 * np.log(out[element])) * turned * high + low
+                direction = np.cos(v) if place.lane & 1 else np.sin(v)
+                out[element] = np.sqrt(-2 * np.log(out[element])) * direction * high + low
         elif name == "uniform":
             out[element] = np.float32(np.float32(block[place.lane]) * np.float32(2.0**-32) + np.float32(2.0**-33))
             out[element] = np.float32(out[element] * np.float32(np.float32(high) - np.float32(low)) + np.float32(low))
-            if torch.tensor(out[element]).to(dtype) == high:  # compared as it is kept
+            if torch.tensor(out[element]).to(dtype) == high:  # compared in the stored dtype
                 out[element] = low
         else:
             u = block[place.lane & 2] * 2.0**-32 + 2.0**-33
             v = 2 * np.pi * (block[(place.lane & 2) + 1] * 2.0**-32 + 2.0**-33)
-            turned = np.cos(v) if place.lane & 1 else np.sin(v)
-            out[element] = np.sqrt(-2 * np.log(u)) * turned * high + low
+            direction = np.cos(v) if place.lane & 1 else np.sin(v)
+            out[element] = np.sqrt(-2 * np.log(u)) * direction * high + low
     return torch.from_numpy(out).to(dtype)
 
 
@@ -245,21 +245,21 @@ def test_slices_of_cuda_fills_follow_the_layout(name, pair, dtype, by_lane, laun
         pieces, pairs = [], []
         for wanted in slices:
             part = cut(expected, wanted)
-            found = poisoned(len(part), dtype, launcher)
-            pieces.append(cuda_stream.CudaPiece(seed, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
-            pairs.append((part, found))
+            actual = poisoned(len(part), dtype, launcher)
+            pieces.append(cuda_stream.CudaPiece(seed, offset, name, numel, dtype, pair, wanted, actual.data_ptr()))
+            pairs.append((part, actual))
         cuda_stream.fill(pieces, launcher, SMALL, by_lane)
-        for part, found in ((part, found.cpu()) for part, found in pairs):
+        for part, actual in ((part, actual.cpu()) for part, actual in pairs):
             if name == "uniform":
-                assert torch.equal(found[: len(part)], part)
+                assert torch.equal(actual[: len(part)], part)
             else:  # this machine's sine and logarithm instead of a GPU's
-                within = 1e-5 if dtype == torch.float32 else 1e-2  # of half precision, a place
-                assert torch.allclose(found[: len(part)].double(), part.double(), rtol=within, atol=1e-5)
-            assert torch.isnan(found[len(part) :]).all()
+                within = 1e-5 if dtype == torch.float32 else 1e-2  # one unit in the last place of half precision
+                assert torch.allclose(actual[: len(part)].double(), part.double(), rtol=within, atol=1e-5)
+            assert torch.isnan(actual[len(part) :]).all()
 
 
 def test_a_slice_costs_its_own_size():
-    """Units of the table: an eighth of a large fill takes an eighth of them, and a turn at each end."""
+    """In units of the table: an eighth of a large fill takes an eighth of them, and one more at each end."""
     h100 = GpuProperties(132, 2048)
     numel = 1 << 30
     whole = cuda_stream.CudaPiece(0, 0, "normal", numel, torch.bfloat16, (0.0, 1.0), Slice(0, numel), 0)

@@ -35,17 +35,17 @@ def test_kernels_compile(compiler, part, architecture):
 @needs_nvcc
 @pytest.mark.parametrize("part, registers", [("mt19937", 64), ("philox", 64)])
 def test_kernels_do_not_spill_registers(part, registers):
-    """Four blocks of 256 threads have room on a multiprocessor, and nothing is kept in memory for want of registers."""
-    found = toolkit.compile(kernels.source(part), part, "sm_90", UNITS[part]).kernels
-    assert found.keys() == set(KERNELS[part])
-    for name, (used, spilled, shared) in found.items():
+    """Four blocks of 256 threads fit on a multiprocessor, and no register is spilled."""
+    compiled = toolkit.compile(kernels.source(part), part, "sm_90", UNITS[part]).kernels
+    assert compiled.keys() == set(KERNELS[part])
+    for name, (used, spilled, shared) in compiled.items():
         assert used <= registers and spilled == 0 and shared <= 48 << 10, (name, used, spilled, shared)
 
 
 def ptx_of(part):
-    """By whichever compiler there is."""
-    given = kernels.source(part), part, "sm_90", UNITS[part]
-    code = nvrtc.compile(*given, ptx=True) if toolkit.has_nvrtc() else toolkit.compile(*given, ptx=True).code
+    """The PTX code from whichever compiler is installed."""
+    arguments = kernels.source(part), part, "sm_90", UNITS[part]
+    code = nvrtc.compile(*arguments, ptx=True) if toolkit.has_nvrtc() else toolkit.compile(*arguments, ptx=True).code
     return code.decode()
 
 
@@ -56,13 +56,13 @@ needs_either = pytest.mark.skipif(
 
 @needs_either
 def test_arithmetic_for_the_cpus_bits_is_not_fused():
-    """In PTX an operation that says how it rounds is never fused with another; one that does not may be."""
+    """PTX operations with an explicit rounding mode are never fused; those without one may be."""
     text = ptx_of("mt19937")
     body = text[text.index(".entry fill") :]
-    found = re.findall(r"\b(?:mul|add|sub|fma|sqrt|div)\.(?:[a-z.]*)f(?:32|64)\b", body)
-    assert found and all(".rn." in operation for operation in found), set(found)
+    operations = re.findall(r"\b(?:mul|add|sub|fma|sqrt|div)\.(?:[a-z.]*)f(?:32|64)\b", body)
+    assert operations and all(".rn." in operation for operation in operations), set(operations)
     assert not re.search(r"\.(approx|ftz)\b", body)
-    # As many fused ones as are written: of a normal 8 + 2 + 1 in the logarithm, 3 + 3 + 3 of an angle, 2 at the end.
+    # Only the explicit fused operations: for a normal 8 + 2 + 1 in the logarithm, 3 + 3 + 3 for an angle, 2 at the end.
     assert len(re.findall(r"\bfma\.rn\.f32\b", body)) == 8 + 3 + 3 + 3 + 3 + 2 + 1
     assert len(re.findall(r"\bfma\.rn\.f64\b", body)) == 1
 
@@ -70,17 +70,19 @@ def test_arithmetic_for_the_cpus_bits_is_not_fused():
 @needs_either
 @pytest.mark.parametrize("part", UNITS)
 def test_elements_are_counted_in_64_bits(part):
-    """What is stored to the tensor is at an address that a 64-bit number of the element gives: of one of 32 bits, and
-    widened then, a tensor of more than 2^31 elements would be written in wrong places."""
+    """Elements are stored at addresses computed from a 64-bit index: with a 32-bit one, a tensor of more than 2^31
+    elements would be written at wrong addresses."""
     text = ptx_of(part)
     body = text[text.index(f".entry {KERNELS[part][0]}") :]
     body = body[: body.index(".entry", 10)] if body.count(".entry") > 1 else body
     stores = re.findall(r"\bst\.(?:global\.)?(?:u16|b16|f32|b32|u32|f64|b64)\s+\[(%rd\d+)", body)
     assert stores
     for address in set(stores):
-        made = [line for line in body.splitlines() if re.search(rf"\b(?:add|mad|shl)\.\S+\s+{address}\b,", line)]
-        assert made and all(re.search(r"\.[sub]64", line) for line in made), (address, made)
-        indices = set(re.findall(r"%rd\d+", " ".join(made))) - {address}
+        instructions = [
+            line for line in body.splitlines() if re.search(rf"\b(?:add|mad|shl)\.\S+\s+{address}\b,", line)
+        ]
+        assert instructions and all(re.search(r"\.[sub]64", line) for line in instructions), (address, instructions)
+        indices = set(re.findall(r"%rd\d+", " ".join(instructions))) - {address}
         for index in indices:
             scaled = [line for line in body.splitlines() if re.search(rf"\S+\s+{index}\b,", line)]
             assert not any(re.search(r"\bcvt\.[su]64\.[su]32|\bmul\.wide", line) for line in scaled), scaled

@@ -11,7 +11,7 @@ from benchmarks.gpu.table import rows, table
 
 
 def found_of(tmp_path, monkeypatch, code, limit=20):
-    """What is kept of a part that runs `code`."""
+    """The recorded result of a part that runs `code`."""
     real = command.subprocess.Popen
 
     def popen(args, **kwargs):
@@ -22,25 +22,25 @@ def found_of(tmp_path, monkeypatch, code, limit=20):
 
 
 def test_a_part_that_fails_says_why(tmp_path, monkeypatch):
-    found = found_of(tmp_path, monkeypatch, "raise SystemExit('no luck')")
-    assert not found["ok"] and "no luck" in found["error"]
+    record = found_of(tmp_path, monkeypatch, "raise SystemExit('no luck')")
+    assert not record["ok"] and "no luck" in record["error"]
 
 
 def test_a_part_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    found = found_of(tmp_path, monkeypatch, code, limit=2)
-    assert not found["ok"] and found["error"] == "ran past its limit" and found["took"] < 20
+    record = found_of(tmp_path, monkeypatch, code, limit=2)
+    assert not record["ok"] and record["error"] == "ran past its limit" and record["took"] < 20
 
 
 def test_results_of_a_part_are_kept(tmp_path, monkeypatch):
     code = "import sys, json; open(sys.argv[1], 'w').write(json.dumps({'ok': True, 'n': 7}))"
-    found = found_of(tmp_path, monkeypatch, code)
-    assert found["ok"] and found["n"] == 7
+    record = found_of(tmp_path, monkeypatch, code)
+    assert record["ok"] and record["n"] == 7
 
 
 @pytest.mark.parametrize("half", [1, 2])
 def test_each_half_fits_into_ten_minutes(half):
-    """Limits are for what goes wrong; half of each is what is expected of it at most."""
+    """Limits are for failures; the expected time is at most half of each."""
     assert sum(part.limit for part in PARTS if part.half == half or part.name == "device") / 2 < 600
 
 
@@ -49,10 +49,10 @@ def test_the_table_shows_the_results():
     parts = {f"first loss 8B {name}": dict(side) for name in ("eager", "graph", "xla", "compile whole")}
     parts["first loss 8B xla"].update({"first loss": 12.0, "step": 0.2})
     parts["cpu bits"] = {"ok": True, "seconds": 0.2, "first": 0.5, "capture": 0.1, "same bits": True}
-    met = {what: met for what, _, _, met in rows(parts)}
-    assert met["8B, graph: first loss"] and not met["8B, xla: first loss"]
-    assert met["8B, graph: after that"] and not met["8B, xla: after that"]
-    assert met["float32 with the CPU's bits, made on the GPU"] is False
+    targets_met = {what: targets_met for what, _, _, targets_met in rows(parts)}
+    assert targets_met["8B, graph: first loss"] and not targets_met["8B, xla: first loss"]
+    assert targets_met["8B, graph: after that"] and not targets_met["8B, xla: after that"]
+    assert targets_met["float32 with the CPU's bits, made on the GPU"] is False
     parts["one hash"] = {"ok": False, "error": "it | broke"}
     text = table({"parts": parts, "commit": "abc", "at": "now", "tiny": False})
     assert "* one hash: it / broke" in text and "not met" in text

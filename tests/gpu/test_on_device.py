@@ -1,4 +1,4 @@
-"""On a GPU: what replaces PyTorch matches it there, and does its job."""
+"""On a GPU: replacements of PyTorch functions match them, and have the intended effect."""
 
 import pytest
 import torch
@@ -37,9 +37,9 @@ def test_a_models_weights_are_made_by_kernels(captured, monkeypatch):
 
     def counted(values, *args):
         values = list(values)
-        found = make(values, *args)
-        counts.append((len(found), len(values)))
-        return found
+        computed = make(values, *args)
+        counts.append((len(computed), len(values)))
+        return computed
 
     monkeypatch.setattr(weights, "make", counted)
     torch.manual_seed(5)
@@ -47,15 +47,15 @@ def test_a_models_weights_are_made_by_kernels(captured, monkeypatch):
         expected = build()
     torch.manual_seed(5)
     with fl.deferred(), torch.device(captured):
-        found = build()
-    fl.materialize_module(found, device="cuda")
+        computed = build()
+    fl.materialize_module(computed, device="cuda")
     assert counts == [(8, 8)]
-    for a, b in zip(expected.parameters(), found.parameters(), strict=True):
+    for a, b in zip(expected.parameters(), computed.parameters(), strict=True):
         assert b.is_cuda and torch.equal(a.cpu(), b.cpu())
 
 
 def test_a_fill_of_more_than_32_bits_index():
-    numel = (1 << 30) + 5  # of bfloat16: more than 2^31 bytes
+    numel = (1 << 30) + 5  # in bfloat16: more than 2^31 bytes
     if torch.cuda.mem_get_info()[0] < 3 * 2 * numel:
         pytest.skip("there is no room for it on this GPU")
     torch.manual_seed(1)
@@ -63,9 +63,9 @@ def test_a_fill_of_more_than_32_bits_index():
     after = torch.cuda.get_rng_state()
     torch.manual_seed(1)
     with fl.deferred():
-        found = torch.empty(numel, dtype=torch.bfloat16, device="cuda").normal_()
+        actual = torch.empty(numel, dtype=torch.bfloat16, device="cuda").normal_()
     assert torch.equal(torch.cuda.get_rng_state(), after)
-    assert torch.equal(fl.materialize_tensor(found), expected)
+    assert torch.equal(fl.materialize_tensor(actual), expected)
 
 
 def test_fsdp2_draws_its_shard_on_its_gpu(tmp_path):
@@ -78,10 +78,10 @@ def test_fsdp2_draws_its_shard_on_its_gpu(tmp_path):
     try:
         mesh = init_device_mesh("cuda", (1,))
         torch.manual_seed(3)
-        found = fl.deferred_init(build)
-        fully_shard(found, mesh=mesh)
-        fl.materialize_module(found, device="cuda")
-        for a, b in zip(expected.parameters(), found.parameters(), strict=True):
+        actual = fl.deferred_init(build)
+        fully_shard(actual, mesh=mesh)
+        fl.materialize_module(actual, device="cuda")
+        for a, b in zip(expected.parameters(), actual.parameters(), strict=True):
             assert torch.equal(a, b.full_tensor().cpu())
     finally:
         dist.destroy_process_group()

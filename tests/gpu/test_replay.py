@@ -1,4 +1,4 @@
-"""Steps on the "GPU" backend, replayed by PyTorch's kernels: on the CPU, where everything but the graph is the same."""
+"""Steps on the "GPU" backend, replayed with PyTorch's kernels: on the CPU, where all but the CUDA graph is the same."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ from tests import forked
 
 @pytest.fixture(params=["on the CPU", pytest.param("on a GPU", marks=pytest.mark.gpu)])
 def replaying(request, monkeypatch, tmp_path):
-    """A backend that is as "GPU", on the CPU; and that one."""
+    """A backend that behaves like "GPU", on the CPU; and the real one."""
     if request.param == "on a GPU":
         if not torch.cuda.is_available():
             pytest.skip("there is no GPU on this machine")
@@ -41,7 +41,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
         self.norm = nn.LayerNorm(16)
-        self.attention = nn.Linear(16, 48, bias=False)  # of the keys' bias the gradient is noise around 0
+        self.attention = nn.Linear(16, 48, bias=False)  # the gradient of the keys' bias is noise around 0
         self.out = nn.Linear(16, 16)
         self.head = nn.Linear(16, 50)
         self.dropout = nn.Dropout(dropout)
@@ -100,31 +100,31 @@ def trained(model, make, steps, replayed, step_of=None, batches=None):
     return losses, optimizer, traced
 
 
-def assert_alike(expected, found, tolerance):
-    for (name, a), (_, b) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
+def assert_alike(expected, replayed, tolerance):
+    for (name, a), (_, b) in zip(expected.state_dict().items(), replayed.state_dict().items(), strict=True):
         assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), name
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_and_weights_match_eager(replaying, name):
-    """Forward and backward pass and fused optimizers are eager's kernels; others are traced as capturable and foreach,
-    which round otherwise in the last places: 1e-5 after six steps."""
+    """The forward and backward passes and fused optimizers use eager's kernels; other optimizers are traced as
+    capturable and foreach, which round differently: 1e-5 after six steps."""
     if replaying.is_gpu and name in ON_THE_CPU:
         pytest.skip("it counts its steps on the CPU, and is run eagerly")
     torch.manual_seed(0)
     expected = net()
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS[name], 6, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", fl.errors.EagerStepWarning)
-        ours, _, traced = trained(found, OPTIMIZERS[name], 6, True)
+        actual, _, traced = trained(replayed, OPTIMIZERS[name], 6, True)
     assert replays(traced)
-    assert ours[:2] == losses[:2]  # nothing is in between but an eager step
-    assert ours == pytest.approx(losses, rel=1e-5)
-    assert_alike(expected, found, 1e-5)
+    assert actual[:2] == losses[:2]  # only one eager step in between
+    assert actual == pytest.approx(losses, rel=1e-5)
+    assert_alike(expected, replayed, 1e-5)
     if name == "AdamW, fused" and not replaying.is_gpu:
-        assert ours == losses  # the very kernel
-    assert found.seen == 6 and all(type(p) is nn.Parameter for p in found.parameters())
+        assert actual == losses  # the same kernel
+    assert replayed.seen == 6 and all(type(p) is nn.Parameter for p in replayed.parameters())
 
 
 def rng_state():
@@ -134,24 +134,24 @@ def rng_state():
 def test_dropout_matches_eager(replaying):
     torch.manual_seed(0)
     expected = net(0.3)
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     torch.manual_seed(7)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 5, False)
     state = rng_state()
     torch.manual_seed(7)
-    ours, _, traced = trained(found, OPTIMIZERS["SGD"], 5, True)
+    actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 5, True)
     assert replays(traced)
-    assert ours == pytest.approx(losses, rel=1e-5) and torch.equal(rng_state(), state)
+    assert actual == pytest.approx(losses, rel=1e-5) and torch.equal(rng_state(), state)
 
 
 def test_another_shape_gets_another_plan(replaying):
     torch.manual_seed(0)
     expected = net()
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     batches = [4, 4, 3, 4, 3, 3, 4]
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 7, False, batches=batches)
-    ours, _, traced = trained(found, OPTIMIZERS["SGD"], 7, True, batches=batches)
-    assert replays(traced) and ours == pytest.approx(losses, rel=1e-5)
+    actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 7, True, batches=batches)
+    assert replays(traced) and actual == pytest.approx(losses, rel=1e-5)
 
 
 def left_gradients(model, compiled, optimizer):
@@ -182,21 +182,21 @@ def accumulated(model, compiled, optimizer):
 def test_gradients_match_eager(replaying, step_of):
     torch.manual_seed(0)
     expected = net()
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 6, False, step_of)
-    ours, _, traced = trained(found, OPTIMIZERS["SGD"], 6, True, step_of)
+    actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 6, True, step_of)
     assert replays(traced)
-    assert ours == pytest.approx(losses, rel=1e-5)
-    for a, b in zip(expected.parameters(), found.parameters(), strict=True):
-        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    assert actual == pytest.approx(losses, rel=1e-5)
+    for a, b in zip(expected.parameters(), replayed.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)  # after six steps
 
 
 def test_weights_assigned_between_steps_are_used(replaying):
     torch.manual_seed(0)
     expected = net()
-    found = copy.deepcopy(expected)
+    actual = copy.deepcopy(expected)
     results = []
-    for model, replayed in ((expected, False), (found, True)):
+    for model, replayed in ((expected, False), (actual, True)):
         compiled = fl.compile(model) if replayed else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -268,12 +268,12 @@ def own_error(model, compiled, optimizer):
 def test_steps_that_cannot_be_replayed_run_eagerly_with_a_warning(replaying, step_of):
     torch.manual_seed(0)
     expected = net()
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 6, False, step_of)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        ours, _, traced = trained(found, OPTIMIZERS["SGD"], 6, True, step_of)
-    assert ours == pytest.approx(losses, rel=1e-5)
+        actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 6, True, step_of)
+    assert actual == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_users_error_matches_eager(replaying):
@@ -321,7 +321,7 @@ def test_a_step_called_in_a_step_is_part_of_it(replaying):
 
 
 def test_the_trial_run_is_compared_with_the_eager_step(replaying, monkeypatch):
-    """A kernel that gives something else than it gave eager PyTorch is noticed before a step relies on it."""
+    """A kernel whose result differs from eager PyTorch's is detected before a step relies on it."""
     kernels = replay._Kernels
     run_one = kernels._run_one
 
@@ -333,11 +333,11 @@ def test_the_trial_run_is_compared_with_the_eager_step(replaying, monkeypatch):
     monkeypatch.setattr(kernels, "_run_one", wrong)
     torch.manual_seed(0)
     expected = net()
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 5, False)
     with pytest.warns(fl.errors.EagerStepWarning, match="differs from eager PyTorch's"):
-        ours, _, traced = trained(found, OPTIMIZERS["SGD"], 5, True)
-    assert ours == losses and traced.how().startswith("eager: ")
+        actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 5, True)
+    assert actual == losses and traced.how().startswith("eager: ")
 
 
 def test_a_failing_kernel_changes_nothing(replaying, monkeypatch):
@@ -352,14 +352,14 @@ def test_a_failing_kernel_changes_nothing(replaying, monkeypatch):
     monkeypatch.setattr(kernels, "_run_one", failing)
     torch.manual_seed(0)
     expected = net(0.2)
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     torch.manual_seed(3)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 5, False)
     torch.manual_seed(3)
     with pytest.warns(fl.errors.EagerStepWarning, match="no kernel for it"):
-        ours, _, _ = trained(found, OPTIMIZERS["SGD"], 5, True)
-    assert ours == losses and found.seen == 5
-    assert_alike(expected, found, 0)
+        actual, _, _ = trained(replayed, OPTIMIZERS["SGD"], 5, True)
+    assert actual == losses and replayed.seen == 5
+    assert_alike(expected, replayed, 0)
 
 
 @pytest.mark.parametrize("nbytes", [1, 2000, 1 << 20])
@@ -379,14 +379,14 @@ def test_foreach_operations_in_parts_give_the_same_bits(replaying, monkeypatch, 
     parted = copy.deepcopy(whole)
     losses, _, _ = trained(whole, OPTIMIZERS["AdamW"], 5, True)
     monkeypatch.setattr(replay, "schedule", scheduled)
-    ours, _, traced = trained(parted, OPTIMIZERS["AdamW"], 5, True)
-    assert replays(traced) and ours == losses
+    actual, _, traced = trained(parted, OPTIMIZERS["AdamW"], 5, True)
+    assert replays(traced) and actual == losses
     assert_alike(whole, parted, 0)
     assert all(turns > nodes for nodes, turns in counts) == (nbytes < 1 << 20)
 
 
 class Recorder:
-    """In the place of CUDA graphs, on the CPU: one that cannot record."""
+    """Replaces CUDA graphs on the CPU by one that cannot record."""
 
     def __init__(self, monkeypatch, fails):
         self.recorded = 0
@@ -402,16 +402,16 @@ class Recorder:
 
 
 def test_a_step_that_cannot_be_recorded_is_replayed(replaying, monkeypatch):
-    """As on a GPU, but that recording fails: nothing is run twice, and it is not tried again."""
+    """As on a GPU where recording fails: nothing runs twice, and recording is not retried."""
     if replaying.is_gpu:
         pytest.skip("this stands for a GPU")
     recorder = Recorder(monkeypatch, fails="operation not permitted when stream is capturing")
     monkeypatch.setattr(replay.ReplayedStep, "_is_gpu", property(lambda self: True))
     torch.manual_seed(0)
     expected = net()
-    found = copy.deepcopy(expected)
+    replayed = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 6, False)
-    ours, _, traced = trained(found, OPTIMIZERS["SGD"], 6, True)
-    assert ours == pytest.approx(losses, rel=1e-5)
+    actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 6, True)
+    assert actual == pytest.approx(losses, rel=1e-5)
     assert recorder.recorded == 1
     assert "not permitted when stream is capturing" in traced.how()

@@ -1,4 +1,4 @@
-"""Weights and shards by the GPU kernels, run on the CPU: which recipes they take, and PyTorch's bits."""
+"""Weights and shards by the GPU kernels, run on the CPU: which recipes they support, and PyTorch's bits."""
 
 import pytest
 import torch
@@ -17,16 +17,16 @@ pytestmark = [
 CPU = torch.device("cpu", 0)
 
 
-def made(tensors):
-    """What the kernels make of deferred tensors, by the tensors' numbers."""
+def kernel_weights(tensors):
+    """The kernels' results for deferred tensors, by index."""
     known = {i: tensor._storage.value for i, tensor in enumerate(tensors)}
-    found = weights.make(
+    weights_by_value = weights.make(
         known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_type_is_supported(name, dtype)
     )
     return {
-        i: found[value].as_strided(tensors[i].shape, tensors[i].stride())
+        i: weights_by_value[value].as_strided(tensors[i].shape, tensors[i].stride())
         for i, value in known.items()
-        if value in found
+        if value in weights_by_value
     }
 
 
@@ -45,9 +45,9 @@ def test_a_models_weights_match_eager():
     expected = list(build().parameters())
     torch.manual_seed(0)
     deferred = list(fl.deferred_init(build).parameters())
-    found = made(deferred)
-    assert found.keys() == set(range(len(expected)))
-    for i, tensor in found.items():
+    actual = kernel_weights(deferred)
+    assert actual.keys() == set(range(len(expected)))
+    for i, tensor in actual.items():
         assert torch.equal(tensor, expected[i]), i
 
 
@@ -83,8 +83,8 @@ def test_shards_match_slices_of_the_whole(name):
     expected = SHARDS[name](weight())
     with fl.deferred():
         deferred = SHARDS[name](weight())
-    found = made([deferred])
-    assert torch.equal(found[0], expected)
+    actual = kernel_weights([deferred])
+    assert torch.equal(actual[0], expected)
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -92,7 +92,7 @@ def test_other_recipes_are_left_to_pytorch(name):
     expected = LEFT[name](weight())
     with fl.deferred():
         deferred = LEFT[name](weight())
-    assert recipe_of(deferred._storage.value) is None and not made([deferred])
+    assert recipe_of(deferred._storage.value) is None and not kernel_weights([deferred])
     assert torch.equal(fl.materialize_tensor(deferred), expected)
 
 
@@ -105,7 +105,7 @@ def test_untrusted_fills_are_left_to_pytorch():
 def test_few_normals_are_left_to_pytorch():
     with fl.deferred():
         deferred = torch.empty(15).normal_()
-    assert not made([deferred])
+    assert not kernel_weights([deferred])
 
 
 @pytest.mark.parametrize(

@@ -15,35 +15,35 @@ def nvcc():
 
 
 class Compiled(NamedTuple):
-    """What came out, and what the assembler says of each kernel: {name: (registers, bytes spilled, bytes of shared
-    memory)}."""
+    """The compiler's output, and the assembler's report on each kernel: {name: (registers, bytes spilled, bytes of
+    shared memory)}."""
 
     code: bytes
     kernels: dict[str, tuple[int, int, int]]
 
 
 def compile(source, name, architecture, options=(), ptx=False):
-    """As `nvrtc.compile`, by nvcc."""
+    """Like `nvrtc.compile`, with nvcc."""
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder) / f"{name}.cu", Path(folder) / name
-        given.write_text(source)
+        source_path, output = Path(folder) / f"{name}.cu", Path(folder) / name
+        source_path.write_text(source)
         how = ["--ptx"] if ptx else ["--cubin", "-Xptxas", "-v,-warn-spills"]
-        command = [nvcc(), *how, f"--gpu-architecture={architecture}", *options, "-o", made, given]
+        command = [nvcc(), *how, f"--gpu-architecture={architecture}", *options, "-o", output, source_path]
         done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
         if done.returncode:
             raise AssertionError(done.stderr)
-        return Compiled(made.read_bytes(), _kernels(done.stderr))
+        return Compiled(output.read_bytes(), _kernels(done.stderr))
 
 
-def _kernels(said):
-    found = {}
-    for part in re.split(r"Compiling entry function '", said)[1:]:
+def _kernels(log):
+    kernels = {}
+    for part in re.split(r"Compiling entry function '", log)[1:]:
         name = part[: part.index("'")]
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
         shared = re.search(r"(\d+) bytes smem", part)
         registers = int(re.search(r"Used (\d+) registers", part)[1])
-        found[name] = registers, spilled, int(shared[1]) if shared else 0
-    return found
+        kernels[name] = registers, spilled, int(shared[1]) if shared else 0
+    return kernels
 
 
 def has_nvrtc():

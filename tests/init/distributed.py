@@ -1,4 +1,4 @@
-"""Run functions in several processes connected by gloo on loopback, or by NCCL, each with a GPU."""
+"""Run functions in several processes, connected by gloo over loopback, or by NCCL with a GPU each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from tests import forked
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TICK = 0.25
-DEVICE = os.environ.get("FIRSTLOSS_RANKS_ON", "cpu")  # of a rank's tensors
+DEVICE = os.environ.get("FIRSTLOSS_RANKS_ON", "cpu")  # the device of a rank's tensors
 
 
 def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu") -> None:
-    """Make `calls` ("module:function" or "module:function:argument") one after the other on `world` processes.
+    """Run `calls` ("module:function" or "module:function:argument") one after another on `world` processes.
 
-    Fails with the output of the first process that fails. `seconds` are those in which this process itself runs: where
-    all of us are suspended for a while, none pass. `device` is "cpu" or "cuda", and DEVICE there.
+    Fails with the output of the first process that fails. `seconds` counts only while this process itself runs: time
+    during which all processes are suspended does not count. `device` is "cpu" or "cuda", and becomes DEVICE in the
+    ranks.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,16 +65,16 @@ def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu")
 
 
 def _wait(ranks: list[forked.Process], seconds: float) -> tuple[int, str] | None:
-    """Wait for all; the first that fails, and how."""
+    """Wait for all; returns the first that fails, and how."""
     for _ in range(int(seconds / _TICK)):
-        found = [rank.poll() for rank in ranks]
-        for number, status in enumerate(found):
+        statuses = [rank.poll() for rank in ranks]
+        for number, status in enumerate(statuses):
             if status:
                 return number, f"ended with status {status}"
-        if None not in found:
+        if None not in statuses:
             return None
         time.sleep(_TICK)
-    return found.index(None), f"was not done after {seconds} seconds"
+    return statuses.index(None), f"was not done after {seconds} seconds"
 
 
 def main() -> None:

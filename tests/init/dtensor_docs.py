@@ -1,4 +1,4 @@
-"""The table in docs/sharded-init.md shows the values that PyTorch and Firstloss give."""
+"""The table in docs/sharded-init.md shows PyTorch's and Firstloss's actual values."""
 
 import json
 from pathlib import Path
@@ -26,29 +26,29 @@ def both_ways(path):
     from torch.distributed.fsdp import fully_shard
 
     with torch.device("meta"):
-        theirs = Weight()
-    fully_shard(theirs)
-    theirs.to_empty(device="cpu")
+        pytorchs = Weight()
+    fully_shard(pytorchs)
+    pytorchs.to_empty(device="cpu")
     torch.manual_seed(0)
-    theirs.reset_parameters()
+    pytorchs.reset_parameters()
 
     torch.manual_seed(0)
-    ours = fl.deferred_init(Weight)
-    fully_shard(ours)
-    fl.materialize_module(ours)
-    found = [model.weight.full_tensor().flatten().tolist() for model in (theirs, ours)]
+    deferred = fl.deferred_init(Weight)
+    fully_shard(deferred)
+    fl.materialize_module(deferred)
+    values = [model.weight.full_tensor().flatten().tolist() for model in (pytorchs, deferred)]
     if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(values))
 
 
 def check_row(world, path):
-    """The table's row for `world` processes says what `both_ways` has found."""
-    theirs, ours = json.loads(path.read_text())
+    """The table's row for `world` processes agrees with the result of `both_ways`."""
+    pytorchs, deferred = json.loads(path.read_text())
     torch.manual_seed(0)
     eager = Weight().weight.flatten().tolist()
-    assert ours == eager
+    assert deferred == eager
     row = next(line for line in DOCS.read_text().splitlines() if line.startswith(f"| {world} |"))
-    shown = f"{theirs[0]:.4f}, {theirs[1]:.4f}, ... {theirs[-2]:.4f}, {theirs[-1]:.4f}"
-    assert f"| {shown} | {len(set(theirs))} of 48 |" in row
+    abbreviated = f"{pytorchs[0]:.4f}, {pytorchs[1]:.4f}, ... {pytorchs[-2]:.4f}, {pytorchs[-1]:.4f}"
+    assert f"| {abbreviated} | {len(set(pytorchs))} of 48 |" in row
     if world == 1:
-        assert row.count(shown) == 2
+        assert row.count(abbreviated) == 2

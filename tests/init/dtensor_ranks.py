@@ -22,7 +22,7 @@ from firstloss.engine import cpu_engine
 from tests import tiny_llama
 from tests.init.distributed import DEVICE
 
-if dist.is_initialized():  # on a rank, and not where a test looks at us
+if dist.is_initialized():  # on a rank, not when pytest collects this module
     cpu_engine._SMALL_BYTES = 0  # these models are small
 
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Rows that no number of ranks divides, an edited embedding, weights drawn twice, a buffer."""
+    """Number of rows not divisible by any number of ranks, an edited embedding, weights drawn twice, a buffer."""
 
     def __init__(self, width=32, hidden=72, rows=83):
         super().__init__()
@@ -67,7 +67,7 @@ def both(make=Model):
 
 
 class no_collectives:
-    """Within, a collective is an error."""
+    """A context in which a collective is an error."""
 
     NAMES = ("scatter", "broadcast", "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all")
 
@@ -86,11 +86,11 @@ class no_collectives:
 
 
 def assert_slices(deferred, eager):
-    """Every parameter and buffer of `deferred` is the local part of that of `eager`."""
+    """Every parameter and buffer of `deferred` equals the local shard of the one of `eager`."""
     expected = dict([*eager.named_parameters(), *eager.named_buffers()])
-    found = dict([*deferred.named_parameters(), *deferred.named_buffers()])
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual = dict([*deferred.named_parameters(), *deferred.named_buffers()])
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         whole = expected[name].detach().to(DEVICE)
         assert tensor.device.type == DEVICE, (name, tensor.device)
         if isinstance(tensor, DTensor):
@@ -134,12 +134,15 @@ def fsdp():
     )
     assert_slices(deferred, eager)
     expected, _ = train(eager.to(DEVICE), tokens())
-    found, _ = train(deferred, tokens())
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4), (found, expected)
+    losses, _ = train(deferred, tokens())
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4), (
+        losses,
+        expected,
+    )  # reduced in another order
 
 
 def one_fill_each():
-    """Each shard is a part of one fill, which is what kernels on a GPU make."""
+    """Each shard is part of a single fill, as GPU kernels compute it."""
     from firstloss.gpu.fill_slices import recipe_of
 
     deferred = fl.deferred_init(lambda: nn.Sequential(nn.Embedding(80, 32), nn.Linear(32, 72, bias=False)))
@@ -150,16 +153,16 @@ def one_fill_each():
 
 
 def made_by_kernels():
-    """Each rank draws its shards on its GPU: none comes from the CPU."""
+    """Each rank draws its shards on its GPU: none is copied from the CPU."""
     from firstloss.gpu import weights
 
-    made, real = [], weights.make
+    counts, real = [], weights.make
 
-    def counted(values, *given, **how):
+    def counted(values, *args, **how):
         values = list(values)
-        found = real(values, *given, **how)
-        made.append((len(found), sum(value.numel > 0 for value in values)))
-        return found
+        computed = real(values, *args, **how)
+        counts.append((len(computed), sum(value.numel > 0 for value in values)))
+        return computed
 
     weights.make = counted
     try:
@@ -168,7 +171,7 @@ def made_by_kernels():
         fl.materialize_module(deferred)
     finally:
         weights.make = real
-    assert made == [(2, 2)], made
+    assert counts == [(2, 2)], counts
 
 
 def fsdp_policies():
@@ -212,8 +215,8 @@ def tensor_parallel():
         fl.materialize_module(deferred)
     assert_slices(deferred, eager)
     expected, _ = train(eager.to(DEVICE), tokens())
-    found, _ = train(deferred, tokens())
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
+    losses, _ = train(deferred, tokens())
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4)  # reduced in another order
 
 
 def two_dimensions():
@@ -259,16 +262,16 @@ def placements():
 
             eager, deferred = both(make)
             with no_collectives():
-                found = distribute_tensor(deferred, mesh, how)
-                assert fl.is_deferred(found)
-                assert fl.materialize_tensor(found) is found
+                sharded = distribute_tensor(deferred, mesh, how)
+                assert fl.is_deferred(sharded)
+                assert fl.materialize_tensor(sharded) is sharded
             expected = distribute_tensor(eager, mesh, how, src_data_rank=None)
-            assert torch.equal(found.to_local(), expected.to_local()), (shape, how)
-            assert found.placements == expected.placements and found.stride() == expected.stride()
+            assert torch.equal(sharded.to_local(), expected.to_local()), (shape, how)
+            assert sharded.placements == expected.placements and sharded.stride() == expected.stride()
 
 
 class Titan(nn.Module):
-    """As torchtitan writes models: no values in the constructor, all of them in `init_weights`, after sharding."""
+    """A model in torchtitan's style: no values in the constructor, all in `init_weights`, after sharding."""
 
     def __init__(self):
         super().__init__()
@@ -328,7 +331,7 @@ def init_after_sharding():
 
 
 def initialisers_after_sharding():
-    """Each of `nn.init`, on a deferred DTensor, is what it is on a plain tensor; on a real one, what PyTorch makes."""
+    """Each function of `nn.init` gives a deferred DTensor the values of a plain tensor, and a real one PyTorch's."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     calls = [
         lambda t: nn.init.eye_(t),
@@ -345,14 +348,14 @@ def initialisers_after_sharding():
     for how in (Shard(0), Shard(1), Replicate()):
         for number, call in enumerate(calls):
             eager, deferred = both(lambda: torch.zeros(10, 7))
-            found = distribute_tensor(deferred, mesh, [how])
-            for tensor in (eager, found):
+            sharded = distribute_tensor(deferred, mesh, [how])
+            for tensor in (eager, sharded):
                 torch.manual_seed(1)
                 with torch.no_grad():
                     call(tensor)
                 state = torch.get_rng_state()
-            fl.materialize_tensor(found)
-            assert torch.equal(found.full_tensor(), eager), (number, how)
+            fl.materialize_tensor(sharded)
+            assert torch.equal(sharded.full_tensor(), eager), (number, how)
             torch.manual_seed(1)
             with torch.no_grad():
                 call(eager)
@@ -374,13 +377,13 @@ def skipped(seed, real):
 
 
 def changes_after_sharding():
-    """What users do to a sharded model before its weights are there: reset, convert, load, copy, tie."""
+    """Changes of a sharded model before materialization: reset, convert, load, copy, tie."""
 
     def reset(model):
         torch.manual_seed(5)
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # of an embedding with a row that is not trained, too
+                module.reset_parameters()  # also of an embedding with an untrained row
         return model
 
     def edit(model):
@@ -415,7 +418,7 @@ def changes_after_sharding():
 
 
 def counter():
-    """The counter policy: the same weights on any mesh, and a Shard(0) draws its own words only."""
+    """The counter policy: the same weights on any mesh, and a Shard(0) computes only its own random words."""
     square = init_device_mesh(DEVICE, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def make():
@@ -433,14 +436,14 @@ def counter():
 
 
 def real_tensors_still_travel():
-    fl.deferred_init(lambda: torch.rand(3)).detach()  # what teaches the DTensor API
+    fl.deferred_init(lambda: torch.rand(3)).detach()  # installs Firstloss's handling of DTensors
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    mine = torch.full((8, 3), float(dist.get_rank()))
+    local = torch.full((8, 3), float(dist.get_rank()))
     kinds = [Shard(0), Replicate()]
-    if torch.__version__ >= "2.12":  # before, PyTorch itself raises in full_tensor() of a strided shard by itself
+    if torch.__version__ >= "2.12":  # earlier versions raise in full_tensor() of a single strided shard
         kinds.append(_StridedShard(0, split_factor=2))
     for how in kinds:
-        assert torch.equal(distribute_tensor(mine, mesh, [how]).full_tensor(), torch.zeros(8, 3))
+        assert torch.equal(distribute_tensor(local, mesh, [how]).full_tensor(), torch.zeros(8, 3))
 
 
 def collectives_are_refused():
@@ -463,16 +466,16 @@ def collectives_are_refused():
             else:
                 raise AssertionError("nothing was said")
     tensor = fl.deferred_init(lambda: torch.ones(5))
-    dist.all_reduce(tensor)  # outside of a capture its value is needed
+    dist.all_reduce(tensor)  # needs the value if there is no capture
     assert not fl.is_deferred(tensor) and tensor.tolist() == [2.0] * 5
-    with fl.deferred():  # real tensors may travel meanwhile
-        mine = fl.materialize_tensor(torch.ones(3))
-        dist.all_reduce(mine)
-    assert mine.tolist() == [2.0, 2.0, 2.0]
+    with fl.deferred():  # real tensors may be communicated meanwhile
+        local = fl.materialize_tensor(torch.ones(3))
+        dist.all_reduce(local)
+    assert local.tolist() == [2.0, 2.0, 2.0]
 
 
 def nothing_whole():
-    """No rank makes a whole weight, and each draws about its own part."""
+    """No rank materializes a whole weight, and each draws about as much as its own part."""
     from firstloss.engine.sampler import StreamSampler
 
     world = dist.get_world_size()
@@ -490,17 +493,17 @@ def nothing_whole():
     torch.manual_seed(0)
     rows, width = 4000, 1024
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
-    found = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(0)])
-    fl.materialize_tensor(found)
+    sharded = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(0)])
+    fl.materialize_tensor(sharded)
     assert drawn <= rows * width // world + 64, drawn
     drawn = longest = 0
     weight = fl.deferred_init(lambda: torch.empty(rows, width).normal_())
-    found = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(1)])
-    fl.materialize_tensor(found)
+    sharded = distribute_tensor(weight, init_device_mesh(DEVICE, (world,)), [Shard(1)])
+    fl.materialize_tensor(sharded)
     assert drawn <= rows * width + 64, drawn
     assert longest <= rows * width * 4 / 1.5, longest
-    assert found.to_local().untyped_storage().nbytes() == rows * width * 4 // world
-    # FSDP pads shards that are no equal parts; what the constructor drew there is drawn anew, and is dead.
+    assert sharded.to_local().untyped_storage().nbytes() == rows * width * 4 // world
+    # FSDP pads unequal shards; what the constructor drew there is redrawn, so the first draw is dead.
     layer = fl.deferred_init(nn.Linear, width, rows + 1, bias=False)
     fully_shard(layer)
     nn.init.normal_(layer.weight)
@@ -552,17 +555,17 @@ def digest(path):
     model = fl.deferred_init(Model)
     fully_shard(model)
     fl.materialize_module(model)
-    found = digest_of(model)
+    text = digest_of(model)
     if dist.get_rank() == 0:
-        Path(path).write_text(found)
+        Path(path).write_text(text)
 
 
 def digest_of(model):
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in model.parameters():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found.update(whole.detach().cpu().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(whole.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def in_any_order():
@@ -576,7 +579,7 @@ def in_any_order():
 
 
 def llama():
-    uneven = {"vocab_size": 501, "intermediate_size": 172}  # which the ranks do not divide
+    uneven = {"vocab_size": 501, "intermediate_size": 172}  # the ranks do not divide this
     eager, deferred = both(lambda: tiny_llama.llama(**uneven, tie_word_embeddings=True))
     with no_collectives():
         for layer in deferred.model.layers:

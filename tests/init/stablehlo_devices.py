@@ -23,13 +23,13 @@ MESHES = {
     ),
     "columns": ({"tp": 8}, {"linear.weight": (None, "tp"), "after": (None, "tp"), "embed*": (None, "tp"), "*": ()}),
 }
-FLOAT32_ULPS = 8  # of what goes through a decomposition
+FLOAT32_ULPS = 8  # of values that are computed by a decomposition
 
 
 def program_of(kind, rng="eager"):
     torch.manual_seed(3)
     torch.randn(7)
-    torch.rand(5)  # the generator stands amid a block, with a normal cached
+    torch.rand(5)  # the generator is within a block, with a normal cached
     with fl.deferred(rng=rng):
         module = kind()
     return module, fl.init_program(module)
@@ -42,39 +42,39 @@ def expected_of(kind, rng="eager"):
 
 
 def same(arrays, expected, exactly=True):
-    """Names of those that differ, be it on one device only."""
+    """Names of the weights that differ on any device."""
     assert arrays.keys() == expected.keys()
     assert all(arrays["head.weight"] is arrays["embedding.weight"] for _ in "1")
     wrong = []
     for name, array in arrays.items():
         for shard in array.addressable_shards:
-            got, want = np.asarray(shard.data), np.array(expected[name][shard.index])
-            assert got.dtype == want.dtype and got.shape == want.shape, name
-            close = got.tobytes() == want.tobytes()
+            actual, want = np.asarray(shard.data), np.array(expected[name][shard.index])
+            assert actual.dtype == want.dtype and actual.shape == want.shape, name
+            close = actual.tobytes() == want.tobytes()
             if not exactly and not close and name in INEXACT:
-                close = np.allclose(got.astype(float), want.astype(float), rtol=0, atol=INEXACT[name])
+                close = np.allclose(actual.astype(float), want.astype(float), rtol=0, atol=INEXACT[name])
             if not close:
                 wrong.append(name)
     return sorted(set(wrong))
 
 
-# Absolute differences that are allowed where a device's mathematics are not PyTorch's: a few ulp of the largest value.
+# Allowed absolute differences if the device's math functions are not PyTorch's: a few ulp of the largest value.
 INEXACT = {"orthogonal": FLOAT32_ULPS * 2.0**-23}
 
 
 def main():
     mesh, shardings = MESHES[sys.argv[1]]
-    found = {}
+    report = {}
     warnings.simplefilter("ignore")
     expected = expected_of(Odd)
     _, program = program_of(Odd)
-    found["torch"] = same(program.run(mesh, shardings), expected)
-    with warnings.catch_warnings(record=True) as said:
+    report["torch"] = same(program.run(mesh, shardings), expected)
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        found["xla"] = same(program.run(mesh, shardings, engine="xla"), expected, exactly=False)
-    found["said"] = [str(w.message) for w in said if "on the host" in str(w.message)]
+        report["xla"] = same(program.run(mesh, shardings, engine="xla"), expected, exactly=False)
+    report["said"] = [str(w.message) for w in record if "on the host" in str(w.message)]
     _, counted = program_of(OddOnDevices, "counter")
-    found["counter"] = same(counted.run(mesh, shardings), expected_of(OddOnDevices, "counter"))
+    report["counter"] = same(counted.run(mesh, shardings), expected_of(OddOnDevices, "counter"))
     _, on_devices = program_of(OddOnDevices)
     path = sys.argv[2]
     with open(path, "w") as file:
@@ -82,8 +82,8 @@ def main():
     expected = expected_of(OddOnDevices)
     arrays = fl.run_stablehlo(path)
     arrays["head.weight"] = arrays["embedding.weight"]
-    found["module"] = same(arrays, expected)
-    print(json.dumps(found))
+    report["module"] = same(arrays, expected)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One process of test_stablehlo.py: makes its own shards, and compares them with eager values."""
+"""One process of test_stablehlo.py: computes its own shards, and compares them with eager values."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ def test_weights_on_the_gpu_have_the_cpus_bits():
     torch.manual_seed(0)
     expected = build()
     torch.manual_seed(0)
-    found = fl.deferred_init(build)
-    fl.materialize_module(found, device="cuda")
-    for a, b in zip(expected.parameters(), found.parameters(), strict=True):
+    actual = fl.deferred_init(build)
+    fl.materialize_module(actual, device="cuda")
+    for a, b in zip(expected.parameters(), actual.parameters(), strict=True):
         assert b.is_cuda and torch.equal(a, b.cpu())
 
 
@@ -35,27 +35,27 @@ def test_the_host_never_holds_the_whole_model(monkeypatch):
 
     monkeypatch.setattr(materialize_tensors, "_BATCH_BYTES", 1 << 16)
     monkeypatch.setattr(weights, "make", lambda *_: {})
-    found = fl.deferred_init(build)
-    fl.materialize_module(found, device="cuda")
-    assert all(parameter.is_cuda for parameter in found.parameters())
+    model = fl.deferred_init(build)
+    fl.materialize_module(model, device="cuda")
+    assert all(parameter.is_cuda for parameter in model.parameters())
 
 
 def test_the_counter_policy_is_the_same_on_any_device():
-    found = []
+    weights = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         with fl.deferred(rng="counter"), torch.device(device):
             module = build()
         fl.materialize_module(module)
-        found.append(list(module.parameters()))
-    for a, b in zip(*found, strict=True):
+        weights.append(list(module.parameters()))
+    for a, b in zip(*weights, strict=True):
         assert b.is_cuda and torch.equal(a, b.cpu())
 
 
 def on_gpu():
     with torch.device("cuda"):
         module = nn.Sequential(nn.Embedding(3000, 700), nn.Linear(700, 900), nn.LayerNorm(900), nn.Linear(5, 3).half())
-        module.order = torch.randperm(100)  # drawn at once, as the next one is
+        module.order = torch.randperm(100)  # drawn right away, like the next one
         nn.init.trunc_normal_(module[1].weight, std=0.02, a=-0.03, b=0.03)
         nn.init.normal_(module[0].weight, std=0.02)
         module.register_buffer("noise", torch.empty(1001, dtype=torch.float64).uniform_(-1, 1))
@@ -64,8 +64,8 @@ def on_gpu():
     return module
 
 
-def assert_same_bits(expected, found):
-    for (name, a), (_, b) in zip(expected.state_dict().items(), found.state_dict().items(), strict=True):
+def assert_same_bits(expected, actual):
+    for (name, a), (_, b) in zip(expected.state_dict().items(), actual.state_dict().items(), strict=True):
         assert b.is_cuda and torch.equal(a, b), name
 
 
@@ -75,14 +75,14 @@ def test_captured_on_the_gpu_weights_have_the_gpus_bits(reverse):
     expected = on_gpu()
     state = torch.cuda.get_rng_state()
     torch.manual_seed(0)
-    found = fl.deferred_init(on_gpu)
-    assert fl.is_deferred(found[0]) and torch.equal(torch.cuda.get_rng_state(), state)
+    weights = fl.deferred_init(on_gpu)
+    assert fl.is_deferred(weights[0]) and torch.equal(torch.cuda.get_rng_state(), state)
     torch.cuda.manual_seed(77)
-    children = list(found.children())
+    children = list(weights.children())
     for child in reversed(children) if reverse else children:
         fl.materialize_module(child)
-    fl.materialize_module(found)
-    assert_same_bits(expected, found)
+    fl.materialize_module(weights)
+    assert_same_bits(expected, weights)
     after = torch.cuda.get_rng_state()
     torch.cuda.manual_seed(77)
     assert torch.equal(torch.cuda.get_rng_state(), after)
@@ -107,13 +107,13 @@ def test_uniforms_follow_the_layout():
     device = random_ops.gpu(index)
     for numel in (5, 100_003, 3_000_001):
         generator = torch.Generator("cuda").manual_seed(9)
-        found = torch.empty(numel, device="cuda").uniform_(generator=generator).cpu().numpy()
+        values = torch.empty(numel, device="cuda").uniform_(generator=generator).cpu().numpy()
         for element in {0, numel // 3, numel - 1}:
             place = cuda_layout.place(element, numel, device)
             word = cuda_layout.words(9, place.subsequence, place.offset)[place.lane]
-            # curand_uniform, which rounds to (0, 1]; PyTorch turns its 1 into 0.
+            # curand_uniform returns (0, 1]; PyTorch maps 1 to 0.
             expected = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
-            assert found[element] == (0 if expected == 1 else expected)
+            assert values[element] == (0 if expected == 1 else expected)
 
 
 def test_constant_fills_need_no_random_numbers():

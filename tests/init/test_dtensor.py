@@ -17,10 +17,10 @@ ON = {
 }
 
 
-@pytest.mark.timeout(0)  # `on_ranks` has a limit of its own
+@pytest.mark.timeout(0)  # `on_ranks` has a time limit of its own
 @pytest.mark.parametrize("world", ON)
 def test_shards_match_slices_of_one_process(world, tmp_path):
-    """One start of the processes for all that is in `dtensor_ranks.py`: torch's import is most of the time."""
+    """The processes start once for all cases of `dtensor_ranks.py`: importing torch takes most of the time."""
     calls = [f"{RANKS}:{name}" for name in ON[world]]
     calls += [f"{RANKS}:digest:{tmp_path / 'digest'}", f"{DOCS}:both_ways:{tmp_path / 'both'}"]
     if world == 2:
@@ -42,13 +42,13 @@ def fill(*shape):
 
 def values(make):
     torch.manual_seed(0)
-    found = fl.deferred_init(make)
-    return [tensor._storage.value for tensor in found], found
+    tensors = fl.deferred_init(make)
+    return [tensor._storage.value for tensor in tensors], tensors
 
 
-def by_range(wanted):
-    found = cpu_engine.by_range(wanted, RangePlanner())
-    return [value for value in wanted if value in found]
+def by_range(values):
+    planned = cpu_engine.by_range(values, RangePlanner())
+    return [value for value in values if value in planned]
 
 
 def test_independent_shards_are_made_range_by_range(monkeypatch):
@@ -75,9 +75,9 @@ def test_values_are_not_computed_twice(monkeypatch):
         thirds = [chunk.clone() for chunk in fill(30, 20).chunk(3)]
         return whole, whole[:10].clone(), *thirds
 
-    found, kept = values(make)
-    assert by_range(found) == found[:1]
-    assert by_range(found[1:4]) == found[1:4]
+    nodes, kept = values(make)
+    assert by_range(nodes) == nodes[:1]
+    assert by_range(nodes[1:4]) == nodes[1:4]
     del kept
 
 
@@ -89,8 +89,8 @@ def test_shared_values_are_computed_once():
         seen.add_(1)
         return small[:10].clone(), small[10:20].clone(), tied, tied.clone(), tied.clone(), seen, doubled
 
-    found, kept = values(make)
-    assert by_range(found) == [found[2]]
+    nodes, kept = values(make)
+    assert by_range(nodes) == [nodes[2]]
     del kept
 
 
@@ -107,8 +107,8 @@ def test_parts_can_be_made_without_ranks(threads, monkeypatch):
     eager = make()
     torch.manual_seed(0)
     deferred = fl.deferred_init(make)
-    told = []
-    fl.materialize_module(deferred, num_threads=threads, progress=lambda *at: told.append(at))
+    reports = []
+    fl.materialize_module(deferred, num_threads=threads, progress=lambda *at: reports.append(at))
     for a, b in zip(deferred, eager, strict=True):
         assert torch.equal(a, b)
-    assert told[-1][0] == told[-1][1] == sum(p.nbytes for p in eager)
+    assert reports[-1][0] == reports[-1][1] == sum(p.nbytes for p in eager)

@@ -1,4 +1,4 @@
-"""Shards on GPUs, one per rank: slices of what one process makes on the CPU, bit for bit."""
+"""Shards on GPUs, one per rank: slices of the weights that one process computes on the CPU, bit for bit."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ ON = {
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.timeout(0)  # `on_ranks` has a limit of its own
+@pytest.mark.timeout(0)  # `on_ranks` has a time limit of its own
 @pytest.mark.parametrize("world", ON)
 def test_shards_match_slices_of_one_process(world, tmp_path):
     if torch.cuda.device_count() < world:

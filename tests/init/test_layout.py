@@ -27,12 +27,12 @@ def test_an_invalid_size_is_an_error(size):
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 100))
 def test_tensors_are_split_as_hugging_face_splits_them(sizes, limit):
     state = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
-    theirs = split_torch_state_dict_into_shards(
+    expected = split_torch_state_dict_into_shards(
         state, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
     files = layout.split(sizes, limit)
-    ours = dict(zip(layout.file_names(len(files)), files, strict=True))
-    assert {name: [f"t{i}" for i in group] for name, group in ours.items()} == theirs.filename_to_tensors
+    actual = dict(zip(layout.file_names(len(files)), files, strict=True))
+    assert {name: [f"t{i}" for i in group] for name, group in actual.items()} == expected.filename_to_tensors
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 50)), max_size=20))

@@ -27,7 +27,7 @@ def build():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model, and the folder that its weights are in, in files of safetensors and of torch.save."""
+    """A model, and the folder with its weights as safetensors and torch.save files."""
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(1)
     model = build()
@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def read(monkeypatch):
-    """How many bytes have been read of mapped files: each time, one entry."""
+    """The number of bytes read from mapped files, one entry per read."""
     counts = []
     real = mapped_file._read
 
@@ -51,7 +51,7 @@ def read(monkeypatch):
 
 
 def read_so_far():
-    """Bytes read by this process, all files and threads together."""
+    """Bytes read by this process so far, all files and threads together."""
     with open("/proc/self/io", encoding="ascii") as lines:
         return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
@@ -119,9 +119,9 @@ def test_weights_can_be_loaded_after_the_block(saved, source, read):
     model.load_state_dict(source(folder))
     assert sum(read) < BYTES // 100
     assert not any(recipe.draws for recipe in fl.init_program(model).recipes.values())
-    with pytest.warns(NotMaterializedWarning):  # a forgotten one, too
-        found = model[:6](torch.ones(2, 512))
-    assert torch.equal(found, expected[:6](torch.ones(2, 512)))
+    with pytest.warns(NotMaterializedWarning):  # including a forgotten one
+        actual = model[:6](torch.ones(2, 512))
+    assert torch.equal(actual, expected[:6](torch.ones(2, 512)))
 
 
 def test_missing_keys_are_drawn_as_in_eager(saved):
@@ -136,12 +136,12 @@ def test_missing_keys_are_drawn_as_in_eager(saved):
         assert model.load_state_dict(state, strict=False).missing_keys == ["2.weight", "6.weight"]
         return fl.materialize_module(model).state_dict()
 
-    found = load(fl.deferred)
+    result = load(fl.deferred)
     for name, weight in load(lambda: torch.random.fork_rng(devices=[])).items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(result[name], weight), name
 
 
-# -- when the memory is not what the file holds ------------------------------------------------------------------------
+# -- memory that does not have the file's values -----------------------------------------------------------------------
 
 
 def edited_before(state, name):
@@ -176,7 +176,7 @@ def test_editing_a_parameters_source_is_an_error(saved):
     with fl.deferred():
         model = build()
         model.load_state_dict(state, assign=True)
-    state["3.weight"].zero_()  # in eager PyTorch, the parameter's memory
+    state["3.weight"].zero_()  # in eager PyTorch, it is the parameter's memory
     with pytest.raises(ConstantChangedError, match="edited after a parameter"):
         fl.materialize_module(model)
 
@@ -245,16 +245,16 @@ def test_from_pretrained(pretrained, dtype, kind, read):
         return model, torch.get_rng_state()
 
     expected, state = load(contextlib.nullcontext)
-    model, found = load(fl.deferred)
-    assert torch.equal(found, state) and sum(read) < 1000 and fl.is_deferred(model)
+    model, actual = load(fl.deferred)
+    assert torch.equal(actual, state) and sum(read) < 1000 and fl.is_deferred(model)
     fl.materialize_module(model)
     assert sum(read) > 1000
     for pairs in (
         (model.named_parameters(), expected.named_parameters()),
         (model.named_buffers(), expected.named_buffers()),
     ):
-        for (name, found), (_, wanted) in zip(*pairs, strict=True):
-            assert found.dtype == wanted.dtype and torch.equal(found, wanted), name
+        for (name, actual), (_, saved_weight) in zip(*pairs, strict=True):
+            assert actual.dtype == saved_weight.dtype and torch.equal(actual, saved_weight), name
     if kind == "AutoModelForCausalLM":
         assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.training is expected.training
@@ -322,7 +322,7 @@ dist.destroy_process_group()
 
 
 def test_each_rank_reads_its_own(saved):
-    """Of each way to load, one after the other in the same two processes."""
+    """With each way to load, one after another in the same two processes."""
     kinds = ["copied", "assigned", "after", "set_model_state_dict", "broadcast", "dcp"]
     kinds += ["dcp, with to_empty", "dcp, with an optimizer"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HERE": os.getcwd()}

@@ -35,21 +35,21 @@ def build():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_weights_can_be_materialized_in_any_order(seed):
-    (expected, _), (made, _) = eager(build), deferred(build)
-    tensors = [tensor for _, tensor in tensors_of(made)]
+    (expected, _), (actual, _) = eager(build), deferred(build)
+    tensors = [tensor for _, tensor in tensors_of(actual)]
     order = random.Random(seed)
     order.shuffle(tensors)
     for tensor in tensors[: order.randrange(len(tensors))]:
         assert fl.materialize_tensor(tensor) is tensor
-    fl.materialize_module(made)
-    assert_same(expected, made)
+    fl.materialize_module(actual)
+    assert_same(expected, actual)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_the_number_of_threads_does_not_matter(threads):
-    (expected, _), (made, _) = eager(build), deferred(build)
-    fl.materialize_module(made, num_threads=threads)
-    assert_same(expected, made)
+    (expected, _), (actual, _) = eager(build), deferred(build)
+    fl.materialize_module(actual, num_threads=threads)
+    assert_same(expected, actual)
 
 
 @pytest.mark.parametrize("size", [65536 * 2 - 1, 65536 * 2, 65536 * 2 + 1, 65536 * 3 + 17, 65536 * 5 + 3], ids=str)
@@ -64,29 +64,29 @@ def test_fills_can_be_split_anywhere(size, threads):
         holder.out = out
         return holder
 
-    (expected, _), (made, _) = eager(fills), deferred(fills)
-    fl.materialize_module(made, num_threads=threads)
-    assert_same(expected, made)
+    (expected, _), (actual, _) = eager(fills), deferred(fills)
+    fl.materialize_module(actual, num_threads=threads)
+    assert_same(expected, actual)
 
 
 def test_buffers_only_leaves_parameters_deferred():
-    (expected, _), (made, _) = eager(build), deferred(build)
-    fl.materialize_module(made, buffers_only=True)
-    assert all(not fl.is_deferred(buffer) for buffer in made.buffers())
-    assert fl.is_deferred(made[3].weight_ih_l0)
-    fl.materialize_module(made)
-    assert_same(expected, made)
+    (expected, _), (actual, _) = eager(build), deferred(build)
+    fl.materialize_module(actual, buffers_only=True)
+    assert all(not fl.is_deferred(buffer) for buffer in actual.buffers())
+    assert fl.is_deferred(actual[3].weight_ih_l0)
+    fl.materialize_module(actual)
+    assert_same(expected, actual)
 
 
 def test_check_fn_chooses_modules():
-    (expected, _), (made, _) = eager(build), deferred(build)
-    fl.materialize_module(made, check_fn=lambda module: isinstance(module, nn.LSTM))
-    assert not any(fl.is_deferred(parameter) for parameter in made[3].parameters())
-    assert fl.is_deferred(made[4].weight) and fl.is_deferred(made[2].running_mean)
-    fl.materialize_module(made, check_fn=lambda module: module is made)  # its own tensors, not its children's
-    assert not fl.is_deferred(made.rope) and fl.is_deferred(made[2].running_mean)
-    fl.materialize_module(made)
-    assert_same(expected, made)
+    (expected, _), (actual, _) = eager(build), deferred(build)
+    fl.materialize_module(actual, check_fn=lambda module: isinstance(module, nn.LSTM))
+    assert not any(fl.is_deferred(parameter) for parameter in actual[3].parameters())
+    assert fl.is_deferred(actual[4].weight) and fl.is_deferred(actual[2].running_mean)
+    fl.materialize_module(actual, check_fn=lambda module: module is actual)  # its own tensors, not its children's
+    assert not fl.is_deferred(actual.rope) and fl.is_deferred(actual[2].running_mean)
+    fl.materialize_module(actual)
+    assert_same(expected, actual)
 
 
 def test_an_optimizer_built_before_works_after():
@@ -100,12 +100,12 @@ def test_an_optimizer_built_before_works_after():
         return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
 
     expected, _ = eager(small)
-    ours, _ = deferred(small)
-    before = [id(parameter) for parameter in ours.parameters()]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (expected, ours)]
-    fl.materialize_module(ours)
-    assert [id(parameter) for parameter in ours.parameters()] == before
-    for a, b in zip(train(expected, optimizers[0]), train(ours, optimizers[1]), strict=True):
+    module, _ = deferred(small)
+    before = [id(parameter) for parameter in module.parameters()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (expected, module)]
+    fl.materialize_module(module)
+    assert [id(parameter) for parameter in module.parameters()] == before
+    for a, b in zip(train(expected, optimizers[0]), train(module, optimizers[1]), strict=True):
         assert torch.equal(a, b)
 
 
@@ -131,11 +131,11 @@ def test_weights_are_moved_and_converted():
 
 
 def test_progress_is_reported():
-    told = []
+    reports = []
     model = fl.deferred_init(nn.Linear, 600, 600)
-    fl.materialize_module(model, progress=lambda done, total: told.append((done, total)))
-    assert told and told[-1][0] <= told[-1][1] == (600 * 600 + 600) * 4
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    fl.materialize_module(model, progress=lambda done, total: reports.append((done, total)))
+    assert reports and reports[-1][0] <= reports[-1][1] == (600 * 600 + 600) * 4
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
 
 
 def test_a_real_module_is_unchanged():
@@ -146,11 +146,11 @@ def test_a_real_module_is_unchanged():
 
 
 def test_materializing_twice_does_nothing():
-    (_, _), (made, _) = eager(build), deferred(build)
-    fl.materialize_module(made)
-    before = {name: tensor.data_ptr() for name, tensor in made.named_parameters()}
-    fl.materialize_module(made)
-    assert {name: tensor.data_ptr() for name, tensor in made.named_parameters()} == before
+    (_, _), (actual, _) = eager(build), deferred(build)
+    fl.materialize_module(actual)
+    before = {name: tensor.data_ptr() for name, tensor in actual.named_parameters()}
+    fl.materialize_module(actual)
+    assert {name: tensor.data_ptr() for name, tensor in actual.named_parameters()} == before
 
 
 def test_edits_after_a_partial_materialization_match_eager():
@@ -161,11 +161,11 @@ def test_edits_after_a_partial_materialization_match_eager():
         return model
 
     expected = more(eager(build)[0])
-    made, _ = deferred(build)
-    fl.materialize_tensor(made[3].weight_ih_l0)
-    more(made)
-    fl.materialize_module(made)
-    assert_same(expected, made)
+    actual, _ = deferred(build)
+    fl.materialize_tensor(actual[3].weight_ih_l0)
+    more(actual)
+    fl.materialize_module(actual)
+    assert_same(expected, actual)
 
 
 def test_a_gradient_through_a_constructors_computation_is_an_error():
@@ -182,7 +182,7 @@ def test_a_gradient_through_a_constructors_computation_is_an_error():
     eager = Scaled()
     torch.manual_seed(0)
     module = fl.deferred_init(Scaled)
-    module.twice.sum().backward()  # while it is deferred, its history is there
+    module.twice.sum().backward()  # autograd works while it is deferred
     assert fl.materialize_tensor(module.weight.grad).tolist() == [2.0, 2.0, 2.0]
     fl.materialize_module(module)
     for name in ("twice", "part", "plain"):
@@ -199,17 +199,17 @@ def test_a_gradient_through_a_constructors_computation_is_an_error():
 
 def test_converted_weights_are_made_in_batches(monkeypatch):
     monkeypatch.setattr(materialize_tensors, "_BATCH_BYTES", 1000)
-    batches, told = [], []
+    batches, reports = [], []
     real = materialize_tensors.materialize_values
     made_by = lambda values, **options: batches.append(len(values)) or real(values, **options)  # noqa: E731
     monkeypatch.setattr(materialize_tensors, "materialize_values", made_by)
     expected, _ = eager(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
-    made, _ = deferred(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
-    fl.materialize_module(made, dtype=torch.bfloat16, progress=lambda *at: told.append(at))
+    actual, _ = deferred(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
+    fl.materialize_module(actual, dtype=torch.bfloat16, progress=lambda *at: reports.append(at))
     assert batches == [4, 1, 1]
-    assert_same(expected.bfloat16(), made)
-    sizes = [done for done, _ in told]
-    assert sizes == sorted(sizes) and told[-1] == (told[-1][1],) * 2
+    assert_same(expected.bfloat16(), actual)
+    sizes = [done for done, _ in reports]
+    assert sizes == sorted(sizes) and reports[-1] == (reports[-1][1],) * 2
 
 
 def test_a_missing_device_is_an_error_before_anything_is_computed(monkeypatch):

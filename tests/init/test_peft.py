@@ -14,8 +14,9 @@ CONFIGURATIONS = {
     "plain": {},
     "gaussian": {"init_lora_weights": "gaussian"},
     "orthogonal": {"init_lora_weights": "orthogonal"},
-    "pissa": {"init_lora_weights": "pissa"},  # by a singular value decomposition of the weight: it is read
-    "dora": {"use_dora": True},  # by its norms
+    # initialized from a singular value decomposition of the weight, which reads it
+    "pissa": {"init_lora_weights": "pissa"},
+    "dora": {"use_dora": True},  # initialized from the weight's norms
     "a module saved beside": {"use_rslora": True, "modules_to_save": ["lm_head"]},
 }
 
@@ -37,7 +38,7 @@ def test_adapters_match_eager(name, inside):
     else:
         deferred = adapt(fl.deferred_init(llama), options)
     assert torch.equal(torch.get_rng_state(), state)
-    if inside or name != "dora":  # which computes norms of weights and real tensors together: a use, outside a capture
+    if inside or name != "dora":  # computes norms of weights and real tensors together: a use outside a capture
         assert fl.is_deferred(deferred.base_model.model.model.embed_tokens.weight)
     fl.materialize_module(deferred)
     for (a_name, a), (b_name, b) in zip(eager.named_parameters(), deferred.named_parameters(), strict=True):

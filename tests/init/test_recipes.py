@@ -58,8 +58,8 @@ def test_recipes_with_tensors_are_described_without_internal_objects(edit):
             module.made = edit(module.weight, torch.rand(()))
         return module
 
-    told = str(fl.init_program(fl.deferred_init(build)).report())
-    assert "object at" not in told and "Ref(" not in told
+    report = str(fl.init_program(fl.deferred_init(build)).report())
+    assert "object at" not in report and "Ref(" not in report
 
 
 def test_the_report_shows_positions_and_dropped_fills():
@@ -67,7 +67,7 @@ def test_the_report_shows_positions_and_dropped_fills():
     rows = {row.weight: row for row in report.rows}
     assert "1.weight" not in rows and rows["0.weight"].tied == ("1.weight",)
     assert rows["0.weight"].position == 0
-    assert rows["1.bias"].position == 80 + 80  # after the embedding's normals and the dead weight of the linear
+    assert rows["1.bias"].position == 80 + 80  # after the embedding's normals and the dead weight of the linear layer
     assert rows["3.weight_ih_l0"].dead_fills == 2 and report.dead_fills == 2
     assert rows["2.running_mean"].position is None
     assert report.bytes == sum(row.bytes for row in report.rows)

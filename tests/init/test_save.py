@@ -17,7 +17,7 @@ from firstloss.init.disk import save
 from firstloss.init.disk import state_dict as saved_tensors
 from tests import forked, tiny_llama
 
-# Rows of 250 elements: weights begin and end in the middle of blocks and of the granules of their draws.
+# Rows of 250 elements: weights begin and end within blocks, and within the granules of their draws.
 FIELDS = {
     "vocab_size": 999,
     "hidden_size": 250,
@@ -40,17 +40,17 @@ def both(make):
 
 
 def tensors(folder):
-    found = {}
+    tensors_by_name = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(path))
-    return found
+        tensors_by_name.update(load_file(path))
+    return tensors_by_name
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor), name
 
 
 def visible(folder):
@@ -61,13 +61,13 @@ def visible(folder):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_llama_is_saved_as_save_pretrained_saves_it(tmp_path, size, tied):
     eager, deferred = both(lambda: llama(tie_word_embeddings=tied))
-    fl.save_initialized(deferred, tmp_path / "ours", max_shard_size=size)
-    eager.save_pretrained(tmp_path / "theirs", max_shard_size=size)
-    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
-    assert_same(tensors(tmp_path / "ours"), tensors(tmp_path / "theirs"))
-    for path in (tmp_path / "theirs").glob("*.json"):
-        assert (tmp_path / "ours" / path.name).read_text() == path.read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    fl.save_initialized(deferred, tmp_path / "firstloss", max_shard_size=size)
+    eager.save_pretrained(tmp_path / "transformers", max_shard_size=size)
+    assert sorted(os.listdir(tmp_path / "firstloss")) == sorted(os.listdir(tmp_path / "transformers"))
+    assert_same(tensors(tmp_path / "firstloss"), tensors(tmp_path / "transformers"))
+    for path in (tmp_path / "transformers").glob("*.json"):
+        assert (tmp_path / "firstloss" / path.name).read_text() == path.read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "firstloss")
     assert_same(loaded.state_dict(), eager.state_dict())
     assert fl.is_deferred(deferred)
 
@@ -144,10 +144,10 @@ def test_views_of_one_buffer_are_saved_by_value(view, captured, tmp_path):
 
     eager, deferred = both(Views)
     fl.save_initialized(deferred, tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
-    if torch.equal(eager.view, eager.z):  # a tie: the metadata says so
-        found["view"] = found["z"]
-    assert_same(found, {name: tensor.resolve_conj().resolve_neg() for name, tensor in eager.state_dict().items()})
+    result = load_file(tmp_path / "model.safetensors")
+    if torch.equal(eager.view, eager.z):  # tied weights are listed in the metadata
+        result["view"] = result["z"]
+    assert_same(result, {name: tensor.resolve_conj().resolve_neg() for name, tensor in eager.state_dict().items()})
 
 
 def test_the_bytes_do_not_depend_on_pieces_and_runs(tmp_path, monkeypatch):
@@ -155,11 +155,13 @@ def test_the_bytes_do_not_depend_on_pieces_and_runs(tmp_path, monkeypatch):
     fl.save_initialized(deferred, tmp_path / "large")
     monkeypatch.setattr(save, "_PIECE", 4096)
     monkeypatch.setattr(save, "_RUN", 40 * 4096)
-    told = []
-    fl.save_initialized(deferred, tmp_path / "small", progress=lambda *at: told.append(at))
+    reports = []
+    fl.save_initialized(deferred, tmp_path / "small", progress=lambda *at: reports.append(at))
     large, small = (tmp_path / name / "model.safetensors" for name in ("large", "small"))
     assert large.read_bytes() == small.read_bytes()
-    assert told == sorted(told) and told[-1][0] == told[-1][1] == sum(t.nbytes for t in deferred.state_dict().values())
+    assert reports == sorted(reports) and reports[-1][0] == reports[-1][1] == sum(
+        t.nbytes for t in deferred.state_dict().values()
+    )
 
 
 def test_buffered_writes_give_the_same_bytes(tmp_path, monkeypatch):
@@ -214,9 +216,9 @@ def test_a_killed_run_leaves_no_model_and_is_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(save, "_PIECE", 4096)
     monkeypatch.setattr(save, "_RUN", 10 * 4096)
     eager, deferred = both(llama)
-    told = []
-    fl.save_initialized(deferred, target, max_shard_size="2MB", progress=lambda *at: told.append(at))
-    assert told[0][0] > told[0][1] / 4  # what had been written was not written again
+    reports = []
+    fl.save_initialized(deferred, target, max_shard_size="2MB", progress=lambda *at: reports.append(at))
+    assert reports[0][0] > reports[0][1] / 4  # files that were complete have not been rewritten
     assert_same(tensors(target), dict(eager.state_dict()))
     assert not [name for name in os.listdir(target) if name.startswith(".")]
 
@@ -299,16 +301,16 @@ def test_an_unwritable_folder_is_an_error(tmp_path):
 
 def test_a_second_writer_is_refused(tmp_path, monkeypatch):
     _, deferred = both(llama)
-    found = []
+    errors = []
 
     def second(*args):
         with pytest.raises(fl.errors.SaveError, match="being written by another"):
             fl.save_initialized(deferred, tmp_path)
-        found.append(True)
+        errors.append(True)
 
     monkeypatch.setattr(save, "write_configs", second)
     fl.save_initialized(deferred, tmp_path)
-    assert found
+    assert errors
 
 
 def test_unsupported_tensors_are_refused(tmp_path):

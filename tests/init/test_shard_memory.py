@@ -26,13 +26,13 @@ def kinds():
 
 def test_writes_show_in_the_array():
     torch_dtypes = [torch.float32, torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.complex64]
-    made = shard_memory.allocate(kinds())
-    for number, (kind, dtype, (array, places)) in enumerate(zip(kinds(), torch_dtypes, made, strict=True)):
+    allocated = shard_memory.allocate(kinds())
+    for number, (kind, dtype, (array, places)) in enumerate(zip(kinds(), torch_dtypes, allocated, strict=True)):
         assert (array.shape, array.dtype) == kind[:2]
         assert array.sharding.is_equivalent_to(kind.sharding, array.ndim)
         [address] = places.values()
         tensor_at(address, kind.shape, dtype).fill_(number)
-    for number, (array, _) in enumerate(made):
+    for number, (array, _) in enumerate(allocated):
         assert np.array_equal(np.asarray(array), np.full(array.shape, number, array.dtype))
 
 
@@ -44,7 +44,7 @@ def test_the_memory_can_be_donated():
     assert grown.unsafe_buffer_pointer() in places.values() and np.all(np.asarray(grown) == 2)
 
 
-# How long making an input takes is the machine's business: two test runs side by side took seconds.
+# No time limit: two concurrent test runs took seconds to create an input.
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 50), max_size=6))
 def test_rounds_have_a_small_remainder(counts):

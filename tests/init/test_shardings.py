@@ -1,4 +1,4 @@
-"""Specs: which fit a weight and a mesh, which do not, and where each shard begins."""
+"""Specs: which are valid for a weight and a mesh, which are not, and where each shard begins."""
 
 import math
 
@@ -20,7 +20,7 @@ axes = st.dictionaries(st.sampled_from(["data", "fsdp", "tp", "pp"]), st.integer
 
 @st.composite
 def specs(draw):
-    """A shape, a mesh, and a spec that names some of its axes."""
+    """A shape, a mesh, and a spec with some of its axes."""
     shape, mesh = draw(sizes), draw(axes)
     entries: list[list[str]] = [[] for _ in shape]
     for axis in draw(st.permutations(list(mesh))):
@@ -99,7 +99,7 @@ def test_a_bad_spec_names_the_weight_the_spec_and_the_line(spec, complaint):
     with pytest.raises(ShardingError, match=complaint) as raised:
         fl.shard(module, {"1.weight": ("tp",), "0.weight": spec}, AXES)
     assert __file__ in str(raised.value)
-    assert shardings.mark_of(module[1].weight) is None  # nothing half-made
+    assert shardings.mark_of(module[1].weight) is None  # no partial change
     with pytest.raises(ShardingError) as raised:
         fl.init_program(module).plan(AXES, {"0.weight": spec})
     assert "0.weight" in str(raised.value) and __file__ in str(raised.value)
@@ -179,20 +179,20 @@ def test_a_tied_weight_may_be_named_by_any_of_its_names():
         return module
 
     program = fl.init_program(fl.deferred_init(tied))
-    made = program.plan(AXES, {"head.weight": ("tp", None)})
-    assert [(w.name, w.sharding.spec) for w in made.weights] == [("embedding.weight", (("tp",), ()))]
-    assert made.aliases == {"head.weight": "embedding.weight"}
+    plan = program.plan(AXES, {"head.weight": ("tp", None)})
+    assert [(w.name, w.sharding.spec) for w in plan.weights] == [("embedding.weight", (("tp",), ()))]
+    assert plan.aliases == {"head.weight": "embedding.weight"}
     for bad in ("nope", None), ("tp", None, None):
-        with pytest.raises(ShardingError, match=r"head\.weight: the spec"):  # though the first name's spec holds
+        with pytest.raises(ShardingError, match=r"head\.weight: the spec"):  # although the first name's spec is valid
             program.plan(AXES, {"embedding.weight": ("tp",), "head.weight": bad})
 
 
 def test_an_axis_that_does_not_divide_moves_with_a_warning():
     program = fl.init_program(fl.deferred_init(nn.Linear, 64, 51, bias=False))
     with pytest.warns(UserWarning, match=r"weight: axis 'tp' of size 4 does not divide dimension 0 of 51.*dimension 1"):
-        made = program.plan(AXES, {"weight": ("tp",)})
-    assert made.weights[0].local == (51, 16)
-    assert made.to_dict()["moved"]
+        plan = program.plan(AXES, {"weight": ("tp",)})
+    assert plan.weights[0].local == (51, 16)
+    assert plan.to_dict()["moved"]
 
 
 def test_the_first_pattern_wins_with_or_without_a_wildcard():
@@ -206,4 +206,4 @@ def test_the_first_pattern_wins_with_or_without_a_wildcard():
         with pytest.raises(ShardingError, match="matches no weight"):
             shardings.match(names, {pattern: ()}, shardings.UNKNOWN)
     with pytest.raises(ShardingError, match="matches no weight"):
-        shardings.match({"c[0]": None}, {"c[0]": ()}, shardings.UNKNOWN)  # it is c0 that it matches
+        shardings.match({"c[0]": None}, {"c[0]": ()}, shardings.UNKNOWN)  # c0 is the dimension it matches

@@ -34,7 +34,7 @@ def program(count=2, seed=0):
     return fl.init_program(fl.deferred_init(Layers, count))
 
 
-# "rows and columns" cuts rows, columns and both; the default, of "fsdp", is what the processes below have.
+# "rows and columns" splits rows, columns and both; the processes below test the default, "fsdp".
 @pytest.mark.parametrize(
     "mesh", [pytest.param(n, marks=[pytest.mark.sweep] * (n != "rows and columns")) for n in MESHES if n != "one"]
 )
@@ -42,11 +42,11 @@ def test_eight_devices_match_eager(mesh, tmp_path):
     command = ["-m", "tests.init.stablehlo_devices", mesh, str(tmp_path / "module.mlir")]
     done = forked.run(command, env=environment(), cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    # Before PyTorch 2.12 trunc_normal_ goes through erfinv, of which XLA's differs by a few units of the last place.
+    report = json.loads(done.stdout.splitlines()[-1])
+    # Before PyTorch 2.12 trunc_normal_ uses erfinv, and XLA's differs by a few units in the last place.
     close = ["inside"] if torch.__version__ < "2.12" else []
-    assert found.pop("said") and found.keys() == {"torch", "xla", "counter", "module"}
-    assert not found["torch"] and all(set(unlike) <= set(close) for unlike in found.values()), found
+    assert report.pop("said") and report.keys() == {"torch", "xla", "counter", "module"}
+    assert not report["torch"] and all(set(unlike) <= set(close) for unlike in report.values()), report
 
 
 @pytest.mark.parametrize("world, engine", [(2, "module"), (4, "torch"), (2, "xla")])
@@ -97,7 +97,7 @@ def test_equal_recipes_are_one_function():
     two, five = program(2).to_stablehlo({"fsdp": 4}), program(5).to_stablehlo({"fsdp": 4})
     functions = [re.findall(r"func\.func private @(\w+)", text) for text in (two, five)]
     assert functions[0] == functions[1]
-    # A weight more is a position, a call, and its name among the outputs.
+    # One more weight adds a position, a call, and a name in the outputs.
     assert five.count("\n") - two.count("\n") == 3 * 2 * 2
 
 
@@ -107,23 +107,23 @@ def test_a_module_communicates_nothing():
 
 
 def test_a_plan_needs_no_devices():
-    made = program(3).plan({"x": 16, "y": 16, "z": 16}, {"*.up.weight": (("x",), ("y",)), "embedding.weight": ("y",)})
-    assert made.devices == 4096
+    plan = program(3).plan({"x": 16, "y": 16, "z": 16}, {"*.up.weight": (("x",), ("y",)), "embedding.weight": ("y",)})
+    assert plan.devices == 4096
     up, down, embedding = 6 * 2 * 4, 32 * 96 * 4, 6 * 32 * 4
-    assert made.bytes == 3 * (up + down) + embedding
-    # Of its six rows a device draws all the columns; of a weight that is not cut, everything.
-    assert made.draws == 3 * (6 * 32 + 32 * 96) + 6 * 32
-    assert made.compile_units == 3 and made.to_dict()["made_whole"] == []
-    assert "4096 devices" in str(made)
+    assert plan.bytes == 3 * (up + down) + embedding
+    # A device draws all columns of its six rows; of a replicated weight, everything.
+    assert plan.draws == 3 * (6 * 32 + 32 * 96) + 6 * 32
+    assert plan.compile_units == 3 and plan.to_dict()["made_whole"] == []
+    assert "4096 devices" in str(plan)
 
 
 def test_a_device_needs_no_more_memory_than_its_shards():
     torch.manual_seed(0)
     large = fl.init_program(fl.deferred_init(nn.Linear, 2048, 1024, bias=False))
-    found = large.peak_bytes({"fsdp": 1})
-    assert found["weights"] == 2048 * 1024 * 4
-    # Beside the shard: the lanes' windows and one block of words. Nothing that grows with the weight.
-    assert found["temporary"] < 1 << 17
+    peak = large.peak_bytes({"fsdp": 1})
+    assert peak["weights"] == 2048 * 1024 * 4
+    # Besides the shard: the lanes' windows and one block of words, independent of the weight's size.
+    assert peak["temporary"] < 1 << 17
 
 
 def test_arrays_match_eager_and_ties_share_one():
@@ -182,7 +182,8 @@ def test_edits_buffers_and_numpy_constants_work_in_another_process(tmp_path):
             assert {*arrays} == weights.keys() - {"tied"}
             for name in arrays:
                 assert arrays[name].dtype == weights[name].dtype and arrays[name].shape == weights[name].shape, name
-                if "counter" in path and name == "edited":  # normals by that policy: within 4 units of the largest
+                # normals of the counter policy: within 4 units of the largest
+                if "counter" in path and name == "edited":
                     largest = np.abs(weights[name]).max()
                     assert np.abs(arrays[name] - weights[name]).max() <= 4 * np.spacing(largest)
                 else:
@@ -191,9 +192,9 @@ def test_edits_buffers_and_numpy_constants_work_in_another_process(tmp_path):
 
 def test_real_weights_are_constants_of_the_program():
     torch.manual_seed(0)
-    made = fl.init_program(fl.deferred_init(Mixed))
-    assert made.recipes.keys() == Mixed().state_dict().keys()
-    arrays = made.run()
+    captured = fl.init_program(fl.deferred_init(Mixed))
+    assert captured.recipes.keys() == Mixed().state_dict().keys()
+    arrays = captured.run()
     assert np.asarray(arrays["table"]).tobytes() == TABLE.tobytes()
 
 
@@ -206,10 +207,10 @@ def test_a_file_that_is_not_a_module_is_an_error(text, tmp_path):
 
 
 def test_any_name_round_trips(tmp_path):
-    made = fl.init_program(fl.deferred_init(lambda: nn.ParameterDict({'é"\\ ': nn.Parameter(torch.rand(32))})))
+    captured = fl.init_program(fl.deferred_init(lambda: nn.ParameterDict({'é"\\ ': nn.Parameter(torch.rand(32))})))
     path = tmp_path / "weights.mlir"
-    path.write_text(made.to_stablehlo())
-    assert [*fl.run_stablehlo(path)] == [*made.recipes]
+    path.write_text(captured.to_stablehlo())
+    assert [*fl.run_stablehlo(path)] == [*captured.recipes]
 
 
 def test_a_weight_that_is_not_an_array_is_an_error():
@@ -219,8 +220,8 @@ def test_a_weight_that_is_not_an_array_is_an_error():
             self.dense = nn.Linear(8, 8)
             self.rare = nn.Parameter(torch.rand(8, 8).to_sparse())
 
-    made = fl.init_program(fl.deferred_init(Sparse))
-    for make in (made.run, made.to_stablehlo, made.plan):
+    captured = fl.init_program(fl.deferred_init(Sparse))
+    for make in (captured.run, captured.to_stablehlo, captured.plan):
         with pytest.raises(LoweringError, match=r"test_stablehlo\.py:\d+: rare: .*sparse_coo"):
             make()
 
@@ -231,13 +232,13 @@ def test_fills_that_no_device_supports_are_refused():
             super().__init__()
             self.order = nn.Parameter(torch.randperm(9000).float())
 
-    made = fl.init_program(fl.deferred_init(Shuffled))
+    captured = fl.init_program(fl.deferred_init(Shuffled))
     with pytest.raises(LoweringError, match=r"order: aten\.randperm\.default at .*test_stablehlo\.py:\d+"):
-        made.to_stablehlo()
+        captured.to_stablehlo()
 
 
 def test_lanes_draw_what_one_lane_does():
-    """What accelerators do: many lanes, their windows spread from one."""
+    """Accelerators use many lanes, whose windows are computed from one."""
     from firstloss.init.stablehlo import module as stablehlo
     from firstloss.init.stablehlo import plan as stablehlo_plan
 
@@ -251,14 +252,14 @@ def test_lanes_draw_what_one_lane_does():
 
 
 def test_a_constant_edited_after_capture_is_an_error():
-    outside = torch.ones(1024, 1024)  # smaller ones are copied at capture
+    outside = torch.ones(1024, 1024)  # smaller ones are copied during capture
 
     class Copy(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.empty(1024, 1024).copy_(outside))
 
-    made = fl.init_program(fl.deferred_init(Copy))
+    captured = fl.init_program(fl.deferred_init(Copy))
     outside.add_(1)
     with pytest.raises(ConstantChangedError, match="edited after it had been captured"):
-        made.to_stablehlo()
+        captured.to_stablehlo()

@@ -1,4 +1,4 @@
-"""`trunc_normal_` stays deferred: the same bits, and the stream continues where eager PyTorch's does."""
+"""`trunc_normal_` stays deferred: bit-identical, and the stream continues as in eager PyTorch."""
 
 import pytest
 import torch
@@ -86,11 +86,11 @@ def test_draws_after_the_constructor_match_eager():
     expected, _ = eager(build)
     nn.init.trunc_normal_(expected.weight, std=1.0)
     state = torch.get_rng_state()
-    got, _ = deferred(build)
-    nn.init.trunc_normal_(got.weight, std=1.0)
-    assert fl.is_deferred(got.weight) and torch.equal(torch.get_rng_state(), state)
-    fl.materialize_module(got)
-    assert torch.equal(got.weight, expected.weight) and torch.equal(got.bias, expected.bias)
+    actual, _ = deferred(build)
+    nn.init.trunc_normal_(actual.weight, std=1.0)
+    assert fl.is_deferred(actual.weight) and torch.equal(torch.get_rng_state(), state)
+    fl.materialize_module(actual)
+    assert torch.equal(actual.weight, expected.weight) and torch.equal(actual.bias, expected.bias)
 
 
 def test_results_do_not_depend_on_the_cache(monkeypatch):

@@ -10,7 +10,7 @@ from firstloss.compat.cpu_fills import rounds_single
 
 
 class Odd(nn.Module):
-    """Fills and edits, ragged ends, rejection, views, ties, constants, and what only the host can do."""
+    """Fills and edits, ragged ends, rejection, views, ties, constants, and operations that only the CPU supports."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +21,8 @@ class Odd(nn.Module):
         self.ragged = nn.Parameter(torch.randn(100, 51) * 0.02 + 1)
         self.uneven = nn.Parameter(torch.empty(125, 64).uniform_(-0.3, 0.7))
         self.inside = nn.Parameter(nn.init.trunc_normal_(torch.empty(88, 56), std=1.0, a=-1.0, b=1.0))
-        self.after = nn.Parameter(torch.empty(8, 16, 40).normal_(std=0.5))  # its place depends on the one before
+        # its stream position depends on the one before
+        self.after = nn.Parameter(torch.empty(8, 16, 40).normal_(std=0.5))
         self.turned = nn.Parameter(torch.rand(80, 64).t())
         if not self.on_devices or rounds_single("normal", torch.bfloat16):
             self.narrow = nn.Parameter(torch.empty(64, 88, dtype=torch.bfloat16).normal_(std=0.02))
@@ -35,13 +36,13 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.tensor(math.pi))
         if not self.on_devices:
             self.orthogonal = nn.Parameter(nn.init.orthogonal_(torch.empty(72, 72)))
-            self.order = nn.Parameter(torch.randperm(5000).float())  # no rule on a device
+            self.order = nn.Parameter(torch.randperm(5000).float())  # no device implementation
 
     on_devices = False
 
 
 class OddOnDevices(Odd):
-    """Those weights whose bits a device makes too."""
+    """The weights of `Odd` that a device computes bit-identically too."""
 
     on_devices = True
 
@@ -54,7 +55,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers alike, between an embedding and a head that share a weight."""
+    """Identical layers between an embedding and a head that share a weight."""
 
     def __init__(self, count=2, width=32):
         super().__init__()
@@ -68,7 +69,7 @@ TABLE = np.sin(np.arange(6000, dtype=np.float32)).reshape(100, 60)
 
 
 class Mixed(nn.Module):
-    """Edits in place, buffers, and numpy's arrays, some of which stay the real tensors that they are."""
+    """In-place edits, buffers, and NumPy arrays, some of which remain real tensors."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """One rank of the examples with transformers and accelerate, with and without the line for Firstloss.
 
-The source with the contents of its deferred block in place of the block is the script that people have already.
-What the scripts train is compared on each rank, bit for bit.
+To get the script without Firstloss, the deferred block is replaced by its contents. The trained weights are compared on
+each rank, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK = re.compile(r"^    with fl\.deferred\(\):\n    (    .*\n)", re.M)
 MATERIALIZE = "    fl.materialize_module(model)\n"
 
-# What is written otherwise in accelerate_fsdp2.py.
+# Differences in accelerate_fsdp2.py.
 FSDP2 = {
     "as it is": ("", ""),
     "tied": ("LlamaConfig(**", "LlamaConfig(tie_word_embeddings=True, **"),
@@ -33,7 +33,7 @@ FSDP2 = {
 
 
 def scripts(name: str, old: str = "", new: str = "") -> Iterator[dict[str, Any]]:
-    """The globals of an example: without Firstloss, as it is, and with `materialize_module` forgotten."""
+    """The globals of an example: without Firstloss, unchanged, and without `materialize_module`."""
     source = (EXAMPLES / f"{name}.py").read_text()
     assert not old or source.count(old) == 1, old
     source = source.replace(old, new) if old else source
@@ -47,17 +47,17 @@ def scripts(name: str, old: str = "", new: str = "") -> Iterator[dict[str, Any]]
 
 
 def compare(trained: list[tuple[list[float], torch.nn.Module]]) -> None:
-    """Losses, and the weights by name."""
+    """Compare losses, and weights by name."""
     (expected, weights), *others = [(losses, whole(model)) for losses, model in trained]
     assert len(expected) == 3
-    for losses, made in others:
+    for losses, state in others:
         assert losses == expected, (losses, expected)
-        assert made.keys() == weights.keys()
-        assert not [name for name in weights if not torch.equal(weights[name], made[name])]
+        assert state.keys() == weights.keys()
+        assert not [name for name in weights if not torch.equal(weights[name], state[name])]
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, gathered."""
+    """The full state dict."""
     return {
         name: (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
         for name, weight in model.state_dict().items()
@@ -70,9 +70,9 @@ def tensor_parallel(folder: str) -> None:
 
 
 def fsdp2(option: str) -> None:
-    """accelerate_fsdp2.py; no rank may have made anything before `materialize_module`, but what rank 0 sends.
+    """accelerate_fsdp2.py; before `materialize_module`, no rank has computed anything except what rank 0 sends.
 
-    "ddp": as it runs on a CPU, where accelerate knows no FSDP.
+    "ddp": as it runs on a CPU, where accelerate does not support FSDP.
     """
     from accelerate.state import AcceleratorState
 
@@ -96,13 +96,13 @@ def fsdp2(option: str) -> None:
 
 
 def take_fsdp_on_a_cpu() -> None:
-    """On a CPU accelerate takes DDP whatever it is told to."""
+    """On a CPU accelerate always uses DDP, whatever its configuration."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
     begin = AcceleratorState.__init__
     if begin.__module__ == __name__:
-        return  # by an earlier case
+        return  # left by an earlier case
 
     def init(self, *args, fsdp_plugin=None, **kwargs):
         begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
@@ -117,7 +117,7 @@ def take_fsdp_on_a_cpu() -> None:
 
 
 def main(kind: str, *cases: str) -> None:
-    """Run the cases, and say which one failed."""
+    """Run the cases, and report which one failed."""
     import transformers
 
     warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Other projects' training scripts, run unchanged and with one line changed."""
+"""Training scripts of other projects, run unchanged and with one line changed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from tests import forked
 
 
 def needs(*packages: str) -> None:
-    """Skip the test where a package is not installed."""
+    """Skip the test if a package is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
 
 
 def checkout(name: str) -> str:
-    """The folder of a trainer that is no package, in the folder that FIRSTLOSS_TRAINERS names; else the test skips."""
+    """The checkout of a trainer that is not a package, in the folder FIRSTLOSS_TRAINERS; without it the test is
+    skipped."""
     folder = os.path.join(os.environ.get("FIRSTLOSS_TRAINERS", ""), name)
     if not os.environ.get("FIRSTLOSS_TRAINERS") or not os.path.isdir(folder):
         pytest.skip(f"no checkout of {name}: name the folder that it is in by FIRSTLOSS_TRAINERS")
@@ -29,18 +30,18 @@ def checkout(name: str) -> str:
 
 
 def changed(source: str, old: str, new: str) -> str:
-    """`source` with its one line `old` replaced by `new`, indented as it was, and Firstloss imported at its top."""
+    """`source` with its line `old` replaced by `new`, with the same indentation, and Firstloss imported at the top."""
     lines = source.splitlines()
-    found = [number for number, line in enumerate(lines) if line.strip() == old]
-    assert found, f"there is no line {old!r} any more"
-    number = found[0]
+    matches = [number for number, line in enumerate(lines) if line.strip() == old]
+    assert matches, f"there is no line {old!r} any more"
+    number = matches[0]
     indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
     lines[number] = indent + new
     return "import firstloss as fl\n" + "\n".join(lines) + "\n"
 
 
 def run(command: list[str], cwd: str | os.PathLike | None = None, **environment: str) -> str:
-    """What a Python program prints; its error output is shown where it fails."""
+    """The output of a Python program; shows its stderr if it fails."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -48,15 +49,15 @@ def run(command: list[str], cwd: str | os.PathLike | None = None, **environment:
 
 
 def run_ranks(script: str, world: int, *arguments: str) -> None:
-    """Run a script as `world` processes that find each other on the loopback."""
+    """Run a script as `world` processes connected over loopback."""
     errors = _run_ranks(script, world, *arguments)
-    if errors and "EADDRINUSE" in errors:  # the port that was free has been taken by somebody else meanwhile
+    if errors and "EADDRINUSE" in errors:  # another process has taken the free port meanwhile
         errors = _run_ranks(script, world, *arguments)
     assert not errors, errors
 
 
 def _run_ranks(script: str, world: int, *arguments: str) -> str:
-    """What the ranks said if one of them failed."""
+    """The output of the ranks if one of them failed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

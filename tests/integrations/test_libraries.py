@@ -1,4 +1,4 @@
-"""Trainers from libraries, with one line for Firstloss: training is bit-identical to without."""
+"""Trainers of libraries with one line for Firstloss train bit-identically."""
 
 import contextlib
 import itertools
@@ -25,12 +25,12 @@ def seeded(construct, *args):
     return construct(*args)
 
 
-def same(expected, found):
-    """Losses, and weights by name."""
-    assert expected[0] == found[0] and len(found[0]) > 0
-    assert expected[1].keys() == found[1].keys()
+def same(expected, actual):
+    """Compare losses, and weights by name."""
+    assert expected[0] == actual[0] and len(actual[0]) > 0
+    assert expected[1].keys() == actual[1].keys()
     for name, weight in expected[1].items():
-        assert torch.equal(weight, found[1][name]), name
+        assert torch.equal(weight, actual[1][name]), name
 
 
 def llama(**fields):
@@ -116,7 +116,7 @@ def tied():
 @pytest.mark.parametrize("inside", [False, True], ids=["after the block", "in the block"])
 @pytest.mark.parametrize("names", [names for n in range(4) for names in itertools.combinations("abc", n)], ids="".join)
 def test_accelerate_keeps_tied_weights(tmp_path, names, inside, kind):
-    """The checkpoint has some names of one tensor, or none; the files of safetensors are not read in the block."""
+    """The checkpoint has some of a tensor's names, or none; the safetensors files are not read in the block."""
     needs("accelerate")
     import accelerate
     import safetensors.torch
@@ -218,12 +218,12 @@ LIGHTNING = {
 }
 
 
-@pytest.mark.parametrize("plain, ours", LIGHTNING.values(), ids=LIGHTNING)
-def test_lightning(plain, ours):
+@pytest.mark.parametrize("plain, deferred", LIGHTNING.values(), ids=LIGHTNING)
+def test_lightning(plain, deferred):
     needs("lightning")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        same(fit(*plain), fit(*ours))
+        same(fit(*plain), fit(*deferred))
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -290,13 +290,13 @@ def lightning(construct):
     trainer.fit(module, torch.utils.data.DataLoader((torch.arange(64) * 7) % 30, batch_size=8))
     return losses, whole(module.state_dict())
 for kind in sys.argv[1:]:
-    found = []
+    results = []
     for construct in (lambda fn: fn(), fl.deferred_init):
         torch.manual_seed(0)
-        found.append((lightning if kind == "lightning" else by_hand)(construct))
-    (losses, weights), (ours, made) = found
-    assert losses == ours and len(ours) == 3, (kind, losses, ours)
-    assert all(torch.equal(weights[name], made[name]) for name in weights), kind
+        results.append((lightning if kind == "lightning" else by_hand)(construct))
+    (losses, weights), (deferred_losses, deferred_weights) = results
+    assert losses == deferred_losses and len(deferred_losses) == 3, (kind, losses, deferred_losses)
+    assert all(torch.equal(weights[name], deferred_weights[name]) for name in weights), kind
 if dist.is_initialized():
     dist.destroy_process_group()
 """
@@ -323,10 +323,10 @@ def test_accelerate_fsdp2():
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch cannot gather the strided shards that this takes")
 def test_transformers_tensor_parallel(tmp_path):
-    needs("accelerate")  # transformers asks for it
+    needs("accelerate")  # transformers needs it
     from transformers import LlamaForCausalLM, LlamaModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    large = {"hidden_size": 128, "intermediate_size": 256}  # tensors that are not read before they are used
+    large = {"hidden_size": 128, "intermediate_size": 256}  # tensors read only when they are used
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
     models = {
         "plain": (LlamaForCausalLM, llama(**large)),
@@ -365,7 +365,7 @@ def handed_over():
     model = fl.deferred_init(build)
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
     return model
-found = []
+results = []
 for construct in (plain, handed_over, lambda: fl.deferred_init(build)):
     torch.manual_seed(0)
     model = construct()
@@ -376,8 +376,8 @@ for construct in (plain, handed_over, lambda: fl.deferred_init(build)):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    found.append(losses)
-assert found[0] == found[1] == found[2] and len(found[0]) == 3, found
+    results.append(losses)
+assert results[0] == results[1] == results[2] and len(results[0]) == 3, results
 for order in ("inside", "outside"):
     try:
         first, second = deepspeed.zero.Init(config_dict_or_path=config), fl.deferred()

@@ -1,4 +1,4 @@
-"""Pipeline stages: each initializes its own weights, with the weights and losses of the whole model."""
+"""Pipeline stages: each initializes its own weights; weights and losses match the whole model."""
 
 import pytest
 import torch
@@ -13,17 +13,17 @@ from tests.integrations.one_line import run_ranks
 def test_stages_have_the_weights_of_the_whole_model(stages, monkeypatch):
     torch.manual_seed(0)
     whole = pipeline_stages.Model()
-    made = []
+    drawn = []
     real = materialize_tensors.materialize_values
     monkeypatch.setattr(
-        materialize_tensors, "materialize_values", lambda values, **a: made.extend(values) or real(values, **a)
+        materialize_tensors, "materialize_values", lambda values, **a: drawn.extend(values) or real(values, **a)
     )
     held = [pipeline_stages.construct(stage, stages).state_dict() for stage in range(stages)]
-    assert sum(value.nbytes for value in made) == sum(t.nbytes for t in whole.state_dict().values())
-    found = {name: weight for part in held for name, weight in part.items()}
-    assert found.keys() == whole.state_dict().keys() and len(found) == sum(map(len, held))
+    assert sum(value.nbytes for value in drawn) == sum(t.nbytes for t in whole.state_dict().values())
+    result = {name: weight for part in held for name, weight in part.items()}
+    assert result.keys() == whole.state_dict().keys() and len(result) == sum(map(len, held))
     for name, weight in whole.state_dict().items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(result[name], weight), name
 
 
 def test_a_used_stage_materializes_only_itself():
@@ -52,11 +52,11 @@ dist.init_process_group("gloo")
 import warnings
 import firstloss as fl
 warnings.simplefilter("ignore", fl.errors.NotMaterializedWarning)
-materialize, found = fl.materialize_module, []
+materialize, results = fl.materialize_module, []
 for fl.materialize_module in (materialize, lambda model: model):  # as it is, and forgotten
-    found.append(pipeline_stages.train(3)[1])
+    results.append(pipeline_stages.train(3)[1])
 if dist.get_rank() == dist.get_world_size() - 1:
-    losses, forgotten = found
+    losses, forgotten = results
     # Gradients of microbatches are added in another order: after the first step, the last bits may differ.
     assert losses[0] == expected[0] and len(losses) == 3
     assert all(abs(a - b) < 1e-4 for a, b in zip(losses, expected)), (losses, expected)

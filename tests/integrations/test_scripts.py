@@ -1,6 +1,6 @@
-"""nanoGPT's, nanochat's and torchtitan's training programs with one line changed: the same weights, bit for bit.
+"""The training programs of nanoGPT, nanochat and torchtitan with one line changed: the same weights, bit for bit.
 
-nanoGPT and nanochat are no packages: FIRSTLOSS_TRAINERS names a folder with checkouts of them.
+nanoGPT and nanochat are not packages: FIRSTLOSS_TRAINERS names a folder with checkouts of them.
 """
 
 import itertools
@@ -40,18 +40,18 @@ def test_nanogpt(tmp_path, compiled):
     )
     small = "n_layer=2 n_head=2 n_embd=32 block_size=16 batch_size=2 gradient_accumulation_steps=2 dropout=0.1".split()
     short = "dataset=mine device=cpu max_iters=4 eval_iters=1 eval_interval=4 log_interval=1".split()
-    found = []
+    checkpoints = []
     for script in ("train.py", "one_line.py"):
         run([script, *(f"--{a}" for a in [*small, *short, f"compile={compiled}", f"out_dir={script}.out"])], folder)
-        found.append(torch.load(folder / f"{script}.out" / "ckpt.pt", weights_only=False))
-    same(found[0]["model"], found[1]["model"])
-    assert found[0]["best_val_loss"] == found[1]["best_val_loss"]
+        checkpoints.append(torch.load(folder / f"{script}.out" / "ckpt.pt", weights_only=False))
+    same(checkpoints[0]["model"], checkpoints[1]["model"])
+    assert checkpoints[0]["best_val_loss"] == checkpoints[1]["best_val_loss"]
 
 
-def same(expected, found):
-    assert expected.keys() == found.keys()
+def same(expected, actual):
+    assert expected.keys() == actual.keys()
     for name, weight in expected.items():
-        assert torch.equal(weight, found[name]), name
+        assert torch.equal(weight, actual[name]), name
 
 
 NANOCHAT_DATA = """
@@ -85,15 +85,15 @@ def test_nanochat(tmp_path):
     for script in ("base_train", "one_line"):
         arguments = [f"--{a}" for a in [*small, *short, f"model-tag={script}"]]
         run(["-m", f"scripts.{script}", *arguments], folder, **base)
-    expected, found = (
+    expected, actual = (
         torch.load(tmp_path / "base" / "base_checkpoints" / script / "model_000003.pt")
         for script in ("base_train", "one_line")
     )
-    same(expected, found)
+    same(expected, actual)
 
 
-# torchtitan asks PyTorch for an accelerator, and its attention has no backward pass on a CPU: in its place is the one
-# that PyTorch has for everything, with the same mask.
+# torchtitan requires an accelerator, and its attention has no backward pass on a CPU: replaced by PyTorch's own
+# attention with the same mask.
 TORCHTITAN = """
 import hashlib, importlib, os, sys, types, torch
 import torchtitan.tools.utils as utils
@@ -154,15 +154,15 @@ with torch.no_grad():
             weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
     output = whole(model(inputs, **extra))
 before, losses = state(), []
-found = {"weights": digests(before), "output": digest(output)}
+results = {"weights": digests(before), "output": digest(output)}
 if not one_line and os.environ["WORLD_SIZE"] == "1":
-    found["first"] = before
+    results["first"] = before
 trainer.metrics_processor.log = lambda step, loss, *more, **others: losses.append(torch.tensor(loss))
 trainer.train()
 assert len(losses) == 3
-found |= {"losses": torch.stack(losses), "trained": digests(state())}
+results |= {"losses": torch.stack(losses), "trained": digests(state())}
 if os.environ["RANK"] == "0":
-    torch.save(found, name)
+    torch.save(results, name)
 torch.distributed.barrier()
 """
 
@@ -173,9 +173,9 @@ torch.distributed.barrier()
     [("llama3", "llama3_debugmodel"), ("qwen3", "qwen3_moe_debug"), ("deepseek_v3", "deepseek_v3_debugmodel")],
 )
 def test_torchtitan(tmp_path, family, name):
-    """On two ranks the weights and the first output of one process, and three steps of training from them.
+    """Two ranks have the weights and the first output of one process, and train three steps from them.
 
-    As it is, torchtitan has other weights on each mesh: for two ranks it is given those of one process.
+    Unmodified, torchtitan has different weights on each mesh: two ranks are given those of one process.
     """
     needs("torchtitan", "triton", "tokenizers", "datasets")
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -194,9 +194,9 @@ def test_torchtitan(tmp_path, family, name):
         run_ranks(TORCHTITAN, world, how, family, name, str(tmp_path))
         runs[world, how] = torch.load(tmp_path / f"{how}-{world}.pt")
     for world in (1, 2):
-        plain, ours = runs[world, "as it is"], runs[world, "one line"]
+        plain, deferred = runs[world, "as it is"], runs[world, "one line"]
         for what in ("weights", "output", "trained"):
-            assert plain[what] == ours[what], (what, world)
-        assert torch.equal(plain["losses"], ours["losses"]) and len(set(ours["losses"].tolist())) == 3
+            assert plain[what] == deferred[what], (what, world)
+        assert torch.equal(plain["losses"], deferred["losses"]) and len(set(deferred["losses"].tolist())) == 3
     for what in ("weights", "output"):
         assert runs[1, "as it is"][what] == runs[2, "one line"][what], what

@@ -1,6 +1,6 @@
-"""Our own samples for overloads of Core ATen that none of PyTorch's samples reach.
+"""Samples for overloads of Core ATen that PyTorch's own samples do not reach.
 
-Each is an operation in PyTorch's sense (an `OpInfo`), called by its overload.
+Each is an operation in PyTorch's sense (an `OpInfo`) that calls the overload.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F32 = (torch.float32,)
 
 
 def _made(shape: tuple[int, ...], dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
-    """Numbers of both signs, none of them zero, no two alike up to eight."""
+    """Nonzero numbers of both signs, distinct up to eight elements."""
     count = torch.Size(shape).numel()
     x = (torch.arange(count) * 5 % 17 - 8.5) / 2
     x = x.round() + 1 if dtype == torch.int64 else x
@@ -31,7 +31,8 @@ def _made(shape: tuple[int, ...], dtype: torch.dtype, grad: bool = False) -> tor
 
 
 def _direct(overload: Any, dtypes: tuple, *calls: Callable, grad: bool = True, of: Callable = lambda x: x) -> OpInfo:
-    """`overload` on the arguments that each of `calls` gives for a function that makes tensors; compared: `of` it."""
+    """An `OpInfo` of `overload`: each of `calls` gets a function that creates tensors and returns arguments; `of` the
+    result is compared."""
 
     def samples(op: Any, device: Any, dtype: torch.dtype, requires_grad: bool, **_: Any) -> Any:
         for call in calls:
@@ -61,7 +62,7 @@ def _bounds(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 _IMAGE = (1, 2, 6, 6)
 
-# Comparisons and arithmetic with a number, which Python's own operators never call: they wrap the number.
+# Comparisons and arithmetic with a number, which Python's operators never call: they wrap the number in a tensor.
 _SCALARS = [
     _direct(
         getattr(getattr(aten, name), overload), dtypes, lambda t: (t(2, 4), 2), lambda t: (t(0), 3), lambda t: (t(), 1)
@@ -110,7 +111,7 @@ _NETWORKS = [
         aten._embedding_bag.default,
         F32,
         *(lambda t, mode=mode: (t(5, 3), _places([0, 2, 4, 2]), _places([0, 3]), False, mode) for mode in (0, 1)),
-        of=lambda found: found[0],  # the rest is for its backward pass, and partly unwritten
+        of=lambda found: found[0],  # the rest is for its backward pass, and partly uninitialized
     ),
     _direct(aten.embedding.default, FLOATS, lambda t: (t(5, 3), _places([[0, 4], [2, 2]]), 2)),
     _direct(

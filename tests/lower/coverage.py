@@ -1,13 +1,12 @@
 """Coverage of the lowering: every sample of PyTorch's operator tests, captured, compiled and compared.
 
-    python -m tests.lower.coverage                       # what was not swept yet, or with fewer samples
-    python -m tests.lower.coverage --only '^linalg'      # some operations again; the rest as they were
-    python -m tests.lower.coverage --table               # the page again, from outcomes found before
+    python -m tests.lower.coverage                       # operations not swept yet, or with fewer samples
+    python -m tests.lower.coverage --only '^linalg'      # only these operations, again
+    python -m tests.lower.coverage --table               # regenerate the page from stored outcomes
 
-Outcomes are kept in docs/operations.jsonl (`outcomes.py`), a line an operation: a sweep that was stopped goes on where
-it was, and an operation that is swept again changes its own row of docs/operations.md and the totals. All of them take
-an hour or two. Operations are swept by child processes, a few each, since thousands of compiled programs use up a
-process's memory maps.
+Outcomes are stored in docs/operations.jsonl (`outcomes.py`), one line per operation: an interrupted sweep resumes, and
+sweeping an operation again changes only its row in docs/operations.md and the totals. All operations take an hour or
+two. They are swept by child processes, a few each, since thousands of compiled programs use up a process's memory maps.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from .samples import ABSENT, DIFFERS, DTYPES, DYNAMIC, FAILS, GOOD, LEFT_OUT, RE
 from .verdicts import examine
 
 CORE_OVERLOADS = {str(overload) for overload in CORE}
-AT_ONCE = 25  # operations a child
+AT_ONCE = 25  # operations per child process
 MOST = 5000  # samples that are counted
-SLOW = re.compile("pool|linear_cross|interpolate|attention|conv|pad|logspace")  # what matters most comes first
-SECONDS = 3600  # that a child may take
+SLOW = re.compile("pool|linear_cross|interpolate|attention|conv|pad|logspace")  # swept after the others
+SECONDS = 3600  # time limit of a child process
 
 
 def outcome_of(op: Any, limit: int) -> dict[str, Any]:
-    """What became of the samples of one operation."""
+    """The outcome of an operation's samples."""
     dtypes: dict[str, dict[str, int]] = {}
     whys: dict[str, collections.Counter[str]] = {}
     overloads: dict[str, list[int]] = {}
@@ -57,9 +56,9 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
             if sample.verdict not in GOOD and sample.verdict != LEFT_OUT:
                 whys.setdefault(sample.verdict, collections.Counter())[f"{name}: {sample.why}"] += 1
             for overload in sample.overloads & CORE_OVERLOADS if sample.verdict != LEFT_OUT else ():
-                found = overloads.setdefault(overload, [0, 0])
-                found[0] += sample.verdict in GOOD
-                found[1] += 1
+                counts = overloads.setdefault(overload, [0, 0])
+                counts[0] += sample.verdict in GOOD
+                counts[1] += 1
         jax.clear_caches()
     return {
         "op": op.full_name,
@@ -67,14 +66,14 @@ def outcome_of(op: Any, limit: int) -> dict[str, Any]:
         "why": {verdict: short(why.most_common(1)[0][0]) for verdict, why in whys.items()},
         "overloads": overloads,
         "limit": limit,
-        "cut": cut,  # by dtype: how many samples there are, of which `limit` were taken
+        "cut": cut,  # by dtype: how many samples there are, of which `limit` were run
         "seconds": round(time.process_time() - began, 1),
     }
 
 
 def sweep(only: str, limit: int, again: bool) -> None:
-    """Sweep the operations whose names match, in children; those that have an outcome only if `again`."""
-    known = set() if again else {op for op, found in read_outcomes().items() if is_enough(found, limit)}
+    """Sweep the operations whose names match, in child processes; if `again`, also those that have an outcome."""
+    known = set() if again else {op for op, outcome in read_outcomes().items() if is_enough(outcome, limit)}
     ops = sorted((*DIRECT, *tested()), key=lambda op: (not is_listed(op), bool(SLOW.search(op.full_name))))
     todo = [op.full_name for op in ops if re.search(only, op.full_name) and op.full_name not in known]
     for i in range(0, len(todo), AT_ONCE):
@@ -82,7 +81,7 @@ def sweep(only: str, limit: int, again: bool) -> None:
         while part:
             done, how = run_child(part, limit)
             left = [name for name in part if name not in done]
-            if len(left) == len(part):  # the child ended, or was ended, without a word
+            if len(left) == len(part):  # the child process ended or was killed without reporting
                 keep_outcome(
                     {"op": left[0], "dtypes": {"float32": {FAILS: 1}}, "why": {FAILS: how}, "overloads": {}}
                     | {"limit": limit, "cut": {}}
@@ -92,13 +91,13 @@ def sweep(only: str, limit: int, again: bool) -> None:
         print(f"{min(i + AT_ONCE, len(todo))} of {len(todo)} operations", flush=True)
 
 
-def is_enough(found: dict[str, Any], limit: int) -> bool:
-    """Whether an outcome has what a sweep of at most `limit` samples would find."""
-    return found["limit"] > 0 and (found["limit"] >= limit or not found["cut"])
+def is_enough(outcome: dict[str, Any], limit: int) -> bool:
+    """Whether an outcome covers what a sweep of at most `limit` samples would."""
+    return outcome["limit"] > 0 and (outcome["limit"] >= limit or not outcome["cut"])
 
 
 def run_child(names: list[str], limit: int) -> tuple[set[str], str]:
-    """Those of `names` that a child has swept, and how it ended."""
+    """The operations of `names` that a child process has swept, and how it ended."""
     command = [sys.executable, "-m", "tests.lower.coverage", "--child", "--limit", str(limit), *names]
     done = set()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -48,7 +48,7 @@ sample of each operation in float32 and bfloat16, and every sample that does not
 def write_page(outcomes: dict[str, dict[str, Any]], path: Path) -> None:
     """Write the page to `path`."""
     ops = {op.full_name: op for op in (*DIRECT, *tested())}
-    outcomes = {name: found for name, found in outcomes.items() if name in ops}
+    outcomes = {name: outcome for name, outcome in outcomes.items() if name in ops}
     lines = [HEAD, *_limits(outcomes), *_totals(outcomes, ops), *_core(outcomes), *_operations(outcomes)]
     path.write_text("\n".join(lines) + "\n")
 
@@ -58,10 +58,10 @@ def _total(outcome: dict[str, Any], *verdicts: str) -> int:
 
 
 def _limits(outcomes: dict[str, dict[str, Any]]) -> list[str]:
-    """With which versions, what was left out, and what is of an earlier sweep."""
-    versions = sorted({f"torch {found['torch']} and jax {found['jax']}" for found in outcomes.values()})
+    """Versions, omissions, and what is from an earlier sweep."""
+    versions = sorted({f"torch {outcome['torch']} and jax {outcome['jax']}" for outcome in outcomes.values()})
     lines = [f"Swept with {', '.join(versions)}.", ""]
-    cut = [(found["limit"], n) for found in outcomes.values() for n in found["cut"].values()]
+    cut = [(outcome["limit"], n) for outcome in outcomes.values() for n in outcome["cut"].values()]
     if cut:
         least, every = min(limit for limit, _ in cut), sum(n for _, n in cut)
         lines += [
@@ -69,7 +69,7 @@ def _limits(outcomes: dict[str, dict[str, Any]]) -> list[str]:
             f"evenly: in {len(cut)} cases, {sum(limit for limit, _ in cut):,} of {every:,}.",
             "",
         ]
-    earlier = len([found for found in outcomes.values() if not found["limit"]])
+    earlier = len([outcome for outcome in outcomes.values() if not outcome["limit"]])
     if earlier:
         lines += [
             f"{earlier} operations, marked †, are from an earlier sweep, with at least 20 samples per dtype where "
@@ -81,7 +81,7 @@ def _limits(outcomes: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _totals(outcomes: dict[str, dict[str, Any]], ops: dict[str, Any]) -> list[str]:
-    listed = [found for name, found in outcomes.items() if is_listed(ops[name])]
+    listed = [outcome for name, outcome in outcomes.items() if is_listed(ops[name])]
     columns = [outcomes.values(), listed]
     verdicts = (*GOOD, DYNAMIC, REFUSED, ABSENT, FAILS, DIFFERS)
     every = [sum(_total(o, *verdicts) for o in column) for column in columns]
@@ -103,9 +103,9 @@ def _core(outcomes: dict[str, dict[str, Any]]) -> list[str]:
     used: dict[str, list[int]] = {}
     for outcome in outcomes.values():
         for overload, (good, every) in outcome["overloads"].items():
-            found = used.setdefault(overload, [0, 0])
-            found[0] += good
-            found[1] += every
+            counts = used.setdefault(overload, [0, 0])
+            counts[0] += good
+            counts[1] += every
     lines = [
         f"## The {len(CORE)} overloads of Core ATen",
         "",

@@ -16,9 +16,9 @@ from firstloss.lower.dtypes import cast, to_jax
 from firstloss.lower.registry import functional
 from firstloss.lower.rules import RULES
 
-# Relative to the largest element of a result as well as to each element: a sum of n terms of both signs is only as
-# exact as the terms. XLA adds in another order than ATen's blocked loops and uses other polynomials (a few ulp).
-# The half precisions are rounded once per operation by both, so differ by the last bit (2^-8, 2^-11).
+# Relative to the largest element of a result as well as to each element: a sum of terms of both signs is only as exact
+# as the terms. XLA sums in another order than ATen's blocked loops and uses other polynomials (a few ulp). Both round
+# half precision once per operation, so the last bit may differ (2^-8, 2^-11).
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.complex128: 1e-9,
@@ -27,13 +27,13 @@ TOLERANCE = {
     torch.float16: 2e-3,
     torch.bfloat16: 1.6e-2,
 }
-# What torch.testing.assert_close, and so OpInfo's own tests, allow a result that should be zero; for the half
-# precisions, the last bit of operands around 1.
+# The tolerance for zeros of torch.testing.assert_close, and so of OpInfo's own tests; for half precision, the last bit
+# of operands around 1.
 FLOOR = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
 def to_array(x):
-    """A JAX array for a tensor; anything else as it is."""
+    """A JAX array for a tensor; other values are returned unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     x = x.detach().resolve_conj().resolve_neg().contiguous()
@@ -42,13 +42,13 @@ def to_array(x):
 
 
 def cast_as(results: list, expected: list) -> list:
-    """The results of a rule in the dtypes that eager has, as the driver casts them."""
-    casts = [cast(ours, to_jax(theirs.dtype)) for ours, theirs in zip(results, expected, strict=False)]
+    """A rule's results cast to eager's dtypes, as `lower/program.py` does."""
+    casts = [cast(actual, to_jax(eager.dtype)) for actual, eager in zip(results, expected, strict=False)]
     return casts + results[len(casts) :]
 
 
 def to_tensor(x, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor for what a rule gave, cast as the driver casts it."""
+    """A rule's result as a tensor, cast as `lower/program.py` does."""
     x = np.array(cast(jnp.asarray(x), to_jax(dtype)))
     if dtype == torch.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(dtype)
@@ -58,7 +58,7 @@ def to_tensor(x, dtype: torch.dtype) -> torch.Tensor:
 def assert_rule(overload, args, kwargs, expected, *, tolerance: float | None = None) -> None:
     """Run the rule of `overload` on eager arguments and compare with the eager result."""
     with jax.enable_x64(True):
-        # Under jit, tensors are tracers as they are in the driver, and one call compiles once.
+        # Under jit, tensors are tracers as in `lower/program.py`, and the call compiles once.
         flat, spec = tree_flatten((args, kwargs))
         arrays = [to_array(x) for x in flat if isinstance(x, torch.Tensor)]
         expected_leaves = [x for x in tree_leaves(expected) if isinstance(x, torch.Tensor)]
@@ -70,20 +70,20 @@ def assert_rule(overload, args, kwargs, expected, *, tolerance: float | None = N
             results = tree_leaves(RULES[overload](*rule_args, **rule_kwargs))
             return cast_as([x for x in results if x is not None], expected_leaves)
 
-        got = jax.jit(run)(arrays)
-    assert len(got) == len(expected_leaves), f"{overload}: {len(got)} results for {len(expected_leaves)}"
-    for ours, theirs in zip(got, expected_leaves, strict=True):
-        assert_same(to_tensor(ours, theirs.dtype), theirs, tolerance)
+        result = jax.jit(run)(arrays)
+    assert len(result) == len(expected_leaves), f"{overload}: {len(result)} results for {len(expected_leaves)}"
+    for actual, eager in zip(result, expected_leaves, strict=True):
+        assert_same(to_tensor(actual, eager.dtype), eager, tolerance)
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float | None = None) -> None:
-    theirs = theirs.detach().resolve_conj().resolve_neg()
-    assert ours.shape == theirs.shape, f"shape {tuple(ours.shape)} for {tuple(theirs.shape)}"
-    explicit, tolerance = tolerance, TOLERANCE.get(theirs.dtype, 0.0) if tolerance is None else tolerance
-    finite = theirs[torch.isfinite(theirs)].abs() if theirs.dtype in TOLERANCE else None
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    expected = expected.detach().resolve_conj().resolve_neg()
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)} for {tuple(expected.shape)}"
+    explicit, tolerance = tolerance, TOLERANCE.get(expected.dtype, 0.0) if tolerance is None else tolerance
+    finite = expected[torch.isfinite(expected)].abs() if expected.dtype in TOLERANCE else None
     scale = float(finite.double().max()) if finite is not None and finite.numel() else 0.0
-    floor = max(FLOOR.get(theirs.dtype, 1e-5), explicit or 0.0) if theirs.dtype in TOLERANCE else 0.0
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=max(tolerance * scale, floor), equal_nan=True)
+    floor = max(FLOOR.get(expected.dtype, 1e-5), explicit or 0.0) if expected.dtype in TOLERANCE else 0.0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=max(tolerance * scale, floor), equal_nan=True)
 
 
 def owns_memory(x: torch.Tensor) -> bool:
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, overload, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if overload is torch.ops.aten.as_strided.default and not owns_memory(args[0]):
-            return overload(*args, **kwargs)  # speaks of the memory behind a view, which no copy has
+            return overload(*args, **kwargs)  # depends on the memory behind a view, which copies lack
         before = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
         result = overload(*args, **kwargs)
         after = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, result)
@@ -112,7 +112,7 @@ def without_out(overload, kwargs):
     return {k: v for k, v in kwargs.items() if k not in {a.name for a in overload._schema.arguments if a.is_out}}
 
 
-# Operations that compute nothing, draw random numbers (the driver's), or give values no rule could know.
+# Operations that compute nothing, draw random numbers (done outside the rules), or whose values no rule can know.
 NOT_LOWERED = {
     "aten._local_scalar_dense.default",
     "aten.rand.default",
@@ -136,14 +136,14 @@ def is_checked(overload) -> bool:
 
 
 class Check:
-    """One recorded call and what came of comparing it; `problem` is None when its rule agrees with eager."""
+    """A recorded call and the result of comparing it; `problem` is None if its rule agrees with eager."""
 
     def __init__(self, call):
         overload, self.args, self.kwargs, self.expected = call
         self.overload, self.kwargs = functional(overload), without_out(overload, self.kwargs)
         self.problem: str | None = None
-        # Some have the tag for what they do not always do: attention for its dropout, RReLU (whose key may be left out)
-        # for training.
+        # Some have the tag although they are deterministic in some modes: attention without dropout, RReLU (whose key
+        # is optional) in evaluation.
         rule = RULES.get(self.overload)
         key = rule and inspect.signature(rule).parameters.get("rng_key")
         draws = rule is None or key is not None and key.default is key.empty
@@ -177,23 +177,24 @@ class Check:
     def compare(self, results) -> None:
         try:
             assert len(results) == len(self.leaves), f"{len(results)} results for {len(self.leaves)}"
-            for position, (ours, theirs) in enumerate(zip(results, self.leaves, strict=True)):
-                if "batch_norm" in str(self.overload) and theirs.shape == (0,):
-                    continue  # evaluation saves nothing, which PyTorch's kernel and its meta kernel say in two ways
-                wanted = tolerance_of(self.overload, position, theirs)
-                if wanted == "any":
-                    assert tuple(ours.shape) == tuple(theirs.shape)
+            for position, (actual, expected) in enumerate(zip(results, self.leaves, strict=True)):
+                if "batch_norm" in str(self.overload) and expected.shape == (0,):
+                    # evaluation saves nothing: PyTorch's kernel and its meta kernel represent that differently
+                    continue
+                tolerance = tolerance_of(self.overload, position, expected)
+                if tolerance == "any":
+                    assert tuple(actual.shape) == tuple(expected.shape)
                 else:
-                    assert_same(to_tensor(ours, theirs.dtype), theirs, wanted)
+                    assert_same(to_tensor(actual, expected.dtype), expected, tolerance)
         except (AssertionError, ValueError, TypeError) as error:
-            shown = tree_map(
+            arguments = tree_map(
                 lambda x: f"{x.dtype}{list(x.shape)}" if isinstance(x, torch.Tensor) else x, (self.args, self.kwargs)
             )
-            self.problem = f"{self.overload} {shown}: {re.sub(chr(10) + '+', ' ', str(error))[:400]}"
+            self.problem = f"{self.overload} {arguments}: {re.sub(chr(10) + '+', ' ', str(error))[:400]}"
 
 
 def check(calls: list) -> list[Check]:
-    """Compare calls, all compiled as one program: compiling is what takes the time."""
+    """Compare calls, all compiled as one program, since compilation dominates."""
     with jax.enable_x64(True):
         checks = [Check(call) for call in calls if is_checked(call[0])]
         ready = [c for c in checks if not c.problem]
@@ -202,7 +203,7 @@ def check(calls: list) -> list[Check]:
                 results = jax.jit(lambda arrays: [c.run(a) for c, a in zip(ready, arrays, strict=True)])(
                     [c.arrays for c in ready]
                 )
-            except Exception:  # an operation that XLA itself refuses: find out which
+            except Exception:  # XLA itself refuses an operation: find out which
                 results = []
                 for c in ready:
                     try:
@@ -216,39 +217,39 @@ def check(calls: list) -> list[Check]:
     return checks
 
 
-# Results that cannot be compared element by element with the common tolerance, and why.
+# Results that cannot be compared elementwise with the common tolerance, and why.
 LOOSER: dict = {
-    # Vectors are unique up to a sign or phase, and up to a rotation where values repeat; see test_linalg.py.
+    # Vectors are unique up to a sign or phase, and up to a rotation for repeated values; see test_linalg.py.
     ("aten._linalg_svd.default", 0): "any",
     ("aten._linalg_svd.default", 2): "any",
     ("aten._linalg_eigh.default", 1): "any",
     ("aten.linalg_eig.default", 0): "any",
     ("aten.linalg_eig.default", 1): "any",
     ("aten._linalg_eigvals.default", 0): "any",
-    # Of equal values, PyTorch's unstable and partial sorts take any; see test_sorting.py.
+    # Among equal values, PyTorch's unstable and partial sorts may take any; see test_sorting.py.
     ("aten.sort.default", 1): "any",
     ("aten.topk.default", 1): "any",
     ("aten.kthvalue.default", 1): "any",
-    # The sizes of bags are left at 0 by the kernel that does without them.
+    # Kernels that do not need the sizes of bags leave them at 0.
     ("aten._embedding_bag.default", 2): "any",
-    # Unwritten memory, but for maxima, which test_families.py has.
+    # Uninitialized memory, except for maxima, which test_families.py tests.
     ("aten._embedding_bag.default", 3): "any",
-    # Of bfloat16, logarithms of sums: with AVX2 PyTorch's exponentials are good for 14 bits, off by 6e-5 (measured).
+    # bfloat16 logarithms of sums: PyTorch's AVX2 exponentials have 14 correct bits, an error of 6e-5 (measured).
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", 1): 2e-4,
-    # Multiplies by the inverse deviation, up to 1 / sqrt(eps) = 316, what should be 0.
+    # Multiplies values that should be 0 by the inverse deviation, up to 1 / sqrt(eps) = 316.
     "aten.native_layer_norm_backward.default": 5e-5,
 }
 
 
 def tolerance_of(overload, position: int, expected: torch.Tensor):
-    """The tolerance of one result: None for the dtype's, "any" where PyTorch itself does not fix the values."""
+    """The tolerance of one result: None for the dtype's, "any" if PyTorch does not determine the values."""
     if expected.dtype not in (torch.float32, torch.complex64, torch.int64):
         return None  # already coarser
     return LOOSER.get((str(overload), position), LOOSER.get(str(overload)))
 
 
 def check_step(calls: list) -> list[str]:
-    """The problems of a step's operations, each distinct one checked once."""
+    """The problems of a step's operations, each distinct operation checked once."""
 
     def shown(x):
         return (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x

@@ -1,4 +1,4 @@
-"""Small models of three zoos, with their batches, for `model_steps`."""
+"""Small models from three zoos, with their batches, for `model_steps`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.sweep_constructors import shrink
 
 
 class Case(NamedTuple):
-    """A constructor, and from its module a batch of keyword arguments."""
+    """A constructor, and a function from its module to a batch of keyword arguments."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[nn.Module], dict[str, Any]]
@@ -40,10 +40,10 @@ IMAGES = (
     "swiftformer yolos focalnet resnet hiera"
 ).split()
 SOUNDS = "whisper wav2vec2 speech_to_text audio-spectrogram-transformer hubert sew wavlm unispeech".split()
-OTHERS = "clip patchtst decision_transformer".split()  # text beside images, series, games
-BARE = ("ijepa", "hiera", "vit_mae", "vit_msn", "yolos")  # without a classifier, or with one of another loss
+OTHERS = "clip patchtst decision_transformer".split()  # text together with images, series, games
+BARE = ("ijepa", "hiera", "vit_mae", "vit_msn", "yolos")  # without a classifier, or with one that has another loss
 
-# What `shrink` cannot know: fields that have to agree with those that it sets.
+# Fields that must agree with those that `shrink` sets, which it cannot know.
 AGREEING: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16},
@@ -87,7 +87,7 @@ AGREEING: dict[str, dict[str, Any]] = {
     "audio-spectrogram-transformer": {"num_mel_bins": 16, "max_length": 32, "frequency_stride": 8, "time_stride": 8},
     "patchtst": {"context_length": 32, "prediction_length": 8, "num_input_channels": 3, "patch_length": 8},
 }
-# Architectures of stages, whose sizes are lists: these fields and no others.
+# Architectures with stages, whose sizes are lists: only these fields are changed.
 STAGED: dict[str, dict[str, Any]] = {
     "convnext": {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 32, 64], "image_size": 64},
     "convnextv2": {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 32, 64], "image_size": 64},
@@ -112,10 +112,10 @@ TORCHVISION = (
     "lraspp_mobilenet_v3_large googlenet swin_v2_t s3d mvit_v2_s inception_v3 maxvit_t swin3d_t mvit_v1_b raft_small "
     "squeezenet1_0 regnet_y_800mf"
 ).split()
-IMAGES_A_BATCH = 8  # what a batch norm over two images does is mostly rounding
+IMAGES_A_BATCH = 8  # a batch norm over two images is mostly rounding
 VIDEO = ("mc3_18", "mvit_v1_b", "mvit_v2_s", "r2plus1d_18", "r3d_18", "s3d", "swin3d_t")
 SIDES = {"inception_v3": 139, "alexnet": 96, "raft_small": 128, "googlenet": 128, "s3d": 96}
-# Layers that give as many channels as they take, each of its own shape.
+# Layers with as many output as input channels, each of its own shape.
 LEFT_OUT = {
     "googlenet": ("inception4b", "inception4c"),
     "inception_v3": ("Mixed_5d", "Mixed_6c", "Mixed_6d", "Mixed_6e", "Mixed_7c"),
@@ -132,11 +132,12 @@ TIMM = (
     "cspresnet50 dla34 mobileone_s0 repghostnet_050 repvit_m0_9 rexnet_100 selecsls42 gcvit_xxtiny davit_tiny "
     "twins_svt_small swin_tiny_patch4_window7_224 hgnetv2_b0"
 ).split()
-JOINED = ("edgenext_xx_small", "res2net50_14w_8s", "hgnetv2_b0")  # join what their layers return: none can be left out
+# concatenates its layers' results: none can be left out
+JOINED = ("edgenext_xx_small", "res2net50_14w_8s", "hgnetv2_b0")
 
 
 def transformers_case(name: str, dropout: float = 0.0) -> Case:
-    """A small model of one architecture: with its language-modelling loss if it is a decoder, else the bare model."""
+    """A small model of one architecture: with its language-modelling loss for a decoder, otherwise the bare model."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -181,10 +182,10 @@ def transformers_batch(name: str, config: Any) -> dict[str, Any]:
         side = getattr(config, "image_size", 64)
         side = side[0] if isinstance(side, (list, tuple)) else side
         return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), max(side, 32), max(side, 32))}
-    if name == "led":  # which asks the mask whether some token attends to all: it makes one itself, of ones
+    if name == "led":  # checks whether a token attends globally: without a mask it creates one of ones
         return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
     if name in PAIRS:
-        # The mask is spelled out: LongT5, where it is traced, makes none of its own.
+        # The mask is explicit, since LongT5 does not create one when traced.
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids.flip(1)}
     if name in DECODERS:
         return {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -192,7 +193,7 @@ def transformers_batch(name: str, config: Any) -> dict[str, Any]:
 
 
 def set_dropout(config: Any, rate: float) -> None:
-    """One rate for all that drops. At 0 a step draws nothing, so that eager and compiled have one result."""
+    """Set all dropout rates. With 0 a step draws nothing, so eager and compiled results are comparable."""
     for key, value in list(vars(config).items()):
         if isinstance(value, float) and "layerdrop" not in key and "drop" in key:
             setattr(config, key, rate)
@@ -203,7 +204,7 @@ def set_dropout(config: Any, rate: float) -> None:
 
 
 def silence(model: nn.Module) -> nn.Module:
-    """No dropout in modules that have their rates as attributes."""
+    """Disable dropout in modules that have their rates as attributes."""
     for module in model.modules():
         for key in ("p", "drop_prob", "drop", "attn_drop", "dropout", "dropout_p", "layerdrop", "mask_ratio"):
             if isinstance(getattr(module, key, None), float) and isinstance(module, nn.Module):
@@ -212,7 +213,7 @@ def silence(model: nn.Module) -> nn.Module:
 
 
 def thin(model: nn.Module) -> nn.Module:
-    """Leave out of each list of layers those that are like the one before: stages keep their shapes, and lose depth."""
+    """Remove each layer that is like the one before it from its list: stages keep their shapes and lose depth."""
     for module in list(model.modules()):
         if isinstance(module, (nn.Sequential, nn.ModuleList)):
             layers = list(module)
@@ -236,7 +237,7 @@ def _alike(a: nn.Module, b: nn.Module) -> bool:
 
 
 def torchvision_small(name: str) -> nn.Module | None:
-    """Architectures that take their sizes as arguments, and whose layers are all of different shapes."""
+    """Architectures with sizes as constructor arguments, whose layers all have different shapes."""
     models = importlib.import_module("torchvision.models")
     if name == "densenet121":
         return models.DenseNet(16, (2, 3, 2, 2), 32, num_classes=10)
@@ -281,7 +282,7 @@ def torchvision_case(name: str) -> Case:
         for layer in LEFT_OUT.get(name, ()):
             model.set_submodule(layer, nn.Identity())
         if name == "s3d":
-            model.avgpool = nn.AvgPool3d((2, 3, 3))  # of 96 pixels a side, not 224
+            model.avgpool = nn.AvgPool3d((2, 3, 3))  # images of 96 pixels a side, not 224
         return thin(model)
 
     def batch(model: nn.Module) -> dict[str, Any]:
@@ -316,7 +317,7 @@ def timm_case(name: str) -> Case:
 
 
 def in_turn(*kinds: list[str]) -> list[str]:
-    """The first of each kind, then the second of each: so that the first few are of every kind."""
+    """The first of each kind, then the second of each, so that the first few include every kind."""
     return [name for row in itertools.zip_longest(*kinds) for name in row if name]
 
 
@@ -328,8 +329,8 @@ ZOOS: dict[str, tuple[list[str], Callable[[str], Case]]] = {
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's own loss; else the mean square distance of what it returns from a fixed pattern. (From a constant
-    would not do: behind a layer norm that does not depend on the weights before it.)"""
+    """The model's own loss; otherwise the mean squared distance of its output from a fixed pattern. (Not from a
+    constant: after a layer norm, that would not depend on the weights before it.)"""
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss

@@ -1,4 +1,4 @@
-"""The outcome of each model of `model_steps`: one row each in docs/model-steps.jsonl, and the page made of them."""
+"""The outcome of each model of `model_steps`: rows of docs/model-steps.jsonl, and the page generated from them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Row = dict[str, Any]
 
 
 def read_rows() -> dict[tuple[str, str], Row]:
-    """By zoo and name."""
+    """Rows by zoo and name."""
     rows = map(json.loads, ROWS.read_text().splitlines()) if ROWS.exists() else ()
     return {(row["zoo"], row["name"]): row for row in rows}
 
 
 def keep(outcome: Row) -> None:
-    """Put a model's row in place of its last one. A run that was cut short replaces no outcome."""
+    """Replace a model's row. A run that was interrupted replaces no outcome."""
     rows = read_rows()
     key = outcome["zoo"], outcome["name"]
     if outcome["verdict"] == "late" and rows.get(key, outcome)["verdict"] != "late":
@@ -53,7 +53,7 @@ def keep(outcome: Row) -> None:
 
 
 def as_row(outcome: Row) -> Row:
-    """What is kept of an outcome: figures to two digits, no folders of this machine, the versions and when (UTC)."""
+    """An outcome as stored: figures to two digits, without local paths, with versions and time (UTC)."""
     row: Row = {
         key: outcome[key] for key in ("zoo", "name", "verdict", "weights", "tensors", "worst") if key in outcome
     }
@@ -73,9 +73,9 @@ def write_page() -> None:
     lines = ["# Training steps of model zoos", "", "<!-- Written by `python -m tests.lower.model_steps`. -->", ""]
     lines += [*PREFACE.strip().splitlines(), "", f"| zoo | {' | '.join(VERDICTS)} |", "| --- |" + " ---: |" * 5]
     for zoo in zoos:
-        found = [row for row in rows.values() if row["zoo"] == zoo]
-        counts = [str(sum(row["verdict"] == verdict for row in found)) for verdict in VERDICTS]
-        versions = ", ".join(sorted({row["versions"][zoo] for row in found}))
+        of_zoo = [row for row in rows.values() if row["zoo"] == zoo]
+        counts = [str(sum(row["verdict"] == verdict for row in of_zoo)) for verdict in VERDICTS]
+        versions = ", ".join(sorted({row["versions"][zoo] for row in of_zoo}))
         lines.append(f"| {zoo} {versions} | {' | '.join(counts)} |")
     for zoo in zoos:
         lines += ["", f"## {zoo}", "", f"| {' | '.join(HEADS)} |"]

@@ -1,13 +1,13 @@
-"""One training step of small models of three zoos, compiled, against eager PyTorch: the loss and every gradient.
+"""One training step of small models from three zoos, compiled, against eager PyTorch: the loss and every gradient.
 
-    python -m tests.lower.model_steps                         # all that have no outcome yet, hours; writes the page
+    python -m tests.lower.model_steps                         # all without an outcome, hours; writes the page
     python -m tests.lower.model_steps transformers --only bert
-    python -m tests.lower.model_steps --table                 # the page again, from outcomes found before
+    python -m tests.lower.model_steps --table                 # regenerate the page from stored outcomes
 
-Each model runs in a process of its own, with a limit on its time. Its outcome takes the place of its row in
-docs/model-steps.jsonl, of which docs/model-steps.md is made; a model that has one is not run again unless it is named.
+Each model runs in a process of its own, with a time limit. Its outcome replaces its row in docs/model-steps.jsonl, from
+which docs/model-steps.md is generated; a model that has an outcome is run again only if it is named.
 
-What counts as the same is written in model_rounding.py.
+model_rounding.py defines which results count as the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .model_rounding import BETAS, RATE, Step, Tensors, judge, judge_update, nud
 
 
 def train(case: Case, dtype: torch.dtype | None = None, nudged: int | None = None) -> tuple[Tensors, Step]:
-    """The weights before, and one step of eager PyTorch."""
+    """The initial weights, and one step of eager PyTorch."""
     torch.manual_seed(0)
     model = silence(case.build()).train()
     torch.manual_seed(1)
@@ -90,7 +90,7 @@ def collect(loss: torch.Tensor, model: nn.Module) -> Step:
 
 
 def examine(zoo: str, name: str, artifacts: str) -> dict[str, Any]:
-    """What became of one model's step."""
+    """The outcome of one model's step."""
     case = ZOOS[zoo][1](name)
     out: dict[str, Any] = {"zoo": zoo, "name": name, "verdict": "same", "why": ""}
     began = time.perf_counter()
@@ -103,28 +103,28 @@ def examine(zoo: str, name: str, artifacts: str) -> dict[str, Any]:
     if not eager.gradients:
         return {**out, "verdict": "left out", "why": "eager: no parameter has a gradient"}
     try:
-        ours, out["seconds"] = train_compiled(case, artifacts)
+        compiled, out["seconds"] = train_compiled(case, artifacts)
     except Exception as error:
         return {**out, "verdict": "refused", "why": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
 
     def again(seed: int | None) -> Step:
         return train(case, torch.float64 if seed is None else None, seed)[1]
 
-    out["loss"], out["eager loss"] = ours.loss, eager.loss
-    found = judge(ours, eager, again)
-    out["worst"], out["distance"], out["allowed"] = found.worst, found.distance, found.allowed
-    wrong = {**found.wrong, **judge_update(before, ours)}
-    if found.needs_float64():
+    out["loss"], out["eager loss"] = compiled.loss, eager.loss
+    judgement = judge(compiled, eager, again)
+    out["worst"], out["distance"], out["allowed"] = judgement.worst, judgement.distance, judgement.allowed
+    wrong = {**judgement.wrong, **judge_update(before, compiled)}
+    if judgement.needs_float64():
         try:
             exact = judge(train_compiled(case, artifacts, torch.float64)[0], again(None), None)
         except Exception as error:
             return {**out, "verdict": "refused", "why": f"in float64: {type(error).__name__}: {error}"[:300]}
-        wrong = {**exact.wrong, **judge_update(before, ours)}
+        wrong = {**exact.wrong, **judge_update(before, compiled)}
         out["why"] = f"in float64 `{exact.worst}` by {exact.distance:.0e}"
     if wrong:
         out["verdict"] = "differs"
-        shown = ", ".join(f"{what} {how}" for what, how in list(wrong.items())[:4])
-        out["why"] = f"loss {ours.loss} for {eager.loss}; {len(wrong)} tensors: {shown}"
+        listed = ", ".join(f"{what} {how}" for what, how in list(wrong.items())[:4])
+        out["why"] = f"loss {compiled.loss} for {eager.loss}; {len(wrong)} tensors: {listed}"
     out["total"] = round(time.perf_counter() - began, 1)
     return out
 
@@ -139,15 +139,15 @@ def _child(zoo: str, name: str, connection: Any) -> None:
 
 
 def in_child(zoo: str, name: str, limit: float) -> dict[str, Any]:
-    """One model in a process of its own, forked from this one, in which nothing but imports has happened."""
-    ours, theirs = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(zoo, name, theirs))
+    """Run one model in a process forked from this one, which has only imported modules."""
+    parent_end, child_end = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(zoo, name, child_end))
     process.start()
-    theirs.close()
+    child_end.close()
     out = {"zoo": zoo, "name": name, "verdict": "late", "why": f"no outcome within {limit:.0f} s"}
     try:
-        if ours.poll(limit):
-            out = ours.recv()
+        if parent_end.poll(limit):
+            out = parent_end.recv()
     except EOFError:
         out |= {"verdict": "refused", "why": "the process ended"}
     process.kill()
@@ -156,7 +156,7 @@ def in_child(zoo: str, name: str, limit: float) -> dict[str, Any]:
 
 
 def is_known(zoo: str, name: str) -> bool:
-    """Whether a model has an outcome, by the present check and within its time."""
+    """Whether a model has an outcome by the current check and within its time limit."""
     row = read_rows().get((zoo, name), {"verdict": "late"})
     return row["verdict"] != "late" and not row.get("partly")
 

@@ -1,6 +1,6 @@
 """Results of sweeps: docs/operations.jsonl, one line per operation.
 
-An operation that is swept again has its own line replaced, and no other.
+Sweeping an operation again replaces only its own line.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ OUTCOMES = ROOT / "docs" / "operations.jsonl"
 
 
 def read_outcomes() -> dict[str, dict[str, Any]]:
-    """By operation, the outcome found last.
+    """The last outcome of each operation.
 
-    `dtypes`: by dtype, how many samples came to which verdict; `why`: by verdict, the reason given most often;
-    `overloads`: of Core ATen's that capture met, good samples and all; `limit`: samples of a dtype at most (0: not
-    recorded); `cut`: by dtype, how many samples there are where there are more; `torch` and `jax`: their versions.
+    `dtypes`: by dtype, the number of samples with each verdict; `why`: by verdict, the most frequent reason;
+    `overloads`: the Core ATen overloads that capture met, of all samples; `limit`: the maximum number of samples per
+    dtype (0: not recorded); `cut`: by dtype, the total number of samples if that is larger; `torch` and `jax`: their
+    versions.
     """
     if not OUTCOMES.exists():
         return {}
-    return {found["op"]: found for found in map(json.loads, OUTCOMES.read_text().splitlines())}
+    return {row["op"]: row for row in map(json.loads, OUTCOMES.read_text().splitlines())}
 
 
 def keep_outcome(outcome: dict[str, Any]) -> None:
-    """Put `outcome` in place of what was known of its operation."""
+    """Replace the outcome of its operation by `outcome`."""
     outcome |= {"torch": torch.__version__.partition("+")[0], "jax": version("jax")}
-    found = read_outcomes() | {outcome["op"]: outcome}
+    outcomes = read_outcomes() | {outcome["op"]: outcome}
     with atomic_write(OUTCOMES, "w") as file:
-        for op in sorted(found):
-            file.write(json.dumps(found[op], separators=(",", ":")) + "\n")
+        for op in sorted(outcomes):
+            file.write(json.dumps(outcomes[op], separators=(",", ":")) + "\n")
 
 
 def short(reason: str) -> str:
-    """A reason without the places in files of this sweep."""
+    """A reason without the source locations of this sweep."""
     reason = re.sub(r"/\S+:\d+: ", "", reason)
     asks = re.search(r"asks for (.*?) \((\S+)\)", reason)
     if asks:

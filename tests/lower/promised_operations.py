@@ -16,7 +16,7 @@ CORE = {
 }
 CORE_NAMES = {overload._schema.name.removeprefix("aten::").strip("_") for overload in CORE}
 
-# The families beside Core ATen: their names in PyTorch's table.
+# The families in addition to Core ATen: their names in PyTorch's table.
 _FAMILIES = re.compile(
     r"attention|cross_entropy|nll_loss|(layer|group|batch|instance|rms)_norm|conv|embedding|pool|interpolate|upsample"
     r"|grid_sample|^scatter|^index|gather|^take|^put|sort$|topk|kthvalue|^cum|cumsum|^fft\.|^linalg\.|^qr$|cholesky"
@@ -26,7 +26,7 @@ _FAMILIES = re.compile(
 
 
 def aten_names(op: Any) -> set[str]:
-    """The names under which ATen may know an operation of PyTorch's table."""
+    """The ATen names of an operation in PyTorch's table."""
     return {
         op.name,
         op.name.rpartition(".")[2],
@@ -36,5 +36,5 @@ def aten_names(op: Any) -> set[str]:
 
 
 def is_listed(op: Any) -> bool:
-    """Whether `op` is of Core ATen or of the families above."""
+    """Whether `op` is in Core ATen or one of the families above."""
     return op.name.startswith("core.") or bool(aten_names(op) & CORE_NAMES) or bool(_FAMILIES.search(op.full_name))

@@ -1,7 +1,7 @@
 """PyTorch's own samples (OpInfo), captured like a step, lowered, compiled and run, against eager PyTorch.
 
-What is compared is what a user gets: the operation's outputs and, where it has them, its gradients, with the tolerance
-that PyTorch's own tests allow the operation.
+The comparison is of what users get: the operation's outputs and, if it has them, its gradients, with the tolerance that
+PyTorch's own tests allow the operation.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from tests.op_db import op_db
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 VARIANTS = 6  # samples of the in-place and of the out variant
 
-# What became of a sample. "as exact": outside the tolerance, but as near to the float64 result as eager is; "fails": an
-# error in words that are not ours.
+# The verdicts on a sample. "as exact": outside the tolerance, but as close to the float64 result as eager; "fails": an
+# error that is not one of Firstloss's.
 PASSES, AS_EXACT, DRAWN, DYNAMIC, REFUSED, ABSENT, FAILS, DIFFERS, LEFT_OUT = (
     "passes", "as exact", "drawn", "dynamic", "refused", "absent", "fails", "differs", "left out",
 )  # fmt: skip
 GOOD = (PASSES, AS_EXACT, DRAWN)
 
-# Operations whose result PyTorch itself does not fix: what OpInfo makes of it is compared.
+# Operations whose result PyTorch does not determine: compared after OpInfo's own postprocessing.
 GAUGE = {"svd", "linalg.svd", "linalg.eig", "linalg.eigh", "pca_lowrank", "svd_lowrank", "symeig"}
 
 
 @dataclass
 class Sample:
-    """One sample of an operation, in one variant: what eager gave, the captured Program, and what came of it."""
+    """One sample of an operation, in one variant: eager's result, the captured Program, and the verdict."""
 
     expected: list[torch.Tensor]
     exact: Callable[[], list[torch.Tensor]]
@@ -61,12 +61,12 @@ class Sample:
 
 
 def tested() -> list:
-    """PyTorch's operations with samples, those for sparse tensors left out: XLA has none."""
+    """PyTorch's operations with samples, except those for sparse tensors, which XLA lacks."""
     return [op for op in op_db if not op.name.startswith("sparse.")]
 
 
 def samples_of(op: Any, dtype: torch.dtype, limit: int, grad: bool) -> list:
-    """At most `limit` samples, spread evenly over those that OpInfo has."""
+    """At most `limit` samples, spread evenly over OpInfo's."""
     torch.manual_seed(0)
     every = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 2000))
     count = min(limit, len(every))
@@ -97,7 +97,7 @@ def is_strided(tree: Any) -> bool:
 
 
 def plain(x: Any) -> Any:
-    """A tensor without lazy bits or memory shared with others."""
+    """A tensor without lazy bits and without memory shared with others."""
     if not isinstance(x, torch.Tensor):
         return x
     return x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -122,23 +122,23 @@ def widened(tree: Any) -> Any:
 
 
 def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
-    """Trace `run` on inputs shaped as those of `tree`; leaves Program, inputs and constants in `sample`."""
+    """Trace `run` on inputs shaped like those of `tree`; stores Program, inputs and constants in `sample`."""
     tracing = StepTrace()
     flat, spec = tree_flatten(tree)
     real = {i: lowering.constant(leaf) for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)}
     arrays: dict[Value, Any] = {}
     outputs: dict[str, Ref] = {}
     try:
-        # OpInfo seeds before each random operation, which a step may not
+        # OpInfo seeds before each random operation, which a step must not do
         seeding = mock.patch.object(torch, "manual_seed", lambda seed: None)
         noting = mock.patch.object(recorder, "HANDLERS", _Noting(sample.overloads))
         with tracing.active(), seeding, noting:
             leaves = []
             for i, leaf in enumerate(flat):
                 if isinstance(leaf, torch.Tensor):
-                    made = tracing.new_input(leaf, f"in{len(arrays)}")
-                    arrays[made._storage.value] = real[i]
-                    leaf = made.requires_grad_(leaf.requires_grad)
+                    traced_input = tracing.new_input(leaf, f"in{len(arrays)}")
+                    arrays[traced_input._storage.value] = real[i]
+                    leaf = traced_input.requires_grad_(leaf.requires_grad)
                 leaves.append(leaf)
             results = run(spec.unflatten(leaves))
             results = [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in results]
@@ -163,9 +163,9 @@ def capture(sample: Sample, tree: Any, run: Callable[[Any], list[Any]]) -> None:
 
 
 class _Noting(dict):
-    """The recorder's table of special operations, which it asks first, writing down what it asks for.
+    """The recorder's table of special operations, which it looks up first; notes what is looked up.
 
-    A function around the recorder would do, but for its place on the stack: it would be taken for the user's.
+    A wrapper around the recorder would be on the stack, and be taken for the user's code.
     """
 
     def __init__(self, overloads: set[str]) -> None:
@@ -187,7 +187,8 @@ def _constant(tensor: torch.Tensor) -> Ref:
 
 
 def variants_of(op: Any, dtype: torch.dtype) -> Iterator[tuple[str, Callable, int | None, bool]]:
-    """The operation itself, and its in-place and out variants: name, function, samples at most, with gradients."""
+    """The operation itself, and its in-place and out variants: name, function, maximum number of samples, with
+    gradients."""
     grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
     yield "function", op, None, grad
     if dtype in (torch.float32, torch.int64):
@@ -209,11 +210,11 @@ def prepare(op: Any, dtype: torch.dtype, limit: int) -> list[Sample]:
                 prepared.append(Sample([], list, verdict=LEFT_OUT, why=f"no samples: {error}"[:200]))
                 continue
             for sample in samples:
-                if variant == "in place" and sample.broadcasts_input:  # an error, but for a few kernels that resize
+                if variant == "in place" and sample.broadcasts_input:  # an error, except for a few kernels that resize
                     continue
-                found = prepare_one(op, dtype, variant, call, sample, grad)
-                if found is not None and (variant == "function" or found.verdict != LEFT_OUT):
-                    prepared.append(found)
+                prepared_sample = prepare_one(op, dtype, variant, call, sample, grad)
+                if prepared_sample is not None and (variant == "function" or prepared_sample.verdict != LEFT_OUT):
+                    prepared.append(prepared_sample)
     return prepared
 
 
@@ -240,26 +241,26 @@ def prepare_one(op: Any, dtype: torch.dtype, variant: str, call: Callable, sampl
     prepared = Sample(expected, lambda: function(widened(tree)))
     try:
         capture(prepared, fresh(tree), run)
-    except TypeError as error:  # a dtype that XLA has not
+    except TypeError as error:  # a dtype that XLA lacks
         prepared.settle(REFUSED, error)
-    if op.name.startswith("core."):  # which may be composite, and gone before capture sees it
+    if op.name.startswith("core."):  # may be composite, and decomposed before capture sees it
         prepared.overloads.add(op.name.removeprefix("core."))
     return prepared
 
 
 def _by_name(op: Any, call: Callable) -> Callable:
-    """`call` as users write it, by its name in `torch`: OpInfo has kept the function, and a trace replaces some."""
+    """`call` by its name in `torch`, as users write it: OpInfo holds the function, and a trace patches some names."""
     if call is not op or op.op is not _named(op.name):
         return call
     return lambda *args, **kwargs: _named(op.name)(*args, **kwargs)
 
 
 def _named(name: str) -> Any:
-    return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), torch)
+    return functools.reduce(lambda scope, part: getattr(scope, part, None), name.split("."), torch)
 
 
 def _into_out(op: Any, call: Callable, sample: Any, tree: Any) -> Callable[[Any], list[Any]]:
-    """A call that writes into fresh outputs, shaped as eager's are."""
+    """A call that writes into new outputs, shaped like eager's."""
     input, args, kwargs = tree
     shapes = tree_map(
         lambda x: (tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x, call(input, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Test the rules with PyTorch's own samples (OpInfo), forward and backward.
 
 Each sample is run eagerly while the ATen operations below autograd are recorded; each recorded operation that has a
-rule is then compared with what eager gave. A sample passes when all its operations have rules and agree.
+rule is then compared with eager's result. A sample passes if all its operations have rules and agree.
 
     python -m tests.lower.sweep --limit 4 --dtypes float32 bfloat16   # a table, on standard output
 """
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 def samples_of(op, dtype: torch.dtype, limit: int, grad: bool) -> Iterator:
-    """At most `limit` samples, spread evenly over those that OpInfo has."""
+    """At most `limit` samples, spread evenly over OpInfo's."""
     torch.manual_seed(0)
     every = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 200))
     step = max(1, len(every) // limit)
@@ -38,7 +38,7 @@ def samples_of(op, dtype: torch.dtype, limit: int, grad: bool) -> Iterator:
 
 
 def record(op, sample, grad: bool) -> list:
-    """The operations of one sample; with `grad`, of its backward pass too."""
+    """The operations of one sample; with `grad`, also of its backward pass."""
     with Recorder() as recorder:
         output = op(sample.input, *sample.args, **sample.kwargs)
         if grad:
@@ -94,17 +94,17 @@ PROGRAM = 400  # calls compiled as one program: fewer programs compile faster, u
 
 
 def sweep_op(op, limits: dict[torch.dtype, int], with_grad: bool = True) -> dict[torch.dtype, list[str | None]]:
-    """By dtype, the problem of each sample, None for those that pass."""
+    """By dtype, the problem of each sample, or None if it passes."""
     samples = {d: record_samples(op, d, limit, with_grad) for d, limit in limits.items() if op.supports_dtype(d, "cpu")}
     every = [call for recorded, _ in samples.values() for calls in recorded for call in calls]
     distinct = {key_of(call): call for call in every if is_checked(call[0])}
-    keys, found = list(distinct), {}
+    keys, problem_of = list(distinct), {}
     for i in range(0, len(keys), PROGRAM):
         part = keys[i : i + PROGRAM]
-        found |= dict(zip(part, (c.problem for c in check([distinct[k] for k in part])), strict=True))
+        problem_of |= dict(zip(part, (c.problem for c in check([distinct[k] for k in part])), strict=True))
     outcomes = {}
     for dtype, (recorded, problems) in samples.items():
-        firsts = [next((found[k] for k in map(key_of, calls) if found.get(k)), None) for calls in recorded]
+        firsts = [next((problem_of[k] for k in map(key_of, calls) if problem_of.get(k)), None) for calls in recorded]
         outcomes[dtype] = problems + firsts
     return outcomes
 
@@ -124,8 +124,8 @@ def main() -> None:
         start = time.perf_counter()
         limits = {getattr(torch, name): options.limit for name in options.dtypes}
         with contextlib.redirect_stderr(None):
-            found = sweep_op(op, limits, not options.no_grad)
-        for dtype, problems in found.items():
+            by_dtype = sweep_op(op, limits, not options.no_grad)
+        for dtype, problems in by_dtype.items():
             label = f"{op.full_name} {str(dtype).removeprefix('torch.')}"
             outcomes[label] = problems
             good, counts = problems.count(None), collections.Counter(p for p in problems if p)

@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def train(tmp_path, monkeypatch, kind, dropout, steps=2):
-    """Losses and gradients of a few steps, and the executable's bytes of scratch memory."""
+    """Losses and gradients of a few steps, and the executable's scratch memory in bytes."""
     backend = fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
     torch.manual_seed(0)
     with backend.device:
@@ -76,11 +76,11 @@ def test_memory_is_saved_and_values_are_the_same(tmp_path, monkeypatch, kind):
     losses, grads, plain = train(tmp_path, monkeypatch, None, 0.0)
     again, same_grads, checkpointed = train(tmp_path, monkeypatch, kind, 0.0)
     assert again == losses
-    for ours, theirs in zip(same_grads, grads, strict=True):
-        # the same operations, fused otherwise: a few ulp of the largest of a gradient
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
-    # Without it three activations of (512, 256) of each layer are alive at the end of the forward pass. With it only
-    # inputs are, a fourth of one each; of the layers whose weights' gradients the scheduler puts off, two more.
+    for actual, expected in zip(same_grads, grads, strict=True):
+        # the same operations, fused differently: a few ulp of a gradient's largest element
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+    # Without checkpointing, three activations of (512, 256) per layer are alive at the end of the forward pass. With it
+    # only inputs are, a fourth of one each; plus two more for layers whose weight gradients the scheduler delays.
     kept = ROWS * 4 * WIDTH * 4
     assert plain > 3 * LAYERS * kept
     assert checkpointed < 0.6 * plain
@@ -91,5 +91,6 @@ def test_recomputed_dropout_has_the_same_mask(tmp_path, monkeypatch, kind):
     losses, grads, _ = train(tmp_path, monkeypatch, None, 0.5)
     again, same_grads, _ = train(tmp_path, monkeypatch, kind, 0.5)
     assert again == losses and losses[0] != losses[1]
-    for ours, theirs in zip(same_grads, grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.abs().max()))
+    for actual, expected in zip(same_grads, grads, strict=True):
+        # as above
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))

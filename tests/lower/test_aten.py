@@ -23,7 +23,8 @@ from .xla_header import assert_declared
 
 aten = torch.ops.aten
 SOURCE = Path(kernels.__file__).with_name("_aten.c")
-# What the handlers use of each structure, and what XLA's header calls it; of the others, test_unwritten.py.
+# The fields of each structure that the handlers use, and their names in XLA's header; for the others see
+# test_unwritten.py.
 FIELDS = [
     ("struct buffer", "dtype", "XLA_FFI_Buffer", "dtype"),
     ("struct buffer", "data", "XLA_FFI_Buffer", "data"),
@@ -71,19 +72,19 @@ def test_handler_structures_match_xlas_header(tmp_path):
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the custom calls of PyTorch's kernels that have been lowered."""
-    found = []
+    names = []
     ffi_call = jax.ffi.ffi_call
 
     def counted(name, *args, **kwargs):
-        found.extend({name} & set(kernels.TARGETS))
+        names.extend({name} & set(kernels.TARGETS))
         return ffi_call(name, *args, **kwargs)
 
     monkeypatch.setattr(jax.ffi, "ffi_call", counted)
-    return found
+    return names
 
 
 def geometries():
-    """Every way to cut: batches of one and of more than there are threads, few and many channels, groups."""
+    """Every way to split the work: batches of one and of more than there are threads, few and many channels, groups."""
     numbers = np.random.default_rng(0)
     for space, transposed, (batch, groups, each_in, each_out) in itertools.product(
         (1, 2, 3), (False, True), ((1, 1, 3, 5), (1, 1, 40, 48), (5, 1, 3, 33), (3, 4, 2, 3), (1, 6, 1, 2))
@@ -91,7 +92,7 @@ def geometries():
         kernel = [int(n) for n in numbers.integers(2, 4, space)]
         stride, dilation = ([int(n) for n in numbers.integers(1, 3, space)] for _ in range(2))
         padding = [int(n) for n in numbers.integers(0, 2, space)]
-        lengths = [int(n) for n in numbers.integers(12, 15, space)]  # too many places for a product of matrices
+        lengths = [int(n) for n in numbers.integers(12, 15, space)]  # too many positions for a matrix product
         yield space, transposed, batch, groups, each_in, each_out, kernel, stride, dilation, padding, lengths
 
 
@@ -112,12 +113,14 @@ def test_convolutions_of_every_geometry_match_eager(geometry, dtype, calls):
         g = torch.randn_like(aten.convolution(x, weight, None, *how))
         for mask in ([True, True, True], [False, True, False], [True, False, False]):
             args = (g, x, weight, [bias.numel()], *how, mask)
-            expected = [e if wants else None for e, wants in zip(aten.convolution_backward(*args), mask, strict=True)]
+            expected = [
+                e if is_needed else None for e, is_needed in zip(aten.convolution_backward(*args), mask, strict=True)
+            ]
             assert_rule(aten.convolution_backward.default, args, {}, expected)
     assert bool(calls) is taken, "it is not PyTorch's that was tested"
 
 
-# Cut by rows, by columns, not at all; by columns, and multiplied some rows of the second matrix at a time.
+# Split by rows, by columns, not at all; by columns with the second matrix multiplied some rows at a time.
 SIZES = [(128, 96, 130), (40, 1024, 65), (31, 1100, 31), (96, 700, 1024)]
 
 
@@ -125,20 +128,20 @@ SIZES = [(128, 96, 130), (40, 1024, 65), (31, 1100, 31), (96, 700, 1024)]
 @pytest.mark.parametrize("by_columns", list(itertools.product((False, True), repeat=2)), ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns, dtype, calls, monkeypatch):
-    monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)  # whoever made the processor
+    monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)  # independent of the CPU's vendor
     torch.manual_seed(0)
     m, k, n = sizes
     x, y = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
-    given = [to_array(a.t() if columns else a) for a, columns in zip((x, y), by_columns, strict=True)]
+    arguments = [to_array(a.t() if columns else a) for a, columns in zip((x, y), by_columns, strict=True)]
 
     def run(x, y):
         return mm(*(a.T if c else a for a, c in zip((x, y), by_columns, strict=True)), by_columns=by_columns)
 
     with kernels.within():
-        taken = kernels.multiplies(given[0].T if by_columns[0] else given[0], given[1].T if by_columns[1] else given[1],
-                                   by_columns)  # fmt: skip
-        found = jax.jit(run)(*given)
-    assert_same(to_tensor(found, dtype), x @ y)
+        transposed = [a.T if columns else a for a, columns in zip(arguments, by_columns, strict=True)]
+        taken = kernels.multiplies(*transposed, by_columns)
+        result = jax.jit(run)(*arguments)
+    assert_same(to_tensor(result, dtype), x @ y)
     if dtype == torch.bfloat16:
         assert taken is (kernels._bfloat16() and by_columns[0])
     else:
@@ -147,7 +150,7 @@ def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns
 
 
 def test_a_transposed_operand_is_passed_without_a_copy(monkeypatch, tmp_path):
-    """The gradient of a layer's weight, which autograd makes of transposes, without a copy of one."""
+    """The gradient of a layer's weight is a product of transposes, computed without a copy."""
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
     seen = []
     product = kernels.product
@@ -171,7 +174,7 @@ def test_a_transposed_operand_is_passed_without_a_copy(monkeypatch, tmp_path):
 
 
 def test_a_compiled_product_follows_the_precision_that_is_set_when_it_runs(monkeypatch):
-    """As eager PyTorch's does: here bfloat16 inside of float32, a thousand times as coarse."""
+    """As in eager PyTorch: here float32 products in bfloat16, a thousand times as coarse."""
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
     if not (kernels.registered_with_xla() and kernels._sets_mkl_threads() and kernels._bfloat16()):
         pytest.skip("PyTorch multiplies in one precision on this processor")
@@ -179,16 +182,16 @@ def test_a_compiled_product_follows_the_precision_that_is_set_when_it_runs(monke
     x, y = torch.randn(256, 512), torch.randn(512, 500)
     with kernels.within():
         run = jax.jit(lambda x, y: mm(x, y)).lower(to_array(x), to_array(y)).compile()
-    before, found = torch.get_float32_matmul_precision(), {}
+    before, result = torch.get_float32_matmul_precision(), {}
     try:
         for precision in ("highest", "medium", "highest"):
             torch.set_float32_matmul_precision(precision)
-            found[precision] = to_tensor(run(to_array(x), to_array(y)), torch.float32)
-            # the sums of 512 products are as far apart as the order of float32's additions makes them
-            torch.testing.assert_close(found[precision], x @ y, rtol=1e-5, atol=1e-4)
+            result[precision] = to_tensor(run(to_array(x), to_array(y)), torch.float32)
+            # float32 sums of 512 products in another order
+            torch.testing.assert_close(result[precision], x @ y, rtol=1e-5, atol=1e-4)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert (found["medium"] - found["highest"]).abs().max() > 1e-2
+    assert (result["medium"] - result["highest"]).abs().max() > 1e-2
 
 
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -197,7 +200,7 @@ ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["plain", "causal", "mask", "mask of each"])
-# batch, heads of queries and of keys, length and width: cut by the batch, by heads, or not at all
+# batch, query and key heads, length and width: split by the batch, by heads, or not at all
 @pytest.mark.parametrize("sizes", [(4, 8, 4, 16, 32), (1, 8, 4, 20, 16), (3, 4, 4, 9, 8), (1, 3, 1, 7, 5)], ids=str)
 def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls):
     torch.manual_seed(0)
@@ -234,7 +237,7 @@ def operands(batch=2, channels=32, length=24):
 
 
 def test_the_bits_are_the_same_each_time():
-    """Whichever threads take the shares."""
+    """Whichever threads compute which part."""
     for batch in (1, 2, 7):
         *_, x, weight = operands(batch)
         run = compiled(x, weight)
@@ -253,10 +256,10 @@ def test_modes_of_the_calling_thread_do_not_see_it():
     x, weight, jax_x, jax_weight = operands()
     run = compiled(jax_x, jax_weight)
     with Seeing():
-        found = [np.asarray(run(jax_x, jax_weight)) for _ in range(20)]
+        actual = [np.asarray(run(jax_x, jax_weight)) for _ in range(20)]
     assert not seen
     expected = aten.convolution(x, weight, None, *HOW).numpy()
-    assert all(np.allclose(f, expected, rtol=2e-5, atol=1e-4) for f in found)  # sums of 288 products of about 1
+    assert all(np.allclose(f, expected, rtol=2e-5, atol=1e-4) for f in actual)  # sums of 288 products of about 1
 
 
 def test_pytorchs_number_of_threads_is_unchanged():
@@ -315,7 +318,7 @@ step(batch)  # under way when the process ends
 
 
 def test_a_second_process_loads_what_the_first_compiled(tmp_path):
-    """And computes the same bits; a process ends well with a step under way."""
+    """And computes the same bits; a process exits cleanly while a step is running."""
     runs = [forked.run(["-c", STEP, str(tmp_path)], capture_output=True, timeout=240) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
     assert runs[0].stdout == runs[1].stdout
@@ -346,8 +349,10 @@ def test_a_step_calls_it_on_one_device_and_never_on_a_mesh(mesh, calls, tmp_path
 
         return step
 
-    ours, theirs = fl.trace(step_of(compiled_model, model.parameters())), step_of(eager, eager.parameters())
+    actual, expected = fl.trace(step_of(compiled_model, model.parameters())), step_of(eager, eager.parameters())
     batch = torch.randn(2, 3, 13, 13)
     for _ in range(3):
-        assert abs(ours(batch).item() - theirs(batch).item()) < 1e-5  # losses of about 0.05, sums in another order
+        assert (
+            abs(actual(batch).item() - expected(batch).item()) < 1e-5
+        )  # losses of about 0.05, summed in another order
     assert bool(calls) is (mesh is None)

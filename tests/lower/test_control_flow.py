@@ -19,11 +19,11 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 WEIGHT = torch.linspace(-0.5, 0.7, 16).reshape(4, 4)
 
 
-def assert_same(found, expected):
-    """Within what PyTorch allows two kernels for float32."""
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.clone(), theirs.detach(), rtol=1.3e-6, atol=1e-5)
+def assert_same(result, expected):
+    """Within PyTorch's tolerance between two float32 kernels."""
+    assert len(result) == len(expected)
+    for actual, eager in zip(result, expected, strict=True):
+        torch.testing.assert_close(actual.clone(), eager.detach(), rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -38,9 +38,9 @@ def test_cond_matches_eager(sign):
         y.square().sum().backward()
         return y.detach(), x.grad, w.grad
 
-    found = fl.trace(lambda x, w: step(x, w, torch.cond))(X, WEIGHT)
+    result = fl.trace(lambda x, w: step(x, w, torch.cond))(X, WEIGHT)
     eager = step(X, WEIGHT, lambda p, t, f, operands: t(*operands) if p else f(*operands))
-    assert_same(found, eager)
+    assert_same(result, eager)
 
 
 def test_cond_takes_either_branch_at_each_step():
@@ -68,13 +68,13 @@ def test_cond_with_modules_trains_both_branches(backend):
     torch.manual_seed(0)
     with backend.device:
         model = Model()
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager))
-    step = training_step(fl.compile(model, backend), ours)
+    actual, expected = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager))
+    step = training_step(fl.compile(model, backend), actual)
     for x in (X + 1, X - 1, X + 2):
         loss = eager(x).square().mean()
         loss.backward()
-        theirs.step()
-        theirs.zero_grad()
+        expected.step()
+        expected.zero_grad()
         assert_same([step(x)], [loss])
     assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in eager.parameters()])
 
@@ -111,8 +111,8 @@ def test_while_loop_matches_eager():
             carried = body(*carried)
         return carried
 
-    found = fl.trace(lambda x, w: halve(x, w, while_loop))(X, WEIGHT)
-    assert_same(found, halve(X, WEIGHT, eager_loop))
+    result = fl.trace(lambda x, w: halve(x, w, while_loop))(X, WEIGHT)
+    assert_same(result, halve(X, WEIGHT, eager_loop))
 
 
 def test_a_gradient_through_a_while_loop_is_refused():
@@ -153,8 +153,8 @@ def test_scan_matches_eager_with_gradients(reverse):
         return last.detach(), ys.detach(), x.grad, w.grad, h.grad
 
     xs, h = torch.linspace(-1, 1, 40).reshape(5, 2, 4), torch.ones(2, 4)
-    found = fl.trace(lambda x, w, h: step(scan, x, w, h))(xs, WEIGHT, h)
-    assert_same(found, step(eager_scan, xs, WEIGHT, h))
+    result = fl.trace(lambda x, w, h: step(scan, x, w, h))(xs, WEIGHT, h)
+    assert_same(result, step(eager_scan, xs, WEIGHT, h))
 
 
 def test_scan_carries_structures_and_integers():
@@ -190,7 +190,7 @@ def test_scan_draws_new_numbers_in_each_iteration():
     ones = torch.ones(6, 64)
     ys, grad = (t.clone() for t in step(ones))
     again, _ = step(ones)
-    assert torch.equal(ys, grad)  # 2 where an element was kept, 0 where not, in both
+    assert torch.equal(ys, grad)  # 2 for kept elements, 0 for the others, in both
     assert len({tuple(row.tolist()) for row in ys}) == 6
     assert not torch.equal(ys, again.clone())
     assert 0.3 < ys.count_nonzero() / ys.numel() < 0.7

@@ -1,4 +1,4 @@
-"""docs/operations.md lists all operations, and some of them still have the listed outcome."""
+"""docs/operations.md lists all operations, and a sample of them still have the listed outcome."""
 
 import re
 from pathlib import Path
@@ -18,8 +18,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 
 
 def rows_of(section: str) -> set[str]:
-    found = PAGE.partition(f"## {section}")[2].partition("\n## ")[0]
-    return set(re.findall(r"^\| ([\w.-]+)(?: †)? \|", found, re.MULTILINE)) - {"operation", "overload", "---"}
+    section_text = PAGE.partition(f"## {section}")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| ([\w.-]+)(?: †)? \|", section_text, re.MULTILINE)) - {"operation", "overload", "---"}
 
 
 of_this_torch = pytest.mark.skipif(
@@ -53,11 +53,12 @@ def test_the_page_is_up_to_date(tmp_path):
     assert (tmp_path / "page.md").read_text() == PAGE
 
 
-# One operation of each family, what it exercises beside its values: in-place and out variants, views, draws, gradients.
+# One operation of each family, and what it exercises besides values: in-place and out variants, views, draws,
+# gradients.
 CHOSEN = {
     "add": torch.int64,  # promotion, in place, out
-    "nn.functional.batch_norm": torch.float32,  # evaluation too, whose saved statistics are empty
-    "unsafe_split": torch.float32,  # results that are views to their kernel
+    "nn.functional.batch_norm": torch.float32,  # also evaluation, which saves empty statistics
+    "unsafe_split": torch.float32,  # results that are views for their kernel
     "squeeze": torch.complex64,
     "addmm": torch.float32,  # empty operands
     "arange": torch.int64,  # a factory with out
@@ -72,14 +73,14 @@ CHOSEN = {
 @pytest.mark.parametrize("name", CHOSEN)
 def test_samples_have_their_outcomes(name):
     op = next(op for op in samples.tested() if op.full_name == name)
-    found = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
-    assert found
-    # before PyTorch 2.12 quantile reads which quantile it is, so that a step cannot have it as an argument
+    examined = [s for s in examine(op, CHOSEN[name], 4) if s.verdict != LEFT_OUT]
+    assert examined
+    # before PyTorch 2.12 quantile reads its `q`, so a step cannot have it as an argument
     fine = (*GOOD, DYNAMIC) if name == "quantile" and torch.__version__ < "2.12" else GOOD
-    assert not [(s.verdict, s.why) for s in found if s.verdict not in fine]
+    assert not [(s.verdict, s.why) for s in examined if s.verdict not in fine]
 
 
-# Operations that an earlier sweep found wrong or refused, with the dtype it found them so in, and what is special.
+# Operations that an earlier sweep found wrong or refused, with the dtype and the special case.
 MENDED = {
     ("nonzero_static", torch.int64): "empty tensors: all places are the fill value",
     ("native_dropout_backward", torch.bool): "the scale is not a bool",
@@ -103,8 +104,8 @@ MENDED = {
 @pytest.mark.parametrize(("name", "dtype"), MENDED)
 def test_samples_that_once_failed_pass(name, dtype):
     op = next(op for op in samples.tested() if op.full_name == name)
-    found = [s for s in examine(op, dtype, 30, quickly=True) if s.verdict != LEFT_OUT]
-    assert found
-    # places that an argument of the step names are no constants, and refused in our words
+    examined = [s for s in examine(op, dtype, 30, quickly=True) if s.verdict != LEFT_OUT]
+    assert examined
+    # locations from an argument of the step are not constants, and are refused with our own message
     fine = (*GOOD, DYNAMIC) if name == "tensor_split" else GOOD
-    assert not [(s.verdict, s.why) for s in found if s.verdict not in fine]
+    assert not [(s.verdict, s.why) for s in examined if s.verdict not in fine]

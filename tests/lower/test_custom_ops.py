@@ -117,11 +117,11 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 def same(function, *args, rtol=1.3e-6):
-    """`function` traced gives what it gives eagerly, within the tolerance that PyTorch allows its own kernels."""
+    """Traced and eager results of `function` agree within PyTorch's tolerance between its own kernels."""
     expected = function(*[a.clone() for a in args])
-    found = fl.trace(function)(*args)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.clone(), theirs, rtol=rtol, atol=1e-6)
+    result = fl.trace(function)(*args)
+    for actual, eager in zip(result, expected, strict=True):
+        torch.testing.assert_close(actual.clone(), eager, rtol=rtol, atol=1e-6)
 
 
 def test_a_registered_lowering_is_used_and_differentiated(backend):
@@ -206,7 +206,7 @@ def test_a_lowering_of_another_shape_is_refused(backend):
 
 
 class Cubed(torch.autograd.Function):
-    """With a backward that is not its derivative, so that one can tell whose was used."""
+    """Its backward is not its derivative, which shows whose backward was used."""
 
     @staticmethod
     def forward(context, x, factor):
@@ -233,7 +233,7 @@ def test_an_autograd_function_keeps_its_backward(backend):
 
 
 class Straight(torch.autograd.Function):
-    """The straight-through estimator, in the newer style."""
+    """The straight-through estimator in the newer style."""
 
     @staticmethod
     def forward(x):
@@ -270,8 +270,8 @@ def test_an_autograd_function_in_a_model(backend):
         loss.backward()
         return loss
 
-    found = step(X)
+    result = step(X)
     expected = eager(X).square().sum()
     expected.backward()
-    assert float(found) == expected.item()  # sums of squares of whole numbers
+    assert float(result) == expected.item()  # sums of squares of integers
     torch.testing.assert_close(model.inner.weight.grad.clone(), eager.inner.weight.grad, rtol=1.3e-6, atol=1e-5)

@@ -63,8 +63,8 @@ def test_the_default_dtype_is_respected():
 def test_casts_match_torch(source, target):
     x = torch.tensor([-300.7, -1.5, -0.2, 0.0, 0.9, 1.5, 127.6, 255.9, 300.2]).to(source)
     with jax.enable_x64(True):
-        ours = to_tensor(cast(to_array(x), to_jax(target)), target)
-    assert_same(ours, x.to(target), 0.0)
+        actual = to_tensor(cast(to_array(x), to_jax(target)), target)
+    assert_same(actual, x.to(target), 0.0)
 
 
 SEVENS = torch.tensor([7, -7, 6, -6, 0, 1, -1])
@@ -81,7 +81,7 @@ def test_division_matches_torch(mode, dtype):
 
 
 def test_floor_division_is_exact():
-    """`floor(x / y)` is off by one where the quotient rounds up to a whole number."""
+    """`floor(x / y)` is off by one if the quotient rounds up to an integer."""
     torch.manual_seed(0)
     y = torch.rand(4000) * 10 - 5
     x = (torch.randint(-1000, 1000, (4000,)) * y).nextafter(torch.tensor(0.0))
@@ -112,14 +112,14 @@ def test_integers_are_exact():
 
 
 def test_half_precision_sums_in_float32():
-    """In bfloat16 itself, a running sum of ones stops at 256."""
+    """In bfloat16, a running sum of ones would stop at 256."""
     ones = torch.ones(4096, dtype=torch.bfloat16)
     assert_rule(aten.sum.default, (ones,), {}, ones.sum(), tolerance=0.0)
     assert_rule(aten.mean.default, (ones,), {}, ones.mean(), tolerance=0.0)
     assert_rule(aten.mm.default, (ones[None], ones[:, None]), {}, ones[None] @ ones[:, None], tolerance=0.0)
     indices = torch.zeros(512, dtype=torch.int64)
     g = torch.ones(512, 2, dtype=torch.bfloat16)
-    # Eager adds rows up in bfloat16 here and stalls at 256; the lowering gives the exact sum.
+    # Eager sums rows in bfloat16 here and stalls at 256; the lowering gives the exact sum.
     expected = torch.tensor([[512.0, 512.0], [0.0, 0.0]], dtype=torch.bfloat16)
     assert_rule(aten.embedding_dense_backward.default, (g, indices, 2, -1, False), {}, expected, tolerance=0.0)
 
@@ -133,14 +133,14 @@ def test_half_precision_rounds_once():
 
 @pytest.mark.parametrize("weight", [0.1, 0.49999999999, 0.5, 0.9, 1.0, -0.3])
 def test_lerp_by_a_number_starts_at_the_nearer_end(weight):
-    """As by a tensor; which end is nearer (in float32: 0.49999999999 is 0.5 there) is decided before the step runs."""
+    """Like lerp by a tensor; which end is nearer (in float32, 0.49999999999 is 0.5) is decided at trace time."""
     start, end = torch.tensor([0.7, 3.0, -7.0]), torch.tensor([1.0, 0.1, 2.5])
     expected = torch.lerp(start, end, weight)
-    # One more rounding where eager's kernel multiplies and adds at once.
+    # One more rounding than eager's kernel, which uses a fused multiply-add.
     assert_rule(aten.lerp.Scalar, (start, end, weight), {}, expected, tolerance=1.2e-7)
     assert_rule(aten._foreach_lerp.Scalar, ([start], [end], weight), {}, [expected], tolerance=1.2e-7)
-    made = jax.make_jaxpr(lambda x, y: RULES[aten.lerp.Scalar](x, y, weight))(start.numpy(), end.numpy())
-    assert not any(equation.primitive.name == "select_n" for equation in made.eqns)
+    jaxpr = jax.make_jaxpr(lambda x, y: RULES[aten.lerp.Scalar](x, y, weight))(start.numpy(), end.numpy())
+    assert not any(equation.primitive.name == "select_n" for equation in jaxpr.eqns)
 
 
 def test_lerp_by_one_is_exactly_the_end():
@@ -176,7 +176,7 @@ def test_registry_needs_no_jax():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 def test_a_mask_times_a_nonfinite_number_is_not_finite(dtype):
-    """XLA alone would take the product for a choice, and hide what eager shows."""
+    """XLA alone would turn the product into a select, and hide the NaN that eager gives."""
     x = torch.tensor([math.inf, math.nan, -3.0, 2.0], dtype=dtype)
     mask = torch.tensor([False, False, False, True])
     assert_rule(aten.mul.Tensor, (x, mask), {}, x * mask)
@@ -185,8 +185,8 @@ def test_a_mask_times_a_nonfinite_number_is_not_finite(dtype):
         return cast(mask, x.dtype) * x
 
     with jax.enable_x64(True):
-        ours = to_tensor(jax.jit(masked)(to_array(x), to_array(mask)), dtype)
+        actual = to_tensor(jax.jit(masked)(to_array(x), to_array(mask)), dtype)
     expected = mask.to(dtype) * x
-    assert_same(ours, expected)
+    assert_same(actual, expected)
     if not dtype.is_complex:
-        assert torch.equal(ours.signbit()[2:], expected.signbit()[2:])  # -3 * 0 is -0
+        assert torch.equal(actual.signbit()[2:], expected.signbit()[2:])  # -3 * 0 is -0

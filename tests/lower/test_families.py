@@ -56,7 +56,7 @@ def test_convolution_with_more_channels_than_pixels_matches_eager(lengths, kerne
     x, weight = torch.randn(2, 3, *lengths, dtype=dtype), torch.randn(40, 3, *kernel, dtype=dtype)
     how = (stride, padding, dilation, False, [0] * len(stride), 1)
     y = aten.convolution(x, weight, None, *how)
-    assert y.numel() <= 40 * 40  # so that it is a product of matrices
+    assert y.numel() <= 40 * 40  # so that it is a matrix product
     assert_rule(aten.convolution.default, (x, weight, None, *how), {}, y)
     for mask in ([True, True, True], [False, True, False]):
         args = (torch.randn_like(y), x, weight, [40], *how, mask)
@@ -83,7 +83,7 @@ def test_embedding_padding_has_no_gradient():
 
 
 def test_an_index_out_of_range_is_visible():
-    """Eager raises; here the row is NaN rather than some other row."""
+    """Eager raises; a compiled step gives a NaN row instead of some other row."""
     import jax
 
     with jax.enable_x64(True):
@@ -114,7 +114,7 @@ def test_nll_matches_eager(shape, weight, reduction):
 
 
 def test_nll_with_all_targets_ignored_matches_eager():
-    """0 / 0: PyTorch's mean over no targets is NaN, and so is its gradient's scale."""
+    """0 / 0: PyTorch's mean over no targets is NaN, and so is the scale of its gradient."""
     x, target = torch.randn(2, 4), torch.tensor([-100, -100])
     loss, total = aten.nll_loss_forward(x, target, None, 1, -100)
     assert_rule(aten.nll_loss_forward.default, (x, target, None, 1, -100), {}, (loss, total))
@@ -149,14 +149,14 @@ def test_attention_matches_eager(dtype, mask, kv_heads):
     gradients = flash_backward(*args, **how)
     narrow = [x.float().unflatten(1, (kv_heads, repeat)).sum(2).to(dtype) if repeat > 1 else x for x in gradients[1:]]
     args = (g, q, k, v, out, lse, 0.0, mask == "causal")
-    # Gradients in bfloat16 pass through weights rounded to it: an error of a few last bits.
+    # Gradients in bfloat16 pass through weights rounded to bfloat16: errors in the last few bits.
     assert_rule(
         flash_backward.default, args, how, (gradients[0], *narrow), tolerance=4e-2 if dtype != torch.float32 else None
     )
 
 
 def test_accelerator_attention_matches_eager():
-    """Their kernels do not run here; their results are those of the mathematics."""
+    """The accelerator kernels do not run here; the expected results are from the formula."""
     import jax
 
     torch.manual_seed(0)
@@ -171,15 +171,15 @@ def test_accelerator_attention_matches_eager():
         assert_same(to_tensor(efficient[0], torch.float32), out)
         assert efficient[1].shape == (2, 4, 32)
         backward = RULES[aten._scaled_dot_product_efficient_attention_backward.default]
-        got = backward(to_array(g), *arrays, efficient[0], efficient[1], None, None, 0.0, [True] * 4)
-        for ours, theirs in zip(got, expected, strict=True):
-            assert_same(to_tensor(ours, torch.float32), theirs)
+        result = backward(to_array(g), *arrays, efficient[0], efficient[1], None, None, 0.0, [True] * 4)
+        for actual, eager in zip(result, expected, strict=True):
+            assert_same(to_tensor(actual, torch.float32), eager)
         plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         for name in ("flash", "cudnn"):
             forward = RULES[getattr(aten, f"_scaled_dot_product_{name}_attention").default]
             extra = (None, True) if name == "cudnn" else ()
-            ours = forward(*arrays[:3], *extra, 0.0, True)
-            assert_same(to_tensor(ours[0], torch.float32), plain)
+            actual = forward(*arrays[:3], *extra, 0.0, True)
+            assert_same(to_tensor(actual[0], torch.float32), plain)
 
 
 def test_attention_refuses_dropout():
@@ -202,7 +202,7 @@ def test_boolean_masks_match_eager():
 
 @pytest.mark.parametrize("places", [(0,), (1,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
 def test_indexed_dimensions_match_eager(places):
-    """Indices that are neighbours leave their dimensions in place; others put them in front."""
+    """Adjacent indices leave their dimensions in place; others move them to the front."""
     x = torch.arange(60.0).reshape(3, 4, 5)
     index = [torch.tensor([[0, -1], [1, 2]]) if d in places else None for d in range(3)]
     assert_rule(aten.index.Tensor, (x, index), {}, aten.index(x, index))
@@ -232,7 +232,8 @@ def test_pooling_at_the_edges_matches_eager(ceil_mode):
 
 @pytest.mark.parametrize("kernel, stride, padding, dilation", [
     ([3, 3], [2, 2], [1, 1], [1, 1]),
-    ([2, 1], [3, 2], [0, 0], [1, 1]),  # windows with gaps between them
+    # windows with gaps between them, offsets with every remainder modulo the stride, and with only one
+    ([2, 1], [3, 2], [0, 0], [1, 1]),
     ([4, 3], [3, 1], [2, 0], [2, 3]),  # offsets of every remainder by the stride, and of one alone
 ])  # fmt: skip
 def test_max_pooling_backward_matches_eager(kernel, stride, padding, dilation):
@@ -244,7 +245,7 @@ def test_max_pooling_backward_matches_eager(kernel, stride, padding, dilation):
 
 
 def test_foreach_in_half_precision_matches_eager():
-    """Worked on as matrices: what is rounded, how often and in which shape must not show."""
+    """The tensors are computed together as matrices; roundings and shapes must be eager's."""
     torch.manual_seed(0)
     xs, ys, zs = ([torch.randn(s).bfloat16() for s in ((3, 4, 3, 3), (2, 3, 5), (0, 2, 2), (4,))] for _ in range(3))
     for op, args in (

@@ -23,7 +23,7 @@ def test_arguments_are_in_the_same_order():
         twin = functional(op)
         if not op._schema.is_mutable or twin is op or twin not in RULES:
             continue
-        ours, theirs = positional(op), positional(twin)
-        if ours != theirs[: len(ours)] and sorted(ours) == sorted(theirs):
-            different[str(op)] = (ours, theirs)
+        actual, expected = positional(op), positional(twin)
+        if actual != expected[: len(actual)] and sorted(actual) == sorted(expected):
+            different[str(op)] = (actual, expected)
     assert not different

@@ -21,7 +21,7 @@ class Net(nn.Module):
 
 
 def training(tmp_path):
-    """The only segment of a step, and the shardings of what goes in: as many rows of each matrix on each of four."""
+    """The only segment of a step, and the shardings of its inputs: the rows of each matrix split over four devices."""
     torch.manual_seed(0)
     backend = fl.backend("XLA", validate_only=True, artifact_dir=tmp_path)
     with backend.device:
@@ -39,27 +39,27 @@ def training(tmp_path):
     step(torch.zeros(8, 4, dtype=torch.int64))
     (segment,) = uncut(step.program()).segments
     inputs = [value for value in segment.inputs if not isinstance(value, int)]
-    given = {
+    shardings = {
         v: ArraySharding((("fsdp",), ()) if len(v.shape) == 2 else ((),) * len(v.shape), v.dtype == torch.int64)
         for v in inputs
     }
-    return segment, propagate([segment], given, {}, {"fsdp": 4})
+    return segment, propagate([segment], shardings, {}, {"fsdp": 4})
 
 
 def test_only_weights_of_products_are_gathered(tmp_path):
     segment, placed = training(tmp_path)
     gathers = gathers_of(segment, placed, {"fsdp": 4})
-    found = {(tuple(one.value.shape), one.value.dtype, one.dim, one.axes) for one in gathers.gathers}
-    assert found == {((128, 64), torch.float32, 0, ("fsdp",)), ((64, 128), torch.bfloat16, 0, ("fsdp",))}
-    assert len(gathers.gathers) == 2  # the forward pass' and the backward pass' are one
-    wanted = {one.value for one in gathers.gathers}
+    gathered = {(tuple(one.value.shape), one.value.dtype, one.dim, one.axes) for one in gathers.gathers}
+    assert gathered == {((128, 64), torch.float32, 0, ("fsdp",)), ((64, 128), torch.bfloat16, 0, ("fsdp",))}
+    assert len(gathers.gathers) == 2  # the forward and the backward pass share one
+    gathered_values = {one.value for one in gathers.gathers}
     readers = [(call, values) for call, values in gathers.after if values]
-    assert all(values <= wanted & set(call.inputs) for call, values in readers)
+    assert all(values <= gathered_values & set(call.inputs) for call, values in readers)
     assert not any("foreach" in str(call.node.op) for call, _ in readers)
 
 
 def test_gathers_have_no_later_dependencies(tmp_path):
-    """A dropout's mask is not of the batch, nor is what is computed from it; both wait for the random number."""
+    """A dropout mask and what is computed from it do not depend on the batch; both wait for the random number."""
     segment, placed = training(tmp_path)
     gathers = gathers_of(segment, placed, {"fsdp": 4})
     later = [call for call, _ in gathers.after]

@@ -14,21 +14,21 @@ from tests.op_db import op_db
 
 DTYPES = (torch.float64, torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.complex64)
 HALVES = {torch.float16, torch.bfloat16}
-# Which of PyTorch's C++ functions, above the operations that are recorded, look at dtypes themselves.
+# PyTorch's C++ functions, above the recorded operations, that check dtypes themselves.
 LOOK_THEMSELVES = {
-    "nn.functional.max_pool1d",  # not for integers, though the operation that it comes to is
-    "nn.functional.conv_transpose1d",  # at the bias's
-    "nn.functional.linear_cross_entropy",  # in chunks: of the first chunk's
-    "nn.functional.ctc_loss",  # at the lengths, which are numbers by then
-    "index_put",  # at the shape of a mask, which the lowering does
+    "nn.functional.max_pool1d",  # integers, which the underlying operation accepts
+    "nn.functional.conv_transpose1d",  # the bias's
+    "nn.functional.linear_cross_entropy",  # computed in chunks: the first chunk's
+    "nn.functional.ctc_loss",  # the lengths, which are numbers by then
+    "index_put",  # the shape of a mask, which the lowering checks
 }
-# Private ones, whose public functions look at the dtypes before.
+# Private functions, whose public callers check the dtypes.
 LOOK_BEFORE = {"torch._scaled_mm_v2", "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu"}
-# Functions of PyTorch's Python, which stand for its C++ in a trace, want masks of booleans only, and real numbers.
+# PyTorch's Python implementations, used instead of C++ in a trace, accept only boolean masks and real numbers.
 STRICTER = {"_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "masked_fill", "torch._scaled_mm"}
-# Whose zeros are refused for their values before their dtypes are looked at.
+# Zeros are refused for their values before the dtypes are checked.
 REFUSE_ZEROS = {"_segment_reduce"}
-# Which draw from a generator that they are given, seed one, or take a sparse tensor: refused for that.
+# These take or seed a generator, or take a sparse tensor, and are refused for that.
 REFUSED = (fl.errors.TraceError, fl.errors.CaptureError)
 
 
@@ -48,7 +48,7 @@ def is_dense(x):
 
 
 def eager_and_traced(op, leaves, spec):
-    """What both give, or raise, for the operation on its flattened arguments."""
+    """Both results or errors of the operation on its flattened arguments."""
 
     def call(leaves):
         first, args, kwargs = spec.unflatten(leaves)
@@ -67,16 +67,16 @@ def eager_and_traced(op, leaves, spec):
 
 
 def differing(op, leaves, outcomes):
-    """In what the trace does otherwise than eager PyTorch, if in anything."""
-    (expected, raised), (found, refused) = outcomes
+    """How the trace differs from eager PyTorch, if it does."""
+    (expected, raised), (actual, refused) = outcomes
     dtypes = {x.dtype for x in leaves if isinstance(x, torch.Tensor)}
     if raised is None and refused is None:
-        if "batch_norm" in op.name:  # of which the lowering gives the statistics in any mode
-            expected, found = expected[:1], found[:1]
-        return f"{found}, eager {expected}" if found != expected else None
+        if "batch_norm" in op.name:  # the lowering returns the statistics in any mode
+            expected, actual = expected[:1], actual[:1]
+        return f"{actual}, eager {expected}" if actual != expected else None
     if raised is not None and refused is None:
         excused = op.name in LOOK_THEMSELVES | LOOK_BEFORE | REFUSE_ZEROS or (len(dtypes) == 1 and dtypes <= HALVES)
-        return None if excused else f"{found}, eager raises {raised}"
+        return None if excused else f"{actual}, eager raises {raised}"
     if raised is None and op.name not in STRICTER and not isinstance(refused, REFUSED):
         return f"raises {type(refused).__name__}: {refused}, eager gives {expected}"
     return None
@@ -85,7 +85,7 @@ def differing(op, leaves, outcomes):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(8))
 def test_dtypes_that_eager_refuses_are_refused(part, monkeypatch):
-    """Each operation with samples of one dtype of its own, and with one tensor of another than the rest."""
+    """Each operation with samples of one of its dtypes, and with one tensor of another dtype than the rest."""
     monkeypatch.setattr(fl.capture.tensor.Hooks, "assert_later", staticmethod(lambda *_: None), raising=False)
     wrong, raised = [], []
     others = itertools.cycle(DTYPES)
@@ -103,15 +103,15 @@ def test_dtypes_that_eager_refuses_are_refused(part, monkeypatch):
                         trials.append([x.to(other) if i == place else x for i, x in enumerate(leaves)])
                 for trial in trials:
                     outcomes = eager_and_traced(op, trial, spec)
-                    found = differing(op, trial, outcomes)
-                    if found is not None:
-                        wrong.append(f"{op.name}.{op.variant_test_name} {dtype}: {found}")
+                    difference = differing(op, trial, outcomes)
+                    if difference is not None:
+                        wrong.append(f"{op.name}.{op.variant_test_name} {dtype}: {difference}")
                     raised.append(outcomes[0][1] is not None)
     assert not wrong, "\n".join(wrong)
     assert sum(raised) > 20 and len(raised) - sum(raised) > 100
 
 
-# -- places and values, of which a compiled step cannot raise ---------------------------------------------------------
+# -- indices and values, for which a compiled step cannot raise --------------------------------------------------------
 
 X = torch.arange(1.0, 9.0).reshape(2, 4)
 TABLE = torch.arange(20.0).reshape(5, 4)
@@ -176,14 +176,14 @@ def test_an_index_out_of_range_gives_nan_where_eager_raises(name, step_of):
     raised = 0
     for places in ([1, 0], [0, 1], [1, 7], [1, -1], [0, -9], [-2, 1]):
         places = torch.tensor(places)
-        found = step_of(name)(places)
+        actual = step_of(name)(places)
         try:
             expected = PLACES[name](places)
         except (IndexError, RuntimeError, ZeroDivisionError):
             raised += 1
-            assert stands_out(found), places
+            assert stands_out(actual), places
         else:
-            assert torch.allclose(found, expected), places
+            assert torch.allclose(actual, expected), places
     assert raised
 
 
@@ -197,14 +197,14 @@ def test_a_value_out_of_range_gives_nan_where_eager_raises(name, step_of):
 def test_known_dtypes_depend_on_the_default_dtype():
     numbers = torch.arange(3)
 
-    def made():
+    def dtype_in_trace():
         trace = StepTrace()
         with trace.active():
             return (trace.new_input(numbers, "x") * 0.5).dtype
 
-    assert made() == torch.float32
+    assert dtype_in_trace() == torch.float32
     torch.set_default_dtype(torch.float64)
     try:
-        assert made() == torch.float64
+        assert dtype_in_trace() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)

@@ -40,9 +40,9 @@ def test_lstm_matches_eager(bidirectional):
     for overload, args, _, results in gradients(nn.LSTM(5, 4, bidirectional=bidirectional), torch.randn(3, 2, 5)):
         if overload is aten.mkldnn_rnn_layer.default:
             with jax.enable_x64(True):
-                ours = RULES[overload](*map(to_array, args))
-            for mine, theirs in zip(ours[:3], results[:3], strict=True):
-                assert_same(to_tensor(mine, theirs.dtype), theirs)
+                actual = RULES[overload](*map(to_array, args))
+            for result, expected in zip(actual[:3], results[:3], strict=True):
+                assert_same(to_tensor(result, expected.dtype), expected)
             seen.add(overload)
         elif overload is aten.mkldnn_rnn_layer_backward.default:
             assert_rule(overload, args, {}, results)
@@ -80,8 +80,10 @@ def test_ctc_matches_eager(joined, zero_infinity):
     losses, log_alpha = aten._ctc_loss.default(log_probs, targets, inputs, lengths, 0, zero_infinity)
 
     with jax.enable_x64(True):
-        ours = RULES[aten._ctc_loss.default](to_array(log_probs), to_array(targets), inputs, lengths, 0, zero_infinity)
-    assert_same(to_tensor(ours[0], losses.dtype), losses)
+        actual = RULES[aten._ctc_loss.default](
+            to_array(log_probs), to_array(targets), inputs, lengths, 0, zero_infinity
+        )
+    assert_same(to_tensor(actual[0], losses.dtype), losses)
     args = (torch.tensor([1.0, 0.5, 2.0]), log_probs, targets, inputs, lengths, losses, log_alpha, 0, zero_infinity)
     expected = aten._ctc_loss_backward.default(*args)
     assert_rule(aten._ctc_loss_backward.default, args, {}, expected)

@@ -1,4 +1,4 @@
-"""Matrix factorizations, compared by their product, since signs and phases of vectors are free."""
+"""Matrix factorizations, compared by their product, since signs and phases of vectors are arbitrary."""
 
 import jax
 import numpy as np

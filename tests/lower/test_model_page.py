@@ -23,8 +23,8 @@ def test_an_outcome_replaces_only_its_own_row(rows):
     before = rows.read_text().splitlines()
     keep({**OUTCOME, **COMPARED})
     after = rows.read_text().splitlines()
-    ours = [place for place, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-    assert [json.loads(after[place])["name"] for place in ours] == ["bert"]
+    actual = [place for place, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    assert [json.loads(after[place])["name"] for place in actual] == ["bert"]
     assert read_rows()["transformers", "bert"]["distance"] == 1.2e-7
     assert read_rows()["transformers", "bert"]["loss"] == 0.5
 

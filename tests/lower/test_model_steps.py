@@ -13,11 +13,11 @@ from .model_steps import examine
 
 CHOSEN = [
     pytest.param("transformers", "bloom", marks=pytest.mark.sweep),  # no rotary positions, a mask of its own
-    ("transformers", "mixtral"),  # a mixture of experts, through transformers' own operation
-    ("transformers", "mamba2"),  # a state space, in chunks
-    ("transformers", "whisper"),  # sound, and two stacks
-    ("torchvision", "shufflenet_v2_x0_5"),  # batch norms' buffers
-    pytest.param("timm", "vit_tiny_patch16_224", marks=pytest.mark.sweep),  # of which the dropout below is one, too
+    ("transformers", "mixtral"),  # a mixture of experts with transformers' own operation
+    ("transformers", "mamba2"),  # a state space model, in chunks
+    ("transformers", "whisper"),  # audio, and two stacks
+    ("torchvision", "shufflenet_v2_x0_5"),  # buffers of batch norms
+    pytest.param("timm", "vit_tiny_patch16_224", marks=pytest.mark.sweep),  # includes the one with dropout below
 ]
 
 
@@ -47,7 +47,7 @@ STEPS = 100
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("bert", marks=pytest.mark.sweep),  # elementwise alone; the other drops paths, too
+        pytest.param("bert", marks=pytest.mark.sweep),  # only elementwise dropout; the other also drops paths
         "vit_tiny_patch16_224",
     ],
 )
@@ -58,12 +58,13 @@ def test_dropout_draws_a_new_mask_at_each_step(name, tmp_path):
 
 
 def check_dropout(case: Case, artifacts: str) -> None:
-    """Steps with dropout on one batch and the same weights: reproducible, each another, distributed as eager's."""
+    """Steps with dropout on one batch from the same weights: reproducible, different from each other, distributed as
+    eager's."""
     torch.manual_seed(0)
     eager = case.build().train()
     torch.manual_seed(1)
     batch = case.batch(eager)
-    theirs = torch.tensor([measure(eager, eager, batch) for _ in range(STEPS)])
+    expected = torch.tensor([measure(eager, eager, batch) for _ in range(STEPS)])
 
     backend = fl.backend("XLA", artifact_dir=artifacts)
     torch.manual_seed(0)
@@ -76,18 +77,18 @@ def check_dropout(case: Case, artifacts: str) -> None:
         torch.manual_seed(7)
         return torch.tensor([[x.item() for x in step(batch)] for _ in range(steps)])
 
-    ours = run(STEPS)
-    assert torch.equal(run(3), ours[:3])
-    assert len(set(ours[:, 0].tolist())) == STEPS
-    for mine, other in zip(ours.T.double(), theirs.T.double(), strict=True):
-        # Two means of independent draws: five standard errors apart once in a million, the seeds being fixed.
+    actual = run(STEPS)
+    assert torch.equal(run(3), actual[:3])
+    assert len(set(actual[:, 0].tolist())) == STEPS
+    for mine, other in zip(actual.T.double(), expected.T.double(), strict=True):
+        # Two means of independent draws: five standard errors apart once in a million; the seeds are fixed.
         error = ((mine.var() + other.var()) / STEPS).sqrt()
         assert abs(mine.mean() - other.mean()) < 5 * error
         assert 0.5 < mine.std() / other.std() < 2  # a hundred draws of each
 
 
 def measure(model, call, batch):
-    """The loss, and the size of all gradients."""
+    """The loss, and the norm of all gradients."""
     model.zero_grad()
     loss = loss_of(call(**batch))
     loss.backward()

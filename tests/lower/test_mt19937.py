@@ -1,4 +1,4 @@
-"""Random words, states and jumps on the device, against numpy's and PyTorch's."""
+"""Random words, states and jumps on the device, against NumPy's and PyTorch's."""
 
 import jax
 import numpy as np
@@ -57,18 +57,18 @@ _TABLE = table(12)
 @settings(max_examples=25)
 def test_states_at_any_position_match_a_generator(seed, position):
     start = window(seed)
-    got = windows(start, np.int64(position), _TABLE)
-    assert np.array_equal(got, host.extend(start, position)[position:])
+    actual = windows(start, np.int64(position), _TABLE)
+    assert np.array_equal(actual, host.extend(start, position)[position:])
 
 
 def test_states_at_far_positions_match_a_generator():
     start, position = window(0), 987_654_321_012
-    got = windows(start, np.int64(position), table(bits_for(position)))
-    assert np.array_equal(got, jump(start, position))
+    actual = windows(start, np.int64(position), table(bits_for(position)))
+    assert np.array_equal(actual, jump(start, position))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 11])
 def test_lanes_lie_at_equal_distances(count):
     start = window(4)
-    got = jax.jit(lambda w, t: spread(w, count, 7, t))(start, _TABLE)
-    assert np.array_equal(got, np.stack([host.extend(start, 128 * i)[128 * i :] for i in range(count)]))
+    actual = jax.jit(lambda w, t: spread(w, count, 7, t))(start, _TABLE)
+    assert np.array_equal(actual, np.stack([host.extend(start, 128 * i)[128 * i :] for i in range(count)]))

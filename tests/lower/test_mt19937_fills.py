@@ -1,4 +1,4 @@
-"""Fills made on the device, against PyTorch's kernels."""
+"""Fills computed on the device, against PyTorch's kernels."""
 
 import jax
 import numpy as np
@@ -37,49 +37,49 @@ def both(name, dtype, arguments, eager):
     window = Stream.from_state(generator.get_state().numpy())._block(0)
     expected = eager(torch.empty(COUNT, dtype=dtype), generator)
     with jax.enable_x64(True):
-        made = kernel(name, dtype, arguments)
-        if made is None and not rounds_single(name, dtype):
+        fill = kernel(name, dtype, arguments)
+        if fill is None and not rounds_single(name, dtype):
             pytest.skip(f"this PyTorch draws {dtype} in another way, so it is made on the host")
-        got, _ = jax.jit(lambda w: draw(w, COUNT, made.emit, made.words_each, made.block))(window[None])
-    return np.asarray(got[0]), constant(expected)
+        actual, _ = jax.jit(lambda w: draw(w, COUNT, fill.emit, fill.words_each, fill.block))(window[None])
+    return np.asarray(actual[0]), constant(expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name, arguments, eager", CASES)
 def test_exact_fills_match_eager(name, arguments, eager, dtype):
-    got, expected = both(name, dtype, arguments, eager)
-    assert got.tobytes() == expected.tobytes()
+    actual, expected = both(name, dtype, arguments, eager)
+    assert actual.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool])
 def test_integers_match_eager(dtype):
-    got, expected = both("random", dtype, {}, lambda t, g: t.random_(generator=g))
-    assert got.tobytes() == expected.tobytes()
+    actual, expected = both("random", dtype, {}, lambda t, g: t.random_(generator=g))
+    assert actual.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("arguments, bounds", INTEGERS)
 def test_bounded_integers_match_eager(arguments, bounds):
-    got, expected = both("random", torch.int64, arguments, lambda t, g: t.random_(*bounds, generator=g))
-    assert got.tobytes() == expected.tobytes()
+    actual, expected = both("random", torch.int64, arguments, lambda t, g: t.random_(*bounds, generator=g))
+    assert actual.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mean, std", [(0.0, 1.0), (0.0, 0.02), (0.1, 0.02), (-3.0, 2.5)])
 def test_normals_are_within_their_ulps_of_eagers(dtype, mean, std):
     arguments = {"mean": mean, "std": std}
-    got, expected = both("normal", dtype, arguments, lambda t, g: t.normal_(mean, std, generator=g))
-    # 4 units in the last place of the largest standard normal there is (5.77), scaled: what the docs promise for a
-    # platform that fuses as it likes. Where it fuses as PyTorch does, as XLA on AVX2 machines, bits are equal.
+    actual, expected = both("normal", dtype, arguments, lambda t, g: t.normal_(mean, std, generator=g))
+    # 4 units in the last place of the largest standard normal (5.77), scaled: the documented tolerance if a platform
+    # fuses differently. If it fuses like PyTorch, as XLA does on AVX2 machines, bits are equal.
     unit = np.float64(2.0 ** (2 - 24 + 1)) * std + np.spacing(np.float32(abs(mean)))
     half = {torch.float32: 0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-    gap = np.abs(got.astype(np.float64) - expected.astype(np.float64))
+    gap = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
     assert (gap <= 4 * unit + half * np.abs(expected.astype(np.float64))).all()
 
 
 @pytest.mark.parametrize(
     "name, dtype, arguments",
     [
-        ("uniform", torch.float32, {"low": 1e-20, "high": 1.0}),  # rounded twice, it might differ
+        ("uniform", torch.float32, {"low": 1e-20, "high": 1.0}),  # would differ if rounded twice
         ("normal", torch.float64, {"mean": 0, "std": 1}),
         ("exponential", torch.float32, {"lambd": 1.0}),
     ],

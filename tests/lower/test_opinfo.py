@@ -21,7 +21,7 @@ def test_core_aten_is_covered():
 
 CHOSEN = [op for op in op_db if aten_names(op) & CORE_NAMES]
 
-# A problem that begins so is not the rule's: no rule can have it, or eager does not run the sample.
+# Problems that begin like this are not the rule's: there can be no rule, or eager does not run the sample.
 NOT_THE_RULES = ("random", "not strided", "eager:", "sample:")
 BY_DESIGN = ("depends on values", "reads a value into Python", "no counterpart in XLA", "as long as its largest value")
 KNOWN = {
@@ -53,7 +53,7 @@ def assert_samples(op, limits: dict[torch.dtype, int]) -> None:
 
 @pytest.mark.parametrize("op", CHOSEN, ids=name_of)
 def test_samples_match_eager(op):
-    # Every operation in float32; the other dtypes take turns.
+    # Every operation in float32; the other dtypes alternate.
     turn = DTYPES[1 + op_db.index(op) % (len(DTYPES) - 1)]
     assert_samples(op, {torch.float32: 2, turn: 1})
 

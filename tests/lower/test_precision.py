@@ -1,4 +1,4 @@
-"""float32 products follow PyTorch's settings for a GPU, checked in the lowered module without one."""
+"""float32 products follow PyTorch's settings for a GPU: checked in the lowered module, without a GPU."""
 
 import jax
 import pytest
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def as_it_was():
-    """What PyTorch has been told is put back."""
+    """Restores PyTorch's settings afterwards."""
     products, convolutions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     yield
     torch.backends.cuda.matmul.fp32_precision = products
@@ -28,8 +28,8 @@ def lowered(op, *shapes, more=()):
     ]
     node = Node(0, op, (*map(Ref.of, values), *more), {}, (), False, None, UNKNOWN)
     with torch.device("meta"):
-        made = op(*(torch.empty(shape) for shape in shapes), *more)
-    node.outputs = (Value(tuple(made.shape), made.stride(), torch.float32, torch.device("cpu")),)
+        result = op(*(torch.empty(shape) for shape in shapes), *more)
+    node.outputs = (Value(tuple(result.shape), result.stride(), torch.float32, torch.device("cpu")),)
     arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     return function_of(template_of(node, []), False, precision.now()).lower(*arrays).as_text()
 

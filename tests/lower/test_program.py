@@ -1,4 +1,4 @@
-"""Views of a Program's Values, read and written, against PyTorch."""
+"""Reads and writes of views of a Program's Values, against PyTorch."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @st.composite
 def views(draw):
-    """A base tensor, dense in some order of its dimensions, and a view of it made by PyTorch's own view operations."""
+    """A base tensor, dense in some order of its dimensions, and a view of it by PyTorch's own view operations."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(shape))))
     count = int(np.prod(shape))
@@ -68,8 +68,8 @@ def geometry(base, view):
 def test_a_view_is_read_as_pytorch_reads_it(pair):
     base, view = pair
     with jax.enable_x64(True):
-        found = read_view(jax.numpy.asarray(base.contiguous().numpy()), geometry(base, view))
-    assert np.array_equal(np.asarray(found), view.numpy())
+        result = read_view(jax.numpy.asarray(base.contiguous().numpy()), geometry(base, view))
+    assert np.array_equal(np.asarray(result), view.numpy())
 
 
 @settings(max_examples=scale.of(40, 100))
@@ -78,7 +78,7 @@ def test_a_view_is_written_as_pytorch_writes_it(pair):
     base, view = pair
     places = view.reshape(-1).tolist()
     if len(set(places)) < len(places):
-        return  # two elements of the view in one place: PyTorch refuses to write
+        return  # two elements of the view share memory: PyTorch refuses to write
     new = torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape) - 100
     before = jax.numpy.asarray(base.contiguous().numpy())
     written = write_view(before, jax.numpy.asarray(new.contiguous().numpy()), geometry(base, view))
@@ -89,16 +89,16 @@ def test_a_view_is_written_as_pytorch_writes_it(pair):
 def test_complex_views_of_reals_round_trip():
     base = torch.arange(12, dtype=torch.float32).reshape(2, 3, 2)
     view = torch.view_as_complex(base)
-    found = read_view(jax.numpy.asarray(base.numpy()), geometry(base, view))
-    assert np.array_equal(np.asarray(found), view.numpy())
+    result = read_view(jax.numpy.asarray(base.numpy()), geometry(base, view))
+    assert np.array_equal(np.asarray(result), view.numpy())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
 def test_constants_keep_their_bits(dtype):
     values = torch.tensor([[0, 1, 3], [2, 5, 7]]).to(dtype).t()
-    found = constant(values)
-    assert found.shape == (3, 2)
-    assert np.array_equal(found.astype(np.float64), values.to(torch.float64).numpy())
+    result = constant(values)
+    assert result.shape == (3, 2)
+    assert np.array_equal(result.astype(np.float64), values.to(torch.float64).numpy())
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_samples_have_their_distribution(name):
     first, second = (step(torch.ones(N)).clone().double() for _ in range(2))
     assert not torch.equal(first, second)
     assert abs(first.mean() - mean) < SIX * deviation
-    # of the deviation, whose own error has a factor of the kurtosis: that of the exponential is 9
+    # of the deviation, whose own error depends on the kurtosis: 9 for the exponential
     assert abs(first.std() / deviation - 1) < SIX * 3
 
 

@@ -25,8 +25,8 @@ def conv(x, kernel):
     return lax.conv_general_dilated(x, kernel, (1, 1), "SAME")
 
 
-# A function, the shapes of its operands (letters are names for their dimensions), and which of them each of the
-# result's dimensions comes from: "." for none.
+# A function, the shapes of its operands (letters name their dimensions), and the operand dimension that each dimension
+# of the result comes from: "." for none.
 CASES = {
     "elementwise": (lambda x, y: jnp.exp(x) * y, ["a4 b8", "c4 d8"], "a=c b=d"),
     "by a number": (lambda x: x * 2.0 + 1, ["a4 b8"], "a b"),
@@ -65,7 +65,7 @@ def shape_of(words):
     return tuple(int(word[1:]) for word in words.split())
 
 
-def found(function, operands):
+def propagated(function, operands):
     arrays = [
         jax.ShapeDtypeStruct(shape_of(words), jnp.int32 if words.startswith("i") else jnp.float32) for words in operands
     ]
@@ -81,11 +81,11 @@ def found(function, operands):
 @pytest.mark.parametrize("name", {**CASES, **INDEXED})
 def test_a_results_dimensions_come_from_its_operands(name):
     function, operands, expected = {**CASES, **INDEXED}[name]
-    assert found(function, operands) == expected
+    assert propagated(function, operands) == expected
 
 
 def test_a_barrier_keeps_shardings():
-    """Several arrays of one shape stand there side by side, and have nothing to do with each other."""
+    """A barrier's operands may have the same shape without being related."""
     arrays = [jax.ShapeDtypeStruct((4, 8), jnp.float32)] * 3
     rule = rule_of(jax.make_jaxpr(lambda *xs: lax.optimization_barrier(xs))(*arrays).jaxpr)
     assert rule.results == rule.operands
@@ -98,7 +98,7 @@ CUTS = [
     (((), ()), 0, ("fsdp",), (8, 8), (("fsdp",), ())),
     (((), ()), 0, ("fsdp",), (6, 8), ((), ())),  # does not divide
     (((), ()), 1, ("fsdp", "tp"), (8, 4), ((), ("fsdp",))),  # as far as it does
-    ((("fsdp",), ()), 1, ("fsdp", "tp"), (8, 8), (("fsdp",), ("tp",))),  # an axis cuts one dimension
+    ((("fsdp",), ()), 1, ("fsdp", "tp"), (8, 8), (("fsdp",), ("tp",))),  # an axis shards one dimension only
     ((("fsdp",), ()), 0, ("tp",), (8, 8), (("fsdp",), ())),  # the first one stays
     (((),), 0, ("tp",), (0,), ((),)),
 ]
@@ -132,7 +132,7 @@ def test_what_has_been_traced_for_its_sharding_rule_is_not_when_it_is_lowered(tr
     call = call_of(node)
     rule = rule_of_call(call, NamedSharding(mesh, PartitionSpec()))
     assert rule.operands == rule.results and len(rule.operands) == 1
-    given = jax.ShapeDtypeStruct((7, 13), np.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    argument = jax.ShapeDtypeStruct((7, 13), np.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
     with jax.enable_x64(True):
-        jax.jit(lambda x: call.run([x], None)).lower(given)
+        jax.jit(lambda x: call.run([x], None)).lower(argument)
     assert len(traced) == 1

@@ -1,4 +1,4 @@
-"""Every operation of one training step of small models, against eager PyTorch on the same operands."""
+"""Every operation in one training step of small models, against eager PyTorch on the same operands."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def record_gradients(model, loss_of):
 
 
 def record_update(model, loss_of, make_optimizer):
-    """The second step's: the first makes the optimizer's state."""
+    """Record the second step: the first creates the optimizer's state."""
     optimizer = make_optimizer(model.parameters())
     for _ in range(2):
         loss_of(model).backward()
@@ -109,7 +109,7 @@ def test_language_models_match_eager(build, implementation, dtype):
 
 def convnet():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),  # before a batch norm its gradient is rounding only
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),  # its gradient before a batch norm is only rounding
         nn.BatchNorm2d(8),
         nn.ReLU(),
         nn.MaxPool2d(2),

@@ -15,7 +15,7 @@ from firstloss.lower import unwritten
 from .xla_header import assert_declared
 
 SOURCE = Path(unwritten.__file__).with_name("_unwritten.c")
-# What the handler uses of each structure, and what XLA's header calls it.
+# The fields of each structure that the handler uses, and their names in XLA's header.
 FIELDS = [
     ("struct extension", "type", "XLA_FFI_Extension_Base", "type"),
     ("struct version", "major", "XLA_FFI_Api_Version", "major_version"),

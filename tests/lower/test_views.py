@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @st.composite
 def strided_views(draw):
-    """A size, strides and an offset that stay inside a memory of 120 elements."""
+    """A size, strides and an offset within a memory of 120 elements."""
     dims = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=4))
     size, stride = [d[0] for d in dims], [d[1] for d in dims]
     last = sum((n - 1) * s for n, s in dims)
@@ -35,14 +35,14 @@ def test_as_strided_matches_eager(view, data):
     expected = base.as_strided(size, stride, offset)
     shape = data.draw(st.sampled_from([(120,), (4, 30), (2, 3, 4, 5), (5, 1, 24)]))
     with jax.enable_x64(True):
-        ours = RULES[aten.as_strided.default](to_array(base.reshape(shape)), size, stride, offset)
-    assert (np.asarray(ours) == expected.numpy()).all()
+        actual = RULES[aten.as_strided.default](to_array(base.reshape(shape)), size, stride, offset)
+    assert (np.asarray(actual) == expected.numpy()).all()
 
 
 @given(strided_views())
 @settings(max_examples=1000)
 def test_slices_match_the_view(view):
-    """By numpy, which compiles nothing."""
+    """In NumPy, which does not compile."""
     size, stride, offset = view
     for shape in ((120,), (4, 30), (2, 3, 4, 5), (5, 1, 24)):
         slices = strided_slices(shape, size, stride, offset)
@@ -61,7 +61,7 @@ def test_slices_match_the_view(view):
 @given(st.permutations(range(4)), st.data())
 @settings(max_examples=200)
 def test_views_of_contiguous_memory_are_slices(order, data):
-    """Slices, transposes and broadcasts, in any combination, are recognised, and so are reshapes of whole ones."""
+    """Slices, transposes and broadcasts in any combination are recognized, and so are reshapes of contiguous ones."""
     base = torch.arange(120).reshape(2, 3, 4, 5)
     x = base.permute(*order)
     for d in range(4):

@@ -1,8 +1,7 @@
 """The outcome of a sample: compiled, run, and compared with eager PyTorch.
 
-Compiling is what takes the time, so that a sweep compiles many samples as one program, and without XLA's effort to make
-it fast: the lowering is what is shown to be right. A few samples of each operation, and whatever is not right at once,
-are compiled as a user's step is.
+Compilation dominates, so a sweep compiles many samples as one program, and without XLA's optimizations: it tests the
+lowering. A few samples of each operation, and every sample that fails at first, are compiled as a user's step is.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from firstloss.lower import program as lowering
 from .samples import AS_EXACT, DIFFERS, DRAWN, FAILS, GAUGE, PASSES, REFUSED, WIDE, Sample, plain, prepare
 
 CHUNK = 48  # samples compiled as one program: fewer programs compile faster, up to a size
-# A quarter to a fifteenth of the time: LLVM does not optimise, and XLA's older code generator, one kernel a module.
+# A quarter to a fifteenth of the time: no LLVM optimization, and XLA's older code generator, one kernel per module.
 QUICKLY = {
     "xla_backend_optimization_level": 0,
-    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),  # which is gone since
+    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),  # removed in newer versions
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 AS_USERS = {torch.float32: 1, torch.bfloat16: 1}  # samples of an operation that are compiled as a user's step is
 
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-# Their saved statistics are float32 to PyTorch's meta kernels and on a GPU, bfloat16 to its CPU kernels.
+# Saved statistics are float32 in PyTorch's meta kernels and on a GPU, bfloat16 in its CPU kernels.
 STATISTICS = {"native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"}
-# Of equal values an unstable or partial sort takes any: the places are compared by the values that they name.
+# Among equal values an unstable or partial sort may take any: indices are compared by the values at them.
 PLACES = {"sort": 1, "msort": None, "topk": 1, "kthvalue": 1, "mode": 1, "median": 1, "nanmedian": 1, "argsort": 0}
 
 
 def tolerance_of(op: Any, dtype: torch.dtype) -> tuple[float, float]:
-    """What PyTorch's tests allow `op`: the dtype's tolerance, or the widest of the operation's own on a CPU."""
+    """The tolerance of PyTorch's tests of `op`: the dtype's, or the widest of the operation's own on a CPU."""
     rtol, atol = default_tolerances(dtype)
     for decorator in op.decorators:
         if getattr(decorator, "device_type", None) not in (None, "cpu"):
@@ -49,7 +48,7 @@ def tolerance_of(op: Any, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def execute(samples: list[Sample], options: dict[str, Any] | None = None) -> list[list[Any]]:
-    """The outputs of each sample, all compiled together with `options`; apart where that fails, to find out which."""
+    """The outputs of each sample, all compiled together with `options`; separately if that fails, to find out which."""
 
     def lowered(sample: Sample, arrays: Any) -> list[Any]:
         assert sample.program is not None
@@ -68,15 +67,15 @@ def execute(samples: list[Sample], options: dict[str, Any] | None = None) -> lis
     try:
         return jax.jit(together, compiler_options=options)([s.arrays for s in samples])
     except Exception:
-        found = []
+        results = []
         for sample in samples:
             try:
                 alone = jax.jit(lambda arrays, sample=sample: lowered(sample, arrays), compiler_options=options)
-                found.append(alone(sample.arrays))
+                results.append(alone(sample.arrays))
             except Exception as error:
                 sample.settle(FAILS, f"XLA: {type(error).__name__}: {error}")
-                found.append([])
-        return found
+                results.append([])
+        return results
 
 
 def _tensor(x: Any) -> torch.Tensor:
@@ -89,14 +88,14 @@ def _tensor(x: Any) -> torch.Tensor:
 
 
 def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> None:
-    """Compare what the executable gave with what eager gave."""
+    """Compare the executable's results with eager's."""
     try:
         assert len(outputs) == len(sample.expected), f"{len(outputs)} results for {len(sample.expected)}"
         captured = [ref.dtype for ref in sample.program.outputs.values()] if sample.program is not None else []
         assert op.name in STATISTICS or captured == [y.dtype for y in sample.expected], f"dtypes {captured}"
-        ours = [_tensor(x).to(y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
-        pairs = zip(ours, sample.expected, strict=True)
-        if "batch_norm" in op.name:  # what evaluation does not save is empty for PyTorch's kernel, unread in any case
+        actual = [_tensor(x).to(y.dtype) for x, y in zip(outputs, sample.expected, strict=True)]
+        pairs = zip(actual, sample.expected, strict=True)
+        if "batch_norm" in op.name:  # unused outputs in evaluation are empty in PyTorch's kernel
             pairs = ((x, y) for x, y in pairs if y.shape != (0,))
         for x, y in pairs:
             assert x.shape == y.shape, f"shape {tuple(x.shape)} for {tuple(y.shape)}"
@@ -105,9 +104,9 @@ def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> No
         if op.name in UNWRITTEN:
             return
         truth: list[torch.Tensor] | None = None
-        for i, (x, y) in enumerate(zip(ours, sample.expected, strict=True)):
+        for i, (x, y) in enumerate(zip(actual, sample.expected, strict=True)):
             is_gradient = i > (op.name != "msort")
-            if x.shape != y.shape or is_gradient and op.name in PLACES and dtype == torch.bfloat16:  # they go by places
+            if x.shape != y.shape or is_gradient and op.name in PLACES and dtype == torch.bfloat16:  # indices
                 continue
             if op.name in PLACES and y.dtype == torch.int64 and dtype != torch.int64 or PLACES.get(op.name, -1) == i:
                 continue
@@ -120,35 +119,34 @@ def judge(op: Any, dtype: torch.dtype, sample: Sample, outputs: list[Any]) -> No
                 truth = sample.exact() if truth is None else truth
                 if op.name in GAUGE:  # gradients divide by differences of eigenvalues or singular values
                     rtol = max(rtol, 1e-5)
-                if len(truth) != len(ours) or not _is_as_exact(x, y, truth[i], rtol, atol):
+                if len(truth) != len(actual) or not _is_as_exact(x, y, truth[i], rtol, atol):
                     raise AssertionError(f"result {i}: {error}") from None
                 sample.settle(AS_EXACT, error)
     except (AssertionError, ValueError, TypeError) as error:
         sample.settle(DIFFERS, error)
 
 
-def _is_as_exact(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, rtol: float, atol: float) -> bool:
-    """Whether ours stands to the float64 result as eager does.
+def _is_as_exact(actual: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, rtol: float, atol: float) -> bool:
+    """Whether the result is as close to the float64 result as eager's.
 
-    Either within the tolerance, measured against the largest element (a sum of terms of both signs is only as exact as
-    the terms); or no more than four times (two bits) as far as eager, whose own roundings are as
-    many. Where eager overflows on its way
-    to a number that the dtype has, ours may be that number.
+    Either within the tolerance relative to the largest element (a sum of terms of both signs is only as exact as the
+    terms), or no more than four times (two bits) as far as eager, which rounds as often. Where eager overflows although
+    the exact result is representable, the representable result is accepted.
     """
     truth = plain(truth)
-    if truth.shape != ours.shape:
+    if truth.shape != actual.shape:
         return False
-    largest = torch.finfo(ours.dtype).max
-    overflows = torch.isfinite(ours) & ~torch.isfinite(eager)
-    if (torch.isfinite(eager) & ~torch.isfinite(ours)).any() or (overflows & ~(truth.abs() <= largest)).any():
+    largest = torch.finfo(actual.dtype).max
+    overflows = torch.isfinite(actual) & ~torch.isfinite(eager)
+    if (torch.isfinite(eager) & ~torch.isfinite(actual)).any() or (overflows & ~(truth.abs() <= largest)).any():
         return False
-    finite = torch.isfinite(truth) & torch.isfinite(ours)
+    finite = torch.isfinite(truth) & torch.isfinite(actual)
     wide = truth.dtype
-    us, them = (ours.to(wide) - truth)[finite].abs(), (eager.to(wide) - truth)[finite & ~overflows].abs()
-    if not us.numel():
+    errors, eager_errors = (actual.to(wide) - truth)[finite].abs(), (eager.to(wide) - truth)[finite & ~overflows].abs()
+    if not errors.numel():
         return True
-    within = us.max() <= atol + rtol * truth[finite].abs().max()
-    return bool(within) or them.numel() == us.numel() and bool(us.max() <= 4 * them.max())
+    within = errors.max() <= atol + rtol * truth[finite].abs().max()
+    return bool(within) or eager_errors.numel() == errors.numel() and bool(errors.max() <= 4 * eager_errors.max())
 
 
 def examine(op: Any, dtype: torch.dtype, limit: int = 2000, quickly: bool = False) -> list[Sample]:

@@ -12,7 +12,7 @@ import jax
 def assert_declared(
     source: Path, fields: Iterable[tuple[str, str, str, str]], numbers: Mapping[str, str], folder: Path
 ) -> None:
-    """What a source in C uses of XLA's structures lies where the header has it.
+    """Assert that the structures declared in a C source have XLA's layout.
 
     Args:
         source: the C source.
@@ -20,11 +20,13 @@ def assert_declared(
         numbers: our constants, and the header's.
         folder: for the program that the compiler checks.
     """
-    checks = [f"offsetof({ours}, {field}) == offsetof({theirs}, {name})" for ours, field, theirs, name in fields]
-    checks += [f"(int){ours} == (int){theirs}" for ours, theirs in numbers.items()]
+    checks = [
+        f"offsetof({actual}, {field}) == offsetof({expected}, {name})" for actual, field, expected, name in fields
+    ]
+    checks += [f"(int){actual} == (int){expected}" for actual, expected in numbers.items()]
     lines = [f'_Static_assert({check}, "{i}");' for i, check in enumerate(checks)]
     program = folder / "check.c"
     program.write_text("\n".join(['#include "xla/ffi/api/c_api.h"', f'#include "{source}"', *lines, ""]))
     command = ["cc", "-std=c11", "-fsyntax-only", f"-I{jax.ffi.include_dir()}", str(program)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

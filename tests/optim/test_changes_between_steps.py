@@ -1,7 +1,7 @@
 """Changes of an optimizer between two traced steps match the same changes in eager PyTorch.
 
-In float64: what is left is another order of rounding, so agreement is to 1e-9. (Adam's and its like's steps are counted
-in float32 in a traced step: 1e-6 there, and so for all of PyTorch's optimizers.)
+In float64, where another order of rounding stays below 1e-9. (The steps of Adam and similar optimizers are counted in
+float32 in a traced step: 1e-6 there, and so for all of PyTorch's optimizers.)
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import nn
 
 import firstloss as fl
 
-theirs = torch.optim.lr_scheduler
+schedulers = torch.optim.lr_scheduler
 STEPS = 9
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def backend(folder, by_kernels, float64):
-    """All of these tests share one folder: many of their steps are the same, and compiled once."""
+    """All of these tests share one folder, since many of their steps are identical: each is compiled once."""
     return fl.backend("XLA", artifact_dir=folder)
 
 
@@ -64,13 +64,13 @@ class Run:
         return losses
 
     def state(self):
-        """Weights and buffers, and what the optimizer keeps, by name."""
-        found = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+        """Weights, buffers, and the optimizer's state, by name."""
+        result = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
         for i, p in enumerate(self.parameters):
             for key, entry in self.optimizer.state.get(p, {}).items():
                 if isinstance(entry, torch.Tensor):
-                    found[f"{i}.{key}"] = entry.detach().clone().double()
-        return found
+                    result[f"{i}.{key}"] = entry.detach().clone().double()
+        return result
 
 
 def plain():
@@ -78,14 +78,14 @@ def plain():
 
 
 def check(backend, make, between=lambda n, run: None, model=None, set_to_none=True, close=CLOSE, also=lambda run: {}):
-    """Traced and eager, the same losses, weights and optimizer state."""
-    found = []
+    """Traced and eager training have the same losses, weights and optimizer state."""
+    results = []
     for where in (backend, fl.backend("CPU")):
         fl.backend(where)
         run = Run(where, make, model)
         losses = run.train(run.step(set_to_none), between)
-        found.append((losses, run.state(), also(run)))
-    (losses, state, extra), (eager_losses, eager_state, eager_extra) = found
+        results.append((losses, run.state(), also(run)))
+    (losses, state, extra), (eager_losses, eager_state, eager_extra) = results
     torch.testing.assert_close(losses, eager_losses, **close)
     torch.testing.assert_close(state, eager_state, check_dtype=False, **close)
     torch.testing.assert_close(extra, eager_extra, check_dtype=False, **close)
@@ -128,7 +128,7 @@ def test_momentum_switched_off_leaves_its_buffer(kind, values, backend):
 
 
 def test_momentum_switched_off_by_a_schedule_on_the_device(backend):
-    """Whose value nobody on the host knows."""
+    """The host does not know the scheduled value."""
 
     def run_on(where):
         fl.backend(where)
@@ -183,8 +183,8 @@ def test_groups_may_change_between_steps(key, name, backend):
 
 
 CYCLING = {
-    "OneCycleLR": lambda o: theirs.OneCycleLR(o, 0.1, 12),
-    "CyclicLR": lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3, base_momentum=0.6, max_momentum=0.8),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, 12),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3, base_momentum=0.6, max_momentum=0.8),
 }
 NUMBERS = {
     "SGD": ["momentum", "weight_decay", "dampening"],
@@ -197,7 +197,7 @@ NUMBERS = {
 @pytest.mark.parametrize("name, number", [(name, number) for name, numbers in NUMBERS.items() for number in numbers])
 @pytest.mark.parametrize("schedule", CYCLING)
 def test_a_number_may_be_set_by_hand_and_by_a_scheduler(schedule, name, number, backend):
-    """A tuple of which the scheduler moves one number has others that nobody reads again unless told to."""
+    """A scheduler sets one number of a tuple, so changes of the others could be missed."""
 
     def between(n, run):
         if n == 0:
@@ -229,33 +229,33 @@ def test_a_list_in_a_group_may_be_edited_in_place(backend):
 
 
 def test_a_number_may_return_to_its_first_value(backend):
-    """The first executable has it baked in, later ones take it as an input: both would do."""
+    """The first executable has the value as a constant, later ones as an input: either may run."""
     check(backend, sgd, setting("momentum", [0.9, 0.8, 0.9, 0.8, 0.9, 0.9, 0.9, 0.8, 0.9]))
 
 
 # -- tensors in groups --
 
 SCHEDULERS = {
-    "StepLR": lambda o: theirs.StepLR(o, 3, 0.5),
-    "MultiStepLR": lambda o: theirs.MultiStepLR(o, [2, 5], 0.5),
-    "ConstantLR": lambda o: theirs.ConstantLR(o, 0.5, 3),
-    "LinearLR": lambda o: theirs.LinearLR(o, 0.1, total_iters=4),
-    "ExponentialLR": lambda o: theirs.ExponentialLR(o, 0.5),
-    "CosineAnnealingLR": lambda o: theirs.CosineAnnealingLR(o, 5),
-    "PolynomialLR": lambda o: theirs.PolynomialLR(o, 5),
-    "LambdaLR": lambda o: theirs.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
-    "MultiplicativeLR": lambda o: theirs.MultiplicativeLR(o, lambda epoch: 0.9),
-    "CyclicLR": lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
-    "CyclicLR with momentum": lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3),
-    "OneCycleLR": lambda o: theirs.OneCycleLR(o, 0.1, 12),
-    "CosineAnnealingWarmRestarts": lambda o: theirs.CosineAnnealingWarmRestarts(o, 4),
-    "SequentialLR": lambda o: theirs.SequentialLR(
-        o, [theirs.LinearLR(o, 0.1, total_iters=3), theirs.ExponentialLR(o, 0.9)], [3]
+    "StepLR": lambda o: schedulers.StepLR(o, 3, 0.5),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [2, 5], 0.5),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.5),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 5),
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda epoch: 0.9),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
+    "CyclicLR with momentum": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, 12),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)], [3]
     ),
-    "ChainedScheduler": lambda o: theirs.ChainedScheduler(
-        [theirs.LinearLR(o, 0.1, total_iters=3), theirs.ExponentialLR(o, 0.9)]
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)]
     ),
-    "ReduceLROnPlateau": lambda o: theirs.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, factor=0.5, patience=0),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.2, 3),
 }
 
@@ -291,7 +291,7 @@ def test_a_rate_that_is_a_tensor_may_be_edited_and_replaced(name, how, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
 def test_a_rate_may_have_any_dtype(dtype, backend):
-    # eager computes with a float16 rate in float16 where it is alone
+    # eager computes in float16 if the rate is float16 and on its own
     close = {"rtol": 1e-2, "atol": 1e-4} if dtype == torch.float16 else CLOSE
     check(backend, lambda p: torch.optim.SGD(p, lr=torch.tensor(1, dtype=dtype), momentum=0.5), close=close)
 
@@ -315,8 +315,8 @@ def test_other_numbers_may_be_tensors(name, backend):
     key, change = TENSORS[name]
 
     def make(parameters):
-        given = (torch.tensor(0.9), torch.tensor(0.99)) if key == "betas" else torch.tensor(0.1)
-        return torch.optim.AdamW(parameters, lr=0.01, foreach=False, **{key: given})
+        number = (torch.tensor(0.9), torch.tensor(0.99)) if key == "betas" else torch.tensor(0.1)
+        return torch.optim.AdamW(parameters, lr=0.01, foreach=False, **{key: number})
 
     check(backend, make, lambda n, run: change(n, run.optimizer.param_groups[0]))
 
@@ -597,7 +597,7 @@ def test_an_averaged_model_is_updated_in_a_step(name, of, backend):
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
 @pytest.mark.parametrize("event", ["nothing", "eval between", "reset", "momentum given"])
-@pytest.mark.optimized  # in eval mode the kernel gives other shapes of what is kept for the backward pass
+@pytest.mark.optimized  # in eval mode the kernel saves tensors of other shapes for the backward pass
 def test_batch_norm_with_a_cumulative_average_matches_eager(norm, event, backend):
     def between(n, run):
         if event == "eval between":

@@ -1,7 +1,7 @@
-"""Each optimizer, traced and eager, against eager PyTorch or, if that lacks it, a second implementation.
+"""Each optimizer, traced and eager, against eager PyTorch or, if PyTorch lacks it, a second implementation.
 
-In float64, so that another order of rounding stays below any mistake in a formula: agreement is to 1e-9, and what is
-left of it is a division by a small square root.
+In float64, so that rounding differences stay far below any mistake in a formula: they agree to 1e-9, the remainder
+being a division by a small square root.
 """
 
 import pytest
@@ -63,8 +63,8 @@ def train_traced(make, backend, prepare=lambda optimizer: None, compiles=1):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def assert_same(ours, theirs):
-    for a, b in zip(ours, theirs, strict=True):
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -99,37 +99,37 @@ def maker(case, library):
     return lambda parameters: getattr(library, name)(pick(parameters), **STOCK[case])
 
 
-@pytest.mark.parametrize("case", [case for case in STOCK if case != "Muon"])  # which computes in bfloat16: see below
+@pytest.mark.parametrize("case", [case for case in STOCK if case != "Muon"])  # computes in bfloat16: see below
 def test_traced_stock_optimizers_match_eager(case, backend):
-    # SGD's momentum begins as the first gradient, undamped: the first step is another computation.
+    # SGD's momentum starts as the first gradient, without dampening: the first step is another computation.
     compiles = 2 if case == "SGD, dampening" else 1
-    ours = train_traced(maker(case, torch.optim), backend, compiles=compiles)
-    assert_same(ours, train_eagerly(maker(case, torch.optim)))
+    actual = train_traced(maker(case, torch.optim), backend, compiles=compiles)
+    assert_same(actual, train_eagerly(maker(case, torch.optim)))
 
 
 def test_traced_muon_matches_eager(backend):
-    """Muon orthogonalises in bfloat16: 2^-8 of an update, which is lr long."""
-    ours, theirs = train_traced(maker("Muon", torch.optim), backend), train_eagerly(maker("Muon", torch.optim))
-    for a, b in zip(ours, theirs, strict=True):
+    """Muon orthogonalizes in bfloat16: 2^-8 of an update, whose size is lr."""
+    actual, expected = train_traced(maker("Muon", torch.optim), backend), train_eagerly(maker("Muon", torch.optim))
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=STEPS * 0.01 * 2**-6)
 
 
 @pytest.mark.parametrize("case", STOCK)
 def test_preinitialize_creates_the_state_of_the_first_step(case):
-    """Bit for bit: the code that steps is PyTorch's."""
-    made = []
+    """Bit-identical: PyTorch's own code computes the step."""
+    states = []
 
     def prepare(optimizer):
         optimizer.preinitialize()
         weights = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(p.grad is None for p in weights)
-        made.append({k: v for p in weights for k, v in optimizer.state[p].items()})
-        assert not any(fl.is_deferred(v) for v in made[0].values() if isinstance(v, torch.Tensor))
+        states.append({k: v for p in weights for k, v in optimizer.state[p].items()})
+        assert not any(fl.is_deferred(v) for v in states[0].values() if isinstance(v, torch.Tensor))
 
-    ours = train_eagerly(maker(case, fl.optim), prepare)
-    theirs = train_eagerly(maker(case, torch.optim))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert bool(made[0]) == (case not in ("SGD", "SGD, dampening"))
+    actual = train_eagerly(maker(case, fl.optim), prepare)
+    expected = train_eagerly(maker(case, torch.optim))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert bool(states[0]) == (case not in ("SGD", "SGD, dampening"))
 
 
 def test_preinitialize_can_be_called_before_a_traced_step(backend):
@@ -147,11 +147,11 @@ def test_preinitialize_can_be_called_before_a_traced_step(backend):
                 self.state[p]["velocity"].mul_(0.5).add_(p.grad)
                 p.sub_(self.state[p]["velocity"] * self.param_groups[0]["lr"])
 
-    ours = train_traced(Heavy, backend)
-    assert_same(ours, train_eagerly(Heavy, Heavy.preinitialize))
+    actual = train_traced(Heavy, backend)
+    assert_same(actual, train_eagerly(Heavy, Heavy.preinitialize))
 
 
-# -- the two that PyTorch has not --
+# -- the two that PyTorch lacks --
 
 
 class PlainLion:
@@ -204,10 +204,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_lion_and_lamb_follow_their_formulas(name, backend):
-    ours, theirs, options = OTHERS[name]
-    expected = train_eagerly(lambda parameters: theirs(parameters, **options))
-    assert_same(train_eagerly(lambda parameters: ours(parameters, **options)), expected)
-    assert_same(train_traced(lambda parameters: ours(parameters, **options), backend), expected)
+    actual, eager, options = OTHERS[name]
+    expected = train_eagerly(lambda parameters: eager(parameters, **options))
+    assert_same(train_eagerly(lambda parameters: actual(parameters, **options)), expected)
+    assert_same(train_traced(lambda parameters: actual(parameters, **options), backend), expected)
 
 
 def test_lambs_ratio_is_one_for_a_weight_of_zeros():
@@ -223,7 +223,7 @@ def test_invalid_numbers_are_refused(make):
         make([nn.Parameter(torch.zeros(3))], lr=-1)
 
 
-# -- what cannot be traced --
+# -- optimizers that cannot be traced --
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
@@ -244,7 +244,7 @@ def test_optimizers_that_cannot_be_traced_are_an_error(name, backend):
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts in Python, in its groups."""
+    """Counts in Python, in its parameter groups."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -278,13 +278,13 @@ def test_a_count_in_python_is_an_error_and_leaves_nothing_behind(backend):
 @pytest.mark.parametrize("where", ["inside", "before compile", "after compile"])
 @pytest.mark.parametrize("preinitialize", [True, False])
 def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, preinitialize, backend):
-    made = []
+    created = []
 
     def make(parameters):
         optimizer = fl.optim.Adam(parameters, lr=1.0)
         if preinitialize:
             optimizer.preinitialize()
-        made[:] = [optimizer, fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, 3)]
+        created[:] = [optimizer, fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, 3)]
 
     torch.manual_seed(0)
     with backend.device:
@@ -296,7 +296,7 @@ def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, pre
     compiled = fl.compile(model, backend)
     if where == "after compile":
         make(model.parameters())
-    optimizer, schedule = made
+    optimizer, schedule = created
 
     @fl.trace
     def step(x):
@@ -311,15 +311,15 @@ def test_optimizers_and_schedules_may_be_made_on_the_device_or_off_it(where, pre
     for _ in range(4):
         step(torch.ones(2, 4))
         reference(torch.ones(2, 4)).square().mean().backward()
-        made[0].step()
-        made[0].zero_grad()
-        made[1].step()
+        created[0].step()
+        created[0].zero_grad()
+        created[1].step()
     assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in reference.parameters()])
-    assert type(schedule.last_epoch).__name__ == "DeferredTensor"  # lives on the backend: nobody waits for it
+    assert type(schedule.last_epoch).__name__ == "DeferredTensor"  # is on the backend: nobody waits for its value
 
 
 class Rebinding(torch.optim.Optimizer):
-    """Binds its state, and the weights' data, to new tensors at each step."""
+    """Rebinds its state, and the weights' data, to new tensors at each step."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -353,7 +353,7 @@ def _replaced(optimizer):
     "make, change", [(Rebinding, None), (sgd_with_momentum, _cleared), (sgd_with_momentum, _replaced)]
 )
 def test_state_may_be_rebound(make, change, tmp_path):
-    """By the optimizer itself, or by somebody between steps."""
+    """By the optimizer itself, or by the caller between steps."""
 
     def losses(backend):
         torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""Schedules of numbers other than the learning rate, per parameter group, and starting in the middle."""
+"""Schedules of hyperparameters other than the learning rate, per parameter group, and starting in the middle.
+
+The scheduled numbers agree to 1e-12: float64, in another order.
+"""
 
 import pytest
 import torch
@@ -34,7 +37,7 @@ def adam(groups=1):
 
 @pytest.mark.parametrize("name", RATES)
 def test_any_number_can_be_scheduled_like_the_rate(name):
-    """The schedule of weight decay, and that of any number, have the formula of the rate's."""
+    """Schedules of weight decay and of any other number use the formulas of the rate's."""
     arguments = RATES[name]
     rate = getattr(lr_scheduler, f"{name}LR")(adam(), *arguments)
     decay = getattr(weight_decay_scheduler, f"{name}WD")(adam(), *arguments)
@@ -63,11 +66,11 @@ def test_weight_decay_schedules_can_be_composed():
     optimizer = adam()
     WD = weight_decay_scheduler
     whole = WD.SequentialWD(optimizer, [WD.ConstantWD(optimizer, 0.5), WD.ConstantWD(optimizer, 0.1)], [2])
-    found = []
+    decays = []
     for _ in range(4):
-        found.append(optimizer.param_groups[0]["weight_decay"])
+        decays.append(optimizer.param_groups[0]["weight_decay"])
         whole.step()
-    assert found == [0.5, 0.5, 0.1, 0.1]
+    assert decays == [0.5, 0.5, 0.1, 0.1]
     chained = WD.ChainedWD([WD.ExponentialWD(adam_ := adam(), 0.5, 1, 0.5), WD.ConstantWD(adam_, 2.0)])
     chained.step()
     assert adam_.param_groups[0]["weight_decay"] == 0.25
@@ -106,9 +109,9 @@ def test_each_group_can_have_its_rate():
     assert schedule.adjustment_scalars == [0.5, 2.0, 1.0]
     for t in range(3):
         rate = 0.4 * (1 - t / 4)
-        found = [group["lr"] for group in optimizer.param_groups]
-        assert found == pytest.approx([0.5 * rate, 2 * rate, rate], rel=1e-12)
-        assert schedule.get_last_lr() == found
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([0.5 * rate, 2 * rate, rate], rel=1e-12)
+        assert schedule.get_last_lr() == rates
         schedule.step()
     again = scaled(adam(3))
     again.load_state_dict(schedule.state_dict())
@@ -123,13 +126,13 @@ def weights(trace, compiled, schedules):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
     called = compiled(model)
     optimizer = torch.optim.AdamW([{"params": list(layer.parameters())} for layer in model], lr=1e-3)
-    made = schedules(optimizer)
+    built = schedules(optimizer)
 
     @trace
     def step(x):
         called(x).square().sum().backward()
         optimizer.step()
-        for schedule in made:
+        for schedule in built:
             schedule.step()
         optimizer.zero_grad()
 
@@ -159,9 +162,9 @@ def test_traced_schedules_match_eager(case, backend):
     traced, traced_groups = weights(fl.trace, lambda model: fl.compile(model, backend), TRACED[case])
     for a, b in zip(traced, eager, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # float32, another order of rounding
-    for ours, theirs in zip(traced_groups, groups, strict=True):
-        assert ours["lr"] == pytest.approx(theirs["lr"], rel=1e-12, abs=1e-15)
-        assert ours["weight_decay"] == pytest.approx(theirs["weight_decay"], rel=1e-12, abs=1e-15)
+    for actual, expected in zip(traced_groups, groups, strict=True):
+        assert actual["lr"] == pytest.approx(expected["lr"], rel=1e-12, abs=1e-15)
+        assert actual["weight_decay"] == pytest.approx(expected["weight_decay"], rel=1e-12, abs=1e-15)
 
 
 @pytest.mark.parametrize("name", RATES)

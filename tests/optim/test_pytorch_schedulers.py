@@ -1,6 +1,6 @@
-"""PyTorch's schedulers, stepped between traced steps, and numbers changed by hand: compiled once, or twice.
+"""PyTorch's schedulers, stepped between traced steps, and numbers set by hand: compiled once or twice.
 
-In float64, against the same loop in eager PyTorch; to 1e-9, which is another order of rounding.
+In float64, against the same loop in eager PyTorch, to 1e-9: another order of rounding.
 """
 
 import pytest
@@ -16,12 +16,13 @@ pytestmark = [
     pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning"),
 ]
 
-theirs = torch.optim.lr_scheduler
+schedulers = torch.optim.lr_scheduler
 STEPS = 8
 
 
 def train(backend, make, change):
-    """The losses and weights of `STEPS` steps, with `change(step number, loss)` made by `change(optimizer)` between."""
+    """The losses and weights of `STEPS` steps; `change(optimizer)` returns `change(step number, loss)`, called between
+    them."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     xs, ys = torch.randn(STEPS, 6, 4), torch.randn(STEPS, 6, 3)
@@ -43,14 +44,14 @@ def train(backend, make, change):
 
 
 def check(backend, make, change, compiles=1):
-    ours, step = train(backend, make, change)
+    actual, step = train(backend, make, change)
     assert compilations(step) == compiles
-    for a, b in zip(ours, train(fl.backend("CPU"), make, change)[0], strict=True):
+    for a, b in zip(actual, train(fl.backend("CPU"), make, change)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def stepping(make):
-    """A scheduler as `train` takes it."""
+    """A scheduler in the form that `train` takes."""
     return lambda optimizer: (lambda schedule: lambda n, loss: schedule.step())(make(optimizer))
 
 
@@ -63,14 +64,16 @@ def adamw(parameters):
 
 
 SCHEDULERS = {
-    "StepLR": (sgd, lambda o: theirs.StepLR(o, 3, 0.5)),
-    "OneCycleLR": (sgd, lambda o: theirs.OneCycleLR(o, 0.1, 10)),
-    "OneCycleLR with betas": (adamw, lambda o: theirs.OneCycleLR(o, 0.1, 10)),
-    "CyclicLR": (sgd, lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3)),
-    "CyclicLR with betas": (adamw, lambda o: theirs.CyclicLR(o, 0.01, 0.1, 3)),
+    "StepLR": (sgd, lambda o: schedulers.StepLR(o, 3, 0.5)),
+    "OneCycleLR": (sgd, lambda o: schedulers.OneCycleLR(o, 0.1, 10)),
+    "OneCycleLR with betas": (adamw, lambda o: schedulers.OneCycleLR(o, 0.1, 10)),
+    "CyclicLR": (sgd, lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3)),
+    "CyclicLR with betas": (adamw, lambda o: schedulers.CyclicLR(o, 0.01, 0.1, 3)),
     "SequentialLR": (
         sgd,
-        lambda o: theirs.SequentialLR(o, [theirs.LinearLR(o, 0.1, total_iters=3), theirs.ExponentialLR(o, 0.9)], [3]),
+        lambda o: schedulers.SequentialLR(
+            o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.9)], [3]
+        ),
     ),
 }
 
@@ -83,7 +86,7 @@ def test_schedulers_match_eager(name, backend):
 
 def test_reduce_on_plateau_matches_eager(backend):
     def change(optimizer):
-        schedule = theirs.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        schedule = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return lambda n, loss: schedule.step(loss)
 
     check(backend, sgd, change)
@@ -105,7 +108,7 @@ def test_numbers_changed_by_hand_are_inputs_from_the_second_compile_on(make, key
 
 
 def test_numbers_of_a_custom_optimizer_are_retraced(backend):
-    """What it does with them in Python is not known."""
+    """What the optimizer's Python does with them is unknown."""
 
     class Odd(torch.optim.Optimizer):
         def __init__(self, parameters):
@@ -138,23 +141,25 @@ def test_a_rate_in_a_tensor_is_read_at_each_step(backend):
 
 
 INSIDE = {
-    "step": lambda o: theirs.StepLR(o, 2, 0.5),
-    "exponential": lambda o: theirs.ExponentialLR(o, 0.8),
-    "lambda": lambda o: theirs.LambdaLR(o, lambda k: 1 / (1 + 0.3 * k)),
-    "multiplicative": lambda o: theirs.MultiplicativeLR(o, lambda k: 0.9),
-    "cosine": lambda o: theirs.CosineAnnealingLR(o, 6),
-    "restarts": lambda o: theirs.CosineAnnealingWarmRestarts(o, 3),
-    "sequential": lambda o: theirs.SequentialLR(o, [theirs.ConstantLR(o, 0.5, 2), theirs.ExponentialLR(o, 0.8)], [3]),
-    "chained": lambda o: theirs.ChainedScheduler([theirs.ExponentialLR(o, 0.9), theirs.StepLR(o, 3, 0.5)]),
-    "plateau": lambda o: theirs.ReduceLROnPlateau(o, patience=0, factor=0.5),
-    "one cycle": lambda o: theirs.OneCycleLR(o, 0.1, total_steps=30),
-    "cyclic": lambda o: theirs.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "step": lambda o: schedulers.StepLR(o, 2, 0.5),
+    "exponential": lambda o: schedulers.ExponentialLR(o, 0.8),
+    "lambda": lambda o: schedulers.LambdaLR(o, lambda k: 1 / (1 + 0.3 * k)),
+    "multiplicative": lambda o: schedulers.MultiplicativeLR(o, lambda k: 0.9),
+    "cosine": lambda o: schedulers.CosineAnnealingLR(o, 6),
+    "restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+    "sequential": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.5, 2), schedulers.ExponentialLR(o, 0.8)], [3]
+    ),
+    "chained": lambda o: schedulers.ChainedScheduler([schedulers.ExponentialLR(o, 0.9), schedulers.StepLR(o, 3, 0.5)]),
+    "plateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "one cycle": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=30),
+    "cyclic": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3),
     "swa": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, 3),
 }
 
 
 def inside(name, rate, backend, steps=8):
-    """A training whose step calls its scheduler; losses, rates and what the scheduler holds."""
+    """Training whose step calls its scheduler; returns losses, rates and the scheduler's state."""
     fl.backend(backend)
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
@@ -171,30 +176,30 @@ def inside(name, rate, backend, steps=8):
         schedule.step(*([loss.detach()] if name == "plateau" else []))
         return loss
 
-    found = []
+    results = []
     for k in range(steps):
         loss = step(torch.full((3, 2), 1.0 + k))
-        found.append((loss.item(), float(optimizer.param_groups[0]["lr"]), getattr(schedule, "last_epoch", 0)))
-    return found, schedule
+        results.append((loss.item(), float(optimizer.param_groups[0]["lr"]), getattr(schedule, "last_epoch", 0)))
+    return results, schedule
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_scheduler_can_step_inside_the_traced_step(name, backend, traced):
     expected, _ = inside(name, 0.1, fl.backend("CPU"))
-    found, schedule = inside(name, 0.1, backend)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)  # XLA adds in another order than PyTorch
-    assert len(traced) <= 3  # the numbers of a schedule are inputs
+    actual, schedule = inside(name, 0.1, backend)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)  # XLA adds in another order than PyTorch
+    assert len(traced) <= 3  # a schedule's numbers are inputs
     if name not in ("plateau", "chained"):
         before = schedule.last_epoch
         schedule.step()
-        assert schedule.last_epoch == before + 1  # outside of a step, it is PyTorch's own
+        assert schedule.last_epoch == before + 1  # outside a step it is PyTorch's own
 
 
 @pytest.mark.parametrize("name", ["step", "chained"])
 def test_a_scheduler_inside_the_step_can_drive_a_tensor_rate(name, backend):
     expected, _ = inside(name, torch.tensor(0.1), fl.backend("CPU"))
-    found, _ = inside(name, torch.tensor(0.1), backend)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)  # as above
+    actual, _ = inside(name, torch.tensor(0.1), backend)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)  # as above
 
 
 def too_late(optimizer, schedule):
@@ -218,7 +223,7 @@ def test_a_schedulers_changes_cannot_be_read_inside_the_step(reads, backend):
     model = nn.Linear(2, 2)
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = theirs.StepLR(optimizer, 1, 0.5)
+    schedule = schedulers.StepLR(optimizer, 1, 0.5)
 
     @fl.trace
     def step(x):

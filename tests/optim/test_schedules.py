@@ -1,6 +1,6 @@
 """Schedules against their formulas in plain Python, against PyTorch's, and in traced steps.
 
-Agreement is to 1e-12: both compute in float64, in another order.
+They agree to 1e-12: both compute in float64, in another order.
 """
 
 import copy
@@ -32,7 +32,7 @@ def half_cosine(start, end, t):
 
 
 def restarts(t, first, factor):
-    """How far the cosine has come at step t, by counting."""
+    """The cosine's position at step t, by counting."""
     begin, length = 0, first
     while t >= begin + length:
         begin, length = begin + length, length * factor
@@ -57,7 +57,7 @@ def line(start, end, t):
     return start + (end - start) * t
 
 
-# Name: how to make it, and its formula.
+# Name: how to create it, and its formula.
 FORMULAS = {
     "ConstantLR": (lambda o: ours.ConstantLR(o, 0.3), lambda t: 0.3),
     "LinearLR": (lambda o: ours.LinearLR(o, 0.1, 0.02, 9), lambda t: 0.1 - 0.08 * min(t, 9) / 9),
@@ -141,7 +141,7 @@ FORMULAS = {
     ),
 }
 
-# The same from PyTorch, whose optimizer has rate 0.1.
+# The same schedule by PyTorch, whose optimizer has rate 0.1.
 PYTORCH = {
     "LinearLR": lambda o: theirs.LinearLR(o, 1.0, 0.2, 9),
     "ExponentialLR": lambda o: theirs.ExponentialLR(o, 0.5 ** (1 / 7)),
@@ -163,12 +163,12 @@ PYTORCH = {
 
 
 def rates(optimizer, schedule, steps=STEPS):
-    found = []
+    values = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return values
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -184,18 +184,20 @@ def test_eager_schedules_follow_their_formula(name):
 
 @pytest.mark.parametrize("name", PYTORCH)
 def test_eager_schedules_match_pytorchs(name):
-    mine, other = sgd(), sgd()
+    optimizer, reference = sgd(), sgd()
     make = FORMULAS[name][0] if name != "OneCycleLR" else lambda o: ours.OneCycleLR(o, 0.1, 0.5, STEPS)
-    assert rates(mine, make(mine)) == pytest.approx(rates(other, PYTORCH[name](other)), rel=1e-12, abs=1e-15)
+    assert rates(optimizer, make(optimizer)) == pytest.approx(
+        rates(reference, PYTORCH[name](reference)), rel=1e-12, abs=1e-15
+    )
 
 
 def test_sequences_and_polynomials_match_pytorchs():
-    mine, other = sgd(), sgd()
-    parts = [ours.LinearLR(mine, 0.025, 0.1, 5), ours.PolynomialLR(mine, 0.1, 0.0, 12, 2.0)]
-    sequence = ours.SequentialLR(mine, parts, [5])
-    parts = [theirs.LinearLR(other, 0.25, 1.0, 5), theirs.PolynomialLR(other, 12, 2.0)]
-    expected = rates(other, theirs.SequentialLR(other, parts, [5]))
-    assert rates(mine, sequence) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    optimizer, reference = sgd(), sgd()
+    parts = [ours.LinearLR(optimizer, 0.025, 0.1, 5), ours.PolynomialLR(optimizer, 0.1, 0.0, 12, 2.0)]
+    sequence = ours.SequentialLR(optimizer, parts, [5])
+    parts = [theirs.LinearLR(reference, 0.25, 1.0, 5), theirs.PolynomialLR(reference, 12, 2.0)]
+    expected = rates(reference, theirs.SequentialLR(reference, parts, [5]))
+    assert rates(optimizer, sequence) == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 @settings(max_examples=50)
@@ -249,7 +251,7 @@ def train(backend, optimizer_of, schedules_of, steps, resume=None, eager=False):
     compiled = fl.compile(model, backend)
     if resume is not None:
         model.load_state_dict(resume[0])
-        optimizer.load_state_dict(copy.deepcopy(resume[1]))  # which keeps the tensors it is given
+        optimizer.load_state_dict(copy.deepcopy(resume[1]))  # holds on to the tensors that it is given
         for schedule, state in zip(schedules, resume[2], strict=True):
             schedule.load_state_dict(state)
 
@@ -271,7 +273,7 @@ def train(backend, optimizer_of, schedules_of, steps, resume=None, eager=False):
 
 
 def several(optimizer):
-    """The rate, the weight decay and a moment's fading, all scheduled."""
+    """The rate, the weight decay and a moment's decay rate, all scheduled."""
     return [
         ours.CosineDecayLR(optimizer, 0.1, 0.01, 10),
         ours.LinearLR(optimizer, 0.0, 0.5, 5, param_group_key="weight_decay"),
@@ -285,7 +287,7 @@ def test_weight_decay_and_betas_follow_schedules_too(backend):
 
     traced, _ = train(backend, adam, several, 8)
     eager, _ = train(fl.backend("CPU"), adam, several, 8, eager=True)
-    # Adam's traced form computes 1 - beta^t in float32, which costs it 6e-8 / 1e-3 at first
+    # A traced Adam computes 1 - beta^t in float32: an error of 6e-8 / 1e-3 at first
     assert traced == pytest.approx(eager, rel=1e-4)
     assert traced != pytest.approx(train(fl.backend("CPU"), adam, lambda o: several(o)[:1], 8, eager=True)[0], rel=1e-2)
 
@@ -314,13 +316,13 @@ def test_a_checkpoint_resumes_the_schedule(backend):
 
 def test_a_schedule_takes_the_step_from_pytorchs_checkpoint():
     optimizer = sgd()
-    other = theirs.StepLR(optimizer, 3, 0.5)
+    reference = theirs.StepLR(optimizer, 3, 0.5)
     for _ in range(7):
         optimizer.step()
-        other.step()
+        reference.step()
     schedule = ours.StepLR(sgd(), 0.1, 3, 0.5)
-    schedule.load_state_dict(other.state_dict())
-    assert schedule.get_last_lr() == [pytest.approx(other.get_last_lr()[0], rel=1e-12)]
+    schedule.load_state_dict(reference.state_dict())
+    assert schedule.get_last_lr() == [pytest.approx(reference.get_last_lr()[0], rel=1e-12)]
     with pytest.raises(fl.errors.ScheduleError, match="last_epoch"):
         schedule.load_state_dict({"epoch": 3})
 

@@ -1,4 +1,4 @@
-"""`print(program)` is Python that runs and gives the same bits."""
+"""`print(program)` is Python code that runs and gives the same bits."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def deferred(build, policy="eager"):
 
 
 def executed(program, *inputs):
-    """The outputs of a Program, of what it prints."""
+    """The outputs of running a Program's printed text."""
     scope = program.scope()
     exec(str(program), scope)
     return scope["program"](*inputs)
@@ -29,9 +29,9 @@ def bits(tensor):
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def assert_same(found, expected):
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(bits(found), bits(expected))
+def assert_same(actual, expected):
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(bits(actual), bits(expected))
 
 
 def fuzzed(seed):
@@ -49,26 +49,26 @@ def test_a_constructors_text_makes_its_weights(build, policy):
     except fl.errors.NothingDeferredError:
         pytest.skip("it makes all of its tensors at once")
     before = torch.get_rng_state()
-    found = executed(program.program)
+    actual = executed(program.program)
     assert torch.equal(torch.get_rng_state(), before)
     recipes = program.recipes
     fl.materialize_module(module)
     expected = {name: tensor for name, tensor, _ in named_tensors(module) if name in recipes}
-    assert expected and expected.keys() == found.keys()
+    assert expected and expected.keys() == actual.keys()
     for name, tensor in expected.items():
-        assert_same(found[name], tensor)
+        assert_same(actual[name], tensor)
 
 
 def test_a_recipes_text_makes_its_weight_alone():
     module = deferred(Odd)
     recipes = fl.init_program(module).recipes
-    found = {name: executed(recipe.program)[recipe.name] for name, recipe in recipes.items()}
+    result = {name: executed(recipe.program)[recipe.name] for name, recipe in recipes.items()}
     lines = str(recipes["part"].program).splitlines()
     assert sum("draw(" in line for line in lines) == 1 and sum("aten." in line for line in lines) == 2
     fl.materialize_module(module)
     for name, tensor, _ in named_tensors(module):
         if name in recipes:
-            assert_same(found[name], tensor)
+            assert_same(result[name], tensor)
 
 
 def test_a_text_can_be_run_twice():
@@ -121,28 +121,28 @@ class Attention(nn.TransformerEncoderLayer):
 @pytest.mark.parametrize(("build", "shape"), [(Pooled, (2, 3, 10, 10)), (Attention, (2, 5, 16))])
 def test_a_steps_text_computes_what_its_nodes_do(build, shape, tmp_path):
     program, _ = traced_program(build, shape, tmp_path)
-    given = [
+    arguments = [
         torch.rand(value.shape, generator=torch.Generator().manual_seed(number)).to(value.dtype)
         for number, value in enumerate(program.inputs.values())
     ]
-    kept = [tensor.clone() for tensor in given]
-    found = executed(program, *given)
-    assert all(map(torch.equal, given, kept))  # what is written to is copied
+    kept = [tensor.clone() for tensor in arguments]
+    result = executed(program, *arguments)
+    assert all(map(torch.equal, arguments, kept))  # written inputs are copied
     replay = Replay()
-    for value, tensor in zip(program.inputs.values(), given, strict=True):
+    for value, tensor in zip(program.inputs.values(), arguments, strict=True):
         replay.buffers[value] = value.empty().copy_(tensor)
     replay.run(program.nodes)
     for name, ref in program.outputs.items():
-        assert_same(found[name], ref.view(replay.buffer(ref.value)))
+        assert_same(result[name], ref.view(replay.buffer(ref.value)))
 
 
 def test_a_steps_text_draws_the_same_numbers_each_time(tmp_path):
     program, batch = traced_program(lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.5)), (16, 8), tmp_path)
-    given = [batch, *(torch.ones(value.shape, dtype=value.dtype) for value in list(program.inputs.values())[1:])]
-    found = executed(program, *given)
-    assert "draw(" in str(program) and found
-    for name, again in executed(program, *given).items():
-        assert_same(again, found[name])
+    arguments = [batch, *(torch.ones(value.shape, dtype=value.dtype) for value in list(program.inputs.values())[1:])]
+    result = executed(program, *arguments)
+    assert "draw(" in str(program) and result
+    for name, again in executed(program, *arguments).items():
+        assert_same(again, result[name])
 
 
 def test_a_steps_text_matches_eagers_step(tmp_path):
@@ -152,14 +152,14 @@ def test_a_steps_text_matches_eagers_step(tmp_path):
     program, batch = traced_program(build, (16, 8), tmp_path)
     torch.manual_seed(0)
     eager = build()
-    weights = {tuple(weight.shape): weight for weight in eager.parameters()}  # no two of one shape
-    given = []
+    weights = {tuple(weight.shape): weight for weight in eager.parameters()}  # all of different shapes
+    arguments = []
     for label, value in program.inputs.items():
         lr = torch.tensor(0.1, dtype=value.dtype)
-        given.append(batch if label.startswith("batch") else lr if label.startswith("lr") else None)
-    given = [
+        arguments.append(batch if label.startswith("batch") else lr if label.startswith("lr") else None)
+    arguments = [
         weights.pop(value.shape, torch.zeros(value.shape, dtype=value.dtype)).detach().clone() if x is None else x
-        for x, value in zip(given, program.inputs.values(), strict=True)
+        for x, value in zip(arguments, program.inputs.values(), strict=True)
     ]
     loss = eager(batch).square().mean()
-    assert_same(executed(program, *given)["out0"], loss)
+    assert_same(executed(program, *arguments)["out0"], loss)

@@ -1,11 +1,11 @@
-"""Check whether a code change affects what Firstloss makes of models: Programs, recipes, weights, StableHLO.
+"""Check whether a code change affects Firstloss's results for models: Programs, recipes, weights, StableHLO.
 
-    python -m tests.replay                          # the working tree against main, in some minutes
-    python -m tests.replay --against HEAD~3         # ... against another revision, or a file written before
-    python -m tests.replay --write before.json.gz   # only write down what the working tree makes
+    python -m tests.replay                          # the working tree against main, a few minutes
+    python -m tests.replay --against HEAD~3         # ... against another revision, or a recorded file
+    python -m tests.replay --write before.json.gz   # only record the working tree
     python -m tests.replay --size all               # every model of the zoos, an hour
 
-What differs is listed, each with the first lines that do; then the exit status is 1. A refactor differs in nothing.
+Prints each difference with its first differing lines; then the exit status is 1. A refactoring must not cause any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 8  # lines of a difference
 
 
 def record(source: Path, out: Path, arguments: list[str]) -> dict[str, str]:
-    """What the package in `source` makes, recorded in a process of its own."""
+    """The texts for the package in `source`, recorded in a separate process."""
     paths = [str(source), str(ROOT)]
     command = [sys.executable, "-m", "tests.replay.record", str(out), *arguments]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
@@ -41,14 +41,14 @@ def read(path: Path) -> dict[str, str]:
 
 
 def check_out(revision: str, folder: Path) -> Path:
-    """The `src` of a revision, with the compiled parts of the working tree whose sources are the same."""
+    """Check out the `src` of a revision, with the working tree's compiled extensions whose sources are the same."""
     archive = subprocess.run(["git", "archive", revision, "src"], check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], check=True, input=archive)
     for built in (ROOT / "src").rglob("*.so"):
-        there = folder / built.parent.relative_to(ROOT)
+        target = folder / built.parent.relative_to(ROOT)
         sources = [*built.parent.glob("*.c"), *built.parent.glob("*.h")]
-        if sources and all((there / s.name).exists() and same_bytes(there / s.name, s) for s in sources):
-            shutil.copy(built, there)
+        if sources and all((target / s.name).exists() and same_bytes(target / s.name, s) for s in sources):
+            shutil.copy(built, target)
     return folder / "src"
 
 
@@ -57,15 +57,15 @@ def same_bytes(a: Path, b: Path) -> bool:
 
 
 def compare(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """What differs, in words."""
-    told = [f"{name}: only before" for name in sorted(old.keys() - new.keys())]
-    told += [f"{name}: only now" for name in sorted(new.keys() - old.keys())]
+    """The differences, in words."""
+    differences = [f"{name}: only before" for name in sorted(old.keys() - new.keys())]
+    differences += [f"{name}: only now" for name in sorted(new.keys() - old.keys())]
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             lines = difflib.unified_diff(old[name].splitlines(), new[name].splitlines(), "before", "now", "", "", 0, "")
-            shown = [line[:200] for _, line in zip(range(_SHOWN), lines, strict=False)]
-            told.append("\n    ".join([f"{name} differs", *shown[2:]]))
-    return told
+            first_lines = [line[:200] for _, line in zip(range(_SHOWN), lines, strict=False)]
+            differences.append("\n    ".join([f"{name} differs", *first_lines[2:]]))
+    return differences
 
 
 def main() -> int:

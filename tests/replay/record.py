@@ -1,9 +1,9 @@
-"""Record what Firstloss makes of models: Programs, recipes, weights, StableHLO, each as a named text.
+"""Record Firstloss's results for models: Programs, recipes, weights, StableHLO, each as a named text.
 
     python -m tests.replay.record OUT.json.gz [--size tiny|some|all] [--only REGEX]
 
-It uses public names alone, so that it runs on any version of `src`: `python -m tests.replay` compares two of them.
-Names of our files and classes are left out of the texts, and so are source lines.
+It uses only public names, so that it runs on any version of `src`: `python -m tests.replay` compares two of them. Names
+of our files and classes are removed from the texts, and so are source lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-# Constructors of the zoos that are always written down, and how many of them the default size takes.
+# Constructors of the zoos that are always recorded, and how many of them the default size includes.
 CONSTRUCTORS = {
     "transformers": (
         "gpt2 bert t5 mixtral mamba vit wav2vec2 whisper clip deepseek_v3 swin deberta-v2 xlnet detr blip rt_detr rwkv "
@@ -46,7 +46,7 @@ CONSTRUCTORS = {
     "timm": "test_vit test_nfnet test_mambaout test_resnet test_convnext test_byobnet test_efficientnet".split(),
 }
 _SOME = {"transformers": 12, "torchvision": 3, "timm": 3}
-# Steps by the names of `tests.lower.model_cases`.
+# Steps by their names in `tests.lower.model_cases`.
 STEPS = {
     "transformers": ["gpt2", "bert", "t5", "mixtral", "vit", "mamba2", "whisper"],
     "torchvision": ["squeezenet1_1", "resnet18"],
@@ -57,7 +57,7 @@ _FUZZED = {"tiny": 4, "some": 60, "all": 1000}
 
 
 class Odd(nn.Module):
-    """What the zoos have little of: each kind of recipe that the engines treat in its own way."""
+    """Initialization that is rare in the zoos: each kind of recipe that the engines handle separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,25 +90,25 @@ class Odd(nn.Module):
 
 
 def strip_sources(text: str) -> str:
-    """A Program's text without the lines that its operations come from."""
+    """A Program's text without the source lines of its operations."""
     return re.sub(r"^ *# [^\n]*:\d+\n|  # [^\n]*:\d+$", "", text, flags=re.MULTILINE)
 
 
 def strip_names(text: str) -> str:
-    """A module's text with its functions numbered, in the order in which they appear."""
+    """A module's text with its functions numbered in order of appearance."""
     names: dict[str, str] = {}
     text = re.sub(r" loc\([^\n]*\)$|^#loc.*\n?", "", text, flags=re.MULTILINE)
-    return re.sub(r'@(\w+|"[^"]*")', lambda found: names.setdefault(found[0], f"@{len(names)}"), text)
+    return re.sub(r'@(\w+|"[^"]*")', lambda match: names.setdefault(match[0], f"@{len(names)}"), text)
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A tensor's kind and the hash of its bytes."""
+    """A tensor's metadata and the hash of its bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(flat).hexdigest()[:16]}"
 
 
 def of_constructor(build: Callable[[], Any], policy: str = "eager", device_parts: bool = False) -> Iterator:
-    """(what, text) of one constructor."""
+    """(name, text) pairs of one constructor."""
     import firstloss as fl
     from tests.capture.eager_comparison import seed_all, tensors_of
 
@@ -121,7 +121,7 @@ def of_constructor(build: Callable[[], Any], policy: str = "eager", device_parts
     except fl.errors.NothingDeferredError:
         return
     yield "program", strip_sources(str(program))
-    yield "recipes", re.sub(r"Ref\(.*?\)(?=\))", "a tensor", str(program.report()))  # once told by its address
+    yield "recipes", re.sub(r"Ref\(.*?\)(?=\))", "a tensor", str(program.report()))  # contains an address
     if device_parts:
         yield from _of_shards(program, module)
     fl.materialize_module(module)
@@ -163,7 +163,7 @@ def _of_shards(program: Any, module: nn.Module) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def lowered_modules() -> Iterator[list[str]]:
-    """The text of each module that is compiled meanwhile."""
+    """The text of each module compiled in the block."""
     import jax
 
     texts: list[str] = []
@@ -181,7 +181,7 @@ def lowered_modules() -> Iterator[list[str]]:
 
 
 def of_step(build: Callable[[], Any], make_batch: Callable[[Any], Any], loss_of: Callable[[Any], Any]) -> Iterator:
-    """(what, text) of one training step: forward, backward and AdamW."""
+    """(name, text) pairs of one training step: forward, backward and AdamW."""
     import firstloss as fl
 
     with tempfile.TemporaryDirectory() as artifacts, lowered_modules() as modules:
@@ -221,7 +221,7 @@ def _llama_batch(model: Any) -> dict[str, torch.Tensor]:
 
 
 def cases(size: str) -> Iterator[tuple[str, Callable[[], Iterator[tuple[str, str]]]]]:
-    """(name, what makes its texts) of all that is written down."""
+    """(name, function that returns its texts) of everything that is recorded."""
     from tests.fuzz import constructors as fuzz
 
     def fuzzed(seed: int) -> Callable[[], Any]:
@@ -273,7 +273,7 @@ def _of_zoo_step(zoo: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def record(size: str, only: str | None = None, tell: Callable[[str], None] = lambda line: None) -> Texts:
-    """All texts by name; what fails is written down as its error."""
+    """All texts by name; failures are recorded as their error."""
     texts: Texts = {}
     for name, make in cases(size):
         if only is not None and not re.search(only, name):

@@ -27,22 +27,22 @@ def test_everything_is_recorded(recorded):
 
 def test_the_same_code_gives_the_same(recorded):
     path = recorded[0]
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.replay", "--size", "tiny", "--against", str(path)],
         cwd=replay.ROOT,
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stdout
-    assert "0 of" in found.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stdout
+    assert "0 of" in process.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("what", ["program", "recipes", "weights", "generator"])
 def test_a_change_is_found(recorded, what):
     old, name = recorded[1], f"constructor/odd-eager/{what}"
     new = {**old, name: "~" + old[name][1:]}
-    (told,) = replay.compare(old, new)
-    assert told.startswith(f"{name} differs") and "+~" in told
+    (difference,) = replay.compare(old, new)
+    assert difference.startswith(f"{name} differs") and "+~" in difference
 
 
 def test_missing_and_new_texts_are_found():

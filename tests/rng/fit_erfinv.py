@@ -1,8 +1,8 @@
 """Generate the table of `src/firstloss/rng/_erfinv_table.h`: `python -m tests.rng.fit_erfinv` prints it.
 
-erfinv(x) / x is even and smooth up to the singularities at 1 and -1. 1 - |x| is cut at the powers of two, and between
-them into four, which keeps each interval far from the singularity for its length; there the Chebyshev interpolation of
-degree 6 in t = |x| - centre is right to 2e-10.
+erfinv(x) / x is even and smooth up to the singularities at 1 and -1. 1 - |x| is split at the powers of two, and each
+part into four, so that each interval is far from the singularity relative to its length; there the Chebyshev
+interpolation of degree 6 in t = |x| - centre is accurate to 2e-10.
 """
 
 from pathlib import Path
@@ -29,15 +29,15 @@ def ratio(x):
 def fit(low, high, centre):
     """Coefficients in |x| - centre, on low <= |x| <= high."""
     if centre == 0:
-        low = -high  # an even function: let the fit know
+        low = -high  # an even function: tell the fit
     nodes = (np.cos(np.pi * (np.arange(64) + 0.5) / 64) + 1) / 2 * (high - low) + low
     fitted = Chebyshev.fit(nodes - centre, ratio(nodes), DEGREE, domain=[low - centre, high - centre])
     return fitted.convert(kind=Polynomial).coef
 
 
 def table():
-    """float32 numbers, of shape (10, 32): a row of ROWS, a column of an interval."""
-    found = np.zeros((len(ROWS), OCTAVES * PARTS), np.float32)
+    """float32 numbers, of shape (10, 32): a row of ROWS, a column per interval."""
+    coefficients = np.zeros((len(ROWS), OCTAVES * PARTS), np.float32)
     for octave in range(OCTAVES):
         for part in range(PARTS):
             bottom = 2.0 ** -(octave + 1) * (1 + part / PARTS)
@@ -49,20 +49,20 @@ def table():
             column = [centre]
             for number, rounded in zip(c[:2], high_parts, strict=True):
                 column += [rounded, np.float32(number - float(rounded))]
-            found[:, place(bottom)] = [*column, *c[2:].astype(np.float32)]
-    return found
+            coefficients[:, place(bottom)] = [*column, *c[2:].astype(np.float32)]
+    return coefficients
 
 
 def largest_error(x):
-    """Of the table in float64 at the numbers x, 0 <= x <= 1 - 2^-8: in distances of float32 numbers at most."""
+    """The table's largest error, computed in float64 at the numbers x, 0 <= x <= 1 - 2^-8, in float32 spacings."""
     numbers = table().astype(np.float64)[:, place(np.minimum(1 - x, 1 - 2.0**-24))]
     t = x - numbers[0]
-    found = numbers[-1]
+    values = numbers[-1]
     for name, row in zip(ROWS[-2:4:-1], numbers[-2:4:-1], strict=True):
         assert name in ("c5", "c4", "c3", "c2")
-        found = found * t + row
-    found = (found * t + numbers[3] + numbers[4]) * t + numbers[1] + numbers[2]
-    return np.max(np.abs(found / ratio(x) - 1)) * 2**24
+        values = values * t + row
+    values = (values * t + numbers[3] + numbers[4]) * t + numbers[1] + numbers[2]
+    return np.max(np.abs(values / ratio(x) - 1)) * 2**24
 
 
 def written(numbers):

@@ -26,21 +26,21 @@ def bits(tensor):
 
 
 def answered(numbers, margin):
-    """What the kernel makes of `numbers`, and of which of them it answers."""
-    found, buffers = numbers.clone(), HardCaseBuffers(len(numbers))
-    count = native.erfinv(found.data_ptr(), len(found), buffers.hard_cases(margin))
+    """The kernel's results for `numbers`, and a mask of those for which it gives one."""
+    results, buffers = numbers.clone(), HardCaseBuffers(len(numbers))
+    count = native.erfinv(results.data_ptr(), len(results), buffers.hard_cases(margin))
     sure = torch.ones(len(numbers), dtype=torch.bool)
     sure[buffers.indices[:count].long()] = False
     assert torch.equal(bits(buffers.arguments[:count]), bits(numbers[~sure]))  # in order, each once
-    return found, sure
+    return results, sure
 
 
 @trusted_only
 def test_all_uniforms_match_torch():
-    """All that `uniform_(-1, 1)` can draw; half the doubt that the engine allows would do."""
+    """All values that `uniform_(-1, 1)` can draw; half of the engine's margin suffices."""
     numbers = torch.arange(1 << 24, dtype=torch.float32) * 2**-23 - 1
-    found, sure = answered(numbers, ROUNDING_MARGIN / 2)
-    assert torch.equal(bits(found[sure]), bits(numbers.erfinv()[sure]))
+    result, sure = answered(numbers, ROUNDING_MARGIN / 2)
+    assert torch.equal(bits(result[sure]), bits(numbers.erfinv()[sure]))
     assert 0.98 < sure.float().mean() < 1
 
 
@@ -49,11 +49,11 @@ def test_all_uniforms_match_torch():
 @given(st.integers(0, 2**32), st.integers(0, 70))
 def test_any_numbers_match_torch(seed, count):
     numbers = torch.empty(40 * count, dtype=torch.int32).random_(generator=torch.Generator().manual_seed(seed))
-    numbers = torch.cat([numbers * 2 + 1, numbers]).view(torch.float32)  # of both signs; some of them are none
+    numbers = torch.cat([numbers * 2 + 1, numbers]).view(torch.float32)  # of both signs; some are NaN
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, 1e-44, -1e-30, torch.inf, -torch.inf, torch.nan])
     numbers = torch.cat([numbers[:count], special, numbers.clamp(-1, 1)])
-    found, sure = answered(numbers, ROUNDING_MARGIN)
-    assert torch.equal(bits(found[sure]), bits(numbers.erfinv()[sure]))
+    result, sure = answered(numbers, ROUNDING_MARGIN)
+    assert torch.equal(bits(result[sure]), bits(numbers.erfinv()[sure]))
     assert not sure[count : count + 10].any()  # those are left to PyTorch
 
 
@@ -62,8 +62,8 @@ def test_a_smaller_doubt_interval_leaves_fewer_numbers():
     numbers = torch.empty(50_000).uniform_(-0.99, 0.99)
     margins = [1 / 4, 1 / 16, 1 / 64]
     left = [(~answered(numbers, margin)[1]).float().mean().item() for margin in margins]
-    # what lies within `margin` of a middle, on both sides; 4 standard deviations of a mean of 50,000
-    assert all(abs(found - 2 * margin) < 0.01 for found, margin in zip(left, margins, strict=True))
+    # values within `margin` of a midpoint, on both sides; 4 standard deviations of a mean of 50,000
+    assert all(abs(share - 2 * margin) < 0.01 for share, margin in zip(left, margins, strict=True))
 
 
 @trusted_only
@@ -84,26 +84,26 @@ def test_a_fused_draw_matches_torch(seed, drawn, count, misaligned, interval, fi
     expected = torch.empty(count).uniform_(*interval, generator=generator)
     expected.erfinv_().mul_(factor).add_(term).clamp_(low, high)
     room = torch.full((count + misaligned + 16,), 7.0)
-    found = room[misaligned : misaligned + count]
+    actual = room[misaligned : misaligned + count]
     sampler = StreamSampler()
     sampler.seek(stream, Position(drawn))
-    assert has_erfinv(stream, "uniform", found, *interval)
-    sampler.fill_erfinv(found, *interval, finish)
-    assert torch.equal(bits(found), bits(expected))
+    assert has_erfinv(stream, "uniform", actual, *interval)
+    sampler.fill_erfinv(actual, *interval, finish)
+    assert torch.equal(bits(actual), bits(expected))
     assert (room[:misaligned] == 7).all() and (room[misaligned + count :] == 7).all()
 
 
 def test_the_table_is_up_to_date():
-    """And the fit is closer to the truth than the doubt that the engine allows; the rest of it is for rounding."""
+    """And the fit's error is below half of the engine's margin; the rest is for rounding."""
     written = fit_erfinv.written(fit_erfinv.table()).split()
     with open(fit_erfinv.PATH) as file:
         kept = file.read().split()
     assert len(kept) == len(written)
-    for ours, theirs in zip(kept, written, strict=True):
-        if not theirs.endswith("f,"):
-            assert ours == theirs
+    for actual, expected in zip(kept, written, strict=True):
+        if not expected.endswith("f,"):
+            assert actual == expected
             continue
-        # float64 libraries differ in last bits, and with them what is left below float32: the lower halves (by 1.2e-13
-        # between two processors, of coefficients of up to 1)
-        assert float.fromhex(ours[:-2]) == pytest.approx(float.fromhex(theirs[:-2]), rel=1e-4, abs=1e-12)
+        # float64 libraries differ in the last bits, and so do the errors below float32, the lower halves (by 1.2e-13
+        # between two processors, for coefficients of up to 1)
+        assert float.fromhex(actual[:-2]) == pytest.approx(float.fromhex(expected[:-2]), rel=1e-4, abs=1e-12)
     assert fit_erfinv.largest_error(np.linspace(0, 1 - 2**-8, 20_001)) < ROUNDING_MARGIN / 2

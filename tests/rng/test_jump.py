@@ -1,4 +1,4 @@
-"""Jumps against plain drawing, and the characteristic polynomial against Berlekamp-Massey."""
+"""Jumps against drawing one by one, and the characteristic polynomial against Berlekamp-Massey."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ FAR = extend(WINDOW, 300_000)
 
 
 def to_powers_of_t(residue: int) -> int:
-    """A polynomial in base Y written out: bit e stands for t^e."""
+    """A polynomial in base Y, expanded: bit e stands for t^e."""
     out = 0
     for k in range(32, -1, -1):
         out = out << 623 ^ out << 396 ^ residue >> 623 * k & (1 << 623) - 1
@@ -38,11 +38,11 @@ def berlekamp_massey(bits: list[int]) -> int:
 
 def test_the_characteristic_polynomial_matches_berlekamp_massey():
     drawn = temper(extend(WINDOW, 2 * 19937))[N:] & 1
-    found = berlekamp_massey(drawn.tolist())
+    result = berlekamp_massey(drawn.tolist())
     # t^19937 = P - t^19937 modulo P
-    ours = 1 << 19937 ^ to_powers_of_t(power(19937))
-    assert found == ours
-    assert found.bit_length() == 19938 and found.bit_count() == 135
+    precomputed = 1 << 19937 ^ to_powers_of_t(power(19937))
+    assert result == precomputed
+    assert result.bit_length() == 19938 and result.bit_count() == 135
 
 
 @pytest.mark.parametrize("n", [32, 33, 622, 623, 624, 1245, 1246, 19936, 19937, 19938, 123_456, 299_999])
@@ -72,7 +72,7 @@ def test_powers_of_t_multiply(n):
 
 
 def test_a_jump_by_the_period_is_the_identity():
-    # 2^19937 - 1 is prime, so t has that order exactly if t^(2^19937) = t: 19,937 squarings, an end-to-end check.
+    # 2^19937 - 1 is prime, so t has that order exactly if t^(2^19937) = t: 19,937 squarings as an end-to-end check.
     residue = power(2)
     for _ in range(19937 - 1):
         residue = jumps._reduce(jumps._square(residue))

@@ -1,4 +1,4 @@
-"""The native kernels are bit-identical to torch's, generator included."""
+"""The native kernels are bit-identical to torch's, generator state included."""
 
 import ctypes
 
@@ -12,7 +12,7 @@ from firstloss.compat.cpu_fills import uniform_leaves_out_end
 from firstloss.engine import sampler
 from firstloss.rng import Position, Stream, mt19937, native
 
-# PyTorch has a kernel for each kind of CPU; ours are the one for AVX2, and with another they are not used.
+# PyTorch has a kernel for each kind of CPU; ours match the AVX2 one, and are not used with another.
 pytestmark = [
     pytest.mark.skipif(
         not native.available(), reason="no native kernels: build them with python setup.py build_ext --inplace"
@@ -36,20 +36,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def both(kind, generator, counts, first, second, width=None, misaligned=0):
-    """Fills of `counts` elements one after another, made natively and by torch: two lists of tensors, two states."""
+    """Fills of `counts` elements one after another, natively and by torch: two lists of tensors, two states."""
     cursor = native.Cursor(generator.get_state().numpy(), width)
-    ours = [torch.full((count + misaligned,), torch.nan)[misaligned:] for count in counts]
-    for tensor in ours:
+    actual = [torch.full((count + misaligned,), torch.nan)[misaligned:] for count in counts]
+    for tensor in actual:
         getattr(cursor, kind)(tensor.data_ptr(), tensor.numel(), first, second)
-    theirs = [getattr(torch.empty(count), f"{kind}_")(first, second, generator=generator) for count in counts]
-    return ours, theirs, cursor.state(), generator.get_state().numpy()
+    expected = [getattr(torch.empty(count), f"{kind}_")(first, second, generator=generator) for count in counts]
+    return actual, expected, cursor.state(), generator.get_state().numpy()
 
 
-def same(ours, theirs, our_state, their_state) -> bool:
-    return all(map(torch.equal, map(bits, ours), map(bits, theirs))) and our_state.tobytes() == their_state.tobytes()
+def same(actual, expected, our_state, their_state) -> bool:
+    return (
+        all(map(torch.equal, map(bits, actual), map(bits, expected))) and our_state.tobytes() == their_state.tobytes()
+    )
 
 
-# What matters: where in a block of 624 words a fill begins, where it ends, and the remainder modulo 16.
+# What matters: where in a block of 624 words a fill begins and ends, and the remainder modulo 16.
 places = st.integers(0, 2000)
 normal_counts = st.one_of(st.integers(16, 700), st.integers(16, 20_000))
 uniform_counts = st.one_of(st.integers(1, 700), st.integers(1, 20_000))
@@ -93,11 +95,11 @@ def test_any_interval_matches_torch(low, length, width):
 
 @pytest.mark.skipif(not uniform_leaves_out_end(), reason="in this PyTorch the end stays")
 def test_uniforms_that_round_up_to_the_end_match_torch():
-    ours, theirs, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
-    assert same(ours, theirs, *states)
-    # The interval holds four floats; the eighth of all uniforms that rounds to its end comes back at its beginning.
-    assert ours[0].max() == 2.0**23 + 3
-    assert 0.24 < (ours[0] == 2.0**23).float().mean() < 0.26
+    actual, expected, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
+    assert same(actual, expected, *states)
+    # The interval holds four floats; an eighth of all uniforms round to its end, which wraps to its beginning.
+    assert actual[0].max() == 2.0**23 + 3
+    assert 0.24 < (actual[0] == 2.0**23).float().mean() < 0.26
 
 
 @given(st.integers(-1000, 1000), st.integers(0, 1000), st.integers(-30, 30))
@@ -119,11 +121,11 @@ def test_large_fills_match_torch(width):
 
 
 def untempered(words):
-    """The words of the state that `mt19937.temper` turns into these."""
+    """The state words that temper to these outputs."""
     y = words ^ words >> np.uint32(18)
     y ^= y << np.uint32(15) & np.uint32(0xEFC60000)
     low = y
-    for _ in range(4):  # each time 7 more bits are right
+    for _ in range(4):  # each round recovers seven more bits
         low = y ^ low << np.uint32(7) & np.uint32(0x9D2C5680)
     high = low
     for _ in range(2):
@@ -132,7 +134,7 @@ def untempered(words):
 
 
 def test_every_radius_and_angle_match_torch():
-    """All 2^24 uniforms, each as a radius and as an angle, from states that consist of them."""
+    """All 2^24 uniforms, each as radius and as angle, from generator states set for them."""
     groups = (mt19937.N - 1) // 16
     uniforms = np.random.default_rng(0).permutation(np.arange(1 << 24, dtype=np.uint32))
     calls = -(-len(uniforms) // (8 * groups))
@@ -140,15 +142,15 @@ def test_every_radius_and_angle_match_torch():
     words = untempered(np.concatenate([uniforms, uniforms[:, :, ::-1]], axis=2).reshape(calls, -1))
     generator = seeded(0, 1)
     record = mt19937.parse_state(generator.get_state().numpy())
-    expected, *found = torch.empty(1 + len(WIDTHS), calls, 16 * groups)
+    expected, *results = torch.empty(1 + len(WIDTHS), calls, 16 * groups)
     for call in range(calls):
         record["words"][1 : 1 + 16 * groups] = words[call]
         state = mt19937.build_state(record)
         generator.set_state(torch.from_numpy(state))
         expected[call].normal_(generator=generator)
-        for width, out in zip(WIDTHS, found, strict=True):
+        for width, out in zip(WIDTHS, results, strict=True):
             native.Cursor(state, width).normal(out[call].data_ptr(), 16 * groups, 0.0, 1.0)
-    for out in found:
+    for out in results:
         assert torch.equal(bits(out), bits(expected))
 
 
@@ -176,10 +178,10 @@ def test_fills_can_start_at_any_position(before, ahead, spare):
     stream = Stream.from_state(generator.get_state().numpy())
     torch.empty(ahead, dtype=torch.int32).random_(generator=generator)
     cursor = native.Cursor(stream.state_at(Position(ahead, stream.start.spare)))
-    ours, theirs = torch.empty(500), torch.empty(500)
-    cursor.normal(ours.data_ptr(), 500, 1.0, 2.0)
-    theirs.normal_(1.0, 2.0, generator=generator)
-    assert same([ours], [theirs], cursor.state(), generator.get_state().numpy())
+    actual, expected = torch.empty(500), torch.empty(500)
+    cursor.normal(actual.data_ptr(), 500, 1.0, 2.0)
+    expected.normal_(1.0, 2.0, generator=generator)
+    assert same([actual], [expected], cursor.state(), generator.get_state().numpy())
 
 
 def test_few_normals_are_refused():
@@ -207,29 +209,29 @@ def test_columns_match_torch(kind, drawn, widths, rows, dtype, width):
     rows *= 16
     generator = seeded(3, drawn)
     cursor = native.Cursor(generator.get_state().numpy(), width)
-    ours = [torch.full((rows, w), torch.nan, dtype=dtype) for w in widths]
-    addresses = [part.data_ptr() for part in ours]
+    actual = [torch.full((rows, w), torch.nan, dtype=dtype) for w in widths]
+    addresses = [part.data_ptr() for part in actual]
     cursor.columns(kind, addresses, widths, rows, 0.25, 2.0, bfloat16=dtype == torch.bfloat16)
     whole = getattr(torch.empty(rows, sum(widths), dtype=dtype), f"{kind}_")(0.25, 2.0, generator=generator)
-    assert all(map(torch.equal, map(bits, ours), map(bits, (p.contiguous() for p in whole.split(widths, 1)))))
+    assert all(map(torch.equal, map(bits, actual), map(bits, (p.contiguous() for p in whole.split(widths, 1)))))
     assert cursor.state().tobytes() == generator.get_state().numpy().tobytes()
 
 
-# PyTorch before 2.12 drew other bfloat16 normals, and there ours are not used.
+# PyTorch before 2.12 drew other bfloat16 normals; there ours are not used.
 in_bfloat16 = pytest.mark.skipif(
     not sampler.bfloat16_trusted(), reason="PyTorch's bfloat16 kernels are not those that ours repeat"
 )
 
 
 def both_in_bfloat16(kind, generator, counts, first, second, width=None, misaligned=0):
-    """As `both`."""
+    """Like `both`."""
     cursor = native.Cursor(generator.get_state().numpy(), width)
-    ours = [torch.full((n + misaligned,), torch.nan, dtype=torch.bfloat16)[misaligned:] for n in counts]
-    theirs = [torch.empty(n, dtype=torch.bfloat16) for n in counts]
-    for tensor, expected in zip(ours, theirs, strict=True):
+    actual = [torch.full((n + misaligned,), torch.nan, dtype=torch.bfloat16)[misaligned:] for n in counts]
+    eager = [torch.empty(n, dtype=torch.bfloat16) for n in counts]
+    for tensor, expected in zip(actual, eager, strict=True):
         getattr(cursor, f"{kind}_bfloat16")(tensor.data_ptr(), tensor.numel(), first, second)
         getattr(expected, f"{kind}_")(first, second, generator=generator)
-    return ours, theirs, cursor.state(), generator.get_state().numpy()
+    return actual, eager, cursor.state(), generator.get_state().numpy()
 
 
 @in_bfloat16
@@ -256,14 +258,14 @@ def test_any_numbers_in_bfloat16_match_torch(first, second, width):
 @in_bfloat16
 @pytest.mark.parametrize("width", WIDTHS)
 def test_large_bfloat16_fills_match_torch(width):
-    """Some millions, among them those that are rounded up to the end of the interval."""
+    """A few million elements, some of which round up to the end of the interval."""
     assert same(*both_in_bfloat16("normal", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3))
-    ours, theirs, *states = both_in_bfloat16("uniform", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3)
-    assert same(ours, theirs, *states)
-    assert (ours[0] == 0).float().mean() > 1e-3  # of the 24 bits' zeros alone there would be 6e-8
+    actual, expected, *states = both_in_bfloat16("uniform", seeded(1), [(1 << 22) + 5], 0.0, 1.0, width, misaligned=3)
+    assert same(actual, expected, *states)
+    assert (actual[0] == 0).float().mean() > 1e-3  # the zeros of the 24 bits alone would be 6e-8
     before = torch.full((48,), 7, dtype=torch.int16)
     native.Cursor(seeded(3).get_state().numpy()).normal_bfloat16(before[16:].data_ptr(), 17, 0.0, 1.0)
-    assert before[:16].eq(7).all() and before[33:].eq(7).all()  # nothing beside the tensor is written
+    assert before[:16].eq(7).all() and before[33:].eq(7).all()  # nothing outside the tensor is written
 
 
 @settings(max_examples=80)
@@ -276,16 +278,16 @@ def test_large_bfloat16_fills_match_torch(width):
     st.sampled_from(WIDTHS),
 )
 def test_selected_normals_match_torch(seed, drawn, count, numbers, bounds, width):
-    """Those outside the bounds, found by one cursor and made by another: the rest of the draw is only gone through."""
-    ours, theirs, after, expected_after = both("normal", seeded(seed, drawn), [count], *numbers, width)
+    """Normals outside the bounds, found by one cursor and computed by another; the rest of the draw is skipped."""
+    actual, eager, after, expected_after = both("normal", seeded(seed, drawn), [count], *numbers, width)
     low, high = (float(torch.tensor(numbers[0] + numbers[1] * bound)) for bound in bounds)
-    expected = ((theirs[0] < low) | (theirs[0] > high)).nonzero().view(-1)
+    expected = ((eager[0] < low) | (eager[0] > high)).nonzero().view(-1)
     state = seeded(seed, drawn).get_state().numpy()
     finder, maker = native.Cursor(state, width), native.Cursor(state, width)
     where = finder.normals_outside(count, *numbers, low, high)
     assert where.tolist() == expected.tolist()
-    made = torch.from_numpy(maker.normals_at(count, *numbers, where))
-    assert torch.equal(bits(made), bits(theirs[0][expected]))
+    selected = torch.from_numpy(maker.normals_at(count, *numbers, where))
+    assert torch.equal(bits(selected), bits(eager[0][expected]))
     assert finder.state().tobytes() == maker.state().tobytes() == expected_after.tobytes()
     for wrong in (count + 1, 1 << 31):
         with pytest.raises(ValueError, match="multiple of 16"):

@@ -13,12 +13,12 @@ pytestmark = pytest.mark.skipif(not jumps.has_kernel(), reason="no C compiler wa
 def test_the_kernel_matches_numpy(seed, n):
     window = consistent(np.random.default_rng(seed).integers(0, 1 << 32, N, dtype=np.uint32))
     offsets = jumps._selection(n - 32)
-    found = jumps.native_jump(window, offsets)
+    actual = jumps.native_jump(window, offsets)
     rows = jumps._combinations(window).reshape(-1)
     expected = np.zeros(N, np.uint32)
     for offset in offsets:
         expected ^= rows[offset : offset + N]
-    assert np.array_equal(found, expected)
+    assert np.array_equal(actual, expected)
 
 
 def test_numpy_is_used_without_the_kernel(monkeypatch):

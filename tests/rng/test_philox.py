@@ -20,8 +20,8 @@ KNOWN = [
 
 @pytest.mark.parametrize("counter, key, expected", KNOWN)
 def test_philox_gives_the_known_answers(counter, key, expected):
-    found = philox.words(key[0] | key[1] << 32, counter[0] | counter[1] << 32, counter[2] | counter[3] << 32)
-    assert tuple(found.tolist()) == expected
+    actual = philox.words(key[0] | key[1] << 32, counter[0] | counter[1] << 32, counter[2] | counter[3] << 32)
+    assert tuple(actual.tolist()) == expected
 
 
 def test_counters_broadcast():

@@ -21,7 +21,7 @@ def seeded(seed: int = 5) -> torch.Generator:
 
 
 def draw(generator: torch.Generator, words: int) -> torch.Tensor:
-    """Raw 32-bit draws, of which the stream takes one each (31 bits are seen)."""
+    """Raw 32-bit draws, each of which takes one word of the stream (31 bits are visible)."""
     return torch.empty(words, dtype=torch.int32).random_(generator=generator)
 
 
@@ -79,7 +79,7 @@ def test_the_cached_normal_is_exact(seed, before, after):
 
 
 def test_the_cached_normal_is_exact_at_many_positions():
-    # One fill of doubles below 16 elements at a time, so that every pair goes through the generator's cache.
+    # Fills of fewer than 16 doubles, so that every pair goes through the generator's cache.
     generator = seeded(9)
     stream = Stream.from_state(state(generator))
     expected = []
@@ -115,10 +115,10 @@ def test_random_words_match_torch():
 def test_positions_can_be_visited_in_any_order():
     stream = Stream.from_state(state(seeded()))
     positions = [Position(n) for n in (5_000_000, 3, 700_000, 5_000_000, 0, 1_400_000)]
-    for position, found in zip(positions, stream.states_at(positions), strict=True):
+    for position, result in zip(positions, stream.states_at(positions), strict=True):
         generator = seeded()
         draw(generator, position.words)
-        assert np.array_equal(found, state(generator))
+        assert np.array_equal(result, state(generator))
 
 
 def test_memory_is_bounded():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from firstloss.rng import Position, Stream, words_drawn
 
-# Bounds beyond a floating dtype's precision warn; they are here because the range decides how many words are drawn.
+# Bounds beyond a floating dtype's precision warn; they are included because the range decides how many words are drawn.
 pytestmark = pytest.mark.filterwarnings("ignore:.*out of bounds")
 
 SIZES = [0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 100, 1000, 65537]
@@ -20,7 +20,7 @@ SIGNED = ["int8", "int16", "int32", "int64"]
 INTEGERS = ["uint8", *SIGNED]
 Fill = Callable[[torch.Tensor, torch.Generator], object]
 
-# (name in the table, dtypes, what to do with a tensor, the plain arguments)
+# (name in the table, dtypes, the operation on a tensor, its arguments)
 FILLS: list[tuple[str, list[str], Fill, dict]] = [
     ("uniform", FLOATS + COMPLEX, lambda t, g: t.uniform_(generator=g), {}),
     ("uniform", FLOATS, lambda t, g: t.uniform_(-3, 5, generator=g), {"from_": -3.0, "to": 5.0}),
@@ -83,7 +83,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def check_stands_where_predicted(
     stream: Stream, drawn: words_drawn.WordsDrawn | None, generator: torch.Generator
 ) -> None:
-    """The generator draws on as a fresh one put at the predicted position, and its state is the same bytes."""
+    """The generator continues like a fresh one at the predicted position, and its state has the same bytes."""
     assert drawn is not None
     predicted = words_drawn.advance(stream.start, drawn)
     state = torch.from_numpy(stream.state_at(predicted))
@@ -96,16 +96,16 @@ def check_stands_where_predicted(
 
 
 def layouts(numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    made = {"contiguous": torch.zeros(numel, dtype=dtype), "strided": torch.zeros(2 * numel, dtype=dtype)[::2]}
+    tensors = {"contiguous": torch.zeros(numel, dtype=dtype), "strided": torch.zeros(2 * numel, dtype=dtype)[::2]}
     for rows in (3, 4):
         if numel % rows == 0 and numel:
-            made[f"transposed{rows}"] = torch.zeros(numel // rows, rows, dtype=dtype).t()
-            made[f"matrix{rows}"] = torch.zeros(rows, numel // rows, dtype=dtype)
+            tensors[f"transposed{rows}"] = torch.zeros(numel // rows, rows, dtype=dtype).t()
+            tensors[f"matrix{rows}"] = torch.zeros(rows, numel // rows, dtype=dtype)
     if numel % 8 == 0 and numel:
-        made["channels last"] = torch.zeros(1, 4, 2, numel // 8, dtype=dtype).contiguous(
+        tensors["channels last"] = torch.zeros(1, 4, 2, numel // 8, dtype=dtype).contiguous(
             memory_format=torch.channels_last
         )
-    return made
+    return tensors
 
 
 @pytest.mark.parametrize("spare", [False, True])
@@ -167,8 +167,8 @@ def test_factories_draw_what_the_table_says(op, dtype, make, args, spare):
     for numel in SIZES:
         generator = seeded(spare)
         stream = Stream.from_state(generator.get_state().numpy())
-        made = make(numel, getattr(torch, dtype), generator)
-        assert made.numel() == numel and made.is_contiguous()
+        tensor = make(numel, getattr(torch, dtype), generator)
+        assert tensor.numel() == numel and tensor.is_contiguous()
         check_stands_where_predicted(stream, words_drawn.draw(op, dtype, numel, spare=spare, **args), generator)
 
 
@@ -193,9 +193,9 @@ def test_the_global_generator_draws_what_the_table_says(op, dtype, make, args):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(3)
                 stream = Stream.from_state(torch.get_rng_state().numpy())
-                made = make(like)
-                made = made if isinstance(made, torch.Tensor) else made[0]
-                drawn = words_drawn.draw(op, dtype, numel, contiguous=made.is_contiguous(), **args)
+                tensor = make(like)
+                tensor = tensor if isinstance(tensor, torch.Tensor) else tensor[0]
+                drawn = words_drawn.draw(op, dtype, numel, contiguous=tensor.is_contiguous(), **args)
                 check_stands_where_predicted(stream, drawn, torch.default_generator)
 
 
@@ -223,7 +223,7 @@ def test_unproved_operations_have_no_rule(op, dtype, args):
 
 
 def test_sequences_draw_what_the_table_says():
-    """Ops that leave and take the spare normal, one after the other, recorded as positions only."""
+    """Operations that leave or use the cached normal, one after another, recorded only as positions."""
     generator = seeded(False)
     stream = Stream.from_state(generator.get_state().numpy())
     position = stream.start
@@ -242,7 +242,7 @@ def test_sequences_draw_what_the_table_says():
 def split(
     fill: Fill, op: str, dtype: str, args: dict, numel: int, cuts: list[int], seed: int, spare: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A fill of `numel` elements whole, and in pieces between the cuts, the last piece first."""
+    """A fill of `numel` elements as a whole, and in pieces between the cuts, the last piece first."""
     generator = seeded(spare, seed)
     stream = Stream.from_state(generator.get_state().numpy())
     whole = torch.zeros(numel, dtype=getattr(torch, dtype))

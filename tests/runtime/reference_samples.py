@@ -1,6 +1,6 @@
 """Code from the documentation of the reference systems, verbatim.
 
-Cerebras' "Efficient weight initialization" and "Limitations of PyTorch on Cerebras". `...` is what they leave out.
+Cerebras' "Efficient weight initialization" and "Limitations of PyTorch on Cerebras". `...` marks their omissions.
 """
 
 # -- Efficient weight initialization ----------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Model(torch.nn.Module):
 """
 
 # -- Limitations of PyTorch on Cerebras -------------------------------------------------------------------------------
-# Their functions end in `): -> torch.Tensor`, which is no Python: `as_python` puts the colon where it belongs.
+# Their functions end in `): -> torch.Tensor`, which is not valid Python: `as_python` corrects it.
 
 COUNTER = """
 def bad_function(input1: torch.Tensor, input2: torch.Tensor): -> torch.Tensor
@@ -165,5 +165,5 @@ for step, (inputs, targets) in enumerate(validation_executor):
 
 
 def as_python(sample: str) -> str:
-    """With the colon of a function's head at its end."""
+    """Move the colon of a function's head to its end."""
     return sample.replace("): -> torch.Tensor", ") -> torch.Tensor:")

@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 def described(model):
-    """Everything that can be told of a model."""
+    """Everything observable about a model."""
     return (
         repr(model),
         [(module.training, sorted(set(vars(module)) - {"_forward_hooks"})) for module in model.modules()],

@@ -23,12 +23,12 @@ def test_shared_arrays_are_the_same_memory(dtype):
     array = jax_support.share_memory(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
     assert torch.equal(jax_support.to_host(array), tensor)
-    turned = jax_support.share_memory(tensor.view(20, 10).t())
-    assert torch.equal(jax_support.to_host(turned), tensor.view(20, 10).t())
+    transposed = jax_support.share_memory(tensor.view(20, 10).t())
+    assert torch.equal(jax_support.to_host(transposed), tensor.view(20, 10).t())
 
 
 def test_shared_memory_is_released_in_python(monkeypatch):
-    """XLA is through with it in a thread of its own; one that wants the interpreter's lock there aborts at its end."""
+    """XLA releases it in a thread of its own; if that needs the interpreter's lock at exit, the process aborts."""
     given_back = []
 
     def watched(tensor):
@@ -39,24 +39,24 @@ def test_shared_memory_is_released_in_python(monkeypatch):
     lent = jax_support.as_numpy
     monkeypatch.setattr(jax_support, "as_numpy", watched)
     long = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda i, y: y @ x / 1e3, x))
-    result = long(jax_support.share_memory(torch.randn(256, 256)))  # nobody here holds what was lent
+    result = long(jax_support.share_memory(torch.randn(256, 256)))  # the array has no other owner here
     assert not given_back
     result.block_until_ready()
     until = time.monotonic() + 60
     while not given_back and time.monotonic() < until:
-        long(jax_support.share_memory(torch.randn(2, 2)))  # JAX gives back what has come in at calls like this
+        long(jax_support.share_memory(torch.randn(2, 2)))  # JAX releases buffers in calls like this one
     assert given_back and set(given_back) == {threading.main_thread()}
 
 
 def test_weights_are_allocated_in_huge_pages():
-    """Touching it for the first time takes few page faults, not one for each 4 KiB."""
+    """Touching it for the first time takes few page faults, not one per 4 KiB."""
     if not re.search(r"\[(always|madvise)\]", huge_pages()):
         pytest.skip("this system has no huge pages for who asks")
     array, memory = jax_support.empty((16 << 20,), torch.float32)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     memory.fill_(1.0)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    # The parts at both ends are less than a huge page, and a system short of huge pages may give a few small ones.
+    # The parts at both ends are smaller than a huge page, and a system short of huge pages may use a few small ones.
     assert faults < array.nbytes / mmap.PAGESIZE / 4
 
 

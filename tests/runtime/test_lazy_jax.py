@@ -1,4 +1,4 @@
-"""The first loss needs no JAX: weights are drawn into our own memory, which XLA takes over without a copy."""
+"""The first loss needs no JAX: weights are drawn into Firstloss's memory, which XLA takes over without a copy."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from firstloss.runtime.device.lazy_array import LazyArray
 from tests import forked
 
 ROOT = Path(__file__).parents[2]
-WIDE = 1100  # a weight of WIDE x WIDE has pages of its own
+WIDE = 1100  # a weight of WIDE x WIDE has its own pages
 pytestmark = pytest.mark.skipif(
     not pages.are_available(), reason="this system moves no pages, or there is no C compiler"
 )
@@ -68,7 +68,7 @@ print(json.dumps([there, pages._moved, losses, digest]))
 
 
 def outcome(way, imported, mesh=None):
-    """Of a process that has imported JAX, or all but JAX."""
+    """The result of a process that has imported JAX, or everything but JAX."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **(flags if mesh else {})}
     command = ["-c", SCRIPT, way, json.dumps(mesh)]
@@ -83,18 +83,18 @@ def on_one_device():
 
 
 def test_a_process_has_its_first_loss_before_jax_is_imported_and_the_same_training():
-    """Weights, losses, in a loop or an executor's, are those of a process that has imported JAX at first."""
-    there, moved, *trained = outcome("loop", "jax")
-    assert (there, moved) == ([True], 0)
+    """Weights and losses, in a loop or an executor, are those of a process that imported JAX first."""
+    imported, moved, *trained = outcome("loop", "jax")
+    assert (imported, moved) == ([True], 0)
     assert on_one_device() == outcome("executor", "nothing") == [[False], 2, *trained]
 
 
 def test_a_mesh_of_one_process_has_its_first_loss_so_too():
     one, mesh = on_one_device(), {"fsdp": 4}
-    there, moved, *trained = outcome("loop", "jax", mesh)
-    assert (there, moved) == ([True], 0)
-    assert trained[0][0] == one[2][0]  # PyTorch's kernels, of the same weights
-    assert trained[0] == pytest.approx(one[2], rel=2e-5)  # the order of sums is another one: see mesh_cases.py
+    imported, moved, *trained = outcome("loop", "jax", mesh)
+    assert (imported, moved) == ([True], 0)
+    assert trained[0][0] == one[2][0]  # PyTorch's kernels, from the same weights
+    assert trained[0] == pytest.approx(one[2], rel=2e-5)  # sums are in another order: see mesh_cases.py
     for way in ("loop", "executor"):
         assert outcome(way, "nothing", mesh) == [[False], 0, *trained], way
 
@@ -135,7 +135,7 @@ assert ours > jax, order  # what was registered last is called first
 
 
 def test_the_exit_waits_for_the_device_before_jax_ends_it_whenever_the_first_loss_is_there(tmp_path):
-    """Also where that is while JAX is being imported. Otherwise JAX lets go of what the device still executes."""
+    """Also while JAX is being imported. Otherwise JAX would free what the device is still executing."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = ["-c", AT_EXIT]
     done = forked.run(command, capture_output=True, env=environment, timeout=300, jax=False, cwd=tmp_path)
@@ -143,17 +143,17 @@ def test_the_exit_waits_for_the_device_before_jax_ends_it_whenever_the_first_los
 
 
 def test_weights_that_were_given_go_to_a_mesh_that_jax_is_not_asked_for_yet():
-    """Theirs is no first loss of PyTorch's kernels."""
+    """PyTorch's kernels do not compute its first loss."""
     mesh = {"dp": 2, "fsdp": 2}
-    there, moved, *trained = outcome("given", "nothing", mesh)
-    assert (there, moved) == ([], 0)
+    imported, moved, *trained = outcome("given", "nothing", mesh)
+    assert (imported, moved) == ([], 0)
     assert outcome("given", "jax", mesh)[2:] == trained
 
 
 def test_the_list_of_rules_matches_the_table():
     own = {name for name in map(str, RULES) if name.startswith("firstloss")}  # registered by other tests, or when used
-    gone = {name for name in registry.listed() if not exists(name)}  # from the PyTorch that this is
-    assert (registry.listed() | own) - gone == set(map(str, RULES)), "write it anew: python -m firstloss.lower.rules"
+    removed = {name for name in registry.listed() if not exists(name)}  # of the installed PyTorch
+    assert (registry.listed() | own) - removed == set(map(str, RULES)), "write it anew: python -m firstloss.lower.rules"
 
 
 def exists(overload):
@@ -161,7 +161,7 @@ def exists(overload):
     return hasattr(getattr(getattr(torch.ops, namespace), name, None), which)
 
 
-# -- with JAX, as if it were not there when the weights are drawn --
+# -- with JAX imported, but treated as missing when the weights are drawn --
 
 
 @pytest.fixture
@@ -217,19 +217,19 @@ def edit(net):
 def test_weights_drawn_before_jax_train_the_same(before, after, tmp_path, monkeypatch):
     after = after or (lambda net, held: None)
     expected, weights = trained(tmp_path, before, after)
-    made, make = [], host_weights.make
+    drawn, make = [], host_weights.make
     with monkeypatch.context() as context:
         context.setattr(placement, "is_imported", lambda: False)
-        context.setattr(host_weights, "make", lambda *given: made.append(make(*given)) or made[-1])
+        context.setattr(host_weights, "make", lambda *args: drawn.append(make(*args)) or drawn[-1])
         losses, same = trained(tmp_path, before, after)
     assert losses == expected
     assert all(torch.equal(weights[name], same[name]) for name in weights)
-    # It was the other way indeed. Whether pages were moved depends on what this process has freed before: where the C
-    # library has a place for an array in its heap, it maps none for it.
-    assert made
+    # It really was the other way. Whether pages were moved depends on earlier deallocations in this process: if the C
+    # library has room for an array in its heap, it does not map new pages.
+    assert drawn
 
 
-def made(value_shape, before_jax):
+def host_weight(value_shape, before_jax):
     backend = fl.backend("XLA")
     torch.manual_seed(0)
     with backend.device:
@@ -241,7 +241,7 @@ def made(value_shape, before_jax):
 def test_pages_become_an_xla_array_and_are_donated(backend, before_jax):
     import jax
 
-    lazy = made((WIDE, WIDE), before_jax)
+    lazy = host_weight((WIDE, WIDE), before_jax)
     expected = lazy.borrow().clone()
     array = lazy.wait()
     assert lazy.borrow() is None and lazy.wait() is array
@@ -253,7 +253,7 @@ def test_pages_become_an_xla_array_and_are_donated(backend, before_jax):
 
 
 def test_memory_in_use_is_not_moved(backend, before_jax):
-    lazy = made((WIDE, WIDE), before_jax)
+    lazy = host_weight((WIDE, WIDE), before_jax)
     held, moved = lazy.borrow(), pages._moved
     array = lazy.wait()
     assert pages._moved == moved
@@ -339,8 +339,8 @@ print(lazy_jax.cpu_devices(), len(jax.devices()))
     for more in ({"JAX_NUM_CPU_DEVICES": "2"}, {"JAX_NUM_CPU_DEVICES": "-1"}):
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags, **more}
         done = forked.run(["-c", script], capture_output=True, env=environment, jax=False)
-        said, found = done.stdout.split()
-        assert said == found, more
+        predicted, count = done.stdout.split()
+        assert predicted == count, more
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_jax_is_deferred_on_suitable_meshes(mesh, expected, monkeypatch):
 
 
 def test_an_operation_without_a_rule_is_refused_at_the_first_call(tmp_path):
-    """Also where nothing has been lowered yet."""
+    """Also if nothing has been lowered yet."""
     script = f"""
 import torch
 import firstloss as fl

@@ -1,4 +1,4 @@
-"""The samples in the reference systems' documentation run unchanged, and the limits they state are lifted.
+"""The samples in the reference systems' documentation run unchanged, and the limits that it states are lifted.
 
 | what they admit | shown by |
 | --- | --- |
@@ -44,11 +44,11 @@ X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the samples' backends have the default artifact_dir
+    monkeypatch.chdir(tmp_path)  # the samples' backends use the default artifact_dir
 
 
 def run(sample, **names):
-    """Run a sample; returns what it defines. It has a file, so that errors can cite its lines."""
+    """Run a sample; returns its globals. It is a file, so that errors can cite its lines."""
     with open("sample.py", "w") as file:
         file.write(sample)
     namespace = {"cstorch": cstorch, "torch": torch, "F": F, **names}
@@ -58,49 +58,49 @@ def run(sample, **names):
 
 @pytest.mark.parametrize("sample", [ON_THE_DEVICE, LAZILY])
 def test_a_model_is_constructed_on_the_device(sample):
-    made = run(sample, Model=lambda: torch.nn.Linear(4, 2))
-    model = made["model"]
+    scope = run(sample, Model=lambda: torch.nn.Linear(4, 2))
+    model = scope["model"]
     assert cstorch.is_deferred(model) or sample is ON_THE_DEVICE
-    compiled = made.get("compiled_model") or cstorch.compile(model, made["backend"])
+    compiled = scope.get("compiled_model") or cstorch.compile(model, scope["backend"])
     predict = cstorch.trace(lambda x: compiled(x))
     torch.testing.assert_close(predict(X).detach().clone(), model(X).detach())
 
 
 def test_initializing_twice_keeps_the_order_of_draws():
     torch.manual_seed(0)
-    made = run(TWICE)
-    model, after = made["model"], torch.rand(3)
+    scope = run(TWICE)
+    model, after = scope["model"], torch.rand(3)
     torch.manual_seed(0)
-    cpu_model = made["Model"]()
-    cpu_model.apply(made["init_weights"])
+    cpu_model = scope["Model"]()
+    cpu_model.apply(scope["init_weights"])
     assert torch.equal(cpu_model.w1, model.w1.to("cpu")) and torch.equal(cpu_model.w2, model.w2.to("cpu"))
     assert torch.equal(after, torch.rand(3))
 
 
 def test_the_assert_that_will_fail_holds():
-    made = run(TWICE)
+    scope = run(TWICE)
     first, rest = THE_ASSERT_THAT_WILL_FAIL.split("with backend.device:")
     torch.manual_seed(0)
-    made = run(first, **made)
-    torch.manual_seed(0)  # both from the same seed; eager PyTorch would need it as well
-    made = run("with backend.device:" + rest, **made)
-    assert torch.equal(made["cpu_model"].w2, made["model"].w2.to("cpu"))
+    scope = run(first, **scope)
+    torch.manual_seed(0)  # both from the same seed, as eager PyTorch would need too
+    scope = run("with backend.device:" + rest, **scope)
+    assert torch.equal(scope["cpu_model"].w2, scope["model"].w2.to("cpu"))
 
 
 def test_the_constructor_is_the_specification():
-    """From randn stand-ins a language model's first loss would be ten times what the constructor's weights give."""
+    """With randn stand-ins a language model's first loss would be ten times that of the constructor's weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    made = run(LAZILY, Model=lambda: LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
-    compiled = cstorch.compile(made["model"], made["backend"])
+    scope = run(LAZILY, Model=lambda: LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)))
+    compiled = cstorch.compile(scope["model"], scope["backend"])
     tokens = torch.arange(64).reshape(2, 32)
     loss = cstorch.trace(lambda batch: compiled(input_ids=batch, labels=batch).loss)(tokens).item()
-    assert abs(loss - math.log(128)) < 0.1  # a model that knows nothing; randn gives some 20
+    assert abs(loss - math.log(128)) < 0.1  # an untrained model; with randn about 20
 
 
 def trained(model, backend=None, make=lambda p: torch.optim.SGD(p, lr=0.1), steps=4):
-    """The losses of some steps; eagerly without a backend."""
+    """The losses of some steps; eager if `backend` is None."""
     compiled = model if backend is None else cstorch.compile(model, backend)
     optimizer = make(model.parameters())
 
@@ -116,18 +116,18 @@ def trained(model, backend=None, make=lambda p: torch.optim.SGD(p, lr=0.1), step
 
 
 def copy_of(model, make):
-    made = make()
-    made.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    return made
+    built = make()
+    built.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return built
 
 
 @pytest.mark.parametrize(
     "sample", [ALIAS, ALIAS.split("    def forward")[0] + NO_ALIAS + ALIAS.split("self.fc1.bias")[1]]
 )
 def test_aliases_of_weights_compile_and_train(sample):
-    made = run(sample)
-    reference = copy_of(made["model"], made["Model"])
-    losses = trained(made["model"], made["backend"])
+    scope = run(sample)
+    reference = copy_of(scope["model"], scope["Model"])
+    losses = trained(scope["model"], scope["backend"])
     assert losses == pytest.approx(trained(reference), rel=1e-6)  # float32, in another order
 
 
@@ -136,8 +136,8 @@ def test_a_counter_in_a_branch_is_not_frozen():
     bad_function = run(as_python(COUNTER), step=0)["bad_function"]
     step = cstorch.trace(lambda x: bad_function(x, -x))
     with pytest.warns(GraphChangeWarning, match=r"global step.*sample.py:4.*torch.where"):
-        got = [step(X)[0, 0].item() for _ in range(12)]
-    assert got == [-1.0] * 9 + [1.0] * 3
+        actual = [step(X)[0, 0].item() for _ in range(12)]
+    assert actual == [-1.0] * 9 + [1.0] * 3
 
 
 def test_torch_where_works_in_place_of_a_branch():
@@ -165,7 +165,7 @@ def test_tensors_work_as_scalars(sample):
         value = 3.14 if sample is not TRACED_SCALAR else number * 0.0001 if number > 1000 else 0.0002
         if sample is SCALAR_FROM_OUTSIDE:
             value = torch.tensor(3.14, dtype=torch.float16).item()
-        # one multiplication and one addition, which XLA may do in one rounding
+        # one multiplication and one addition, which XLA may fuse
         expected = X.addcdiv(tensor1, tensor2, value=value)
         torch.testing.assert_close(traced(X, torch.tensor(number)).clone(), expected, rtol=1e-6, atol=1e-7)
 
@@ -175,7 +175,7 @@ def test_state_that_step_makes_under_a_condition_is_carried():
     CustomOptimizer = run(OPTIMIZER, state=state)["CustomOptimizer"]
 
     class Updating(CustomOptimizer):
-        """With what the documentation leaves out: a constructor, whose state it is, and an update."""
+        """With what the documentation omits: a constructor, which creates its state, and an update."""
 
         @torch.no_grad()
         def step(self):
@@ -192,11 +192,11 @@ def test_state_that_step_makes_under_a_condition_is_carried():
     model = torch.nn.Linear(4, 2)
     reference = copy_of(model, lambda: torch.nn.Linear(4, 2))
     backend = cstorch.backend("CSX")
-    assert trained(model, backend, make) == pytest.approx(trained(reference, None, make), rel=1e-6)
+    assert trained(model, backend, make) == pytest.approx(trained(reference, None, make), rel=1e-6)  # float32
 
 
 def test_samples_that_need_changes_run():
-    """Evaluation comes first, the scheduler is PyTorch's, and all is float32."""
+    """Evaluation first, PyTorch's scheduler, and everything in float32."""
 
     def losses(backend):
         torch.manual_seed(0)
@@ -221,7 +221,7 @@ def test_samples_that_need_changes_run():
         assert all(p.dtype == torch.float32 for p in model.parameters())
         return out
 
-    assert losses(cstorch.backend("CSX")) == pytest.approx(losses(cstorch.backend("CPU")), rel=1e-5)
+    assert losses(cstorch.backend("CSX")) == pytest.approx(losses(cstorch.backend("CPU")), rel=1e-5)  # float32
 
 
 def test_weights_are_edited_between_executions():
@@ -263,5 +263,5 @@ def test_weights_are_edited_between_executions():
         assert len(losses) == 2001
         return losses[::100], [p.detach().clone() for p in model.parameters()]
 
-    ours, theirs = weights(cstorch.backend("CSX")), weights(cstorch.backend("CPU"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)  # float32, and 2,000 steps
+    actual, expected = weights(cstorch.backend("CSX")), weights(cstorch.backend("CPU"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)  # float32, and 2,000 steps

@@ -1,8 +1,9 @@
 """`python -m tests.torch_tests FOLDER`: run PyTorch's own tests on the backend.
 
 FOLDER is a checkout of PyTorch at the tag of the installed torch:
-`git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch`. Nothing is built in it; of its folder `test`
-a few files are run. What became of each test is kept in docs/torch-tests.jsonl, of which docs/torch-tests.md is made.
+`git clone --depth 1 --branch v2.13.0 https://github.com/pytorch/pytorch`. It is not built; a few files of its folder
+`test` are run. The outcome of each test is stored in docs/torch-tests.jsonl, from which docs/torch-tests.md is
+generated.
 """
 
 from __future__ import annotations
@@ -48,13 +49,15 @@ def main() -> int:
                 path = options.folder / "test" / file
                 begin = time.time()
                 rows: dict[str, dict[str, Any]] = {}
-                for found in outcomes(path, way, options.pattern, scratch, options.seconds, left_out, options.verbose):
-                    rows[found["test"]] = found
-                    if found["verdict"] not in ("passed", "skipped"):
-                        print(f"{way}: {found['test']}: {found['verdict']}: {found.get('why', '')}", flush=True)
-                    if way == "eager" and found["verdict"] != "passed":
-                        left_out.add(found["test"])
-                    bad += way != "eager" and found["verdict"] in BAD
+                for outcome in outcomes(
+                    path, way, options.pattern, scratch, options.seconds, left_out, options.verbose
+                ):
+                    rows[outcome["test"]] = outcome
+                    if outcome["verdict"] not in ("passed", "skipped"):
+                        print(f"{way}: {outcome['test']}: {outcome['verdict']}: {outcome.get('why', '')}", flush=True)
+                    if way == "eager" and outcome["verdict"] != "passed":
+                        left_out.add(outcome["test"])
+                    bad += way != "eager" and outcome["verdict"] in BAD
                     if options.write and way != "eager" and len(rows) % 10 == 0:
                         keep(file, way, rows, of)
                 counts = collections.Counter(row["verdict"] for row in rows.values())
@@ -67,34 +70,35 @@ def main() -> int:
 
 
 def version(folder: Path) -> str:
-    """Of a checkout of PyTorch."""
+    """The version of a checkout of PyTorch."""
     return (folder / "version.txt").read_text().strip()
 
 
 def outcomes(
     file: Path, way: str, pattern: str, scratch: str, seconds: float, left_out: set[str], verbose: bool = False
 ) -> Any:
-    """Of the tests of `file` whose names match, but those `left_out`, in processes that may end or hang."""
+    """Outcomes of the tests of `file` with matching names, except those `left_out`, in processes that may crash or
+    hang."""
     done = set(left_out)
     while True:
-        begun, ended = None, True
+        started, ended = None, True
         for row in _worker(file, way, pattern, scratch, seconds, done, verbose):
             if row["verdict"] == "begun":
-                begun = row["test"]
+                started = row["test"]
                 continue
             if row["verdict"] == "end":
                 ended = row["why"] == "0"
                 continue
             done.add(row["test"])
-            begun = None
+            started = None
             yield row
-        if begun is None and ended:
+        if started is None and ended:
             return
-        if begun is None:
+        if started is None:
             raise SystemExit(f"the tests of {file} could not be run {way}")
-        done.add(begun)
+        done.add(started)
         verdict, why = ("late", f"no end within {seconds:g} s") if ended else ("ended", "the process ended")
-        yield {"test": begun, "verdict": verdict, "why": why}
+        yield {"test": started, "verdict": verdict, "why": why}
 
 
 def _worker(file: Path, way: str, pattern: str, scratch: str, seconds: float, done: set[str], verbose: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The outcomes of PyTorch's own tests: one row per test in docs/torch-tests.jsonl, and the page made of them."""
+"""The outcomes of PyTorch's own tests: one row per test in docs/torch-tests.jsonl, and the page generated from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ways import WAYS
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = DOCS / "torch-tests.jsonl"
 PAGE = DOCS / "torch-tests.md"
-# The files, and the ways in which their tests are run.
+# The files, and the modes in which their tests run.
 FILES = {
     "nn/test_module_hooks.py": ("eager", "backend", "whole"),
     "nn/test_parametrization.py": ("eager", "backend", "steps", "whole"),
@@ -57,13 +57,13 @@ place also cause in eager PyTorch (as in front of a batch norm, where gradients 
 
 
 def read_rows() -> dict[tuple[str, str], Row]:
-    """By file and test."""
+    """Rows by file and test."""
     rows = map(json.loads, ROWS.read_text().splitlines()) if ROWS.exists() else ()
     return {(row["file"], row["test"]): row for row in rows}
 
 
 def keep(file: str, way: str, outcomes: dict[str, dict[str, Any]], of: str) -> None:
-    """Put outcomes in place of the last ones."""
+    """Replace the stored outcomes."""
     rows = read_rows()
     versions = {package: importlib.metadata.version(package) for package in ("torch", "jax")}
     run = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
@@ -79,9 +79,9 @@ def keep(file: str, way: str, outcomes: dict[str, dict[str, Any]], of: str) -> N
 
 
 def verdict(row: Row, way: str) -> str:
-    """What became of a test in this way; empty if it was not run."""
-    found = row.get(way, "")
-    return found if isinstance(found, str) else found["verdict"]
+    """The outcome of a test in this mode; empty if it was not run."""
+    outcome = row.get(way, "")
+    return outcome if isinstance(outcome, str) else outcome["verdict"]
 
 
 def write_page() -> None:
@@ -93,24 +93,26 @@ def write_page() -> None:
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for file in files:
-        ours = [row for row in rows if row["file"] == file]
+        of_file = [row for row in rows if row["file"] == file]
         for way in FILES[file]:
-            found = collections.Counter(verdict(row, way) for row in ours if verdict(row, way) not in ("", "skipped"))
-            counts = [found["passed"], found["refused"], found["failed"] + found["ended"]]
-            counts += [found["differs"], found["late"]]
-            counts += [sum(verdict(row, "eager") == "passed" and not verdict(row, way) for row in ours)]
-            of = ours[0]["of"] if way == "eager" else ""
+            tally = collections.Counter(
+                verdict(row, way) for row in of_file if verdict(row, way) not in ("", "skipped")
+            )
+            counts = [tally["passed"], tally["refused"], tally["failed"] + tally["ended"]]
+            counts += [tally["differs"], tally["late"]]
+            counts += [sum(verdict(row, "eager") == "passed" and not verdict(row, way) for row in of_file)]
+            of = of_file[0]["of"] if way == "eager" else ""
             name = f"`{file}`" if way == "eager" else ""
-            lines.append(f"| {name} | {of} | {NAMES[way]} | {sum(found.values())} | {' | '.join(map(str, counts))} |")
+            lines.append(f"| {name} | {of} | {NAMES[way]} | {sum(tally.values())} | {' | '.join(map(str, counts))} |")
     lines += ["", *REMARK.splitlines()]
     versions = sorted({f"torch {row['torch']}, jax {row['jax']}" for row in rows})
     dates = sorted({row["run"] for row in rows})
     lines += ["", f"Run with {'; '.join(versions)}, {dates[0]}{'' if len(dates) == 1 else f' to {dates[-1]}'}.", ""]
     for file in files:
-        ours = [row for row in rows if row["file"] == file]
+        of_file = [row for row in rows if row["file"] == file]
         lines += [f"## {file}", ""]
         for way in FILES[file]:
-            lines += _reasons(ours, way)
+            lines += _reasons(of_file, way)
     lines += [TAIL]
     PAGE.write_text("\n".join(lines))
 
@@ -152,24 +154,26 @@ that assume another version than the installed one do not pass in eager mode.
 
 
 def _reasons(rows: list[Row], way: str) -> list[str]:
-    """Why tests do not pass, each reason with the tests that have it."""
-    found: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    """Why tests do not pass: each reason with its tests."""
+    reasons: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for row in rows:
         if verdict(row, way) in ("refused", *BAD):
             why = KNOWN.get((_method(row["test"]), verdict(row, way))) or reason(row[way]["why"])
-            found[verdict(row, way), why].append(row["test"])
-    if not found:
+            reasons[verdict(row, way), why].append(row["test"])
+    if not reasons:
         return []
     lines = [f"{NAMES[way].capitalize()}:", "", "| outcome | reason | tests |", "| --- | --- | --- |"]
-    for (kind, why), tests in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]))):
+    for (kind, why), tests in sorted(reasons.items(), key=lambda item: (item[0][0], -len(item[1]))):
         names = sorted({_method(test) for test in tests})
-        shown = ", ".join(f"`{name}`" for name in names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        lines.append(f"| {kind} | {why} | {len(tests)}: {shown} |")
+        examples = ", ".join(f"`{name}`" for name in names[:6]) + (
+            f" and {len(names) - 6} more" if len(names) > 6 else ""
+        )
+        lines.append(f"| {kind} | {why} | {len(tests)}: {examples} |")
     return [*lines, ""]
 
 
 def reason(why: str) -> str:
-    """An error's words without what is another test's: one row for all tests that meet it."""
+    """An error's message without what is specific to a test, so that all tests with this error share a row."""
     why = why.partition(" To execute this test")[0]
     for pattern, words in (
         (

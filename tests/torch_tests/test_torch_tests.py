@@ -73,8 +73,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What became of the tests above, by way and name."""
+def verdicts(tmp_path_factory):
+    """The verdicts of the tests above, by mode and name."""
     folder = tmp_path_factory.mktemp("clients")
     (folder / "test_own.py").write_text(OWN)
     table = {}
@@ -86,15 +86,15 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-def test_each_mode_runs_the_tests(found):
-    assert found["eager"] == dict.fromkeys(found["eager"], "passed") | {"wrong": "failed"}
+def test_each_mode_runs_the_tests(verdicts):
+    assert verdicts["eager"] == dict.fromkeys(verdicts["eager"], "passed") | {"wrong": "failed"}
     for way in ("backend", "steps", "whole"):
-        assert found[way]["hook"] == found[way]["optimizer" if way != "whole" else "hook"] == "passed"
-        assert found[way]["wrong"] == "failed"
-    assert found["backend"]["line_search"] == "passed" and found["steps"]["line_search"] == REFUSED
-    assert found["backend"]["where_it_lives"] == found["steps"]["where_it_lives"] == "failed"
-    assert found["backend"]["read"] == "passed" and found["whole"]["read"] == REFUSED
-    assert found["backend"]["ends"] == "ended"
+        assert verdicts[way]["hook"] == verdicts[way]["optimizer" if way != "whole" else "hook"] == "passed"
+        assert verdicts[way]["wrong"] == "failed"
+    assert verdicts["backend"]["line_search"] == "passed" and verdicts["steps"]["line_search"] == REFUSED
+    assert verdicts["backend"]["where_it_lives"] == verdicts["steps"]["where_it_lives"] == "failed"
+    assert verdicts["backend"]["read"] == "passed" and verdicts["whole"]["read"] == REFUSED
+    assert verdicts["backend"]["ends"] == "ended"
 
 
 def test_results_are_compared_with_eager():
@@ -113,7 +113,7 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
 
 
 def test_every_difference_has_a_reason():
-    """A difference that a test's own assertions do not see either is a fault to mend, and no row."""
+    """A difference that even a test's own assertions do not detect is a bug to fix, not a row."""
     rows = page.read_rows().values()
     assert [row["test"] for row in rows for way in page.WAYS if page.verdict(row, way) == "differs"] == []
 
@@ -122,7 +122,7 @@ def test_every_difference_has_a_reason():
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", ["nn/test_module_hooks.py", "nn/test_parametrization.py"])
 def test_pytorchs_tests_have_their_outcomes(file, tmp_path):
-    """As the rows have it, in every way but a slow one."""
+    """As in the rows, in every mode except a slow one."""
     kept = {row["test"]: row for row in page.read_rows().values() if row["file"] == file}
     for way in page.FILES[file]:
         for row in outcomes(Path(FOLDER) / "test" / file, way, "", str(tmp_path), 300, set()):

@@ -1,17 +1,17 @@
 """The modes in which one of PyTorch's own tests is run: unchanged, and on the backend.
 
-Nothing of a test is edited. What a user would write differently for the backend is put into PyTorch's classes from
-outside, for the time of one test:
+The tests are not edited. What a user would write differently for the backend is patched into PyTorch's classes for the
+duration of one test:
 
-- `eager`: as it is.
-- `backend`: under `with backend.device` (`lazy_initialization = False`), so that weights live on the backend from their
-  constructor on; a model is compiled for the backend where the test calls it, and the weights that a test hands to an
-  optimizer without a model of theirs are those of a small one. All else (hooks, `state_dict`, copies, pickles, backward
-  passes, optimizer steps) is done by the test, between steps as it were.
-- `steps`: as `backend`, and each `optimizer.step()` is a traced step. `optimizer.step(closure)` becomes what the docs
-  say to write in its place: a step that calls the closure and then `optimizer.step()`.
-- `whole`: the test is one traced step, from its first line to its last, which is called twice; once, where eager
-  PyTorch does not pass it twice. Comparisons of tensors are made when the step has been run, by `fl.step_closure`.
+- `eager`: unchanged.
+- `backend`: under `with backend.device` (`lazy_initialization = False`), so that weights are on the backend from their
+  constructor on; a model is compiled for the backend when the test calls it, and weights that a test passes to an
+  optimizer without a model become those of a small model. All else (hooks, `state_dict`, copies, pickles, backward
+  passes, optimizer steps) is done by the test, as between steps.
+- `steps`: as `backend`, and each `optimizer.step()` is a traced step. `optimizer.step(closure)` is replaced as the docs
+  say: by a step that calls the closure and then `optimizer.step()`.
+- `whole`: the test is one traced step, from its first line to its last, which is called twice; or once, if eager
+  PyTorch does not pass it twice. Comparisons of tensors are made after the step has run, by `fl.step_closure`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from firstloss.capture.tensor import DeferredTensor
 
 WAYS = ("eager", "backend", "steps", "whole")
 
-Trail = list[tuple[str, list[torch.Tensor]]]  # what has been computed, in order: by what, and the values
+Trail = list[tuple[str, list[torch.Tensor]]]  # computed so far, in order: by what, and the values
 
 
 @contextlib.contextmanager
 def client(way: str, artifacts: str) -> Iterator[Trail]:
-    """Run what the block runs in this way; gives the values that models and optimizers compute meanwhile."""
+    """Run the block in this mode; yields the list of values that models and optimizers compute in it."""
     trail: Trail = []
     backend = fl.backend("CPU") if way == "eager" else fl.backend("XLA", artifact_dir=artifacts)
     with contextlib.ExitStack() as stack:
@@ -52,7 +52,7 @@ def client(way: str, artifacts: str) -> Iterator[Trail]:
 
 
 def run(test: unittest.TestCase, way: str, result: unittest.TestResult, times: int = 1) -> None:
-    """Run one test in this way, within `client`; its method so many times, between one `setUp` and one `tearDown`."""
+    """Run one test in this mode, within `client`; its method `times` times, between one `setUp` and one `tearDown`."""
     name = test._testMethodName
     method = getattr(test, name)
 
@@ -70,14 +70,14 @@ def run(test: unittest.TestCase, way: str, result: unittest.TestResult, times: i
 
 @contextlib.contextmanager
 def _defined_memory() -> Iterator[None]:
-    """`torch.empty` gives zeros, so that what tests make of it can be compared with what eager makes of it."""
+    """`torch.empty` returns zeros, so that tests' results can be compared with eager's."""
     empty = torch.empty
 
     @functools.wraps(empty)
     def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = empty(*args, **kwargs)
+        tensor = empty(*args, **kwargs)
         with torch.no_grad():
-            return made if made.is_meta or made.layout != torch.strided else made.zero_()
+            return tensor if tensor.is_meta or tensor.layout != torch.strided else tensor.zero_()
 
     torch.empty = zeros
     try:
@@ -91,7 +91,7 @@ def _defined_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _models(backend: fl.Backend, trail: Trail) -> Iterator[None]:
-    """A module that the test calls itself is compiled for `backend`."""
+    """Compile each module that the test calls for `backend`."""
     call = torch.nn.Module.__call__
     depth = 0
 
@@ -118,7 +118,7 @@ def _models(backend: fl.Backend, trail: Trail) -> Iterator[None]:
 
 
 def _lazy(module: torch.nn.Module) -> bool:
-    """Whether its weights get their shapes in its first call, so that it can only be compiled after it."""
+    """Whether its weights get their shapes in its first call, so that it can be compiled only after it."""
     parts = [*module.parameters(), *module.buffers()]
     return any(torch.nn.parameter.is_lazy(part) for part in parts)
 
@@ -135,7 +135,7 @@ def _values(result: Any) -> list[torch.Tensor]:
 
 
 class _Weights(torch.nn.Module):
-    """Holds the weights of an optimizer that are not those of a model."""
+    """Holds the weights of an optimizer that do not belong to a model."""
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Weights(torch.nn.Module):
 
 @contextlib.contextmanager
 def _optimizers(backend: fl.Backend, trail: Trail, traced: bool) -> Iterator[None]:
-    """Optimizers are given weights of `backend`; if `traced`, their steps are traced steps."""
+    """Move the weights of optimizers to `backend`; if `traced`, their steps are traced steps."""
     init = torch.optim.Optimizer.__init__
     before: dict[type, Callable[..., Any]] = {}
     steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -219,7 +219,7 @@ _COMPARISONS = ("assertEqual", "assertNotEqual")
 
 @contextlib.contextmanager
 def _later(case: type) -> Iterator[None]:
-    """Comparisons of tensors within a traced step are made when it has been run."""
+    """Defer comparisons of tensors within a traced step until it has run."""
     before = {name: getattr(case, name) for name in _COMPARISONS}
 
     def comparing(compare: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ def load(file: Path) -> types.ModuleType:
 
 
 def tests_of(module: types.ModuleType) -> list[unittest.TestCase]:
-    """Its tests, in the order of their names."""
+    """The tests of a module, in the order of their names."""
     loader = unittest.TestLoader()
 
     def flat(suite: Any) -> Iterator[unittest.TestCase]:
@@ -63,8 +63,8 @@ def tests_of(module: types.ModuleType) -> list[unittest.TestCase]:
         for _, value in sorted(vars(module).items())
         if isinstance(value, type) and issubclass(value, unittest.TestCase)
     ]
-    found = [test for cls in classes for test in flat(loader.loadTestsFromTestCase(cls))]
-    return sorted({test.id(): test for test in found}.values(), key=name_of)
+    tests = [test for cls in classes for test in flat(loader.loadTestsFromTestCase(cls))]
+    return sorted({test.id(): test for test in tests}.values(), key=name_of)
 
 
 def name_of(test: unittest.TestCase) -> str:
@@ -72,7 +72,7 @@ def name_of(test: unittest.TestCase) -> str:
 
 
 class _Result(unittest.TestResult):
-    """Keeps the first error of a test, whole."""
+    """Keeps the first error of a test with its traceback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class _Result(unittest.TestResult):
 
 
 def outcome(test: unittest.TestCase, way: str, artifacts: str, verbose: bool = False) -> tuple[dict[str, Any], Trail]:
-    """What became of one test."""
+    """The outcome of one test."""
     result = _Result()
     with warnings.catch_warnings():
         if way != "eager":
-            # Part of what is promised, and no business of a test that counts the warnings of PyTorch.
+            # These warnings are intended, and must not count in tests that count PyTorch's warnings.
             warnings.simplefilter("ignore", fl.errors.GraphChangeWarning)
         try:
             times = 2 if way == "whole" and _passes_twice(test, artifacts) else 1
@@ -113,21 +113,22 @@ def outcome(test: unittest.TestCase, way: str, artifacts: str, verbose: bool = F
         except Exception as error:
             result.addError(test, (type(error), error, None))
             trail = []
-    found: dict[str, Any] = {"test": name_of(test), "verdict": result.verdict}
+    row: dict[str, Any] = {"test": name_of(test), "verdict": result.verdict}
     if result.error is not None:
         if verbose:
             traceback.print_exception(result.error)
-        ours = _ours(result.error)
-        if ours is not None:
-            found["verdict"] = REFUSED
-        found["why"] = words(ours or result.error)
+        own = _ours(result.error)
+        if own is not None:
+            row["verdict"] = REFUSED
+        row["why"] = words(own or result.error)
     elif result.reason:
-        found["why"] = result.reason
-    return found, trail
+        row["why"] = result.reason
+    return row, trail
 
 
 def _passes_twice(test: unittest.TestCase, artifacts: str) -> bool:
-    """Whether eager PyTorch passes it when its method runs twice: it may leave something behind that it stumbles on."""
+    """Whether eager PyTorch passes a test whose method runs twice: the first run may leave state that breaks the
+    second."""
     result = _Result()
     with client("eager", artifacts):
         run(type(test)(test._testMethodName), "eager", result, times=2)
@@ -135,7 +136,7 @@ def _passes_twice(test: unittest.TestCase, artifacts: str) -> bool:
 
 
 def _ours(error: BaseException) -> BaseException | None:
-    """The error of Firstloss's from which `error` follows."""
+    """Firstloss's error in the causes of `error`."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         if isinstance(error, fl.errors.FirstlossError):
@@ -146,7 +147,7 @@ def _ours(error: BaseException) -> BaseException | None:
 
 
 def words(error: BaseException) -> str:
-    """An error's kind and first lines, without the place."""
+    """An error's type and first lines, without the location."""
     text = " ".join(line.strip() for line in str(error).strip().splitlines()[:3] if line.strip())
     text = re.sub(r"\S*?([\w]+\.py):\d+", r"\1", text)
     text = re.sub(r"0x[0-9a-f]+", "0x...", text)
@@ -154,20 +155,20 @@ def words(error: BaseException) -> str:
 
 
 def apart(eager: Trail, other: Trail, least: torch.dtype = torch.float64) -> str | None:
-    """Where what models and optimizers have computed differs from eager's by more than rounding to their dtype, or to
-    `least` if that is less exact; None where it does not."""
+    """Where the values of models and optimizers differ from eager's by more than rounding in their dtype, or in `least`
+    if that is less exact; None if they do not."""
     if [kind for kind, _ in eager] != [kind for kind, _ in other]:
         return f"{len(eager)} calls and steps, and {len(other)} on the backend"
-    for number, ((kind, ours), (_, theirs)) in enumerate(zip(eager, other, strict=True)):
-        if len(ours) != len(theirs):
-            return f"{kind}, number {number}: {len(ours)} tensors, and {len(theirs)} on the backend"
-        for a, b in zip(ours, theirs, strict=True):
+    for number, ((kind, actual), (_, expected)) in enumerate(zip(eager, other, strict=True)):
+        if len(actual) != len(expected):
+            return f"{kind}, number {number}: {len(actual)} tensors, and {len(expected)} on the backend"
+        for a, b in zip(actual, expected, strict=True):
             if a.dtype != b.dtype or a.shape != b.shape:
                 return f"{kind}, number {number}: {a.dtype} {tuple(a.shape)}, and {b.dtype} {tuple(b.shape)}"
             if not a.is_floating_point() and not a.is_complex():
                 near = torch.equal(a, b)
             else:
-                # What some thousand roundings in another order make of numbers of this size, in 20 steps or calls.
+                # About a thousand roundings in another order, in 20 steps or calls, of numbers of this size.
                 eps = max(torch.finfo(a.dtype).eps, torch.finfo(least).eps)
                 scale = a.abs().nan_to_num(0, 0, 0).max().item() if a.numel() else 0.0
                 near = torch.allclose(a, b, rtol=2000 * eps, atol=1000 * eps * max(scale, 1e-3), equal_nan=True)
@@ -177,8 +178,8 @@ def apart(eager: Trail, other: Trail, least: torch.dtype = torch.float64) -> str
 
 
 def sensitive(test: unittest.TestCase, expected: Trail, artifacts: str) -> bool:
-    """Whether rounding errors of a few units in the last place make a difference in eager PyTorch itself, as where a
-    batch norm follows: the gradients of a convolution are zero then but for rounding, and Adam divides by them."""
+    """Whether rounding errors of a few units in the last place make a difference in eager PyTorch itself: the gradients
+    of a convolution before a batch norm are zero up to rounding, and Adam divides by them."""
     again = type(test)(test._testMethodName)
     with client("eager", artifacts) as trail, _Noise():
         run(again, "eager", _Result())
@@ -190,24 +191,24 @@ def main() -> None:
     done = set(os.environ.get("FIRSTLOSS_CLIENTS_DONE", "").split())
     verbose = bool(os.environ.get("FIRSTLOSS_CLIENTS_VERBOSE"))
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what tests print is no outcome
+    os.dup2(2, 1)  # tests' output is not an outcome
     for test in tests_of(load(Path(file))):
         name = name_of(test)
         if name in done or not re.search(pattern, name):
             continue
         print(json.dumps({"test": name, "verdict": "begun"}), file=out, flush=True)
-        found, trail = outcome(test, way, artifacts, verbose)
+        row, trail = outcome(test, way, artifacts, verbose)
         kept = Path(trails) / f"{name}.pt"
         if way == "eager":
             torch.save(trail if len(trail) < 2000 else [], kept)
-        elif way != "whole" and found["verdict"] == PASSED and kept.exists():
+        elif way != "whole" and row["verdict"] == PASSED and kept.exists():
             expected = torch.load(kept)
-            # Step counts are kept in float32, and so is what is computed from them (docs/schedules.md).
+            # Step counts are float32, and so are values computed from them (docs/schedules.md).
             least = torch.float32 if way == "steps" else torch.float64
             where = apart(expected, trail, least) if expected else None
             if where is not None and not sensitive(test, expected, artifacts):
-                found |= {"verdict": DIFFERS, "why": where}
-        print(json.dumps(found), file=out, flush=True)
+                row |= {"verdict": DIFFERS, "why": where}
+        print(json.dumps(row), file=out, flush=True)
 
 
 if __name__ == "__main__":

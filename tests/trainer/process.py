@@ -1,4 +1,4 @@
-"""One run as a process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY LOADER`; prints its bits."""
+"""A training run as a process: `python -m tests.trainer.process FOLDER BACKEND STEPS EVERY LOADER`; prints its bits."""
 
 import signal
 import sys
@@ -11,7 +11,7 @@ from .small import bits, trainer
 
 
 class Slow(Callback):
-    """Long enough for somebody to kill it."""
+    """Slow enough to be killed."""
 
     def on_step_end(self, trainer):
         import time
@@ -28,7 +28,8 @@ def main():
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # in the background of a script Ctrl-C is ignored: also by the tests
+    # Ctrl-C is ignored in the background of a script, and so by tests started there
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         main()

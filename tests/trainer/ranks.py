@@ -1,6 +1,6 @@
 """One of two processes that train one model: `python -m tests.trainer.ranks FOLDER PORT RANK STEPS`; prints JSON.
 
-More than a hundred steps are not meant to be done: process 1, and it alone, gets a signal at step 8.
+The run would take more than a hundred steps, but process 1, and only it, gets a signal at step 8.
 """
 
 import json
@@ -26,7 +26,7 @@ from .small import adamw, decay, loader  # noqa: E402
 
 
 class Wide(nn.Module):
-    """Wide enough to be cut: weights of fewer than 4,096 elements are whole on each device."""
+    """Wide enough to be sharded: weights with fewer than 4,096 elements are replicated."""
 
     def __init__(self):
         super().__init__()
@@ -36,8 +36,8 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.layers(x), y)
 
 
-class Found(Callback):
-    """What this process saw; and the signal."""
+class Recorder(Callback):
+    """Records this process's results, and sends the signal."""
 
     def __init__(self):
         self.losses, self.saved = [], []
@@ -56,7 +56,7 @@ class Found(Callback):
         print(json.dumps({"stopped": trainer.state.step, "saved": self.saved}), flush=True)
 
 
-found = Found()
+recorder = Recorder()
 every = None if LONG else 2
 trainer = Trainer(
     backend=fl.backend("XLA", mesh={"fsdp": 4}, artifact_dir=f"{folder}/artifacts"),
@@ -67,7 +67,7 @@ trainer = Trainer(
     loop=TrainingLoop(max_steps=steps, eval_every_steps=every, clip_grad_norm=1.0),
     checkpoint=Checkpoint(steps=every, keep_last=2, best=None if LONG else "val_loss"),
     logging=Logging(log_steps=5 if LONG else 1),
-    callbacks=[found],
+    callbacks=[recorder],
     loggers=[ProgressLogger(), JSONLogger(), CSVLogger(), TensorBoardLogger()],
     seed=0,
 )
@@ -80,4 +80,8 @@ weight = trainer.model.layers[2].weight
 try:
     weight.detach().clone()
 except fl.errors.ShardingError:
-    print(json.dumps({"losses": found.losses, "saved": found.saved, "last": trainer.validate(val, ckpt_path="last")}))
+    print(
+        json.dumps(
+            {"losses": recorder.losses, "saved": recorder.saved, "last": trainer.validate(val, ckpt_path="last")}
+        )
+    )

@@ -11,7 +11,7 @@ from firstloss.trainer import Trainer, TrainingLoop
 
 
 class Net(nn.Module):
-    """With dropout and batch norm: its runs differ if the random state or a buffer goes astray."""
+    """With dropout and batch norm, so that runs differ if the random state or a buffer is not restored."""
 
     def __init__(self, dropout=0.1):
         super().__init__()
@@ -43,7 +43,7 @@ class Noisy(TensorDataset):
 
 
 def with_workers():
-    """Shuffled in this process, and noise from two others."""
+    """Shuffled in this process, with noise from two workers."""
     return DataLoader(Noisy(*dataset().tensors), 8, shuffle=True, num_workers=2)
 
 
@@ -52,7 +52,7 @@ def adamw(model):
 
 
 def decayed(model, rate: float = 0.25, weight_decay: float = 0.1):
-    """Weight decay for matrices alone, as it is often written."""
+    """Weight decay only for matrices, a common pattern."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)]
     options = ({"weight_decay": weight_decay}, {"weight_decay": 0.0})
     return torch.optim.AdamW([{"params": g, **o} for g, o in zip(groups, options, strict=True)], lr=rate)
@@ -67,7 +67,7 @@ def decay(optimizer):
 
 
 def trainer(folder, backend="CPU", **changes):
-    """A Trainer of callables; `changes` go to its constructor, those that a TrainingLoop has to its loop."""
+    """A Trainer of callables; `changes` are passed to its constructor, or to its loop if TrainingLoop has them."""
     loop = {name: changes.pop(name) for name in list(changes) if name in TrainingLoop.__dataclass_fields__}
     options = {"model": Net, "optimizer": adamw, "schedulers": decay, "loggers": [], "seed": 0, **changes}
     options.setdefault("loop", TrainingLoop(**{"max_steps": 5, **loop}))
@@ -75,7 +75,7 @@ def trainer(folder, backend="CPU", **changes):
 
 
 def bits(trainer):
-    """The bytes of all that training has made, as a fingerprint."""
+    """A fingerprint of all results of training."""
     digest = hashlib.sha256()
     for tensor in trainer.model.state_dict().values():
         digest.update(tensor.detach().clone().numpy().tobytes())

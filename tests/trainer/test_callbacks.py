@@ -15,13 +15,13 @@ from .small import loader, trainer
 
 
 class Diary(Callback):
-    """Writes down each hook that is called."""
+    """Records each hook that is called."""
 
     def __init__(self):
         self.lines = []
 
 
-# Those that Model Zoo names otherwise, and those within a step, have a test of their own.
+# Hooks that Model Zoo names differently, and those within a step, have a test of their own.
 OURS = [
     name
     for name in vars(Callback)
@@ -97,7 +97,7 @@ class Stops(Callback):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_files_have_each_step_once(killed, tmp_path):
-    """Also when the run was cut off between a checkpoint and the next."""
+    """Also if the run was interrupted between two checkpoints."""
     loggers = lambda: [JSONLogger(), CSVLogger()]  # noqa: E731
     options = {"max_steps": 6, "checkpoint": Checkpoint(steps=3)}
     if killed:
@@ -136,7 +136,7 @@ def test_progress_without_a_terminal_is_lines(tmp_path, capsys):
     first, one, three, val, done = capsys.readouterr().err.splitlines()
     assert first.startswith("first loss 1.") and one.startswith("step 1  loss 1.") and "val_loss" in val
     assert "steps/s" in three and "samples/s" in three
-    assert "steps/s" not in one  # of what was compiled meanwhile there is no rate
+    assert "steps/s" not in one  # there is no rate for steps that were compiled
 
 
 def test_a_finished_run_says_so(tmp_path, capsys):
@@ -151,19 +151,19 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "300")
     trainer(tmp_path / "steps", loggers=[ProgressLogger()], max_steps=2).fit(loader())
-    said = capsys.readouterr().err
-    assert "2/2" in said and "first loss 1." in said and " after " in said
+    output = capsys.readouterr().err
+    assert "2/2" in output and "first loss 1." in output and " after " in output
     by_epochs = TrainingLoop(max_epochs=2, grad_accum_steps=2)
     trainer(tmp_path / "epochs", loggers=[ProgressLogger()], loop=by_epochs, model=Tokens).fit(
         [{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 4
     )
-    said = capsys.readouterr().err
-    assert "4/4" in said
+    output = capsys.readouterr().err
+    assert "4/4" in output
     run = trainer(tmp_path / "rates", loggers=[ProgressLogger()], max_steps=4, model=Tokens)
     run.logging.log_steps = 4
     run.fit([{"input_ids": torch.ones(2, 5, dtype=torch.long)}] * 4)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "tokens/s" in said and "samples/s" in said and "steps/s" in said and "lr 1.000e-02" in said
+    output = " ".join(capsys.readouterr().err.split())
+    assert "tokens/s" in output and "samples/s" in output and "steps/s" in output and "lr 1.000e-02" in output
 
 
 class Tokens(torch.nn.Module):

@@ -14,7 +14,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 class Losses(Callback):
-    """Keeps the numbers of every step."""
+    """Records the values of every step."""
 
     def __init__(self):
         self.found = []
@@ -25,12 +25,12 @@ class Losses(Callback):
 
 
 def sgd(model):
-    """Adam would make a large update of the rounding noise that is the gradient of a bias before a batch norm."""
+    """SGD, since Adam would turn rounding noise in the gradient of a bias before a batch norm into a large update."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def by_hand(steps, batches, clip=None, accumulate=1, clip_value=None, dtype=None):
-    """The loop that one would write, in eager PyTorch; returns the model and the last batch's loss."""
+    """The loop written by hand in eager PyTorch; returns the model and the last batch's loss."""
     torch.manual_seed(0)
     model = Net(dropout=0)
     optimizer = sgd(model)
@@ -67,7 +67,7 @@ def test_losses_match_a_hand_written_loop(options, backend, tmp_path):
     run.logging.log_steps = 1
     run.fit(batches)
     model, loss = by_hand(4, batches, options.get("clip_grad_norm"), accumulate, options.get("clip_grad_value"))
-    assert len(losses.found) == 4 and losses.found[-1] == pytest.approx(loss, rel=1e-4)
+    assert len(losses.found) == 4 and losses.found[-1] == pytest.approx(loss, rel=1e-4)  # as CLOSE
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(run.model.state_dict()[name].clone(), tensor, **CLOSE, msg=name)
 
@@ -75,7 +75,7 @@ def test_losses_match_a_hand_written_loop(options, backend, tmp_path):
 @pytest.mark.parametrize("clip", [{"clip_grad_norm": 0.5}, {"clip_grad_value": 0.01}])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_are_clipped_in_mixed_precision(dtype, clip, backend, tmp_path):
-    """After the loss scale, here a power of two, is taken out again: it leaves no trace."""
+    """After unscaling, here by a power of two, so that the scale has no effect."""
     batches = [list(batch) for batch in loader(count=64, shuffle=False)]
     mixed = {
         "precision": Precision(dtype, loss_scale=256.0 if dtype == "float16" else None),
@@ -87,7 +87,7 @@ def test_gradients_are_clipped_in_mixed_precision(dtype, clip, backend, tmp_path
     run.fit(batches)
     model, _ = by_hand(4, batches, clip.get("clip_grad_norm"), 2, clip.get("clip_grad_value"), getattr(torch, dtype))
     for name, tensor in model.state_dict().items():
-        # Half precision: products are rounded to 8 or 11 bits, and batch norm divides by what is left of them.
+        # Half precision: products round to 8 or 11 bits, and batch norm divides by the remaining deviation.
         torch.testing.assert_close(run.model.state_dict()[name].clone(), tensor, rtol=2e-2, atol=2e-3, msg=name)
 
 
@@ -99,7 +99,7 @@ def test_objects_and_callables_give_the_same_training(backend, tmp_path):
         model = Net() if name != "callables" else Net
         optimizer = adamw(model) if name == "objects" else adamw
         schedulers = [decay(optimizer)] if name == "objects" else decay
-        # Seeded after an object was made, as by a callable: the model's draws are the same number.
+        # Seeded after an object was created, as with a callable, so that the model draws the same numbers.
         run = trainer(tmp_path / name, fresh, model=model, optimizer=optimizer, schedulers=schedulers, seed=None)
         run.fit(loader(shuffle=False))
         runs.append(bits(run))
@@ -139,20 +139,20 @@ def test_validation_runs_on_schedule_without_side_effects(backend, tmp_path):
 
 def test_validation_averages_over_samples(tmp_path):
     run = trainer(tmp_path, loop=ValidationLoop())
-    found = run.validate(loader(count=20, batch_size=8, shuffle=False), ckpt_path=None)
+    metrics = run.validate(loader(count=20, batch_size=8, shuffle=False), ckpt_path=None)
     torch.manual_seed(0)
     model = Net().eval()
     expected = model(*dataset(20).tensors)
-    assert found["val_loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
-    assert found["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)
+    assert metrics["val_loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
+    assert metrics["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)
 
 
 def test_metric_objects_are_updated(backend, tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
     accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
     run = trainer(tmp_path, backend, loop=ValidationLoop(metrics={"exact": accuracy}))
-    found = run.validate(loader(count=20), ckpt_path=None)
-    assert found["val_exact"] == pytest.approx(found["val_accuracy"])
+    metrics = run.validate(loader(count=20), ckpt_path=None)
+    assert metrics["val_exact"] == pytest.approx(metrics["val_accuracy"])
 
 
 def test_early_stop_ends_the_run(backend, tmp_path):
@@ -219,7 +219,7 @@ def test_a_forward_with_one_argument_gets_the_whole_batch(batch, backend, tmp_pa
 
 
 class LossLast(OneArgument):
-    """As nanoGPT returns it."""
+    """Returns the loss last, as nanoGPT does."""
 
     def forward(self, x):
         logits = self.layer(x)
@@ -311,12 +311,12 @@ def test_an_object_that_is_not_a_metric_is_refused():
 def test_validation_without_weights_is_an_error(tmp_path):
     with pytest.raises(fl.errors.TrainerError, match="no weights to validate: .* has no checkpoint"):
         trainer(tmp_path).validate(loader())
-    found = trainer(tmp_path, model=Net()).validate(loader())  # an object has weights
-    assert found["val_loss"] > 0
+    metrics = trainer(tmp_path, model=Net()).validate(loader())  # an object has weights
+    assert metrics["val_loss"] > 0
 
 
 def test_reduce_on_plateau_works_as_a_callback(backend, tmp_path):
-    """As the error says that it should be written; the rate changes without a compile."""
+    """As the error suggests; the rate changes without a compile."""
 
     class Plateau(Callback):
         rates: list = []
@@ -330,7 +330,7 @@ def test_reduce_on_plateau_works_as_a_callback(backend, tmp_path):
 
     options = {"callbacks": [Plateau()], "eval_every_steps": 1, "schedulers": None, "max_steps": 3}
     trainer(tmp_path, backend, **options).fit(loader(), loader(count=8))
-    assert Plateau.rates == pytest.approx([1e-3, 1e-4, 1e-5])  # cut at each, the first one included
+    assert Plateau.rates == pytest.approx([1e-3, 1e-4, 1e-5])  # split at each, the first one included
 
 
 class Logits(nn.Module):

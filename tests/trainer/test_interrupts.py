@@ -1,4 +1,4 @@
-"""Signals in this process: which are held back, and their effect. `test_resume.py` ends real processes."""
+"""Signals in this process: when they are deferred, and their effect. `test_resume.py` ends real processes."""
 
 import gc
 import multiprocessing
@@ -20,7 +20,7 @@ from .small import loader, trainer, with_workers
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Ctrl-C raises KeyboardInterrupt, though these tests may run where it is ignored; all is put back."""
+    """Let Ctrl-C raise KeyboardInterrupt, even if it is ignored where the tests run; restored afterwards."""
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -29,7 +29,7 @@ def handlers():
 
 
 class Raises(Callback):
-    """A signal to this process, at the hook given."""
+    """Sends a signal to this process in the given hook."""
 
     def __init__(self, number, hook):
         self.number = number
@@ -52,7 +52,7 @@ def fit(folder, number, hook, **options):
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
-    """As Ctrl-C by a process that a script has put into the background."""
+    """As for a process that a script has started in the background."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert fit(tmp_path, signal.SIGINT, "on_step_end", max_steps=2).state.step == 2
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -76,7 +76,7 @@ def test_the_run_ends_after_a_recording_handler(number, end, tmp_path):
 def test_a_signal_after_the_last_step_ends_the_run(tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt) as ended:
         fit(tmp_path, signal.SIGINT, "on_fit_end", max_steps=2)
-    assert ended.value.__suppress_context__  # how the run came to its end is nobody's error
+    assert ended.value.__suppress_context__  # an interrupt is not an error
     assert capfd.readouterr().err == "\nSIGINT: saving after this step (again: stop at once)\n"
 
 
@@ -105,7 +105,7 @@ def test_a_closed_stderr_is_not_an_error(tmp_path, monkeypatch):
         with open(write, "w") as nobody, monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(sys, "stderr", nobody)
             fit(tmp_path, signal.SIGINT, "on_step_end", loggers=[ProgressLogger()])
-    except BrokenPipeError:  # of the file's own end
+    except BrokenPipeError:  # when the file is closed
         pass
     finally:
         os.dup2(former, 2)
@@ -114,7 +114,7 @@ def test_a_closed_stderr_is_not_an_error(tmp_path, monkeypatch):
 
 
 def test_a_forked_child_can_be_terminated():
-    """multiprocessing's pools end their processes by SIGTERM, and then wait for them."""
+    """Process pools of multiprocessing end their workers with SIGTERM, and then wait for them."""
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
 
@@ -126,7 +126,7 @@ def test_a_forked_child_can_be_terminated():
     with Interrupts("saving", processes(), lambda: 3):
         child = fork.Process(target=work)
         child.start()
-        ready.wait()  # Python forgets a signal that comes while it forks
+        ready.wait()  # Python loses a signal that arrives while it forks
         child.terminate()
         child.join(timeout=60)
     try:
@@ -136,9 +136,9 @@ def test_a_forked_child_can_be_terminated():
 
 
 def test_no_worker_remains_after_a_loop(tmp_path):
-    """Neither of training that stops within an epoch, nor of a validation of some batches, nor of a loop left early.
+    """After training that stops within an epoch, validation of some batches, or a loop left early.
 
-    An iterator with workers that waits to be collected says "can only test a child process" when that happens in a
+    An iterator with workers that awaits collection raises "can only test a child process" if it is collected in a
     process forked later.
     """
     gc.disable()

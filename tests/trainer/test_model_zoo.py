@@ -1,4 +1,7 @@
-"""The Trainer with Model Zoo's names, settings and hooks."""
+"""The Trainer with Model Zoo's names, settings and hooks.
+
+Tolerances are for float32 sums in another order: 1e-6 for a single value, 1e-4 after several training steps.
+"""
 
 import json
 import math
@@ -33,7 +36,7 @@ BACKENDS = ["XLA", "CPU"]
 
 
 class Book(Callback):
-    """Keeps what is logged, by step."""
+    """Records logged values by step."""
 
     def __init__(self):
         self.logged = {}
@@ -45,7 +48,7 @@ class Book(Callback):
 def run(folder, device="CPU", model=lambda: Net(dropout=0.0), optimizer=adamw, **options):
     book = Book()
     options.setdefault("loop", TrainingLoop(num_steps=4))
-    made = Trainer(
+    trainer = Trainer(
         device=device,
         model_dir=folder,
         model=model,
@@ -55,7 +58,7 @@ def run(folder, device="CPU", model=lambda: Net(dropout=0.0), optimizer=adamw, *
         seed=0,
         **options,
     )
-    return made, book
+    return trainer, book
 
 
 # -- how long, and when to validate --
@@ -240,12 +243,12 @@ class Everything(Callback):
 
 class Scaled(Net):
     def forward(self, x, y, scale=1.0):
-        found = super().forward(x, y)
-        return {**found, "loss": found["loss"] * scale}
+        output = super().forward(x, y)
+        return {**output, "loss": output["loss"] * scale}
 
 
 def test_hooks_run_in_the_step(tmp_path):
-    """The same numbers traced and eager; what they do to gradients and arguments is done."""
+    """The same numbers traced and eager; changes that hooks make to gradients and arguments take effect."""
     books = []
     for device in BACKENDS:
         everything = Everything()
@@ -263,12 +266,12 @@ def test_hooks_run_in_the_step(tmp_path):
         assert [line for line in everything.seen if "batch" in line] == [f"batch {i}" for i in range(4)]
         assert everything.seen.count("scheduler") >= 1
         books.append(book.logged)
-    for step, theirs in books[1].items():
-        ours = books[0][step]
+    for step, expected in books[1].items():
+        actual = books[0][step]
         names = ["rows", "one", "largest", "gradient", "weight", "halved", "loss"]
-        assert [ours[n] for n in names] == pytest.approx([theirs[n] for n in names], rel=1e-4)  # float32
-        assert theirs["halved"] == pytest.approx(theirs["gradient"] / 2, rel=1e-6)
-        assert theirs["rows"] == 8
+        assert [actual[n] for n in names] == pytest.approx([expected[n] for n in names], rel=1e-4)  # float32
+        assert expected["halved"] == pytest.approx(expected["gradient"] / 2, rel=1e-6)
+        assert expected["rows"] == 8
 
 
 def test_log_metrics_takes_numbers(tmp_path):
@@ -306,20 +309,22 @@ def test_norms_and_optimizer_settings_are_logged(device, tmp_path):
     trainer.fit(loader(shuffle=False))
     torch.manual_seed(0)
     model = Layers()
-    found = book.logged[1]
-    assert found["model_wise_params_norm"] == pytest.approx(
+    logged = book.logged[1]
+    assert logged["model_wise_params_norm"] == pytest.approx(
         math.sqrt(sum(float(p.detach().square().sum()) for p in model.parameters())), rel=1e-5
     )
     x, y = next(iter(loader(shuffle=False)))
     model(x, y).backward()
     square = {name: float(p.grad.square().sum()) for name, p in model.named_parameters()}
     assert (
-        found["model_wise_grad_norm"] == found["grad_norm"] == pytest.approx(math.sqrt(sum(square.values())), rel=1e-4)
+        logged["model_wise_grad_norm"]
+        == logged["grad_norm"]
+        == pytest.approx(math.sqrt(sum(square.values())), rel=1e-4)
     )
     for layer in range(2):
         expected = math.sqrt(square[f"layers.{layer}.weight"] + square[f"layers.{layer}.bias"])
-        assert found[f"per_layer_grad_norm/layer_{layer}"] == pytest.approx(expected, rel=1e-4)
-    assert (found["weight_decay"], found["betas[0]"], found["betas[1]"]) == (0.01, 0.9, 0.999)
+        assert logged[f"per_layer_grad_norm/layer_{layer}"] == pytest.approx(expected, rel=1e-4)
+    assert (logged["weight_decay"], logged["betas[0]"], logged["betas[1]"]) == (0.01, 0.9, 0.999)
     counted = json.loads((tmp_path / "artifacts" / "parameters.json").read_text())
     assert counted == {"all": 180, "trained": 180, "modules": {"layers": 144, "head": 36}}
 
@@ -333,15 +338,15 @@ def test_unknown_settings_are_refused(tmp_path):
 @pytest.mark.parametrize("options", [{"max_norm": 0.01}, {"max_value": 0.001}])
 @pytest.mark.parametrize("device", BACKENDS)
 def test_clipping_callbacks_match_the_loops(options, device, tmp_path):
-    """As the loop's own clipping."""
+    """Like the loop's own clipping."""
     weights = []
     for way in ("callback", "loop"):
-        theirs = {f"clip_grad_{name.removeprefix('max_')}": value for name, value in options.items()}
+        expected = {f"clip_grad_{name.removeprefix('max_')}": value for name, value in options.items()}
         trainer, _ = run(
             tmp_path / way,
             device,
             optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
-            loop=TrainingLoop(num_steps=3, **(theirs if way == "loop" else {})),
+            loop=TrainingLoop(num_steps=3, **(expected if way == "loop" else {})),
             callbacks=[GradientClipping(**options)] if way == "callback" else [],
         )
         trainer.fit(loader())
@@ -419,8 +424,8 @@ def test_nan_checker_ends_the_run(tmp_path):
 def test_validation_losses_are_checked(tmp_path):
     class Model(Net):
         def forward(self, x, y):
-            found = super().forward(x, y)
-            return found if self.training else {**found, "loss": found["loss"] * float("inf")}
+            output = super().forward(x, y)
+            return output if self.training else {**output, "loss": output["loss"] * float("inf")}
 
     trainer, _ = run(tmp_path, model=Model, callbacks=[CheckLoss()])
     with pytest.raises(NaNLossError, match="val_loss is inf in the validation after step 4"):
@@ -429,7 +434,7 @@ def test_validation_losses_are_checked(tmp_path):
 
 @pytest.mark.parametrize("device", BACKENDS)
 def test_averaged_weights_match_pytorchs(device, tmp_path):
-    """As PyTorch's own, and validation is with them; a checkpoint has both, for going on and for validating."""
+    """The same as PyTorch's own, and validation uses them; a checkpoint has both, to resume and to validate."""
     history = []
 
     class Keep(Callback):
@@ -456,10 +461,10 @@ def test_averaged_weights_match_pytorchs(device, tmp_path):
     with torch.no_grad():
         expected = sum(float(model(x, y)["loss"]) for x, y in loader(count=16, shuffle=False)) / 2
     assert book.logged[4]["val_loss"] == pytest.approx(expected, rel=1e-4)
-    # Another process: validate, and go on.
+    # Another process: validate, and resume.
     other, _ = run(tmp_path, device, callbacks=[ModelEMA(decay=0.5)])
-    found = other.validate(loader(count=16))
-    assert found["val_loss"] == pytest.approx(expected, rel=1e-4)
+    output = other.validate(loader(count=16))
+    assert output["val_loss"] == pytest.approx(expected, rel=1e-4)
     again_ema = ModelEMA(decay=0.5)
     again, _ = run(tmp_path, device, loop=TrainingLoop(max_steps=5), callbacks=[again_ema])
     again.fit(loader())
@@ -488,16 +493,16 @@ def test_metrics_of_the_model_are_reported(device, tmp_path):
             self.metric = fl.metrics.AccuracyMetric("token_accuracy")
 
         def forward(self, x, y):
-            found = super().forward(x, y)
+            output = super().forward(x, y)
             if not self.training:
-                self.metric(labels=y, predictions=found["logits"].argmax(-1))
-            return found
+                self.metric(labels=y, predictions=output["logits"].argmax(-1))
+            return output
 
     trainer, book = run(tmp_path, device, Model, callbacks=[ModelEvalMetrics()], loop=TrainingLoop(num_steps=4))
     trainer.fit(loader(), loader(count=24))
     for _ in range(2):
-        found = trainer.validate(loader(count=24))
-        assert found["val_token_accuracy"] == pytest.approx(found["val_accuracy"], rel=1e-6)
+        output = trainer.validate(loader(count=24))
+        assert output["val_token_accuracy"] == pytest.approx(output["val_accuracy"], rel=1e-6)
 
 
 # -- several loaders, several checkpoints --
@@ -518,12 +523,12 @@ def test_several_checkpoints_are_validated(device, tmp_path):
     folder = tmp_path / "checkpoints"
     paths = [str(folder / f"step_{n}") for n in (1, 2, 3, 4)]
     loaders = [loader(count=16), loader(count=8)]
-    found = trainer.validate_all(loaders, str(folder / "step_*"))
-    assert list(found) == paths and all({"val_loss_0", "val_loss_1"} <= f.keys() for f in found.values())
+    output = trainer.validate_all(loaders, str(folder / "step_*"))
+    assert list(output) == paths and all({"val_loss_0", "val_loss_1"} <= f.keys() for f in output.values())
     for path in paths:
         alone, _ = run(tmp_path, device)
         loss = alone.validate(loader(count=16), path)["val_loss"]
-        assert loss == pytest.approx(found[path]["val_loss_0"], rel=1e-6)  # shuffled: another order of sums
+        assert loss == pytest.approx(output[path]["val_loss_0"], rel=1e-6)  # shuffled: another order of sums
     assert list(trainer.validate_all(loader(count=8), [paths[0], paths[2]])) == [paths[0], paths[2]]
     assert trainer.validate_all(loader(count=8)) == {None: trainer.validate(loader(count=8))}
     with pytest.raises(TrainerError, match="no checkpoint matches"):
@@ -555,7 +560,7 @@ def test_a_run_can_only_compile(tmp_path):
 
 @pytest.fixture
 def services(monkeypatch):
-    """What stands for wandb and mlflow, which are not installed, and writes down how it is called."""
+    """Fakes of wandb and mlflow, which are not installed; records the calls."""
     calls = []
 
     def note(name, result=None):
@@ -586,7 +591,7 @@ def test_weights_and_biases_gets_the_metrics(services, tmp_path):
     go(2)
     go(3)
     started = [kwargs for name, _, kwargs in services if name == "init"]
-    assert [s["id"] for s in started] == [None, "abc"]  # the second goes on with the first one's
+    assert [s["id"] for s in started] == [None, "abc"]  # the second continues with the first one's
     assert started[0]["project"] == "mine" and started[0]["tags"] == ["a"] and started[0]["config"]["seed"] is None
     logged = {kwargs["step"] for name, _, kwargs in services if name == "log"}
     assert 1 in logged

@@ -17,7 +17,7 @@ from .small import adamw, decay, loader, trainer
 
 
 def run(folder, steps):
-    """Two processes; what each has printed, and how it ended."""
+    """The output and exit status of both processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -30,7 +30,7 @@ def run(folder, steps):
 
 
 def alone(folder, steps):
-    """The same in eager PyTorch: the losses."""
+    """The losses of the same training in eager PyTorch."""
 
     class Wide(torch.nn.Module):
         def __init__(self):
@@ -42,24 +42,24 @@ def alone(folder, steps):
             return torch.nn.functional.cross_entropy(self.layers(x), y)
 
     class Losses(Callback):
-        found: list = []
+        values: list = []
 
         def on_metrics(self, trainer, metrics, step):
-            self.found.append(metrics["loss"])
+            self.values.append(metrics["loss"])
 
-    made = trainer(folder, model=Wide, optimizer=adamw, schedulers=decay, max_steps=steps, clip_grad_norm=1.0,
+    run = trainer(folder, model=Wide, optimizer=adamw, schedulers=decay, max_steps=steps, clip_grad_norm=1.0,
                    callbacks=[Losses()])  # fmt: skip
-    made.logging.log_steps = 1
-    made.fit(loader())
-    return Losses.found
+    run.logging.log_steps = 1
+    run.fit(loader())
+    return Losses.values
 
 
 @pytest.mark.timeout(600)
 def test_two_processes_write_one_run_and_end_together(tmp_path):
-    found, status, outs = run(tmp_path, 4)
+    results, status, outs = run(tmp_path, 4)
     assert status == [0, 0], outs[0][1][-4000:]
-    assert found[0] == found[1] and found[0]["saved"] == [2, 4]  # both take part in saving, and find the same
-    assert found[0]["losses"] == pytest.approx(alone(tmp_path / "alone", 4), rel=1e-4)  # sums in another order
+    assert results[0] == results[1] and results[0]["saved"] == [2, 4]  # both take part in saving, and load the same
+    assert results[0]["losses"] == pytest.approx(alone(tmp_path / "alone", 4), rel=1e-4)  # sums in another order
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
@@ -69,9 +69,9 @@ def test_two_processes_write_one_run_and_end_together(tmp_path):
     assert outs[0][1].count("first loss") == 1 and outs[1][1].count("first loss") == 0
     best = json.loads((folder / "checkpoints" / "best.json").read_text())
     assert best["value"] == min(line["val_loss"] for line in lines if "val_loss" in line)
-    # A signal to one of them: both resume from step 4, and save and end at the next step that is logged.
-    found, status, outs = run(tmp_path, 1000)
+    # One of them gets a signal: both resume from step 4, and save and end at the next logged step.
+    results, status, outs = run(tmp_path, 1000)
     assert status == [-signal.SIGTERM] * 2, outs[1][1][-4000:]
-    assert found == [{"stopped": 10, "saved": [10]}] * 2
+    assert results == [{"stopped": 10, "saved": [10]}] * 2
     assert "SIGTERM" in outs[1][1] and "resumed at step 4" in outs[0][1]
     assert (folder / "checkpoints" / "step_10").is_dir()

@@ -42,7 +42,7 @@ def test_gradient_accumulation_and_objects_resume(tmp_path):
 
     model = Net()
     optimizer = adamw(model)
-    torch.randn(3)  # wherever the generators stand
+    torch.randn(3)  # at any state of the generators
     resumed = trainer(
         tmp_path / "parts", model=model, optimizer=optimizer, schedulers=[decay(optimizer)], max_steps=5, **options
     )
@@ -51,7 +51,7 @@ def test_gradient_accumulation_and_objects_resume(tmp_path):
 
 
 class Until(Callback):
-    """Raises after a step, as anything might."""
+    """Raises after a step."""
 
     def __init__(self, step):
         self.step = step
@@ -75,13 +75,13 @@ def test_callbacks_keep_their_state(tmp_path):
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     class Worse(Callback):
-        """Validation finds the step's distance from 2."""
+        """The validation loss is the step's distance from 2."""
 
         def on_validation_end(self, trainer, metrics):
             metrics["val_far"] = abs(trainer.state.step - 2)
 
-    keep = Checkpoint(steps=1, keep_last=2, best="val_far")
-    run = trainer(tmp_path, callbacks=[Worse()], eval_every_steps=1, max_steps=6, checkpoint=keep)
+    checkpoint = Checkpoint(steps=1, keep_last=2, best="val_far")
+    run = trainer(tmp_path, callbacks=[Worse()], eval_every_steps=1, max_steps=6, checkpoint=checkpoint)
     run.fit(loader(), loader(count=8))
     assert run.folder.steps() == [2, 5, 6]
     assert run.folder.best() == {"step": 2, "metric": "val_far", "value": 0}
@@ -90,12 +90,12 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 def test_ckpt_path_chooses_the_start(backend, tmp_path):
     first = trainer(tmp_path / "first", backend, max_steps=4, checkpoint=Checkpoint(steps=2))
     first.fit(loader())
-    # another run starts from the weights alone
+    # another run starts from the weights only
     other = trainer(tmp_path / "other", backend, loop=TrainingLoop(max_steps=4))
-    found = other.validate(loader(count=16, shuffle=False), ckpt_path=tmp_path / "first" / "checkpoints" / "step_4")
-    assert found == first.validate(loader(count=16, shuffle=False))
+    metrics = other.validate(loader(count=16, shuffle=False), ckpt_path=tmp_path / "first" / "checkpoints" / "step_4")
+    assert metrics == first.validate(loader(count=16, shuffle=False))
     assert other.state.step == 0
-    # a checkpoint of its own is gone on from, exactly
+    # resumes exactly from a given checkpoint
     back = trainer(tmp_path / "first", fresh(backend), max_steps=4)
     back.fit(loader(), ckpt_path=tmp_path / "first" / "checkpoints" / "step_2")
     assert bits(back) == bits(first)
@@ -105,11 +105,11 @@ def test_ckpt_path_chooses_the_start(backend, tmp_path):
     assert third.validate(loader(count=16, shuffle=False)) == third.validate(
         loader(count=16, shuffle=False), ckpt_path=tmp_path / "weights.safetensors"
     )
-    # None starts afresh
+    # None starts from scratch
     anew = trainer(tmp_path / "first", fresh(backend), max_steps=1)
     anew.fit(loader(), ckpt_path=None)
     assert anew.state.step == 1
-    # what came later in that folder is set aside, so that the new run's checkpoints are the newest
+    # later checkpoints in that folder are moved away, so that the new run's are the newest
     assert anew.folder.steps() == [1] and (tmp_path / "first" / "checkpoints" / "aside_1" / "step_4").is_dir()
 
 
@@ -134,13 +134,13 @@ def test_checkpoints_of_another_model_are_refused(tmp_path):
 
 
 def start(folder, backend="CPU", steps=400, every=3, data="loader", **options):
-    """A run in a process of its own."""
+    """Start a run in a process of its own."""
     command = ["-m", "tests.trainer.process", str(folder), backend, str(steps), str(every), data]
     return forked.start(command, stdout=PIPE, stderr=PIPE, **options)
 
 
 def uninterrupted(folder, steps, every=3, data="loader"):
-    """What a process that is not killed prints, found in this one."""
+    """The output of a process that is not killed, computed in this one."""
     run = trainer(folder, fl.backend("CPU"), max_steps=steps, checkpoint=Checkpoint(steps=every))
     run.fit(getattr(small, data)())
     return f"{bits(run)}\n"
@@ -167,13 +167,13 @@ ENDS = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}
     ],
 )
 def test_signals_save_and_end(number, data, tmp_path):
-    """With workers they get it too, as from a terminal, `timeout` and Slurm: that they end then is no error."""
+    """With workers these get the signal too, as from a terminal, `timeout` and Slurm: their end is not an error."""
     process = start(tmp_path, steps=10**6, every=5, data=data, start_new_session=True)
     wait_for_checkpoint(tmp_path, 5, process)
     os.killpg(process.pid, number)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == ENDS[number], said
-    assert forked.without_leaks(said) == f"\n{number.name}: saving after this step (again: stop at once)\n"
+    _, output = process.communicate(timeout=120)
+    assert process.returncode == ENDS[number], output
+    assert forked.without_leaks(output) == f"\n{number.name}: saving after this step (again: stop at once)\n"
     run = trainer(tmp_path, max_steps=10**6)
     assert fl.load(run.folder.last())["trainer"]["step"] == run.folder.steps()[-1]
     assert run.folder.steps()[-1] >= 5 and os.path.exists(tmp_path / "versions.json")
@@ -214,8 +214,10 @@ def test_mixed_precision_learns_and_resumes(dtype, backend, tmp_path):
     plain = trainer(tmp_path / "plain", fresh(backend), **options)
     plain.fit(loader(shuffle=False))
     assert bits(whole) != bits(plain)  # something was computed in half precision
-    for ours, theirs in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
-        assert ours.dtype == theirs.dtype and (ours.detach().clone() - theirs.detach().clone()).abs().max() < 0.1
+    for actual, expected in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
+        assert (
+            actual.dtype == expected.dtype and (actual.detach().clone() - expected.detach().clone()).abs().max() < 0.1
+        )
     trainer(tmp_path / "parts", fresh(backend), precision=Precision(dtype), **{**options, "max_steps": 3}).fit(
         loader(shuffle=False)
     )

@@ -1,6 +1,9 @@
-"""Loaders and the loop over their batches."""
+"""Data loaders and the loop over their batches."""
 
+import gc
+import multiprocessing
 import random
+import traceback
 import warnings
 
 import jax
@@ -22,7 +25,7 @@ def backend():
 
 
 class Noisy(data.Dataset):
-    """Its items draw from all three global generators, as augmentations do."""
+    """Its samples draw from all three global generators, like augmentations."""
 
     def __len__(self):
         return 10
@@ -36,15 +39,15 @@ def shuffled(**options):
 
 
 def test_workers_are_forked_without_warnings():
-    """JAX warns of each fork, for those who use JAX in the child; a loader forks workers for each epoch."""
+    """JAX warns of each fork, in case the child uses JAX; a loader forks workers in each epoch."""
     jax.devices()
     loader = shuffled(num_workers=1)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         list(DataExecutor(loader)), list(DataExecutor(loader))
-        assert not [w for w in said if "fork" in str(w.message)]
+        assert not [w for w in record if "fork" in str(w.message)]
         list(loader)
-    assert [w for w in said if "fork" in str(w.message)]  # else there is nothing to be kept quiet any more
+    assert [w for w in record if "fork" in str(w.message)]  # otherwise there is no warning to suppress any more
 
 
 def seeded(seed=0):
@@ -139,7 +142,7 @@ class Noise(data.Dataset):
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_workers_that_are_kept_are_seeded_once(epoch, recwarn):
-    """So in a later epoch their random numbers cannot be found again, of which a warning tells."""
+    """So the random numbers of a later epoch cannot be reproduced, and a warning says so."""
 
     def loader():
         seeded()
@@ -153,9 +156,32 @@ def test_workers_that_are_kept_are_seeded_once(epoch, recwarn):
             position = position or whole.state_dict()
     again = loader()
     again.load_state_dict(position)
-    found = [batch.item() for batch in again]
-    told = ["persistent_workers=False" in str(warning.message) for warning in recwarn]
-    assert (found != expected[1:]) == any(told) == (epoch > 0)
+    numbers = [batch.item() for batch in again]
+    warned = ["persistent_workers=False" in str(warning.message) for warning in recwarn]
+    assert (numbers != expected[1:]) == any(warned) == (epoch > 0)
+
+
+@pytest.mark.parametrize("batches_of", [iter, DataExecutor], ids=["loader", "executor"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_workers_end_with_the_last_reference_to_their_loop(batches_of, kept, monkeypatch):
+    """They do not wait for the garbage collector, in which torch would wait 5 s for each."""
+
+    def part_of_an_epoch():
+        loader = DataLoader(lambda: data.DataLoader(Noise(), batch_size=1, num_workers=1, persistent_workers=kept))
+        for _ in batches_of(loader):
+            break
+        return loader.state_dict()
+
+    started = []
+    start = multiprocessing.Process.start
+    monkeypatch.setattr(multiprocessing.Process, "start", lambda worker: (started.append(worker), start(worker)))
+    gc.disable()
+    try:
+        assert part_of_an_epoch()["batch"] == 1
+        DataLoader(list)  # the last one created is referred to as such
+        assert [worker.exitcode for worker in started] == [0]
+    finally:
+        gc.enable()
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -169,11 +195,11 @@ def failing(at):
 
 
 def test_a_loader_that_fails_is_named_with_the_batch():
-    got = []
+    actual = []
     with pytest.raises(LoaderError, match="failing.*batch 3 of epoch 0.*KeyError: 'no such file'") as caught:
         for batch in DataExecutor(DataLoader(failing, 3), num_steps=20):
-            got.append(batch)
-    assert got == [0, 1, 2]
+            actual.append(batch)
+    assert actual == [0, 1, 2]
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -182,8 +208,10 @@ def test_a_worker_that_fails_is_named_too():
         def __getitem__(self, i):
             raise OSError("disk")
 
-    with pytest.raises(LoaderError, match="batch 0 of epoch 0.*disk"):
+    with pytest.raises(LoaderError, match="batch 0 of epoch 0.*disk") as caught:
         list(DataExecutor(data.DataLoader(Broken(), num_workers=1)))
+    # PyTorch's frame, which refers to the worker, and its error refer to each other.
+    traceback.clear_frames(caught.value.__cause__.__traceback__)
 
 
 def test_an_error_of_the_input_function_is_raised():
@@ -227,7 +255,7 @@ def test_invalid_numbers_of_steps_are_refused(numbers):
 
 
 def resumed(state, steps, make=shuffled, **options):
-    """A new process, as far as loaders go: other seeds, another loader, and the position from a checkpoint."""
+    """Simulates a new process for loaders: other seeds, another loader, and the position from a checkpoint."""
     seeded(99)
     loader = DataLoader(make, **options)
     loader.load_state_dict(state)
@@ -244,14 +272,14 @@ def test_a_restarted_loader_continues_exactly(stop, ahead, own):
     seeded()
     loader = DataLoader(make)
     executor = DataExecutor(loader, num_steps=12)
-    got, state = [], loader.state_dict()
+    actual, state = [], loader.state_dict()
     for step, batch in enumerate(executor, 1):
-        got.append(batch)
+        actual.append(batch)
         if step == stop:
             if ahead:
                 executor._reader.read_ahead()
             state = loader.state_dict()
-    assert resumed(state, 12 - stop, make) == rows(got[stop:]) or stop == 0
+    assert resumed(state, 12 - stop, make) == rows(actual[stop:]) or stop == 0
     assert state["batch"] == stop % 4 or stop in (4, 8)
 
 

@@ -16,7 +16,7 @@ from firstloss.utils.data import RestartableDataLoader, SyntheticDataset, comput
 
 
 class Which(Dataset):
-    """Samples that say which process read them."""
+    """Samples that identify the process that read them."""
 
     def __len__(self):
         return 24
@@ -26,21 +26,25 @@ class Which(Dataset):
 
 
 def processes_of(loader):
-    found = torch.cat([batch.clone() for batch in fl.utils.data.DataExecutor(loader)])
-    assert found[:, 0].tolist() == list(range(24))
-    return set(found[:, 1].tolist())
+    samples = torch.cat([batch.clone() for batch in fl.utils.data.DataExecutor(loader)])
+    assert samples[:, 0].tolist() == list(range(24))
+    return set(samples[:, 1].tolist())
 
 
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
 @pytest.mark.parametrize("count", [None, 0, 2])
 def test_the_number_of_workers_is_chosen(own, name, count, tmp_path):
-    """As many as the backend says, else as many as the loader says; 0 of them: this process."""
+    """The backend's number, otherwise the loader's; 0 is this process."""
     fl.backend(name, artifact_dir=tmp_path, cluster_config=fl.distributed.ClusterConfig(num_workers_per_csx=count))
     loader = DataLoader(Which(), batch_size=4, num_workers=own, prefetch_factor=4 if own else None)
-    found = processes_of(fl.utils.data.DataLoader(lambda: loader))
-    wanted = own if count is None else count
-    assert found == {os.getpid()} if wanted == 0 else len(found) == wanted and os.getpid() not in found
+    processes = processes_of(fl.utils.data.DataLoader(lambda: loader))
+    expected_count = own if count is None else count
+    assert (
+        processes == {os.getpid()}
+        if expected_count == 0
+        else len(processes) == expected_count and os.getpid() not in processes
+    )
 
 
 def test_workers_are_counted_per_device(monkeypatch):
@@ -60,7 +64,7 @@ def test_a_loader_without_worker_support_is_refused(tmp_path):
         list(fl.utils.data.DataExecutor([torch.zeros(1)]))
 
 
-# -- which process, and how many rows it reads --
+# -- processes, and how many rows they read --
 
 
 def test_one_process_reads_all_rows(backend):
@@ -99,8 +103,8 @@ def test_synthetic_samples_follow_their_spec():
 
 def test_workers_give_the_same_synthetic_samples():
     dataset = SyntheticDataset(lambda i: torch.tensor(i), num_samples=9)
-    found = torch.cat(list(DataLoader(dataset, batch_size=2, num_workers=2))).tolist()
-    assert sorted(found) == list(range(9))
+    samples = torch.cat(list(DataLoader(dataset, batch_size=2, num_workers=2))).tolist()
+    assert sorted(samples) == list(range(9))
 
 
 def test_synthetic_samples_can_be_endless():
@@ -120,7 +124,7 @@ def test_invalid_synthetic_specs_are_refused(spec, count):
 
 
 class Counting:
-    """Gives 0, 1, 2 and so on, and goes on where it was, without reading what came before."""
+    """Yields 0, 1, 2 and so on, and resumes without reading earlier items."""
 
     def __init__(self):
         self.next, self.begun = 0, []
@@ -244,7 +248,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["CSX", "CPU"])
 def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
-    """From a loader to a step: each keeps its type, and the step is traced once for all of them."""
+    """From a loader to a step each keeps its type, and the step is traced once for all of them."""
     make, parts = KINDS[kind]
     backend = fl.backend(name, artifact_dir=tmp_path)
     torch.manual_seed(0)
@@ -263,12 +267,12 @@ def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
         return loss
 
     xs, ys = torch.randn(5, 4, 3), torch.randn(5, 4, 1)
-    given = [make(x.numpy(), y.numpy()) if arrays else make(x, y) for x, y in zip(xs, ys, strict=True)]
+    inputs = [make(x.numpy(), y.numpy()) if arrays else make(x, y) for x, y in zip(xs, ys, strict=True)]
     losses = []
-    for batch in fl.utils.data.DataExecutor(given):
-        assert type(batch) is type(given[0]) and all(isinstance(part, torch.Tensor) for part in parts(batch))
+    for batch in fl.utils.data.DataExecutor(inputs):
+        assert type(batch) is type(inputs[0]) and all(isinstance(part, torch.Tensor) for part in parts(batch))
         losses.append(float(step(batch)))
-    assert len(traced) <= (2 if name == "CSX" else 0)  # once, and once more to look for changes
+    assert len(traced) <= (2 if name == "CSX" else 0)  # once, and once more for verification
     weight, bias = start.clone().requires_grad_(), model.bias.detach().clone()
     for x, y, loss in zip(xs, ys, losses, strict=True):
         expected = (x @ weight.T + bias - y).square().mean()
@@ -278,7 +282,8 @@ def test_batches_keep_their_type(kind, arrays, name, tmp_path, traced):
 
 
 def test_changes_of_a_dataclass_batch_are_kept(backend):
-    """As eager PyTorch: attributes set and lists grown in it are there after each call; one given twice is one."""
+    """As in eager PyTorch: attributes set and lists extended in the step are there after each call; shared objects stay
+    one."""
 
     @fl.trace
     def step(batch, other):
@@ -301,7 +306,7 @@ def test_nonnumeric_arrays_are_unchanged():
 
 
 def test_a_dataclass_without_tensors_is_not_a_batch(backend):
-    """It is a constant of the step, as before."""
+    """It is a constant of the step."""
     config = Inner(3.0)
     step = fl.trace(lambda x, config: x * config.y)
     assert float(step(torch.tensor(2.0), config)) == 6
@@ -312,19 +317,19 @@ def test_a_dataclass_without_tensors_is_not_a_batch(backend):
 
 @pytest.mark.parametrize("seed", [0, 99], ids=["the same seed", "another seed"])
 def test_a_resumed_loader_leaves_the_steps_random_numbers_alone(seed, tmp_path):
-    """It brings PyTorch's generator back to where it was, in a process that was seeded otherwise, too."""
+    """It restores the position of PyTorch's generator, even in a process with another seed."""
 
     def batches():
         data = torch.arange(24.0).view(12, 2)
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), 2, shuffle=True)
 
     def train(loader, steps, position=None):
-        found = []
+        drawn_numbers = []
         for number, (x,) in enumerate(fl.utils.data.DataExecutor(loader, num_steps=steps), 1):
-            found.append(step(x))
+            drawn_numbers.append(step(x))
             if position is not None and number == 4:
                 position += [loader.state_dict(), backend.state_dict()]
-        return [drawn.tolist() for drawn in found]
+        return [drawn.tolist() for drawn in drawn_numbers]
 
     @fl.trace
     def step(x):

@@ -18,8 +18,7 @@ class GradScaler:
     """Scale the loss, so that small gradients do not underflow in half precision, and skip steps with overflows.
 
     Like `torch.amp.GradScaler`, with the arguments of Cerebras' `cstorch.amp.GradScaler`. It also works in a traced
-    step,
-    where the decision to skip is a tensor: the update is computed and then discarded.
+    step, where the decision to skip is a tensor: the update is computed and then discarded.
 
     Examples:
         >>> model = nn.Linear(8, 1)

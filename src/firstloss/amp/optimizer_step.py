@@ -48,8 +48,8 @@ def optimizer_step(
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     wrong = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
     if wrong or not optimizers:
-        found = f"an object of type {type(wrong[0]).__name__}" if wrong else "no optimizer"
-        raise PrecisionError(f"optimizer_step takes a torch.optim.Optimizer, or a list of them, not {found}.")
+        description = f"an object of type {type(wrong[0]).__name__}" if wrong else "no optimizer"
+        raise PrecisionError(f"optimizer_step takes a torch.optim.Optimizer, or a list of them, not {description}.")
     scaler = GradScaler() if grad_scaler is None else grad_scaler
     scaler.scale(loss).backward()
     for each in optimizers:

@@ -78,8 +78,8 @@ def overlapping_storages(tensor: torch.Tensor) -> Iterator[tuple[Storage, int | 
         _record_moves()
     address = tensor.data_ptr()
     behind = address + span(tensor.shape, tensor.stride()) * tensor.itemsize
-    for place in range(bisect.bisect_right(begins, address) - 1, len(begins)):
-        if place < 0 or (storage := _exported_at(begins[place])) is None:
+    for index in range(bisect.bisect_right(begins, address) - 1, len(begins)):
+        if index < 0 or (storage := _exported_at(begins[index])) is None:
             continue
         begin, end = storage.resident.extent()
         if begin >= behind:

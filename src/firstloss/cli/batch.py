@@ -30,10 +30,10 @@ def parse_tensor(text: str) -> TensorSpec:
     Raises:
         PlanError: if `text` is not [NAME=]SHAPE[:DTYPE].
     """
-    found = _SHAPE.fullmatch(text)
-    if found is None or "0" in found["shape"].split("x"):
+    match = _SHAPE.fullmatch(text)
+    if match is None or "0" in match["shape"].split("x"):
         raise PlanError(f"--batch {text}: write a shape such as 512x8192, or with name and dtype x=512x64:bfloat16")
-    return TensorSpec(found["name"] or "", tuple(map(int, found["shape"].split("x"))), found["dtype"] or "")
+    return TensorSpec(match["name"] or "", tuple(map(int, match["shape"].split("x"))), match["dtype"] or "")
 
 
 def tensors_of(model: torch.nn.Module, batch: list[TensorSpec], axes: mesh.Axes) -> tuple[tuple, dict[str, Any]]:

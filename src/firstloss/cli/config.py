@@ -119,23 +119,25 @@ def parser(command: str, functions: dict[str, Any] | None = None) -> ArgumentPar
         command: "fit" or "validate".
         functions: functions under the keys of `_GIVEN`; arguments that the Trainer passes to them are not keys.
     """
-    made = ArgumentParser(f"firstloss {command}", exit_on_error=False, allow_abbrev=False)
-    made.add_argument("--config", action="config", help="the run's YAML file")
+    command_parser = ArgumentParser(f"firstloss {command}", exit_on_error=False, allow_abbrev=False)
+    command_parser.add_argument("--config", action="config", help="the run's YAML file")
     given = {
         f"{key.removeprefix('trainer.')}.init_args.{name}"
         for key, function in (functions or {}).items()
         for name in list(inspect.signature(function).parameters)[: _GIVEN.get(key, 0)]
     }
-    made.add_class_arguments(ConfiguredTrainer, "trainer", skip=given, fail_untyped=False)
-    made.add_argument("--train_dataloader", type=Callable[[], Iterable] | None, help="a loader's class, or a function")
-    made.add_argument("--val_dataloader", type=Callable[[], Iterable] | None, help="likewise, for validation")
-    made.add_argument(
+    command_parser.add_class_arguments(ConfiguredTrainer, "trainer", skip=given, fail_untyped=False)
+    command_parser.add_argument(
+        "--train_dataloader", type=Callable[[], Iterable] | None, help="a loader's class, or a function"
+    )
+    command_parser.add_argument("--val_dataloader", type=Callable[[], Iterable] | None, help="likewise, for validation")
+    command_parser.add_argument(
         "--ckpt_path",
         type=str | None,
         default="last",
         help="last, best, a checkpoint of this run, or weights from elsewhere; null: load nothing",
     )
-    return made
+    return command_parser
 
 
 def read(command: str, file: str | None, overrides: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
@@ -149,19 +151,19 @@ def read(command: str, file: str | None, overrides: Sequence[str]) -> tuple[Argu
     if file is not None and not os.path.isfile(file):
         raise ConfigError(f"{file}: no such file.")
     where = file or "the arguments"
-    made = parser(command)
+    command_parser = parser(command)
     try:
         arguments = list(_with_class_paths(overrides))
         content = _content(file) if file else {}
         if content:
             arguments = ["--config", json.dumps(content), *arguments]
-        made = parser(command, _functions(content, arguments))
-        found = made.parse_args(arguments)
-        return made, found
+        command_parser = parser(command, _functions(content, arguments))
+        config = command_parser.parse_args(arguments)
+        return command_parser, config
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{where}: {shortened(str(error), made, ConfiguredTrainer)}") from error
+        raise ConfigError(f"{where}: {shortened(str(error), command_parser, ConfiguredTrainer)}") from error
 
 
 def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
@@ -185,7 +187,7 @@ def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def instantiate(command: str, made: ArgumentParser, config: Namespace) -> Namespace:
+def instantiate(command: str, command_parser: ArgumentParser, config: Namespace) -> Namespace:
     """Create the objects that a configuration describes, except the model, which the Trainer creates."""
     config = config.clone()
     for key, count in _GIVEN.items():
@@ -199,11 +201,11 @@ def instantiate(command: str, made: ArgumentParser, config: Namespace) -> Namesp
     if config.trainer.seed is not None:
         seed_everything(config.trainer.seed)  # for loaders that draw random data
     try:
-        given = made.instantiate(config)
+        given = command_parser.instantiate(config)
     except (ValueError, TypeError) as error:
         if isinstance(error, fl.errors.FirstlossError):
             raise
-        raise ConfigError(shortened(str(error), made, ConfiguredTrainer)) from error
+        raise ConfigError(shortened(str(error), command_parser, ConfiguredTrainer)) from error
     for key in ("train_dataloader", "val_dataloader"):
         if callable(given[key]) and not isinstance(given[key], Iterable):
             given[key] = given[key]()
@@ -286,7 +288,7 @@ def _expanded(name: Any, modules: Sequence[str]) -> Any:
 
 def _functions(content: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
     """The functions (not classes) under the keys of `_GIVEN`; overrides take precedence over the file."""
-    found = {}
+    functions = {}
     for key in _GIVEN:
         spec = content.get("trainer", {}) if isinstance(content.get("trainer", {}), dict) else {}
         spec = spec.get(key.removeprefix("trainer."))
@@ -296,5 +298,5 @@ def _functions(content: dict[str, Any], arguments: Sequence[str]) -> dict[str, A
         if paths and isinstance(paths[-1], str) and "." in paths[-1]:
             target = named(paths[-1], key)
             if callable(target) and not isinstance(target, type):
-                found[key] = target
-    return found
+                functions[key] = target
+    return functions

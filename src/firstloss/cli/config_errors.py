@@ -43,9 +43,9 @@ def named(path: str, key: str = "") -> Any:
 def shortened(message: str, parser: Any, trainer: type) -> str:
     """Shorten jsonargparse's report to one line that says what to change."""
     for rule in (_unknown_option, _unknown, _wrong_class, _refused, _wrong_type):
-        found = rule(message, parser, trainer)
-        if found:
-            return found
+        shorter = rule(message, parser, trainer)
+        if shorter:
+            return shorter
     alone = re.search(r"Expected a dot import path string: (\w+)", message)
     if alone:
         return f"{_key(message)}: {alone[1]!r} is a name without a module. Write package.module.{alone[1]}."

@@ -43,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
     console = output.console(args.json)
     with out, tempfile.TemporaryDirectory(prefix="firstloss-demo-") as scratch:
         losses, timelines = _run_all(args, console, scratch)
-        ours, plain = timelines["firstloss"], timelines["pytorch"]
+        deferred, plain = timelines["firstloss"], timelines["pytorch"]
         files = [os.path.join(args.out, name) for name in ("timeline.png", "timeline.json")]
-        ours.to_png(files[0], other=plain, other_name=TITLES["pytorch"])
-        ours.to_perfetto(files[1], other=plain, other_name=TITLES["pytorch"])
+        deferred.to_png(files[0], other=plain, other_name=TITLES["pytorch"])
+        deferred.to_perfetto(files[1], other=plain, other_name=TITLES["pytorch"])
         out.keep()
     difference = _difference(losses["firstloss"], losses["pytorch"])
     if args.json:
@@ -122,12 +122,12 @@ def _without_import(timeline: Timeline) -> float:
 
 
 def _result(losses: dict, timelines: dict, difference: float, files: list[str]) -> dict[str, Any]:
-    ours, plain = timelines["firstloss"], timelines["pytorch"]
+    deferred, plain = timelines["firstloss"], timelines["pytorch"]
     return {
         "time_to_first_loss": {job: timelines[job].first_loss for job in TITLES},
         "without_import": {job: _without_import(timelines[job]) for job in TITLES},
-        "ratio": plain.first_loss / ours.first_loss,
-        "ratio_without_import": _without_import(plain) / _without_import(ours),
+        "ratio": plain.first_loss / deferred.first_loss,
+        "ratio_without_import": _without_import(plain) / _without_import(deferred),
         "first_loss_is_the_same": losses["firstloss"][0] == losses["pytorch"][0],
         "phases": {job: {row.name: row.seconds for row in timelines[job].table()} for job in TITLES},
         "losses": losses,
@@ -139,10 +139,10 @@ def _result(losses: dict, timelines: dict, difference: float, files: list[str]) 
 def _print_tables(console: Console, losses: dict, timelines: dict, difference: float, files: list[str]) -> None:
     from rich.table import Table
 
-    ours, plain = timelines["firstloss"], timelines["pytorch"]
+    deferred, plain = timelines["firstloss"], timelines["pytorch"]
     rows = {job: {row.name: row for row in timelines[job].table()} for job in TITLES}
     both = Timeline()
-    for timeline in (ours, plain):
+    for timeline in (deferred, plain):
         for span in timeline.spans:
             both.add(span.name, span.start, span.end)
 
@@ -158,11 +158,11 @@ def _print_tables(console: Console, losses: dict, timelines: dict, difference: f
             cells += [f"{row.begin:.2f}", f"{row.seconds:.2f}"] if row else ["", ""]
         table.add_row(phase, *cells)
     table.add_section()
-    table.add_row("time to first loss", "", f"{ours.first_loss:.2f}", "", f"{plain.first_loss:.2f}", style="bold")
-    table.add_row("without import", "", f"{_without_import(ours):.2f}", "", f"{_without_import(plain):.2f}")
+    table.add_row("time to first loss", "", f"{deferred.first_loss:.2f}", "", f"{plain.first_loss:.2f}", style="bold")
+    table.add_row("without import", "", f"{_without_import(deferred):.2f}", "", f"{_without_import(plain):.2f}")
     console.print(table)
 
-    ratio, bare = plain.first_loss / ours.first_loss, _without_import(plain) / _without_import(ours)
+    ratio, bare = plain.first_loss / deferred.first_loss, _without_import(plain) / _without_import(deferred)
     same = "bit-identical" if losses["firstloss"][0] == losses["pytorch"][0] else "not the same"
     console.print(
         f"The first loss is {same}; all losses differ by at most {difference:.1e} relatively.", soft_wrap=True

@@ -52,18 +52,20 @@ def model_zoo(args: argparse.Namespace, described: Any, wanted: tuple[str, ...])
     """Run the calls `wanted` ("fit", "validate", ...) that a file in Model Zoo's layout has, in turn."""
     from ..errors import ConfigError
 
-    trainer, found = described.trainer, {}
+    trainer, validated = described.trainer, {}
     if not any(call in described.calls for call in wanted):
         raise ConfigError(f"{args.config}: trainer has no {' and no '.join(wanted)}, so there is nothing to do.")
     with target.exits_as_errors("the run"):
         for call in wanted:
             if call in described.calls:
-                found[call] = getattr(trainer, call)(**described.calls[call])
-    metrics = {str(name): value for name, value in found.items() if value is not None}
+                validated[call] = getattr(trainer, call)(**described.calls[call])
+    metrics = {str(name): value for name, value in validated.items() if value is not None}
     if args.json:
         last = trainer.folder.last()
-        shown = {name: {str(key): value for key, value in of.items()} for name, of in metrics.items()}
-        output.print_json({"model_dir": trainer.model_dir, "checkpoint": last, **vars(trainer.state), **shown})
+        metrics_by_checkpoint = {name: {str(key): value for key, value in of.items()} for name, of in metrics.items()}
+        output.print_json(
+            {"model_dir": trainer.model_dir, "checkpoint": last, **vars(trainer.state), **metrics_by_checkpoint}
+        )
     else:
         print(f"{trainer.model_dir}: step {trainer.state.step}, checkpoint {trainer.folder.last()}")
         for call, value in metrics.items():

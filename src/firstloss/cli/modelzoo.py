@@ -79,23 +79,23 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
     _check("trainer", trainer, ("init", "fit", "validate", "validate_all"))
     init = trainer["init"]
     _check("trainer.init", init, KEYS)
-    made: dict[str, Any] = {key: init[key] for key in ("model_dir", "seed") if key in init}
-    made["backend"] = _backend(init)
-    made["model"] = _model(init.get("model"))
+    arguments: dict[str, Any] = {key: init[key] for key in ("model_dir", "seed") if key in init}
+    arguments["backend"] = _backend(init)
+    arguments["model"] = _model(init.get("model"))
     if init.get("optimizer") is not None:
-        made["optimizer"] = _optimizer(init["optimizer"])
+        arguments["optimizer"] = _optimizer(init["optimizer"])
     if init.get("schedulers") is not None:
-        made["schedulers"] = lambda optimizer: schedulers(optimizer, init["schedulers"])
+        arguments["schedulers"] = lambda optimizer: schedulers(optimizer, init["schedulers"])
     for key, kind in SETTINGS.items():
         if init.get(key) is not None:
-            made[key] = _called(f"trainer.init.{key}", kind, init[key])
+            arguments[key] = _called(f"trainer.init.{key}", kind, init[key])
     for key, module in (("callbacks", callbacks), ("loggers", loggers)):
         if init.get(key) is not None:
-            made[key] = [_one(f"trainer.init.{key}", item, module) for item in init[key]]
-    if made.get("seed") is not None:
+            arguments[key] = [_one(f"trainer.init.{key}", item, module) for item in init[key]]
+    if arguments.get("seed") is not None:
         from firstloss.trainer.randomness import seed_everything
 
-        seed_everything(made["seed"])  # for loaders that draw random data
+        seed_everything(arguments["seed"])  # for loaders that draw random data
     calls = {}
     for call in ("fit", "validate", "validate_all"):
         if trainer.get(call) is not None:
@@ -106,7 +106,7 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
                 is_loader = key.endswith(("dataloader", "dataloaders"))
                 given[key] = _loaders(f"{at}.{key}", value) if is_loader else value
             calls[call] = given
-    return ModelZooRun(Trainer(**made), calls)
+    return ModelZooRun(Trainer(**arguments), calls)
 
 
 def schedulers(optimizer: Any, specs: Any) -> list[Any]:
@@ -195,8 +195,8 @@ def _loader(at: str, spec: Any) -> Any:
     arguments = {key: value for key, value in spec.items() if key != "data_processor"}
 
     def loader() -> Any:
-        made = _called(at, make, arguments)
-        return made.create_dataloader() if hasattr(made, "create_dataloader") else made
+        result = _called(at, make, arguments)
+        return result.create_dataloader() if hasattr(result, "create_dataloader") else result
 
     return fl.utils.data.DataLoader(loader)
 

@@ -99,16 +99,16 @@ def _run(args: argparse.Namespace) -> int:
         plan = _planned(wanted, axes, batch, args)
     seconds = plan.seconds(rate, links, hbm or math.inf) if rate is not None and links is not None else None
     took = time.perf_counter() - began
-    found = {"target": wanted.text, "batch": args.batch, "optimizer": args.optimizer, **plan.to_dict()}
-    found |= {"memory": memory, "fits": None if memory is None else plan.peak_bytes <= memory, "plan_seconds": took}
+    report = {"target": wanted.text, "batch": args.batch, "optimizer": args.optimizer, **plan.to_dict()}
+    report |= {"memory": memory, "fits": None if memory is None else plan.peak_bytes <= memory, "plan_seconds": took}
     if seconds is not None:
-        found["seconds"] = vars(seconds)
+        report["seconds"] = vars(seconds)
     if args.picture is not None:
         from . import plan_picture
 
         plan_picture.draw(args.picture, plan, seconds, memory, wanted.text)
     if args.json:
-        output.print_json(found)
+        output.print_json(report)
     else:
         from . import plan_table
 

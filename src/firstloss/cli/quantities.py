@@ -16,23 +16,23 @@ _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:[eE]\d+)?)\s*(?P<unit>[kMGTP
 
 def quantity(option: str, text: str) -> float:
     """Parse a quantity such as 80GiB or 50GB/s; `option` is named in the error."""
-    found = _QUANTITY.fullmatch(text.strip())
-    if found is None or found["unit"] not in _UNITS or float(found["number"]) == 0:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None or match["unit"] not in _UNITS or float(match["number"]) == 0:
         example = {"--memory": "80GiB", "--flops": "989T", "--hbm": "3.35TB/s"}.get(option, "50GB/s")
         raise PlanError(f"{option} {text!r} is not a quantity. Write for example {option} {example}")
-    return float(found["number"]) * _UNITS[found["unit"]]
+    return float(match["number"]) * _UNITS[match["unit"]]
 
 
 def link_rates(text: str, axes: mesh.Axes) -> dict[str, float]:
     """Parse `--link` to bytes per second by axis; the key "" stands for all other axes."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for part in text.split(","):
         axis, equals, rate = part.strip().rpartition("=")
         if equals and axis not in axes:
             raise PlanError(f"--link {text!r} names an axis {axis!r}; the mesh has {', '.join(axes)}")
-        found[axis] = quantity("--link", rate)
-    if "" not in found and (left := [axis for axis in axes if axis not in found and axes[axis] > 1]):
+        rates[axis] = quantity("--link", rate)
+    if "" not in rates and (left := [axis for axis in axes if axis not in rates and axes[axis] > 1]):
         raise PlanError(
             f"--link {text!r} has no rate for {left[0]!r}. Write for example {left[0]}=50GB/s, or one rate for all"
         )
-    return found
+    return rates

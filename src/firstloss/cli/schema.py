@@ -34,14 +34,14 @@ def schema() -> dict[str, Any]:
     """The schema of both layouts: Firstloss's, and Model Zoo's with `trainer.init`."""
     from .config import ConfiguredTrainer
 
-    ours = _of(ConfiguredTrainer)
+    configured = _of(ConfiguredTrainer)
     run = {"train_dataloader": _CALLABLE, "val_dataloader": _CALLABLE, "ckpt_path": {"type": ["string", "null"]}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A run of firstloss fit and validate",
         "type": "object",
         "required": ["trainer"],
-        "properties": {"trainer": {"anyOf": [_model_zoo(), ours]}, **run},
+        "properties": {"trainer": {"anyOf": [_model_zoo(), configured]}, **run},
         "additionalProperties": False,
     }
 
@@ -122,17 +122,17 @@ def _of(function: Any, skip: int = 0) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             open_ended = True
             continue
-        found = _type(hints.get(name, Any))
+        property_schema = _type(hints.get(name, Any))
         if isinstance(parameter.default, (int, float, str, bool)):
-            found = {**found, "default": parameter.default}
-        properties[name] = found
+            property_schema = {**property_schema, "default": parameter.default}
+        properties[name] = property_schema
         # Model Zoo's files leave these two to the schedule and to the schedule's parts.
         if parameter.default is inspect.Parameter.empty and name not in ("lr", "milestones"):
             required.append(name)
-    made = _object(properties, required)
+    object_schema = _object(properties, required)
     doc = inspect.getdoc(function) or ""
-    made["description"] = " ".join(doc.partition("\n\n")[0].split())
-    return {**made, "additionalProperties": True} if open_ended else made
+    object_schema["description"] = " ".join(doc.partition("\n\n")[0].split())
+    return {**object_schema, "additionalProperties": True} if open_ended else object_schema
 
 
 def _type(hint: Any) -> dict[str, Any]:
@@ -154,5 +154,5 @@ def _type(hint: Any) -> dict[str, Any]:
 
 
 def _object(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {**made, "required": required} if required else made
+    object_schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**object_schema, "required": required} if required else object_schema

@@ -100,12 +100,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in named:
             raise ShardingError(f"{option}: {name!r} is given twice")
-        found[name] = value
-    return found
+        named[name] = value
+    return named
 
 
 def _axis(text: str) -> tuple[str, int]:

@@ -105,16 +105,16 @@ def _module(text: str, name: str) -> Any:
 
 
 def _attribute(text: str, module: Any, path: str) -> Any:
-    found, so_far = module, module.__name__
+    value, so_far = module, module.__name__
     for name in path.split("."):
         try:
-            found = getattr(found, name)
+            value = getattr(value, name)
         except AttributeError:
-            near = difflib.get_close_matches(name, dir(found), n=1)
+            near = difflib.get_close_matches(name, dir(value), n=1)
             hint = f": did you mean {near[0]!r}?" if near else ": check the spelling"
             raise TargetError(f"TARGET {text!r}: {so_far} has no {name!r}{hint}") from None
         so_far += f".{name}"
-    return found
+    return value
 
 
 def _check_signature(text: str, constructor: Callable[..., Any], values: dict[str, Any]) -> None:
@@ -194,11 +194,13 @@ def _at(error: BaseException) -> str:
     """` (file.py:12)`: the innermost line outside torch, Firstloss and the import machinery."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    package_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         name = frame.filename
         if not (
-            name.startswith(("<", ours)) or f"{os.sep}torch{os.sep}" in name or f"{os.sep}importlib{os.sep}" in name
+            name.startswith(("<", package_folder))
+            or f"{os.sep}torch{os.sep}" in name
+            or f"{os.sep}importlib{os.sep}" in name
         ):
             return f" ({name}:{frame.lineno})"
     return ""

@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
     if given.val_dataloader is None:
         raise ConfigError("val_dataloader is missing.")
     with target.exits_as_errors("the run"):
-        found = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path)
+        metrics = given.trainer.validate(given.val_dataloader, ckpt_path=given.ckpt_path)
     if args.json:
-        output.print_json(found)
+        output.print_json(metrics)
     else:
-        for name, value in found.items():
+        for name, value in metrics.items():
             print(f"{name} {value:.6g}")
     return 0

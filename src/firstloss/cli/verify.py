@@ -76,55 +76,55 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def named_tensors(made: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(result: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in what a constructor returned, attributes included, by name; tied tensors once for each name."""
     import torch
 
-    if isinstance(made, torch.Tensor):
-        yield prefix or "(the tensor)", made
-    elif isinstance(made, torch.nn.Module):
+    if isinstance(result, torch.Tensor):
+        yield prefix or "(the tensor)", result
+    elif isinstance(result, torch.nn.Module):
         dot = f"{prefix}." if prefix else ""
-        for name, parameter in made.named_parameters(remove_duplicate=False):
+        for name, parameter in result.named_parameters(remove_duplicate=False):
             yield dot + name, parameter
-        for name, buffer in made.named_buffers(remove_duplicate=False):
+        for name, buffer in result.named_buffers(remove_duplicate=False):
             yield dot + name, buffer
-        for path, module in made.named_modules():
+        for path, module in result.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{dot}{path}.{name}" if path else dot + name, value
-    elif isinstance(made, dict):
-        for name, value in made.items():
+    elif isinstance(result, dict):
+        for name, value in result.items():
             yield from named_tensors(value, f"{prefix}[{name!r}]")
-    elif isinstance(made, list | tuple):
-        for number, value in enumerate(made):
+    elif isinstance(result, list | tuple):
+        for number, value in enumerate(result):
             yield from named_tensors(value, f"{prefix}[{number}]")
 
 
-def materialize(made: Any) -> None:
+def materialize(result: Any) -> None:
     """Materialize all deferred tensors in what a constructor returned."""
     import torch
 
     import firstloss as fl
 
-    if isinstance(made, torch.nn.Module):
-        fl.materialize_module(made)
+    if isinstance(result, torch.nn.Module):
+        fl.materialize_module(result)
     else:
-        for part in made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else ():
+        for part in result.values() if isinstance(result, dict) else result if isinstance(result, list | tuple) else ():
             materialize(part)
-        if isinstance(made, torch.Tensor):
-            fl.materialize_tensor(made)
+        if isinstance(result, torch.Tensor):
+            fl.materialize_tensor(result)
 
 
-def compare(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> dict[str, str]:
+def compare(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, str]:
     """How tensors differ, by name; empty if all are bit-identical and tied alike."""
-    ties, got_ties = _first_names(expected), _first_names(got)
+    ties, got_ties = _first_names(expected), _first_names(actual)
     differences = {}
-    for name in sorted(expected.keys() | got.keys()):
-        if name not in got:
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
             differences[name] = "is missing from the deferred model"
         elif name not in expected:
             differences[name] = "is in the deferred model only"
-        elif why := _difference(expected[name], got[name]):
+        elif why := _difference(expected[name], actual[name]):
             differences[name] = why
         elif ties[name] != got_ties[name]:
             differences[name] = f"is tied to {got_ties[name]}, but to {ties[name]} in the eager model"
@@ -137,14 +137,14 @@ def _first_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
-def _difference(expected: torch.Tensor, got: torch.Tensor) -> str | None:
+def _difference(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
     import torch
 
     for attribute in ("shape", "dtype", "device", "requires_grad"):
-        a, b = getattr(expected, attribute), getattr(got, attribute)
+        a, b = getattr(expected, attribute), getattr(actual, attribute)
         if a != b:
             return f"{attribute} is {b}, but {a} in the eager model"
-    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (expected, got))
+    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (expected, actual))
     if torch.equal(a, b):
         return None
     return f"{int((a != b).reshape(expected.numel(), -1).any(1).sum())} of {expected.numel()} elements differ"

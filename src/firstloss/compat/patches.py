@@ -256,12 +256,12 @@ def lookup(path: str) -> Any:
             pass
     for module in prefixes:
         try:
-            found = importlib.import_module(module)
+            value = importlib.import_module(module)
         except ModuleNotFoundError as error:
             if module == parts[0] or not module.startswith(str(error.name)):
                 raise
             continue
-        return _walk(found, path[len(module) + 1 :])
+        return _walk(value, path[len(module) + 1 :])
     raise AssertionError(path)
 
 
@@ -271,8 +271,8 @@ def _walk(root: Any, attributes: str) -> Any:
 
 def original(name: str) -> Any:
     """The function `name`, or its original if it is replaced."""
-    found = lookup(name)
-    return getattr(found, "__wrapped__", found) if name in _installed else found
+    current = lookup(name)
+    return getattr(current, "__wrapped__", current) if name in _installed else current
 
 
 def is_installed(name: str) -> bool:
@@ -311,23 +311,23 @@ def _check(name: str) -> None:
 def _install(name: str, replacement: Any) -> None:
     if name in _installed:
         return
-    made: dict[int, Any] = {}  # by the original's id
+    replacements: dict[int, Any] = {}  # by the original's id
     for path in (name, *PATCHES[name].also):
         try:
-            found = lookup(path)
+            current = lookup(path)
         except (ImportError, AttributeError):  # `_check` has accepted that
             continue
-        new = made.get(id(found)) or (_wrapper(found, replacement) if callable(found) else replacement)
-        made[id(found)] = new
+        new = replacements.get(id(current)) or (_wrapper(current, replacement) if callable(current) else replacement)
+        replacements[id(current)] = new
         owner, attribute = _owner(path)
         _installed.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))
         setattr(owner, attribute, staticmethod(new) if PATCHES[name].static else new)
 
 
-def _wrapper(found: Callable, replacement: Callable) -> Callable:
-    @functools.wraps(found)
+def _wrapper(original: Callable, replacement: Callable) -> Callable:
+    @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        return replacement(found, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
     return replaced
 

@@ -290,5 +290,5 @@ def __getattr__(name: str) -> Any:
     row = NAMES.get(name)
     if row is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = resolve(row)
-    return found
+    value = globals()[name] = resolve(row)
+    return value

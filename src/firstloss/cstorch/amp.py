@@ -26,9 +26,9 @@ def set_half_dtype(value: str | torch.dtype) -> torch.dtype:
     Raises:
         PrecisionError: for another dtype.
     """
-    found = _set_half_dtype(value)
+    dtype = _set_half_dtype(value)
     enable_mixed_precision()
-    return found
+    return dtype
 
 
 def get_half_dtype() -> torch.dtype:

@@ -88,8 +88,8 @@ class LaunchTables:
         segments["begin"] -= base
         layers = _layers(segments)
         length = 1 << self.bits
-        found = [_chunks(layer, length) for layer in layers]
-        wanted = {int(k) for chunks in found for k in chunks["begin"] // length}
+        chunks_by_layer = [_chunks(layer, length) for layer in layers]
+        wanted = {int(k) for chunks in chunks_by_layer for k in chunks["begin"] // length}
         needed = {0}
         for k in wanted:
             while k not in needed:
@@ -102,7 +102,7 @@ class LaunchTables:
         for k in sorted(needed - {0}):
             exponent = self.bits + (k & -k).bit_length() - 1
             self.levels.setdefault(exponent, []).append((number[k & (k - 1)], number[k]))
-        for layer, chunks in zip(layers, found, strict=True):
+        for layer, chunks in zip(layers, chunks_by_layer, strict=True):
             chunks["window"] = [number[int(k)] for k in chunks["begin"] // length]
             self.layers.append((chunks, layer))
 
@@ -160,15 +160,15 @@ def window_at(stream: Stream, words: int) -> Words:
 def _segments(piece: CpuPiece) -> list[np.void]:
     """The segments of the stream with the wanted numbers: one, or two if normals have a ragged end."""
     low, high, row, column, width = piece.wanted
-    made = np.zeros((), SEGMENT)
-    made["slice"]["out"] = piece.out
-    made["slice"]["row"], made["slice"]["column"], made["slice"]["width"] = row, column, width
-    made["kind"], made["dtype"], made["bits"] = KINDS[piece.name], DTYPES[piece.dtype], piece.bits
+    template = np.zeros((), SEGMENT)
+    template["slice"]["out"] = piece.out
+    template["slice"]["row"], template["slice"]["column"], template["slice"]["width"] = row, column, width
+    template["kind"], template["dtype"], template["bits"] = KINDS[piece.name], DTYPES[piece.dtype], piece.bits
     halved = piece.dtype.itemsize == 2
-    made["a"], made["b"], made["range"] = numbers_of(
+    template["a"], template["b"], template["range"] = numbers_of(
         piece.name, torch.float32 if halved and piece.bits == 24 else piece.dtype, piece.pair
     )
-    found = []
+    segments = []
 
     def add(begin: int, first: int, until: int, to: int) -> None:
         """Add groups from element `first` to `until`, drawn from `begin` on; only elements below `to` are written."""
@@ -178,11 +178,11 @@ def _segments(piece: CpuPiece) -> list[np.void]:
         end = min(high, to, until)
         if end <= max(low, first + start):
             return
-        segment = made.copy()
+        segment = template.copy()
         segment["begin"], segment["first"] = begin + start * words_each, first + start
         segment["words"] = -(-(end - first - start) // group) * group * words_each
         segment["slice"]["low"], segment["slice"]["high"] = low, end
-        found.append(segment[()])
+        segments.append(segment[()])
 
     n, ragged = piece.numel, piece.numel % _GROUP
     if piece.name != "normal" or not ragged:
@@ -194,7 +194,7 @@ def _segments(piece: CpuPiece) -> list[np.void]:
         if piece.dtype != torch.float32:
             redrawn_from -= ragged
         add(redrawn_from, n - _GROUP, n, n)
-    return found
+    return segments
 
 
 def numbers_of(name: str, dtype: torch.dtype, pair: tuple[float, float]) -> tuple[float, float, float]:
@@ -226,12 +226,12 @@ def _chunks(segments: NDArray[np.void], length: int) -> NDArray[np.void]:
     """The chunks that overlap these segments."""
     begins = segments["begin"].astype(np.int64)
     ends = begins + segments["words"].astype(np.int64)
-    found = np.unique(
+    indices = np.unique(
         np.concatenate([np.arange(b // length, (e - 1) // length + 1) for b, e in zip(begins, ends, strict=True)])
     )
-    chunks = np.zeros(len(found), CHUNK)
-    chunks["begin"] = found * length
-    chunks["end"] = (found + 1) * length
-    chunks["from"] = np.searchsorted(ends, found * length, side="right")
-    chunks["to"] = np.searchsorted(begins, (found + 1) * length, side="left")
+    chunks = np.zeros(len(indices), CHUNK)
+    chunks["begin"] = indices * length
+    chunks["end"] = (indices + 1) * length
+    chunks["from"] = np.searchsorted(ends, indices * length, side="right")
+    chunks["to"] = np.searchsorted(begins, (indices + 1) * length, side="left")
     return chunks

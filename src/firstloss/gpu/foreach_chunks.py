@@ -24,17 +24,17 @@ class ScheduledNode(NamedTuple):
 
 def schedule(nodes: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: int) -> list[ScheduledNode]:
     """The nodes in order; those on lists are split into parts of at most `nbytes` per list, or of one element."""
-    found: list[ScheduledNode] = []
+    scheduled: list[ScheduledNode] = []
     begin = 0
     while begin < len(nodes):
         run = _run(nodes, begin)
         if len(run) > 1 and _is_elementwise(run):
-            found += _split(run, frees, nbytes)
+            scheduled += _split(run, frees, nbytes)
         else:
             run = run[:1] or [nodes[begin]]
-            found += [ScheduledNode(node, tuple(frees.get(node.index, ()))) for node in run]
+            scheduled += [ScheduledNode(node, tuple(frees.get(node.index, ()))) for node in run]
         begin += len(run)
-    return found
+    return scheduled
 
 
 def _run(nodes: Sequence[Node], begin: int) -> list[Node]:
@@ -52,8 +52,8 @@ def _length(node: Node) -> int:
         return 0
     lengths = {len(arg) for arg in node.args if type(arg) in (list, tuple)}
     count = lengths.pop() if len(lengths) == 1 else 0
-    made = len(node.outputs) == count and len(node.writes) in (0, count)
-    return count if made and count > 1 else 0
+    returns_lists = len(node.outputs) == count and len(node.writes) in (0, count)
+    return count if returns_lists and count > 1 else 0
 
 
 def _is_elementwise(run: Sequence[Node]) -> bool:
@@ -90,12 +90,12 @@ def _split(run: Sequence[Node], frees: Mapping[int, Sequence[Value]], nbytes: in
 
 def _shared(node: Node) -> set[Value]:
     """The Values that are read for several list elements."""
-    found = {arg.value for arg in node.args if type(arg) is Ref}
+    values = {arg.value for arg in node.args if type(arg) is Ref}
     for arg in node.args:
         if type(arg) in (list, tuple):
             counts = Counter(part.value for part in arg if type(part) is Ref)
-            found |= {value for value, count in counts.items() if count > 1}
-    return found
+            values |= {value for value, count in counts.items() if count > 1}
+    return values
 
 
 def _parts(run: Sequence[Node], nbytes: int) -> Iterator[tuple[int, int]]:

@@ -27,9 +27,9 @@ def library() -> ctypes.CDLL:
     tried = []
     for path in _candidates():
         try:
-            found = ctypes.CDLL(path)
-            found.nvrtcGetErrorString.restype = ctypes.c_char_p
-            return found
+            loaded = ctypes.CDLL(path)
+            loaded.nvrtcGetErrorString.restype = ctypes.c_char_p
+            return loaded
         except OSError as error:
             tried.append(f"{path}: {error}")
     raise BackendError(
@@ -44,8 +44,8 @@ def _candidates() -> list[str]:
     toolkit = [Path(os.environ.get(name, "")) / "lib64" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders = [*here, *toolkit, Path("/usr/local/cuda/lib64")]
     # The newest, without the "alt" builds for other hosts.
-    found = [p for f in folders for p in sorted(glob.glob(str(f / "libnvrtc.so.*")), reverse=True) if ".alt." not in p]
-    return [*found, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    paths = [p for f in folders for p in sorted(glob.glob(str(f / "libnvrtc.so.*")), reverse=True) if ".alt." not in p]
+    return [*paths, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
 
 
 @cache
@@ -81,8 +81,8 @@ def compile(source: str, name: str, architecture: str, options: tuple[str, ...] 
         )
         _check(status, log)
         kind = "PTX" if ptx else "CUBIN"
-        found = _read(getattr(nvrtc, f"nvrtcGet{kind}Size"), getattr(nvrtc, f"nvrtcGet{kind}"), program)
-        return found.rstrip(b"\0") if ptx else found
+        code = _read(getattr(nvrtc, f"nvrtcGet{kind}Size"), getattr(nvrtc, f"nvrtcGet{kind}"), program)
+        return code.rstrip(b"\0") if ptx else code
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 

@@ -42,11 +42,11 @@ def uniform_bits(dtype: torch.dtype) -> int:
     with torch.no_grad(), DisableTorchDispatch():
         generator = torch.Generator().manual_seed(_SEED)
         words = torch.empty(4096, dtype=torch.int32, **_CPU).random_(0, 1 << 24, generator=generator)
-        found = torch.empty(4096, dtype=dtype, **_CPU).uniform_(generator=generator.manual_seed(_SEED)).float()
+        actual = torch.empty(4096, dtype=dtype, **_CPU).uniform_(generator=generator.manual_seed(_SEED)).float()
         for bits in (24, 11, 8):
             expected = ((words % (1 << bits)).float() * 2.0**-bits).to(dtype).float()
             expected[expected == 1] = 0
-            if torch.equal(expected, found):
+            if torch.equal(expected, actual):
                 return bits
     return 0
 
@@ -74,13 +74,13 @@ def _drawn_on_the_cpu(name: str, dtype: torch.dtype, launcher: Launcher) -> bool
         drawn = words_drawn.draw(name, dtype_name(dtype), numel)
         assert drawn is not None
         for wanted in (Slice(0, numel), Slice(numel // 3, numel // 2)):
-            found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
+            actual = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
             bits = uniform_bits(dtype)
-            pieces.append(cpu_stream.CpuPiece(stream, begin, name, numel, dtype, pair, wanted, found.data_ptr(), bits))
-            pairs.append((expected[wanted.low : wanted.high], found))
+            pieces.append(cpu_stream.CpuPiece(stream, begin, name, numel, dtype, pair, wanted, actual.data_ptr(), bits))
+            pairs.append((expected[wanted.low : wanted.high], actual))
         begin += drawn.words
     cpu_stream.fill(pieces, launcher, 13)
-    return all(_same_bits(expected, found.cpu()) for expected, found in pairs)
+    return all(_same_bits(expected, actual.cpu()) for expected, actual in pairs)
 
 
 @cache
@@ -93,8 +93,8 @@ def cpu_bits(device: int, name: str, dtype: torch.dtype) -> bool:
 
 def geometry(device: int) -> cuda_layout.GpuProperties:
     """The properties of a GPU that determine the layout of its fills."""
-    found = torch.cuda.get_device_properties(device)
-    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
+    properties = torch.cuda.get_device_properties(device)
+    return cuda_layout.GpuProperties(properties.multi_processor_count, properties.max_threads_per_multi_processor)
 
 
 def cuda_trials(gpu: cuda_layout.GpuProperties) -> tuple[int, ...]:
@@ -130,11 +130,11 @@ def _drawn_on_the_gpu(name: str, dtype: torch.dtype, device: int, by_lane: bool)
         if generator.get_offset() != after:
             return False
         for wanted in {Slice(0, numel), Slice(numel // 3, max(numel // 2, numel // 3 + 1))}:
-            found = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
-            pieces.append(cuda_stream.CudaPiece(_SEED, offset, name, numel, dtype, pair, wanted, found.data_ptr()))
-            pairs.append((expected[wanted.low : wanted.high], found))
+            actual = torch.full((wanted.numel,), float("nan"), dtype=dtype, device=launcher.device)
+            pieces.append(cuda_stream.CudaPiece(_SEED, offset, name, numel, dtype, pair, wanted, actual.data_ptr()))
+            pairs.append((expected[wanted.low : wanted.high], actual))
     cuda_stream.fill(pieces, launcher, gpu, by_lane)
-    return all(_same_bits(expected, found) for expected, found in pairs)
+    return all(_same_bits(expected, actual) for expected, actual in pairs)
 
 
 # Why a kernel is not used, by its description: `python -m benchmarks.gpu` prints it.

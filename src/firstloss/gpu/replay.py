@@ -73,14 +73,14 @@ class Plan:
         return [f"the step uses tensors that are not on {device.type}: {examples} (for an optimizer's, set fused=True)"]
 
     def _numbers_read(self) -> list[str]:
-        found = []
+        descriptions = []
         for node in self.nodes:
             schema = schema_of(node.op).arguments
             names = {argument.name for argument in schema if is_number_type(argument.type)}
             given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
             if any(_has_ref(given[name]) for name in names & given.keys()):
-                found.append(f"{node.op} at {node.source} takes a number that is in a tensor")
-        return found[:3]
+                descriptions.append(f"{node.op} at {node.source} takes a number that is in a tensor")
+        return descriptions[:3]
 
     def _overwritten(self) -> list[str]:
         """Reads of a Value after it has been overwritten in place."""
@@ -114,11 +114,11 @@ def _last_reads(nodes: Sequence[Node], outputs: Iterable[Ref], given: set[Value]
             last[value] = node.index
     for ref in outputs:
         last.pop(ref.value, None)
-    found: dict[int, list[Value]] = {}
+    last_reads: dict[int, list[Value]] = {}
     for value, index in last.items():
         if value not in given:
-            found.setdefault(index, []).append(value)
-    return found
+            last_reads.setdefault(index, []).append(value)
+    return last_reads
 
 
 def _has_ref(argument: Any) -> bool:
@@ -162,11 +162,11 @@ class _Kernels(Replay):
     def _draw(self, node: Node, draw: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return node.op(*args, **kwargs)
 
-    def _store_results(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
+    def _store_results(self, node: Node, values: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
         """The seeds and masks that attention saves for its backward kernel may differ from its meta kernel's."""
         if not schema_of(node.op).name.startswith("aten::_scaled_dot_product"):
-            return super()._store_results(node, made, tensors)
-        for value, tensor in zip(made, tensors, strict=False):
+            return super()._store_results(node, values, tensors)
+        for value, tensor in zip(values, tensors, strict=False):
             if value.dtype.is_floating_point and value.numel:
                 super()._store_results(node, [value], [tensor])
             else:
@@ -258,9 +258,9 @@ class ReplayedStep:
                     break
                 kernels.run((node,))
                 kernels.free(frees)
-            found = {name: ref for name, ref in self._plan.outputs.items() if ref.value in kernels.buffers}
+            refs = {name: ref for name, ref in self._plan.outputs.items() if ref.value in kernels.buffers}
             self._calls += 1
-            return {name: ref.view(kernels.buffers[ref.value]).clone() for name, ref in found.items()}
+            return {name: ref.view(kernels.buffers[ref.value]).clone() for name, ref in refs.items()}
 
     def _inputs(
         self,
@@ -301,17 +301,19 @@ class ReplayedStep:
         input_memory = {tensor.untyped_storage().data_ptr() for tensor in given.values()}
         copies = []
         for value, new in self._state.items():
-            target, made = given[value], kernels.buffer(new.value)
-            if made.data_ptr() != target.data_ptr() or made.stride() != target.stride():
-                view = new.view(made)
-                copies.append((target, view.clone() if made.untyped_storage().data_ptr() in input_memory else view))
-        for target, made in copies:
-            target.copy_(made)
+            target, new_content = given[value], kernels.buffer(new.value)
+            if new_content.data_ptr() != target.data_ptr() or new_content.stride() != target.stride():
+                view = new.view(new_content)
+                copies.append(
+                    (target, view.clone() if new_content.untyped_storage().data_ptr() in input_memory else view)
+                )
+        for target, new_content in copies:
+            target.copy_(new_content)
         outputs = {}
         for name, ref in self._plan.outputs.items():
-            made = ref.view(kernels.buffer(ref.value))
-            shared = made.untyped_storage().data_ptr() in input_memory or ref.value in self._constants
-            outputs[name] = made.clone() if shared else made
+            new_content = ref.view(kernels.buffer(ref.value))
+            shared = new_content.untyped_storage().data_ptr() in input_memory or ref.value in self._constants
+            outputs[name] = new_content.clone() if shared else new_content
         return outputs
 
     def _record(self, given: Mapping[Value, torch.Tensor], address: tuple) -> None:

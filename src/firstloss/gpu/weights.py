@@ -44,7 +44,7 @@ def make(
     allocate = allocate or partial(_empty, device)
     of_cpu: list[cpu_stream.CpuPiece] = []
     of_cuda: dict[str, list[cuda_stream.CudaPiece]] = {}
-    made: dict[Value, tuple[torch.Tensor, FillRecipe]] = {}
+    buffers: dict[Value, tuple[torch.Tensor, FillRecipe]] = {}
     with torch.no_grad(), DisableTorchDispatch():
         for value in values:
             recipe = recipe_of(value)
@@ -53,7 +53,7 @@ def make(
             name, numel, dtype, draw = recipe.fill.name, recipe.numel, recipe.dtype, recipe.draw
             if draw is None:
                 out = allocate(value)
-                made[value] = out.fill_(recipe.fill.value), recipe
+                buffers[value] = out.fill_(recipe.fill.value), recipe
             elif isinstance(draw.stream, PhiloxStream):
                 same = recipe.device.type == device.type and recipe.device.index in (None, index)
                 layout = (
@@ -63,7 +63,7 @@ def make(
                     out = allocate(value)
                     given = draw.stream.seed, draw.position.words, name, numel, dtype, recipe.fill.pair, recipe.wanted
                     of_cuda.setdefault(layout, []).append(cuda_stream.CudaPiece(*given, out.data_ptr()))
-                    made[value] = out, recipe
+                    buffers[value] = out, recipe
             elif not isinstance(draw.stream, CounterStream):
                 if not cpu_stream.can_make(name, numel, dtype) or not cpu_bits(index, name, dtype):
                     continue
@@ -75,13 +75,13 @@ def make(
                         out.data_ptr(), probe.uniform_bits(dtype),
                     )
                 )  # fmt: skip
-                made[value] = out, recipe
+                buffers[value] = out, recipe
         if of_cpu or of_cuda:
             launcher = launcher or CudaLauncher(index)
             cpu_stream.fill(of_cpu, launcher)
             for layout, pieces in of_cuda.items():
                 cuda_stream.fill(pieces, launcher, geometry(index), layout == "by lane")
-        for out, recipe in made.values():
+        for out, recipe in buffers.values():
             for op, args, kwargs in recipe.edits:
                 op(out, *args, **kwargs)
-    return {value: out for value, (out, _) in made.items()}
+    return {value: out for value, (out, _) in buffers.items()}

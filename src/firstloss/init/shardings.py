@@ -136,13 +136,13 @@ def match(names: Mapping[str, Any], specs: Mapping[str, Sequence[Any]], source: 
                 "a pattern must match the whole name, as '*.weight' does"
             )
     order = {pattern: index for index, pattern in enumerate(specs)}
-    found = {}
+    specs_by_name = {}
     for name in names:
         fitting = [pattern for pattern in wild if fnmatchcase(name, pattern)][:1]
         fitting += [name] if name in plain else []
         if fitting:
-            found[name] = specs[min(fitting, key=order.__getitem__)]
-    return found
+            specs_by_name[name] = specs[min(fitting, key=order.__getitem__)]
+    return specs_by_name
 
 
 def axes_of(mesh: Any) -> Axes:

@@ -1,14 +1,14 @@
 """PyTorch's own kernels as custom calls in a compiled step on a CPU, where they are faster than XLA's.
 
-XLA's convolutions on a CPU run on one core where there are few channels, compute bfloat16 in float32, and want another
-layout of a weight than PyTorch's; PyTorch brings oneDNN. Its attention keeps no matrix of all scores in memory. Of
-products of matrices, MKL does float32's faster than XLA on Intel's processors, and oneDNN the gradients of weights in
-bfloat16, where the processor has instructions for it. A custom call (`_aten.c`) gives an operation's arrays
-to PyTorch by the C interface that its ahead-of-time compiler's programs use (`aoti_torch_...` in libtorch_cpu), which
-neither needs Python nor C++. Where that interface is not there, or `_aten.c` was not compiled, XLA computes.
+XLA's convolutions on a CPU run on one core if there are few channels, compute bfloat16 in float32, and require another
+layout of the weight than PyTorch's; PyTorch uses oneDNN. PyTorch's attention never stores the whole matrix of scores.
+Of matrix products, MKL computes those in float32 faster than XLA on Intel processors, and oneDNN the gradients of
+weights in bfloat16, if the processor has instructions for it. A custom call (`_aten.c`) passes an operation's arrays to
+PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in libtorch_cpu), which needs neither
+Python nor C++. If that interface is missing, or `_aten.c` was not compiled, XLA computes the operation.
 
-Steps for one CPU device are lowered `within` this; no others: an array on a mesh is in parts, and a module that is
-written to a file has to run without PyTorch.
+Only steps for a single CPU device are lowered `within` this: an array on a mesh is sharded, and a module written to a
+file must run without PyTorch.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _FUNCTIONS = (  # in the order of the structure in _aten.c
     "_ZN2at15get_num_threadsEv",  # at::get_num_threads()
     "omp_set_num_threads",
 )
-_MKL_THREADS = "MKL_Set_Num_Threads_Local"  # of one thread, as the one before it
+_MKL_THREADS = "MKL_Set_Num_Threads_Local"  # on one thread, like the one before it
 _within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
 
 
 @contextlib.contextmanager
 def within(allowed: bool = True) -> Iterator[None]:
-    """What is lowered in it may call PyTorch's kernels, if they are there."""
+    """Context in which lowered code may call PyTorch's kernels, if they are available."""
     token = _within.set(allowed and bool(torch.backends.mkldnn.enabled) and registered_with_xla())
     try:
         yield
@@ -68,13 +68,13 @@ def within(allowed: bool = True) -> Iterator[None]:
 
 
 def usable() -> bool:
-    """Whether what is lowered now may call PyTorch's kernels."""
+    """Whether code being lowered may call PyTorch's kernels."""
     return _within.get()
 
 
 @functools.cache
 def registered_with_xla() -> bool:
-    """Whether XLA has the custom calls; it is told of them the first time."""
+    """Whether XLA has the custom calls; registers them at the first call."""
     entry = (ctypes.c_void_p, (ctypes.c_void_p,))
     set_up = (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int))
     ours = c_library.load(__file__, "_aten", {**dict.fromkeys(TARGETS, entry), "firstloss_aten": set_up})
@@ -84,11 +84,11 @@ def registered_with_xla() -> bool:
     array = (ctypes.c_void_p * len(functions))(*functions)
     if ours.firstloss_aten(ctypes.cast(array, ctypes.c_void_p), len(functions)):
         return False
-    jax.devices("cpu")  # a handler that XLA refuses would fail this, if it came first
+    jax.devices("cpu")  # initialize first: after a rejected handler this would fail
     try:
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(ours, name)), platform="cpu", api_version=1)
-    except Exception as error:  # another version of the interface: XLA computes
+    except Exception as error:  # another version of the interface: fall back to XLA
         print(f"firstloss: no kernels of PyTorch's are called in steps on CPU devices ({error})", file=sys.stderr)
         return False
     return True
@@ -99,12 +99,12 @@ def _library() -> ctypes.CDLL:
 
 
 def _sets_mkl_threads() -> bool:
-    """Whether PyTorch's MKL can be told to multiply on one thread, whatever others have asked it for."""
+    """Whether PyTorch's MKL can be limited to one thread per call."""
     return hasattr(_library(), _MKL_THREADS)
 
 
 def _functions() -> list[int] | None:
-    """The addresses of PyTorch's functions; None where one is missing."""
+    """The addresses of PyTorch's functions, or None if one is missing."""
     try:
         library = _library()
         found = [getattr(library, name) for name in _FUNCTIONS]
@@ -117,12 +117,12 @@ def _functions() -> list[int] | None:
 @functools.cache
 def _bfloat16() -> bool:
     """Whether the processor has instructions for bfloat16."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older PyTorch does not say
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older PyTorch versions cannot tell
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def computes(dtype: np.dtype) -> bool:
-    """Whether an operation on arrays of `dtype` may be given to PyTorch, and is fast there."""
+    """Whether PyTorch supports an operation on arrays of `dtype`, and is fast."""
     return usable() and (dtype == np.float32 or (dtype == jnp.bfloat16 and _bfloat16()))
 
 
@@ -141,14 +141,14 @@ def convolution(x: Any, weight: Any, bias: Any, shape: Sequence[int], *how: Any)
 
 
 def convolution_backward(grad_output: Any, x: Any, weight: Any, wanted: Sequence[bool], *how: Any) -> list[Any]:
-    """`aten.convolution_backward` for the input and the weight, those of the two that are `wanted`; else None."""
+    """`aten.convolution_backward` for the input and the weight, as selected by `wanted`; None for the other."""
     kinds = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a, w in zip((x, weight), wanted, strict=True) if w]
     call = jax.ffi.ffi_call(TARGETS[1], kinds)
     made = iter(call(grad_output, x, weight, how=_how(*how), wanted=np.array(wanted, np.int64)))
     return [next(made) if w else None for w in wanted]
 
 
-# A product of fewer multiplications takes XLA about as long as it takes to call PyTorch.
+# XLA computes a product with fewer multiplications in about the time of the call.
 _LEAST_PRODUCT = 1 << 20
 
 
@@ -164,7 +164,7 @@ def _mkl() -> bool:
 
 
 def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
-    """Whether the product of two matrices is to be given to PyTorch.
+    """Whether PyTorch should compute the product of two matrices.
 
     Args:
         by_columns: which of the two lie in memory by columns.
@@ -177,16 +177,16 @@ def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
 
 
 def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:
-    """The product of two matrices, in their dtype; arguments as `multiplies` has them."""
+    """The product of two matrices, in their dtype; arguments as for `multiplies`."""
     call = jax.ffi.ffi_call(TARGETS[2], jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype))
-    # As they lie in memory: XLA takes the transpose of a transpose for what it is.
+    # In memory order: XLA removes a transpose of a transpose.
     given = (lax.transpose(a, (1, 0)) if columns else a for a, columns in zip((x, y), by_columns, strict=True))
     return call(*given, by_columns=np.array(by_columns, np.int64))
 
 
 def attends(query: Any, key: Any, value: Any, mask: Any) -> bool:
-    """Whether attention is to be given to PyTorch: the kernel that never has all scores in memory, in float32. (In
-    bfloat16 it packs its operands anew for each block: a Llama's step takes 1.6 times as long as by XLA.)"""
+    """Whether PyTorch should compute the attention: in float32, by the kernel that never stores all scores. (In
+    bfloat16 it repacks its operands for each block: a Llama's step takes 1.6 times as long as with XLA.)"""
     if (
         not computes(query.dtype)
         or query.dtype != np.float32
@@ -215,7 +215,7 @@ def attention(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: 
 def attention_backward(
     grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, mask: Any, causal: bool, scale: float
 ) -> list[Any]:
-    """Its derivatives by the query, the key and the value."""
+    """The derivatives with respect to query, key and value."""
     given = _attended((grad_out, query, key, value, out, logsumexp), mask)
     call = jax.ffi.ffi_call(TARGETS[4], [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[1:4]])
     return [_heads(x) for x in call(*given, **_numbers(causal, scale))]

@@ -1,4 +1,4 @@
-"""Convolutions of one to three dimensions, and transposed ones, as XLA's one convolution."""
+"""Convolutions and transposed convolutions of one to three dimensions, as XLA's single convolution."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, 
         edges = [(r - p, r - p + extra) for r, p, extra in zip(reach, padding, output_padding, strict=True)]
         weight, stride, spread = _transposed_weight(weight, groups), (1,) * space, stride
     if any(k > n for k, n in zip(weight.shape[2:], x.shape[2:], strict=True)):
-        # On a CPU, XLA leaves a kernel that is larger than the input to a plain loop, up to 100 times slower than the
-        # library it calls else. Zeros that are there, and not asked for as padding, make the input larger.
+        # On a CPU, XLA computes a kernel that is larger than the input with a plain loop, up to 100 times slower than
+        # its library. Explicit zeros, rather than padding, make the input larger.
         x = lax.pad(x, cast(0, x.dtype), [(0, 0, 0)] * 2 + [(*e, s - 1) for e, s in zip(edges, spread, strict=True)])
         edges, spread = [(0, 0)] * space, (1,) * space
     return lax.conv_general_dilated(
@@ -58,7 +58,7 @@ def _convolve(x, weight, stride, padding, dilation, transposed, output_padding, 
 
 
 def _input_gradient(g, lengths, weight, stride, padding, dilation, transposed, output_padding, groups):
-    if transposed:  # one output place more, where the output's padding was longer than the stride
+    if transposed:  # one more output position, if the output's padding was longer than the stride
         x = _convolve(g, weight, stride, padding, dilation, False, output_padding, groups)
         return lax.slice(x, (0,) * x.ndim, (*x.shape[:2], *lengths))
     space = len(lengths)
@@ -69,38 +69,38 @@ def _input_gradient(g, lengths, weight, stride, padding, dilation, transposed, o
 
 # --- As a product of matrices -----------------------------------------------------------------------------------------
 #
-# On a CPU, XLA's convolutions want a weight as (*kernel, in, out), and give its gradient as (in, *kernel, out). PyTorch
-# has both as (out, in, *kernel); to transpose a weight twice and its gradient once takes longer than the convolutions
-# themselves where there are fewer places in the output than channels, as in the last layers of a ResNet. There the
-# windows of the input are laid out as columns, which are fewer numbers than the weight's, and multiplied with the
-# weight as it lies in memory. Forward, backward and update on one core: 11 ms instead of 29 for 512 channels of 4 x 4
-# places in a batch of 4, 10 instead of 12 for 256 channels of 8 x 8, where both ways are about the same.
+# On a CPU, XLA's convolutions take a weight as (*kernel, in, out), and return its gradient as (in, *kernel, out).
+# PyTorch stores both as (out, in, *kernel); transposing a weight twice and its gradient once takes longer than the
+# convolutions themselves if the output has fewer positions than channels, as in the last layers of a ResNet. In this
+# case the windows of the input are copied to columns, which have fewer elements than the weight, and multiplied with
+# the weight without transposing it. Forward, backward and update on one core: 11 ms instead of 29 for 512 channels of 4
+# x 4 positions in a batch of 4, 10 instead of 12 for 256 channels of 8 x 8, close to the break-even.
 
-_MOST_PLACES = 64  # in a window; each is a slice of its own to compile
+_MAX_POSITIONS = 64  # positions in a window; each becomes a slice to compile
 
 
 def _as_product(x, weight, stride, padding, dilation, transposed, output_padding, groups) -> Windows | None:
-    """The windows of `x`, if its convolution with `weight` is better done as a product of matrices."""
+    """The windows of `x`, if the convolution with `weight` is faster as a matrix product."""
     kernel = weight.shape[2:]
     if transposed or groups != 1 or jax.default_backend() != "cpu":
         return None
-    if len(kernel) < 2 or math.prod(kernel) > _MOST_PLACES:
+    if len(kernel) < 2 or math.prod(kernel) > _MAX_POSITIONS:
         return None
     windows = Windows(x.shape, kernel, stride, padding, dilation, False)
     return windows if 0 < x.shape[0] * math.prod(windows.counts) <= weight.shape[0] else None
 
 
 def _windows_of(x, windows):
-    """What is at each place in the windows of (batch, in, *space): (places in a window, batch, in, *windows)."""
+    """The elements at each position in the windows of (batch, in, *space): (positions, batch, in, *windows)."""
     padded = windows.padded(x, 0)
     return jnp.stack([windows.slice(padded, offset) for offset in windows.offsets()])
 
 
 def _columns(x, windows):
-    """The windows as columns: (in * places in a window, batch * windows)."""
+    """The windows as columns: (in * positions, batch * windows)."""
     parts = _windows_of(x, windows)
-    places, batch, channels = parts.shape[:3]
-    shape = (channels * places, batch * math.prod(windows.counts))
+    positions, batch, channels = parts.shape[:3]
+    shape = (channels * positions, batch * math.prod(windows.counts))
     return lax.reshape(parts, shape, (2, 0, 1, *range(3, parts.ndim)))
 
 
@@ -117,7 +117,7 @@ def _product_backward(g, x, weight, windows):
     """The gradients of the input and of the weight."""
     batch, out, *counts = g.shape
     g = lax.reshape(g, (out, batch * math.prod(counts)), (1, 0, *range(2, g.ndim)))
-    # Windows as rows here: the same product the other way round takes XLA three times as long.
+    # Windows as rows here: with transposed operands the same product takes XLA three times as long.
     rows = of_matrices(lax.transpose(g, (1, 0)), _matrix(weight), (True, False))
     parts = lax.reshape(rows, (batch, *counts, x.shape[1], math.prod(windows.kernel)))
     parts = jnp.moveaxis(parts, (-1, -2), (0, 2))
@@ -129,8 +129,8 @@ def _product_backward(g, x, weight, windows):
 
 
 def _by_pytorch(input, weight, windows):
-    """Whether PyTorch's convolution is the faster one: in bfloat16 any; in float32 not those that are products of
-    matrices, whose results have to be copied to where XLA wants them."""
+    """Whether PyTorch's convolution is faster: in bfloat16 always; in float32 except for matrix products, whose results
+    would have to be copied to XLA's memory."""
     if not kernels.computes(input.dtype) or input.dtype != weight.dtype or input.ndim not in (3, 4, 5):
         return False
     if 0 in (*input.shape, *weight.shape):
@@ -139,7 +139,7 @@ def _by_pytorch(input, weight, windows):
 
 
 def _spread(space, how):
-    """The arguments of a convolution, with a number for each dimension of space."""
+    """The arguments of a convolution, with one number for each spatial dimension."""
     stride, padding, dilation, transposed, output_padding, groups = how
     numbers = [each(v, space) for v in (stride, padding, dilation, output_padding)]
     return (*numbers[:3], transposed, numbers[3], groups)
@@ -149,7 +149,7 @@ def _spread(space, how):
 
 
 def _plain(x):
-    """XLA's convolutions on a CPU take no half precision sums apart: do those in float32."""
+    """In float32 for half precision: XLA on a CPU cannot accumulate it separately."""
     return cast(x, opmath(x.dtype))
 
 
@@ -171,7 +171,7 @@ def convolution_backward(
 ):
     """A convolution is linear in each operand, so its derivatives are its transposes (conjugated, when complex).
 
-    That of the input is the transposed convolution with the same weight, and the other way round.
+    The derivative with respect to the input is the transposed convolution with the same weight, and vice versa.
     """
     g, x, w = _plain(grad_output), _plain(input), _plain(weight)
     if is_complex(x.dtype):

@@ -388,8 +388,7 @@ class _Device:
 
     def _exchange(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> None:
         """A slice along a dimension that stays sharded, such as a matrix of queries, keys and values that is sharded
-        across
-        all three: each device receives from its neighbours the missing parts of its shard of the slice."""
+        across all three: each device receives the missing parts of its shard from its neighbours."""
         shape = list(eqn.invars[0].aval.shape)
         spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
         starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(shape)

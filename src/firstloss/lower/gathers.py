@@ -71,8 +71,7 @@ def gathers_of(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axe
 
 def _of_call(call: LoweredCall, placed: Mapping[Value, ArraySharding]) -> list[Gather]:
     """The operands that do not depend on the batch, and whose sharded dimension is shared with a batch operand that
-    uses the
-    same axes for another dimension: the weights of products, but not a table that is looked up."""
+    uses the same axes for another dimension: the weights of products, but not a lookup table."""
     rule = rule_of_call(call)
     operands = [(v, dims, placed[v]) for v, dims in zip(call.inputs, rule.operands, strict=True) if v in placed]
     batch = [(dims, sharding) for _, dims, sharding in operands if sharding.of_batch]

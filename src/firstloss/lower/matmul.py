@@ -1,4 +1,4 @@
-"""Matrix products. The half precisions multiply as they are and add up in float32."""
+"""Matrix products. Half precision operands are multiplied as they are, and accumulated in float32."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ aten = torch.ops.aten
 
 
 def contract(x, y, dims):
-    """`lax.dot_general`, as exactly as PyTorch multiplies: by default float32 stays float32 on accelerators too."""
+    """`lax.dot_general` with PyTorch's precision: by default float32 stays float32 on accelerators too."""
     if x.dtype == bool:
         x, y = cast(x, np.dtype(np.int32)), cast(y, np.dtype(np.int32))
     return lax.dot_general(x, y, dims, precision=precision.now().products, preferred_element_type=opmath(x.dtype))
 
 
 def matmul(x, y):
-    """The product of the last two dimensions, those before them being equal."""
+    """The product of the last two dimensions; the dimensions before them are equal."""
     batch = tuple(range(x.ndim - 2))
     return contract(x, y, (((x.ndim - 1,), (y.ndim - 2,)), (batch, batch)))
 
 
 def _plus(self, product, beta, alpha):
-    """`beta * self + alpha * product`; with `beta` 0, NaN in `self` does not count."""
+    """`beta * self + alpha * product`; if `beta` is 0, NaN in `self` is ignored."""
     product = times(product, alpha)
     if known(beta, 0):
         return product
@@ -40,7 +40,7 @@ def _plus(self, product, beta, alpha):
 
 
 def of_matrices(x, y, by_columns=(False, False)):
-    """The product of two matrices, by PyTorch's kernels where they are faster.
+    """The product of two matrices, by PyTorch's kernels if they are faster.
 
     Args:
         by_columns: which of the two lie in memory by columns.
@@ -121,14 +121,14 @@ def linear(input, weight, bias=None):
 
 @rule(aten._trilinear.default)
 def _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
-    """The product of three tensors, each given new dimensions, summed over some."""
+    """The product of three tensors, each with inserted dimensions, summed over some."""
     x, y, z = (lax.expand_dims(i, e) for i, e in ((i1, expand1), (i2, expand2), (i3, expand3)))
     return jnp.sum(cast(x, opmath(x.dtype)) * y * z, tuple(sumdim))
 
 
 @rule(aten._grouped_mm.default)
 def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
-    """One product a group; `offs` has where each group ends, along the dimension that is not a group's own.
+    """One product per group; `offs` has the end of each group along the dimension that the groups divide.
 
     (rows, k) by (groups, k, n) for the forward pass of a mixture of experts; for the backward pass, (groups, m, k) by
     (k, columns) and (m, inner) by (inner, n), the last giving (groups, m, n).
@@ -145,11 +145,11 @@ def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
     return lax.ragged_dot_general(self, mat2, sizes, inner, **how)
 
 
-# --- transformers' own name for the product of a mixture of experts ---------------------------------------------------
+# --- transformers' own operation for a mixture of experts -------------------------------------------------------------
 
 
 def grouped_mm_fallback(input, weight, offs):
-    """As `_grouped_mm`; rows past the last group, which no expert has, are zeros."""
+    """Like `_grouped_mm`; rows after the last group, which belong to no expert, are zero."""
     return _grouped_mm(input, weight, offs)
 
 

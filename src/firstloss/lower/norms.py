@@ -1,4 +1,4 @@
-"""Softmax and the normalisations, with their derivatives; the half precisions are computed in float32."""
+"""Softmax and normalizations, with their derivatives; half precision is computed in float32."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _softmax(self, dim, half_to_float=False):
 
 @rule(aten._safe_softmax.default)
 def safe_softmax(self, dim, dtype=None):
-    """As softmax, but a row that is all minus infinity gives zeros."""
+    """Like softmax, but a row of minus infinity gives zeros."""
     masked = lax.reduce_and(self == -math.inf, (axis(dim, self.ndim),))
     x = _softmax(_in(self, dtype), dim)
     return where(lax.expand_dims(masked, [axis(dim, self.ndim)]), 0, x)
@@ -91,7 +91,7 @@ def _log_softmax_backward_data(grad_output, output, dim, input_dtype):
 
 
 def _inner(x, normalized_shape):
-    """The dimensions that are normalised: the last ones."""
+    """The normalized dimensions: the last ones."""
     return tuple(range(x.ndim - len(normalized_shape), x.ndim))
 
 
@@ -110,8 +110,8 @@ def native_layer_norm(input, normalized_shape, weight, bias, eps):
 
 
 def _input_gradient(g, normed, rstd, dims):
-    """The derivative through `normed = (x - mean) * rstd`: what is left of `g` once its mean and its part along
-    `normed` are taken out (Ba et al., Layer Normalization, 2016, holds for every norm that uses batch moments)."""
+    """The derivative through `normed = (x - mean) * rstd`: `g` without its mean and its component along `normed` (Ba et
+    al., Layer Normalization, 2016; holds for every norm that uses batch moments)."""
     n = math.prod(normed.shape[d] for d in dims)
     return rstd * (g - total(g, dims) / n - normed * (total(g * normed, dims) / n))
 
@@ -160,12 +160,12 @@ def _all_but_channels(x):
 
 
 def _by_channel(values, x):
-    """One value a channel, shaped to meet `x`."""
+    """One value per channel, shaped for broadcasting with `x`."""
     return lax.reshape(wide(values), (values.size, *(1,) * (x.ndim - 2)))
 
 
 def _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
-    """Output, saved mean and inverse deviation, and the running statistics as they are afterwards."""
+    """Output, saved mean and inverse deviation, and the updated running statistics."""
     x = wide(input)
     dims = _all_but_channels(x)
     if training:
@@ -182,14 +182,14 @@ def _batch_norm(input, weight, bias, running_mean, running_var, training, moment
     y = (x - _by_channel(mean, x)) * _by_channel(rstd, x)
     y = y if weight is None else y * _by_channel(weight, x)
     y = y if bias is None else y + _by_channel(bias, x)
-    # In evaluation nothing reads what is saved: PyTorch's kernel leaves it empty, its meta kernel does not.
+    # In evaluation the saved tensors are unused: PyTorch's kernel leaves them empty, its meta kernel does not.
     saved = (mean, rstd) if training else (lax.full_like(mean, 0),) * 2
     return y, *saved, running_mean, running_var
 
 
 @rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
-    """Without the update of the running statistics: capture records `_native_batch_norm_legit_functional` for it."""
+    """Does not update the running statistics: capture records `_native_batch_norm_legit_functional` for that."""
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
 
 
@@ -224,7 +224,7 @@ def _batch_norm_no_update(input, weight, bias, running_mean, running_var, moment
 def batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask, reserve
 ):
-    """What is saved is the inverse deviation, in spite of the name."""
+    """Despite its name, the saved tensor is the inverse deviation."""
     return native_batch_norm_backward(
         grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
     )
@@ -241,7 +241,7 @@ def native_batch_norm_backward(
     normed = (x - mean) * rstd
     scaled = g if weight is None else g * _by_channel(weight, x)
     return (
-        # whoever does not want it gets it from the meta kernel all the same; XLA drops what nobody reads
+        # the meta kernel returns it even if it is not requested; XLA removes it if it is unused
         _input_gradient(scaled, normed, rstd, dims) if train else scaled * rstd,
         lax.reduce_sum(g * normed, dims) if output_mask[1] else None,
         lax.reduce_sum(g, dims) if output_mask[2] else None,

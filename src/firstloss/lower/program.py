@@ -30,9 +30,9 @@ from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real
 
 
 class ArrayParameter(NamedTuple):
-    """In a node's template, a placeholder for array number `place`, read through a view (None: the whole array)."""
+    """In a node's template, a placeholder for array `number`, read through a view (None: the whole array)."""
 
-    place: int
+    number: int
     view: View | None
 
 
@@ -82,8 +82,8 @@ class LoweredCall(NamedTuple):
             return self._function()(*operands)
 
     def jaxpr(self, operands: Sequence[jax.ShapeDtypeStruct]) -> Any:
-        """What it computes of `operands` and, if it draws, of a key behind them. Where the operands are like those of
-        `run`, JAX traces it once for both."""
+        """The jaxpr of the call: its operands and, if it draws, a key after them. For operands like those of `run`, JAX
+        traces the call only once for both."""
         if isinstance(self.kind, View):
             view = self.kind
             return jax.make_jaxpr(lambda array: (read_view(array, view),))(*operands).jaxpr
@@ -96,7 +96,7 @@ class LoweredCall(NamedTuple):
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """What tracing it may raise, as an error that says where in the step it is."""
+        """Errors raised while tracing it, as an error that names the line of the step."""
         assert self.node is not None
         try:
             yield
@@ -188,7 +188,7 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
 
     args = walk(node.args)
     kwargs = tuple((k, walk(v)) for k, v in node.kwargs.items()) if node.kwargs else ()
-    writes = tuple((slot(ref).place, view_of(ref)) for ref in node.writes)
+    writes = tuple((slot(ref).number, view_of(ref)) for ref in node.writes)
     outputs = tuple((value.shape, value.dtype) for value in node.outputs)
     return Template(node.op, args, kwargs, writes, outputs, node.draw is not None)
 
@@ -228,7 +228,7 @@ def function_of(
     def call(*arrays: Any) -> tuple:
         def fill(arg: Any) -> Any:
             if type(arg) is ArrayParameter:
-                array = arrays[arg.place]
+                array = arrays[arg.number]
                 return array if arg.view is None else read_view(array, arg.view)
             if type(arg) is _NumberArgument:
                 return arg.value

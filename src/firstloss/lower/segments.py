@@ -178,7 +178,7 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
     numbers: list[int] = []
     signatures: list[Hashable] = []
     taken: list[tuple[Value | int, ...]] = []
-    places: dict[int, set[int]] = {}  # for each function, which outputs of its calls are read outside
+    read_outside: dict[int, set[int]] = {}  # for each function, which outputs of its calls are read outside
     for piece in pieces:
         signature, outside = _signature(piece, given)
         number = functions.setdefault(signature, len(functions))
@@ -186,11 +186,11 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
         signatures.append(signature)
         taken.append(outside)
         made = (value for call in piece for value in call.outputs)
-        places.setdefault(number, set()).update(i for i, value in enumerate(made) if value in used_outside)
+        read_outside.setdefault(number, set()).update(i for i, value in enumerate(made) if value in used_outside)
     segments = []
     for piece, number, outside, signature in zip(pieces, numbers, taken, signatures, strict=True):
         made_values = [value for call in piece for value in call.outputs]
-        outputs = tuple(made_values[i] for i in sorted(places[number]))
+        outputs = tuple(made_values[i] for i in sorted(read_outside[number]))
         segments.append(Segment(number, tuple(piece), outside, outputs, signature))
     return segments
 

@@ -142,8 +142,8 @@ _MOST = 8192
 
 
 def read_rules(segments: Sequence[Segment], where: Sharding) -> None:
-    """Read the sharding rules of what `segments` call, as it will be lowered on the mesh of `where`: to find these JAX
-    has to trace the calls, and does not again when they are lowered."""
+    """Read the sharding rules of the calls in `segments`, as lowered on the mesh of `where`: JAX has to trace the calls
+    for this, and does not trace them again when they are lowered."""
     like = {segment.function: segment for segment in reversed(segments)}
     for segment in like.values():
         for call in segment.calls:

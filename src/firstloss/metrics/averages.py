@@ -164,9 +164,9 @@ class MeanPerClassAccuracyMetric(Metric):
         """Add predictions; arguments as for `MeanIOUMetric`."""
         from .confusion import confusion_matrix
 
-        found = confusion_matrix(labels, predictions, self.num_classes, weights)
-        self.correct.add_(found.diagonal())
-        self.total.add_(found.sum(1))
+        matrix = confusion_matrix(labels, predictions, self.num_classes, weights)
+        self.correct.add_(matrix.diagonal())
+        self.total.add_(matrix.sum(1))
         self._dtype = dtype
 
     def compute(self) -> Tensor:

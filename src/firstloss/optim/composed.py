@@ -121,12 +121,12 @@ def check_milestones(milestones: Sequence[int], parts: int) -> list[int]:
     Raises:
         ScheduleError: if they are not integers, do not ascend, or are too many or too few.
     """
-    found = [int(m) for m in milestones]
-    if found != list(milestones) or any(a >= b for a, b in zip(found, found[1:], strict=False)):
+    steps = [int(m) for m in milestones]
+    if steps != list(milestones) or any(a >= b for a, b in zip(steps, steps[1:], strict=False)):
         raise ScheduleError(f"milestones must be ascending integers, not {list(milestones)}.")
-    if parts != len(found) + 1:
-        raise ScheduleError(f"{parts} parts need {parts - 1} milestones, not {len(found)}.")
-    return found
+    if parts != len(steps) + 1:
+        raise ScheduleError(f"{parts} parts need {parts - 1} milestones, not {len(steps)}.")
+    return steps
 
 
 def take_parts(

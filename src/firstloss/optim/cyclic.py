@@ -63,9 +63,9 @@ class CyclicLR(Schedule):
     def value(self, step: Tensor) -> Tensor:
         length = self.step_size_up + self.step_size_down
         cycle = step // length
-        place = (step - cycle * length).double()
+        offset = (step - cycle * length).double()
         height = torch.where(
-            place <= self.step_size_up, place / self.step_size_up, (length - place) / self.step_size_down
+            offset <= self.step_size_up, offset / self.step_size_up, (length - offset) / self.step_size_down
         )
         if self.mode == "triangular2":
             height = height * 0.5 ** cycle.double()

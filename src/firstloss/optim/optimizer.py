@@ -196,15 +196,15 @@ class Optimizer(torch.optim.Optimizer):
         for group, key, _ in restore:
             group[key] = plainest[key]
         try:
-            found = find_new_state(self, simulate)
+            new_state = find_new_state(self, simulate)
         except FirstStepDiffers:
-            found = {}
+            new_state = {}
         finally:
             for group, key, value in restore:
                 group[key] = value
             for p, gradient in zip(weights, gradients, strict=True):
                 p.grad = gradient
-        for (p, _), entry in found.items():
+        for (p, _), entry in new_state.items():
             if type(p) is not DeferredTensor:
                 materialize_tensor(entry)
 

@@ -76,11 +76,11 @@ class Schedule:
         if not any(True for _ in self._groups()):
             raise ScheduleError(self._no_target())
         if not isinstance(self.param_group_key, str):
-            key, place = self.param_group_key
+            key, index = self.param_group_key
             lengths = {len(group[key]) if isinstance(group[key], (tuple, list)) else 0 for group in self._groups()}
-            if not 0 <= place < min(lengths):
+            if not 0 <= index < min(lengths):
                 raise ScheduleError(
-                    f"{type(self).__name__} cannot set element {place} of {key!r}, which has only {min(lengths)} in a "
+                    f"{type(self).__name__} cannot set element {index} of {key!r}, which has only {min(lengths)} in a "
                     "group."
                 )
         self._value.copy_(self.value(self.last_epoch))
@@ -198,8 +198,8 @@ class Schedule:
             if isinstance(self.param_group_key, str):
                 group[self.param_group_key] = number
             else:
-                key, place = self.param_group_key
-                group[key] = (*group[key][:place], number, *group[key][place + 1 :])
+                key, index = self.param_group_key
+                group[key] = (*group[key][:index], number, *group[key][index + 1 :])
 
     def _attach(self) -> None:
         others = schedules_of(self.optimizer)

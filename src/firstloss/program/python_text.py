@@ -138,11 +138,11 @@ class PythonText:
 
     def _assigned(self, node: Node, call: str) -> str:
         returns = [str(result.type) for result in schema_of(node.op).returns]
-        made = node.outputs[len(node.writes) :]
-        if not made and len(node.writes) == 1 and node.writes[0].whole and returns == ["Tensor"]:
+        new_outputs = node.outputs[len(node.writes) :]
+        if not new_outputs and len(node.writes) == 1 and node.writes[0].whole and returns == ["Tensor"]:
             return f"{self._new_name(node.outputs[0])} = {call}  # {_kind(node.outputs[0])}"
         storages = [self._name(ref.value) for ref in node.writes]
-        targets = [self._new_name(value) for value in made]
+        targets = [self._new_name(value) for value in new_outputs]
         if targets:
             if returns == ["List[Tensor]"] or returns == ["Tensor"] * len(targets):
                 comma = "," if returns != ["Tensor"] and len(targets) == 1 else ""
@@ -151,7 +151,7 @@ class PythonText:
             call = f"{', '.join(targets)}{comma} = {call}"
         for storage, value in zip(storages, node.outputs, strict=False):  # written in place
             self._names[value] = storage
-        return f"{call}  # {', '.join(map(_kind, made))}" if made else call
+        return f"{call}  # {', '.join(map(_kind, new_outputs))}" if new_outputs else call
 
     def _op(self, op: Any) -> str:
         if not isinstance(op, OpOverload):

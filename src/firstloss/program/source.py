@@ -21,7 +21,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "p
 
 
 class Source(NamedTuple):
-    """A place in a source file."""
+    """A location in a source file."""
 
     file: str
     line: int
@@ -82,13 +82,13 @@ def warn(warning: Warning) -> None:
 
 def raised_at(error: BaseException) -> Source:
     """Like `here`, for the frames in the traceback of `error`."""
-    found, trace = UNKNOWN, error.__traceback__
+    source, trace = UNKNOWN, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if not is_machinery(name):
-            found = Source(name, trace.tb_lineno)
+            source = Source(name, trace.tb_lineno)
         trace = trace.tb_next
-    return found
+    return source
 
 
 def is_machinery(name: str) -> bool:

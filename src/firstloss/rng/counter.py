@@ -230,8 +230,8 @@ def _fill(make: Callable[[philox.Words], Any], seed: int, draw: int, begin: int,
     while done < len(out):
         block, skip = divmod(begin + done, per_block)
         blocks = min(_CHUNK, -(-(skip + len(out) - done) // per_block))
-        made = make(philox.words(seed, np.arange(block, block + blocks, dtype=np.uint64), draw))
-        part = made.reshape(-1)[skip : skip + len(out) - done]
+        numbers = make(philox.words(seed, np.arange(block, block + blocks, dtype=np.uint64), draw))
+        part = numbers.reshape(-1)[skip : skip + len(out) - done]
         out[done : done + len(part)] = part
         done += len(part)
     return out

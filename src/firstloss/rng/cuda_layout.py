@@ -75,12 +75,12 @@ def launches(
     parts = _parts(0, numel, _BYTES[dtype])
     if len(parts) > 1:
         offset += _reserved(numel, _threads(numel, device, lanes if by_lane else 1), lanes)
-    found = []
+    kernel_launches = []
     for begin, count in parts:
         threads = _threads(count, device, lanes if by_lane else 1)
-        found.append(KernelLaunch(begin, count, offset, threads, lanes))
+        kernel_launches.append(KernelLaunch(begin, count, offset, threads, lanes))
         offset += _reserved(count, threads, lanes)
-    return found
+    return kernel_launches
 
 
 def place(

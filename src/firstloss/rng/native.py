@@ -194,10 +194,10 @@ class Cursor:
         self._check_blocks(count)
         if self._index_buffer is None or len(self._index_buffer) < count + PADDING:
             self._index_buffer = np.empty(count + PADDING, np.int32)
-        found = self._library.firstloss_normals_outside(
+        count_outside = self._library.firstloss_normals_outside(
             self._cursor, count, mean, std, low, high, self._index_buffer.ctypes.data, self._width
         )
-        return self._index_buffer[:found].copy()
+        return self._index_buffer[:count_outside].copy()
 
     def normals_at(self, count: int, mean: float, std: float, indices: NDArray[np.int32]) -> NDArray[np.float32]:
         """Draw `count` normals, a multiple of 16, and return those at `indices`, which must be ascending."""

@@ -116,8 +116,8 @@ def _forwarded(name: str) -> Callable[..., Any]:
     """A method that calls the model's method `name`, and returns the wrapper if that returns the model."""
 
     def method(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(self._model, name)(*args, **kwargs)
-        return self if found is self._model else found
+        result = getattr(self._model, name)(*args, **kwargs)
+        return self if result is self._model else result
 
     method.__name__ = name
     method.__doc__ = getattr(torch.nn.Module, name, method).__doc__

@@ -37,11 +37,11 @@ def is_imported() -> bool:
     return module is not None and not is_initializing(module.__spec__)
 
 
-def is_array(found: Any) -> TypeGuard[jax.Array]:
+def is_array(obj: Any) -> TypeGuard[jax.Array]:
     """Whether `found` is a JAX array."""
     # While another thread is importing JAX, the name may not exist yet, but neither do arrays.
     kind = getattr(sys.modules.get("jax"), "Array", None)
-    return kind is not None and isinstance(found, kind)
+    return kind is not None and isinstance(obj, kind)
 
 
 def use_x64(undo: Undo) -> None:
@@ -78,8 +78,8 @@ def cpu_devices() -> int:
     flags = os.environ.get("XLA_FLAGS", "")
     if flags and not flags.lstrip().startswith("--"):  # the name of a file with flags
         return 0
-    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
-    return int(found[-1]) if found else 1
+    counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", flags)
+    return int(counts[-1]) if counts else 1
 
 
 def process_count() -> int:

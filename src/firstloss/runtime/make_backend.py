@@ -133,7 +133,7 @@ def backend(
                 f"of its axes, as mesh={devices.axes}."
             )
         folder = os.path.abspath(os.path.join(artifact_dir, "compiled") if compile_dir is None else compile_dir)
-        made = Backend(
+        new_backend = Backend(
             "XLA",
             str(artifact_dir),
             devices,
@@ -144,7 +144,7 @@ def backend(
             first_loss=first_loss or "eager",
         )
         lazy_jax.set_compilation_cache(folder)
-        lowering_markers.set_folder(os.path.abspath(os.path.join(made.artifact_dir, "lowered")))
+        lowering_markers.set_folder(os.path.abspath(os.path.join(new_backend.artifact_dir, "lowered")))
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in EAGER:
@@ -153,7 +153,7 @@ def backend(
             raise BackendError(f'backend {name!r} compiles nothing, so {useless[0]} has no effect. Use "XLA".')
         if kind == "GPU" and not torch.cuda.is_available():
             raise BackendError('backend "GPU" needs CUDA, which is not available to this torch. Use "XLA" or "CPU".')
-        made = Backend(kind, str(artifact_dir), cluster_config=cluster_config)
+        new_backend = Backend(kind, str(artifact_dir), cluster_config=cluster_config)
     else:
         raise BackendError(f'{name!r} is not a backend. Use "XLA" (also called "CSX"), "CPU" or "GPU".')
-    return make_current(made)
+    return make_current(new_backend)

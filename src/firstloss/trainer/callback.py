@@ -255,12 +255,12 @@ class Callbacks:
             if name in state and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(state[name])
 
-    def load_with_weights(self, found: Any) -> None:
+    def load_with_weights(self, checkpoint: Any) -> None:
         """Restore callbacks that hold weights (`weights_of_its_own`) after weights were loaded from the file `found`.
 
         Those that the file has no state for are reset.
         """
-        state = found.get("callbacks") if isinstance(found, Mapping) else None
+        state = checkpoint.get("callbacks") if isinstance(checkpoint, Mapping) else None
         for name, callback in self._named():
             if getattr(callback, "weights_of_its_own", False):
                 callback.load_state_dict(state[name] if isinstance(state, Mapping) and name in state else {})

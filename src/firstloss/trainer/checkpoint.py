@@ -305,15 +305,15 @@ def matching(pattern: Any) -> list[Any]:
     """
     if not isinstance(pattern, (str, os.PathLike)) or not any(sign in os.fspath(pattern) for sign in "*?["):
         return [pattern]
-    found = glob.glob(os.fspath(pattern))
-    if not found:
+    paths = glob.glob(os.fspath(pattern))
+    if not paths:
         raise TrainerError(f"no checkpoint matches {os.fspath(pattern)!r}.")
-    return sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path))])
+    return sorted(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path))])
 
 
 def load_weights(model: torch.nn.Module, path: str, strict: bool) -> Any:
     """Load only the weights at `path` into `model`; return everything in the file."""
-    weights, found = checkpoint_files.load_weights(path)
+    weights, contents = checkpoint_files.load_weights(path)
     wrong = _differences(model, weights)
     if wrong and (strict or "shape" in wrong):
         raise TrainerError(
@@ -321,7 +321,7 @@ def load_weights(model: torch.nn.Module, path: str, strict: bool) -> Any:
             + (", or Checkpoint(strict=False) to load those whose names match." if "shape" not in wrong else ".")
         )
     model.load_state_dict(weights, strict=False)
-    return found
+    return contents
 
 
 def _differences(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> str:

@@ -22,9 +22,9 @@ def save(state: dict[str, Any], path: str) -> None:
 
 def remove(path: str) -> None:
     """Delete a checkpoint; renamed first, so that a partly deleted one is never found."""
-    gone = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gone")
-    os.replace(path, gone)
-    shutil.rmtree(gone)
+    hidden = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gone")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
 
 
 def load_weights(path: str) -> tuple[Mapping[str, torch.Tensor], Any]:
@@ -32,9 +32,9 @@ def load_weights(path: str) -> tuple[Mapping[str, torch.Tensor], Any]:
 
     Returns the weights, and everything in the file.
     """
-    found = weights = fl.load(path)
-    if isinstance(found, Mapping) and isinstance(found.get("model"), Mapping):
-        weights = found["model"]
+    contents = weights = fl.load(path)
+    if isinstance(contents, Mapping) and isinstance(contents.get("model"), Mapping):
+        weights = contents["model"]
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise TrainerError(f"ckpt_path {path!r} does not hold a mapping of names to tensors.")
-    return weights, found
+    return weights, contents

@@ -99,10 +99,10 @@ def make_model(model: Model, backend: Any) -> torch.nn.Module:
         return model
     _check_call("model", model, ())
     with backend.device:
-        made = model()
-    if not isinstance(made, torch.nn.Module):
-        raise TrainerError(f"model={_name(model)} returned {_kind(made)} instead of an nn.Module.")
-    return made
+        result = model()
+    if not isinstance(result, torch.nn.Module):
+        raise TrainerError(f"model={_name(model)} returned {_kind(result)} instead of an nn.Module.")
+    return result
 
 
 def make_optimizer(optimizer: Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -111,7 +111,7 @@ def make_optimizer(optimizer: Optimizer, model: torch.nn.Module) -> torch.optim.
         return optimizer
     _check_call("optimizer", optimizer, (model,))
     try:
-        made = optimizer(model)
+        result = optimizer(model)
     except TypeError as error:
         if "is not iterable" not in str(error):
             raise
@@ -119,10 +119,10 @@ def make_optimizer(optimizer: Optimizer, model: torch.nn.Module) -> torch.optim.
             f"optimizer={_name(optimizer)} failed: {error}. It is called with the model, not with its parameters. "
             f"Write optimizer={_LAMBDAS['optimizer']}."
         ) from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TrainerError(f"optimizer={_name(optimizer)} returned {_kind(made)} instead of an Optimizer.")
-    _check_parameters(made, model)
-    return made
+    if not isinstance(result, torch.optim.Optimizer):
+        raise TrainerError(f"optimizer={_name(optimizer)} returned {_kind(result)} instead of an Optimizer.")
+    _check_parameters(result, model)
+    return result
 
 
 def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -130,13 +130,13 @@ def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimi
     if schedulers is None:
         return []
     items = [schedulers] if callable(schedulers) or hasattr(schedulers, "step") else list(schedulers)
-    made: list[Any] = []
+    results: list[Any] = []
     for item in items:
         if not hasattr(item, "step"):
             _check_call("schedulers", item, (optimizer,))
         result = item if hasattr(item, "step") else item(optimizer)
-        made += list(result) if isinstance(result, (list, tuple)) else [result]
-    for scheduler in made:
+        results += list(result) if isinstance(result, (list, tuple)) else [result]
+    for scheduler in results:
         if not hasattr(scheduler, "step"):
             raise TrainerError(
                 f"schedulers={_name(schedulers)} returned {_kind(scheduler)}, which has no step(). Write "
@@ -148,7 +148,7 @@ def make_schedulers(schedulers: Schedulers | None, optimizer: torch.optim.Optimi
                 "in a callback: make ReduceLROnPlateau(trainer.optimizer) in on_fit_start, and call its "
                 'step(metrics["val_loss"]) in on_validation_end.'
             )
-    return made
+    return results
 
 
 def is_traced(scheduler: Any) -> bool:
@@ -169,8 +169,8 @@ def make_backend(backend: Any, device: str | None, artifact_dir: str) -> Any:
 
 def _check_kind(name: str, value: Any, kinds: tuple[type, ...], example: str) -> None:
     if value is not None and not isinstance(value, kinds):
-        shown = f"the class {value.__name__}" if isinstance(value, type) else _kind(value)
-        raise TrainerError(f"{name} is {shown}. Write {name}={example}.")
+        given_as = f"the class {value.__name__}" if isinstance(value, type) else _kind(value)
+        raise TrainerError(f"{name} is {given_as}. Write {name}={example}.")
 
 
 def _check_call(name: str, function: Any, args: tuple) -> None:
@@ -199,12 +199,12 @@ def _objects(schedulers: Any) -> list[Any]:
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
     own = {id(p) for p in model.parameters()}
-    theirs = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in own for p in theirs)
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in own for p in optimized)
     if foreign:
         raise TrainerError(
-            f"{foreign} of the optimizer's {len(theirs)} parameters are not the model's, so it would train something "
-            "else. Make the optimizer from the model that is passed to the Trainer."
+            f"{foreign} of the optimizer's {len(optimized)} parameters are not the model's, so it would train "
+            "something else. Make the optimizer from the model that is passed to the Trainer."
         )
 
 

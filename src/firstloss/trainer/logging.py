@@ -53,9 +53,9 @@ class Rates:
         rates = {"steps_per_second": self._steps / seconds, "samples_per_second": self._samples / seconds}
         if self._tokens:
             rates["tokens_per_second"] = self._tokens / seconds
-        found = rates if self._steps else {}
+        current = rates if self._steps else {}
         self.restart()
-        return found
+        return current
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

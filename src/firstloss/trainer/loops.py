@@ -97,8 +97,8 @@ class TrainingLoop(Settings):
 
     def __post_init__(self) -> None:
         names = ("max_steps", "max_epochs", "eval_every_steps", "eval_every_epochs", "grad_accum_steps")
-        theirs = ("num_steps", "num_epochs", "steps_per_epoch", "eval_steps")
-        for name in (*names, *theirs, "clip_grad_norm", "clip_grad_value"):
+        model_zoo_names = ("num_steps", "num_epochs", "steps_per_epoch", "eval_steps")
+        for name in (*names, *model_zoo_names, "clip_grad_norm", "clip_grad_value"):
             _positive(self, name)
         if not isinstance(self.validation, ValidationLoop):
             raise TrainerError(f"TrainingLoop: validation={self.validation!r}. Write validation=ValidationLoop(...).")
@@ -211,8 +211,10 @@ class TrainingLoop(Settings):
             True if it is due.
         """
         every = self.eval_every_epochs
-        theirs = self.eval_frequency is not None or self.num_steps is not None or self.num_epochs is not None
-        if every is None and self.eval_every_steps is None and not theirs:
+        uses_model_zoo_names = (
+            self.eval_frequency is not None or self.num_steps is not None or self.num_epochs is not None
+        )
+        if every is None and self.eval_every_steps is None and not uses_model_zoo_names:
             every = 1
         return every is not None and epoch % every == 0
 

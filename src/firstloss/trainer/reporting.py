@@ -108,8 +108,8 @@ class Reporter:
         else:
             self._rates.restart()
         if started.updates and self.logs(started.step):
-            shown = {name: value for name, value in values.items() if not name.startswith("_")}
-            trainer.callbacks("on_metrics", trainer, {**shown, **started.numbers, **self._rates.take()}, started.step)
+            public = {name: value for name, value in values.items() if not name.startswith("_")}
+            trainer.callbacks("on_metrics", trainer, {**public, **started.numbers, **self._rates.take()}, started.step)
 
     def _report_first_loss(self, loss: float) -> None:
         self._seen_a_loss = True

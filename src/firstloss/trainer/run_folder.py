@@ -65,15 +65,15 @@ class RunFolder(Callback):
 def settings(trainer: Trainer) -> dict[str, Any]:
     """The Trainer's settings, defaults included; callables by their source, if Python knows it."""
     model, optimizer, schedulers = (_source(given) for given in trainer.given)
-    found = {"model": model, "optimizer": optimizer, "schedulers": schedulers, "seed": trainer.seed}
+    described = {"model": model, "optimizer": optimizer, "schedulers": schedulers, "seed": trainer.seed}
     mesh = getattr(getattr(trainer.backend, "mesh", None), "axes", None)
-    found |= {"backend": trainer.backend.name, "mesh": mesh, "processes": trainer.processes.count}
+    described |= {"backend": trainer.backend.name, "mesh": mesh, "processes": trainer.processes.count}
     for name in ("loop", "precision", "checkpoint", "logging"):
         setting = getattr(trainer, name)
-        found[name] = {f.name: getattr(setting, f.name) for f in fields(setting) if not f.name.startswith("_")}
-    found["loop"]["validation"] = vars(trainer.validation)
-    found["callbacks"] = [type(callback).__name__ for callback in trainer.callbacks.all]
-    return found
+        described[name] = {f.name: getattr(setting, f.name) for f in fields(setting) if not f.name.startswith("_")}
+    described["loop"]["validation"] = vars(trainer.validation)
+    described["callbacks"] = [type(callback).__name__ for callback in trainer.callbacks.all]
+    return described
 
 
 def _source(given: Any) -> Any:
@@ -87,10 +87,10 @@ def _source(given: Any) -> Any:
 
 def versions() -> dict[str, Any]:
     """The versions of Python, the platform and the relevant packages."""
-    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
+    result: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result

@@ -91,10 +91,10 @@ class Steps:
         def with_logged(step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             token = logged_in_step.set({})
             try:
-                found = step()
+                results = step()
                 logged = logged_in_step.get()
                 assert logged is not None
-                return {**found, **logged}
+                return {**results, **logged}
             finally:
                 logged_in_step.reset(token)
 
@@ -108,16 +108,16 @@ class Steps:
 
         def run_update(batch: Any) -> dict[str, torch.Tensor]:
             assert optimizer is not None
-            found = backward(batch)
+            results = backward(batch)
             precision.unscale(optimizer)
             hook("on_before_optimizer_step", optimizer)
             if clip_norm is not None:
-                found["grad_norm"] = torch.nn.utils.clip_grad_norm_(_trained(optimizer), clip_norm)
+                results["grad_norm"] = torch.nn.utils.clip_grad_norm_(_trained(optimizer), clip_norm)
             if clip_value is not None:
                 torch.nn.utils.clip_grad_value_(_trained(optimizer), clip_value)
             scale = precision.scale()
             if scale is not None:
-                found["loss_scale"] = scale
+                results["loss_scale"] = scale
             precision.step(optimizer)
             hook("on_after_optimizer_step", optimizer)
             for schedule in schedules:
@@ -127,7 +127,7 @@ class Steps:
             hook("on_before_optimizer_zero_grad", optimizer)
             optimizer.zero_grad()
             hook("on_after_optimizer_zero_grad", optimizer)
-            return found
+            return results
 
         def run_evaluation(batch: Any) -> tuple[dict[str, Any], Any]:
             def step() -> dict[str, Any]:

@@ -371,8 +371,8 @@ class Trainer:
         if saved is not None:  # before compile: loaded weights need not be initialized
             checkpoints.load_model(self, saved)
         elif weights is not None and not isinstance(weights, EllipsisType):
-            found = checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
-            self.callbacks.load_with_weights(found)
+            contents = checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
+            self.callbacks.load_with_weights(contents)
         if fresh:
             compiled = fl.compile(self.model, self.backend)
             schedules = [s for s in self.schedulers if construct.is_traced(s)]

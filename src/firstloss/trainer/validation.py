@@ -43,9 +43,9 @@ def run_validation(
         with preserved_random_state():
             for number, loader in enumerate(loaders):
                 trainer.callbacks("on_validation_start", trainer)
-                found = _evaluate(trainer, loader, loop, interrupts)
-                trainer.callbacks("on_validation_end", trainer, found)
-                metrics |= found if len(loaders) == 1 else {f"{k}_{number}": v for k, v in found.items()}
+                results = _evaluate(trainer, loader, loop, interrupts)
+                trainer.callbacks("on_validation_end", trainer, results)
+                metrics |= results if len(loaders) == 1 else {f"{k}_{number}": v for k, v in results.items()}
     finally:
         for module, training in modes:
             module.training = training
@@ -108,11 +108,11 @@ class Averages:
             self._read()
         if not self._weights:
             raise TrainerError("the validation loader yielded no batches.")
-        found = {f"val_{name}": self._sums[name] / self._weights[name] for name in self._sums}
+        averages = {f"val_{name}": self._sums[name] / self._weights[name] for name in self._sums}
         for name, metric in self._loop.metrics.items():
             value = float(metric.compute())
-            found[name if name.startswith("val_") else f"val_{name}"] = value
-        return found
+            averages[name if name.startswith("val_") else f"val_{name}"] = value
+        return averages
 
 
 def default_inputs(batch: Any, outputs: Any) -> tuple[Any, Any]:

@@ -116,8 +116,8 @@ class SummaryReader:
     def _events(self) -> list[Any]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        found = {file.parent for folder in self._folders for file in folder.rglob("events.out.tfevents.*")}
-        accumulators = [EventAccumulator(str(folder), size_guidance={"scalars": 0}) for folder in sorted(found)]
+        folders = {file.parent for folder in self._folders for file in folder.rglob("events.out.tfevents.*")}
+        accumulators = [EventAccumulator(str(folder), size_guidance={"scalars": 0}) for folder in sorted(folders)]
         for accumulator in accumulators:
             accumulator.Reload()
         return accumulators
@@ -138,10 +138,10 @@ class SummaryReader:
             raise SummaryError(f"there is no scalar {name!r}, only {', '.join(sorted(self.scalar_names())) or 'none'}.")
         if step is None:
             return events
-        found = next((event for event in events if event.step == step), None)
-        if found is None:
+        scalar_event = next((event for event in events if event.step == step), None)
+        if scalar_event is None:
             raise SummaryError(f"the scalar {name!r} has no step {step}, only {[event.step for event in events]}.")
-        return found
+        return scalar_event
 
     def tensor_names(self) -> set[str]:
         """The names of all tensors."""

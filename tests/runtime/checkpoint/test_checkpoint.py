@@ -1,4 +1,4 @@
-"""Loading gives what was saved."""
+"""Loading returns the saved values."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 import firstloss as fl
 from firstloss.runtime.checkpoint.file import DTYPES
 
-BIG = 40_000  # elements: enough to be left on disk
+BIG = 40_000  # elements: large enough to stay on disk
 
 
 def same(a, b):

@@ -18,7 +18,7 @@ SMALL = {"a": torch.arange(100.0), "b": {"c": torch.ones(3, 5, dtype=torch.bfloa
 
 
 def read_all(path):
-    """Load, and use every tensor."""
+    """Load, and read every tensor."""
     return torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, fl.load(path))
 
 
@@ -45,13 +45,14 @@ def test_a_flipped_bit_is_an_error_that_names_the_tensor(saved):
     path = tensors_of(saved)
     with safetensors.safe_open(path, "pt") as file:
         assert set(file.keys()) == {"a", "b.c", "big"}
-    flipped(path, path.stat().st_size - 400 - 30 - 10)  # what is not of whole 4 KiB comes last; before it, big's end
+    # the remainder after whole 4 KiB pages comes last; before it, the end of `big`
+    flipped(path, path.stat().st_size - 400 - 30 - 10)
     with pytest.raises(CheckpointError, match=f"{path.name}: (a|big|b.c) is damaged"):
         read_all(saved)
 
 
 def test_any_flipped_bit_is_found_or_changes_nothing(saved, tmp_path):
-    """Padding is the only place where a bit may flip unnoticed."""
+    """Padding is the only place where a flipped bit may go unnoticed."""
     expected = read_all(saved)
     chance = random.Random(0)
     refused = 0
@@ -61,13 +62,13 @@ def test_any_flipped_bit_is_found_or_changes_nothing(saved, tmp_path):
         at = chance.randrange(path.stat().st_size)
         flipped(path, at, 1 << chance.randrange(8))
         try:
-            found = read_all(tmp_path / "copy")
+            actual = read_all(tmp_path / "copy")
         except CheckpointError as error:
             refused += 1
             assert str(tmp_path / "copy") in str(error), trial
         else:
-            assert torch.equal(found["big"], expected["big"]) and found["n"] == expected["n"], (path, at)
-            assert torch.equal(found["a"], expected["a"]) and torch.equal(found["b"]["c"], expected["b"]["c"])
+            assert torch.equal(actual["big"], expected["big"]) and actual["n"] == expected["n"], (path, at)
+            assert torch.equal(actual["a"], expected["a"]) and torch.equal(actual["b"]["c"], expected["b"]["c"])
         shutil.rmtree(tmp_path / "copy")
     assert refused > 80
 

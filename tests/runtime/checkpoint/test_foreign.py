@@ -1,4 +1,4 @@
-"""Files of PyTorch and Hugging Face, read and written."""
+"""Reading and writing files of PyTorch and Hugging Face."""
 
 import pytest
 import safetensors.torch
@@ -48,7 +48,7 @@ def test_sharing_in_a_torch_file_is_kept(tmp_path):
     assert torch.equal(loaded["t"], w.t()) and torch.equal(loaded["rows"], w[3:9])
     assert torch.equal(loaded["half"].clone(), half[:, ::2]) and loaded["none"].shape == (0, 3)
     loaded["w"].zero_()
-    assert not loaded["t"].any() and not loaded["rows"].any()  # as in eager PyTorch: one memory
+    assert not loaded["t"].any() and not loaded["rows"].any()  # as in eager PyTorch: shared memory
 
 
 def test_loaded_tensors_can_be_saved_for_torch(tmp_path):
@@ -87,7 +87,7 @@ def test_ties_in_a_safetensors_file_are_kept(tmp_path):
 def test_hugging_face_folders_can_be_loaded(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = llama(hidden_size=64, intermediate_size=128)  # of several shards of 100 KB
+    model = llama(hidden_size=64, intermediate_size=128)  # several shards of 100 KB
     for name, size in (("one", "5GB"), ("many", "100KB")):
         model.save_pretrained(tmp_path / name, max_shard_size=size)
         loaded = fl.load(tmp_path / name)
@@ -96,7 +96,7 @@ def test_hugging_face_folders_can_be_loaded(tmp_path):
     shard.unlink()
     with pytest.raises(fl.errors.CheckpointError, match=f"{shard.name}, which .* refers to, is missing"):
         fl.load(tmp_path / "many")
-    # and from ours, by from_pretrained
+    # and from Firstloss's, by from_pretrained
     fl.save(model.state_dict(), tmp_path / "ours")
     model.config.save_pretrained(tmp_path / "ours")
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")

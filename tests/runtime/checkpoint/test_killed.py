@@ -1,7 +1,7 @@
-"""Killed at any moment, the last complete checkpoint loads.
+"""If a process is killed at any moment, the last complete checkpoint loads.
 
-The killing is done by a process of its own, which has imported what its children need and started no threads, so that
-they begin in milliseconds: `python test_killed.py FOLDER`.
+The kills are done by a separate process that has imported what its children need and started no threads, so that they
+start within milliseconds: `python test_killed.py FOLDER`.
 """
 
 import os
@@ -21,12 +21,12 @@ SIZES = [10, 300_000, 20_000]
 
 
 def content(number):
-    """A checkpoint in which everything says which one it is."""
+    """A checkpoint in which every value identifies the checkpoint."""
     return {"number": number, "tensors": [torch.full((n,), float(number)) for n in SIZES]}
 
 
 def number_of(path):
-    """Which one is at `path`, all of it."""
+    """The number of the checkpoint at `path`, after reading all of it."""
     state = fl.load(path)
     number = state["number"]
     for tensor, count in zip(state["tensors"], SIZES, strict=True):
@@ -35,27 +35,27 @@ def number_of(path):
 
 
 def killed(work, delay):
-    """Let a child do `work(tell)`, and kill it `delay` seconds after it first told something; returns what it told."""
-    ours, theirs = os.pipe()
+    """Run `work(tell)` in a child, and kill it `delay` seconds after it first told something; returns what it told."""
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.close(ours)
+        os.close(reader)
         try:
-            work(lambda number: os.write(theirs, number.to_bytes(4, "little")))
+            work(lambda number: os.write(writer, number.to_bytes(4, "little")))
         finally:
             os._exit(1)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        told = [int.from_bytes(pipe.read(4), "little")]
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        numbers = [int.from_bytes(pipe.read(4), "little")]
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
         rest = pipe.read()
-    return told + [int.from_bytes(rest[i : i + 4], "little") for i in range(0, len(rest), 4)]
+    return numbers + [int.from_bytes(rest[i : i + 4], "little") for i in range(0, len(rest), 4)]
 
 
 def kill_savers(path, chance):
-    """Savers of one folder again and again, until enough were killed amid a save."""
+    """Kill processes that save to one folder, repeatedly, until enough of them were killed during a save."""
     last, kills, amid = 0, 0, 0
     fl.save(content(0), path)
     while kills < KILLS or amid < KILLS // 4:
@@ -67,16 +67,20 @@ def kill_savers(path, chance):
                 fl.save(content(number), path)
                 tell(number)
 
-        told = killed(work, chance.random() * 0.03)
+        numbers = killed(work, chance.random() * 0.03)
         amid += len(os.listdir(path)) > 2
         last = number_of(path)
-        assert last in (told[-1], told[-1] + 1)  # the one that was told, or one killed between the rename and telling
+        assert last in (
+            numbers[-1],
+            numbers[-1] + 1,
+        )  # the one that was told, or one killed between the rename and telling
     fl.save(content(1), path)
-    assert len(os.listdir(path)) == 2  # what the dead left behind is gone
+    assert len(os.listdir(path)) == 2  # temporary files of killed processes have been removed
 
 
 def kill_first_savers(folder, chance):
-    """Savers of folders that are new, until some were killed before it was there, and some after."""
+    """Kill processes that save to new folders, until some were killed before the checkpoint was complete, and some
+    after."""
     path, number, outcomes = os.path.join(folder, "new"), 0, []
     while number < 20 or len(set(outcomes)) < 2:
         number += 1

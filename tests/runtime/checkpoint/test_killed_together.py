@@ -1,7 +1,7 @@
-"""Two processes save together, each its half of every tensor, and one is killed: whichever, and wherever it asks the
-system for anything. The last complete checkpoint loads, and the next save is whole and leaves nothing behind.
+"""Two processes save together, each half of every tensor, and one of them is killed, at any system call. The last
+complete checkpoint loads, and the next save is complete and leaves nothing else behind.
 
-The killing is done by a process of its own that has no threads: `python test_killed_together.py FOLDER`.
+The kills are done by a separate process without threads: `python test_killed_together.py FOLDER`.
 """
 
 import mmap
@@ -27,7 +27,7 @@ def content(number):
 
 
 def number_of(path):
-    """Which one is at `path`, all of it."""
+    """The number of the checkpoint at `path`, after reading all of it."""
     state = fl.load(path)
     for tensor, count in zip(state["tensors"], SIZES, strict=True):
         assert torch.equal(tensor, torch.full((count,), float(state["number"])))
@@ -35,8 +35,8 @@ def number_of(path):
 
 
 class Pair:
-    """Two processes that wait for each other by counting in shared memory; who waits for a dead one waits until it is
-    killed, too, as JAX does it."""
+    """Two processes with a barrier in shared memory; one that waits for a dead one waits until it is killed too, as in
+    JAX."""
 
     count = 2
 
@@ -53,13 +53,13 @@ class Pair:
         if self.index == 0:
             self._shared[64:128] = text.encode().ljust(64)
         self.wait()
-        said = self._shared[64:128].decode().strip()
+        agreed = self._shared[64:128].decode().strip()
         self.wait()
-        return said
+        return agreed
 
 
 def halves(name, tensor):
-    """Each process has a half of it."""
+    """Each process has one half."""
     size, half = len(tensor), len(tensor) // 2
     for owner, (begin, end) in enumerate(((0, half), (half, size))):
         read = lambda begin=begin, end=end: tensor[begin:end]  # noqa: E731
@@ -67,15 +67,15 @@ def halves(name, tensor):
 
 
 def save_in(pair, path, number, moment):
-    """In one of the two: save, and die when it asks the system for the `moment`th time."""
+    """In one of the two processes: save, and die at the `moment`th system call."""
     checkpoint.processes = lambda backend=None: pair
     sources._parts = halves
-    state, asked, sync = content(number), 0, os.fsync
+    state, calls, sync = content(number), 0, os.fsync
 
     def ask(*_):
-        nonlocal asked
-        asked += 1
-        if asked == moment:
+        nonlocal calls
+        calls += 1
+        if calls == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if moment:
@@ -85,7 +85,7 @@ def save_in(pair, path, number, moment):
 
 
 def save_together(path, number, victim=None, moment=0):
-    """Save; if `victim` is one of them, it is killed at that moment. Whether it was."""
+    """Save; if `victim` is one of them, it is killed at that moment. Returns whether it was."""
     shared = mmap.mmap(-1, 4096)
     children = []
     for index in range(2):
@@ -105,7 +105,7 @@ def save_together(path, number, victim=None, moment=0):
     died = os.WIFSIGNALED(status)
     assert died or status == 0
     if died:
-        time.sleep(0.01)  # the other one goes on for a while
+        time.sleep(0.01)  # the other process continues for a while
         os.kill(children[1 - victim], signal.SIGKILL)
     os.waitpid(children[1 - victim], 0)
     return died
@@ -121,15 +121,15 @@ def kill_each(folder, victim, new):
         died = save_together(path, number + 1, victim, moment)
         if not died:
             break
-        there = number_of(path) if os.path.exists(path) else None
-        assert there in ((None, number + 1) if new else (number, number + 1)), (moment, there, number)
-        outcomes.add(there == number + 1)
+        present = number_of(path) if os.path.exists(path) else None
+        assert present in ((None, number + 1) if new else (number, number + 1)), (moment, present, number)
+        outcomes.add(present == number + 1)
         number += 2
-        fl.save(content(number), path)  # by one process: without two forks
+        fl.save(content(number), path)  # in one process: without two forks
         assert number_of(path) == number and len(os.listdir(path)) == 2
         assert not any(name.endswith(".part") for name in os.listdir(folder))
     assert number_of(path) == number + 1 and len(os.listdir(path)) == 3  # the index, and two files of tensors
-    # Process 0 opens, renames and removes; the other one writes its file.
+    # Process 0 opens, renames and removes; the other one only writes its file.
     assert moment > (20 if victim == 0 else 3) and outcomes >= ({True, False} if victim == 0 else {False}), moment
     print(f"process {victim} of 2, {'a new folder' if new else 'in place'}: killed at {moment - 1} moments")
 

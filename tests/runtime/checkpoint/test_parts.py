@@ -1,4 +1,4 @@
-"""Tensors saved as shards, and slices of tensors read alone."""
+"""Tensors saved as shards, and slices of tensors read separately."""
 
 import itertools
 import math
@@ -17,13 +17,13 @@ from firstloss.runtime.checkpoint.tensors import Tensors
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Many checksums a tensor, and no tensor too small to be left on disk."""
+    """Many checksums per tensor, and no tensor too small to stay on disk."""
     monkeypatch.setattr(checkpoint_file, "PIECE", 64)
     monkeypatch.setattr(checkpoint_tensors, "SMALL_BYTES", 0)
 
 
 def parts_of(tensor, cuts):
-    """`tensor` cut into `cuts[d]` equal parts along each dimension d."""
+    """`tensor` split into `cuts[d]` equal parts along each dimension d."""
     shape = tuple(n // c for n, c in zip(tensor.shape, cuts, strict=True))
     out = []
     for place in itertools.product(*map(range, cuts)):
@@ -35,7 +35,7 @@ def parts_of(tensor, cuts):
 
 @st.composite
 def cut_tensors(draw):
-    """A shape, how it is cut, and a box in it."""
+    """A shape, how it is split, and a box in it."""
     cuts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     shape = [c * draw(st.integers(1, 4)) for c in cuts]
     ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]

@@ -1,7 +1,7 @@
 """Run by test_on_gpu.py in a separate process: the XLA backend as on a GPU shared with PyTorch, on the CPU.
 
-Nothing takes JAX's device for this machine's CPU, whose memory it is nevertheless: what is written there through DLPack
-is written without a copy, as on a GPU; and the kernels that make weights are those of the GPU, compiled as C.
+The runtime does not recognize JAX's device as this CPU, although its memory is: writes through DLPack are made without
+a copy, as on a GPU; and weights are computed by the GPU kernels, compiled as C.
 """
 
 import functools
@@ -21,10 +21,10 @@ from tests.gpu.emulated import HostLauncher
 
 
 def elsewhere():
-    """Have every module ask whether it is on a CPU in vain."""
-    asked = lazy_jax.on_cpu
+    """Let every module's check for a CPU device return False."""
+    original = lazy_jax.on_cpu
     for module in list(sys.modules.values()):
-        if getattr(module, "on_cpu", None) is asked:
+        if getattr(module, "on_cpu", None) is original:
             module.on_cpu = lambda: False
 
 
@@ -40,10 +40,10 @@ make = functools.partial(
 counts = []
 
 
-def counted(values, *given, **how):
-    found = make(values, *given, **how)
-    counts.append((len(found), len(values)))
-    return found
+def counted(values, *args, **how):
+    weights = make(values, *args, **how)
+    counts.append((len(weights), len(values)))
+    return weights
 
 
 weights.make = counted
@@ -51,10 +51,10 @@ attempts = []
 attempt = first_loss.FirstLoss.attempt
 
 
-def noted(self, *given):
-    found = attempt(self, *given)
-    attempts.append((self._device, found is not None))
-    return found
+def noted(self, *args):
+    result = attempt(self, *args)
+    attempts.append((self._device, result is not None))
+    return result
 
 
 first_loss.FirstLoss.attempt = noted
@@ -96,11 +96,11 @@ expected, _, eager = trained(False)
 for a, b in zip(losses, expected, strict=True):
     assert abs(a - b) <= 1e-4 * abs(b), (losses, expected)
 assert counts and counts[0][0] == counts[0][1] == len(list(eager.parameters())), counts
-assert len(set(pointers)) == 1, pointers  # donated, step after step
+assert len(set(pointers)) == 1, pointers  # donated at every step
 if sys.argv[1] == "eager":
     assert attempts == [(HERE, True)], attempts
     assert losses[0] == expected[0], (losses[0], expected[0])
 else:
     assert not attempts
 for (name, a), (_, b) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-    assert torch.allclose(a.detach().cpu(), b, rtol=1e-3, atol=1e-4), name
+    assert torch.allclose(a.detach().cpu(), b, rtol=1e-3, atol=1e-4), name  # float32, other kernels

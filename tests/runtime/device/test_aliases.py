@@ -1,6 +1,6 @@
 """Aliases that a constructor creates between weights, buffers, attributes and outside memory.
 
-They are as eager PyTorch has them, whether weights are captured or moved at once.
+They are as in eager PyTorch, whether weights are captured or moved at once.
 """
 
 import copy
@@ -12,7 +12,7 @@ from torch import nn
 
 import firstloss as fl
 
-OUTSIDE: list = []  # what a constructor leaves with somebody else
+OUTSIDE: list = []  # references that a constructor stores elsewhere
 
 
 def _tied_by_data(s):
@@ -156,9 +156,9 @@ def _program(alias, backend, lazy):
 @pytest.mark.parametrize("lazy", [True, False], ids=["captured", "at once"])
 @pytest.mark.parametrize("alias", ALIASES, ids=lambda f: f.__name__.strip("_"))
 def test_aliases_from_a_constructor_are_kept(folder, alias, lazy):
-    ours = _program(alias, fl.backend("XLA", artifact_dir=folder), lazy)
-    theirs = _program(alias, None, lazy)
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
-        # Sums of float32 in another order, over three steps.
+    traced = _program(alias, fl.backend("XLA", artifact_dir=folder), lazy)
+    eager = _program(alias, None, lazy)
+    assert len(traced) == len(eager)
+    for a, b in zip(traced, eager, strict=True):
+        # float32 sums in another order, over three steps.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

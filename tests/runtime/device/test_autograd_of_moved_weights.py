@@ -1,4 +1,4 @@
-"""Weights used before they come to the backend: hooks, graphs and views continue as in eager PyTorch."""
+"""Weights used before they are moved to the backend: hooks, graphs and views continue as in eager PyTorch."""
 
 import warnings
 
@@ -17,7 +17,7 @@ def situation(make):
     return make
 
 
-# Each does something with a model, moves it, goes on, and returns what is to be compared.
+# Each uses a model, moves it, continues, and returns the values to compare.
 
 
 @situation
@@ -134,7 +134,7 @@ def hook_of_a_result_kept(m, move, x, log):
 
 @situation
 def gradient_of_a_result(m, move, x, log):
-    """As of a weight that an optimizer with `differentiable=True` steps."""
+    """Like a weight that an optimizer with `differentiable=True` steps."""
     m.fast = m.lin.weight.clone()
     m.fast.grad = torch.ones_like(m.fast)
     move()
@@ -164,8 +164,8 @@ def run(what, backend, how):
     m = Model().double()
     x, log = torch.randn(5, 3, dtype=torch.float64), []
     what(m, lambda: how(m, backend), x, log)
-    found = [None if p.grad is None else p.grad.detach().tolist() for p in m.parameters()]
-    return found, [p.detach().tolist() for p in m.parameters()], log
+    gradients = [None if p.grad is None else p.grad.detach().tolist() for p in m.parameters()]
+    return gradients, [p.detach().tolist() for p in m.parameters()], log
 
 
 @pytest.mark.parametrize("what", SITUATIONS.values(), ids=SITUATIONS)
@@ -183,7 +183,7 @@ KEPT = {
 
 
 def losses(backend, prepare, loss):
-    """Of four steps of a model that is prepared before it comes to the backend."""
+    """Losses of four steps of a model prepared before it is moved to the backend."""
     torch.manual_seed(0)
     m = Model().double()
     prepare(m)
@@ -201,7 +201,7 @@ def test_a_view_of_a_weight_is_trained_with_it(kept, tmp_path):
         return (out @ tied.t()).square().mean()
 
     eager, traced = on_both(lambda backend: losses(backend, kept, loss), tmp_path)
-    # Sums of a few numbers in another order, in float64, in four steps.
+    # Sums of a few numbers in another order, in float64, over four steps.
     assert traced == pytest.approx(eager, rel=1e-12)
 
 
@@ -226,7 +226,7 @@ def test_a_hook_from_before_the_move_runs_in_a_step(kind, tmp_path):
 def test_a_sparse_weight_is_refused_by_name(layout, kind, tmp_path):
     m = Model()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's, of a layout in beta
+        warnings.simplefilter("ignore")  # PyTorch's warning about a layout in beta
         sparse = torch.eye(3).to_sparse(layout=getattr(torch, layout))
     if kind == "parameter":
         m.table = nn.Parameter(sparse)

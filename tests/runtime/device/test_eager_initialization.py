@@ -13,7 +13,7 @@ from tests.small_training import training_step
 
 
 def on_host(tensors):
-    """The bytes of `tensors` that the host holds, edits that are under way included."""
+    """The bytes of `tensors` in host memory, pending edits included."""
     total = 0
     for t in tensors:
         if type(t) is not DeferredTensor:
@@ -24,9 +24,9 @@ def on_host(tensors):
 
 
 class Block(nn.Module):
-    """Two layers and a weight of its own, which it fills after its layers are there."""
+    """Two layers and a weight of its own, which is filled after its layers."""
 
-    made: list = []
+    created: list = []
     most = 0
 
     def __init__(self):
@@ -35,8 +35,8 @@ class Block(nn.Module):
         self.first = nn.Linear(64, 64)
         self.second = nn.Linear(64, 64, bias=False)
         nn.init.normal_(self.scale)
-        Block.made += list(self.parameters())
-        Block.most = max(Block.most, on_host(Block.made))
+        Block.created += list(self.parameters())
+        Block.most = max(Block.most, on_host(Block.created))
 
 
 class Model(nn.Module):
@@ -53,7 +53,7 @@ class Model(nn.Module):
     def _init(self, module):
         if isinstance(module, nn.Linear):
             module.weight.data.normal_(0, 0.02)
-            Block.most = max(Block.most, on_host(Block.made))
+            Block.most = max(Block.most, on_host(Block.created))
 
     def forward(self, x):
         for block in self.blocks:
@@ -69,13 +69,13 @@ def construct(backend, make):
 
 
 def equal(a, b):
-    ours, theirs = dict(a.state_dict()), dict(b.state_dict())
-    assert ours.keys() == theirs.keys()
-    return all(torch.equal(ours[name].clone(), theirs[name]) for name in ours)
+    traced, eager = dict(a.state_dict()), dict(b.state_dict())
+    assert traced.keys() == eager.keys()
+    return all(torch.equal(traced[name].clone(), eager[name]) for name in traced)
 
 
 def test_the_host_holds_the_weights_of_one_module_at_a_time(backend):
-    Block.made, Block.most = [], 0
+    Block.created, Block.most = [], 0
     model = construct(backend, Model)
     sizes = [sum(p.numel() * p.itemsize for p in m.parameters(recurse=False)) for m in model.modules()]
     assert 0 < Block.most <= max(sizes)
@@ -100,13 +100,13 @@ def test_training_matches_eager(backend):
     torch.manual_seed(0)
     reference = Model()
     step = training_step(fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=1e-6))
-    theirs = torch.optim.SGD(reference.parameters(), lr=1e-6)
+    eager = torch.optim.SGD(reference.parameters(), lr=1e-6)
     x = torch.randn(2, 64)
     for _ in range(3):
         expected = reference(x).square().mean()
         expected.backward()
-        theirs.step()
-        theirs.zero_grad()
+        eager.step()
+        eager.zero_grad()
         # float32 sums in another order
         torch.testing.assert_close(step(x).clone(), expected.detach(), rtol=1e-5, atol=0)
 
@@ -171,7 +171,7 @@ def loaded(model):
 
 @pytest.mark.parametrize("change", [converted, loaded])
 def test_weights_can_be_swapped_during_construction(change, backend):
-    """`torch.utils.swap_tensors` refuses tensors that somebody refers to weakly."""
+    """`torch.utils.swap_tensors` refuses tensors that have weak references."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Memory of torch and the device."""
+"""Memory shared by torch and the device."""
 
 import jax
 import pytest
@@ -85,5 +85,5 @@ def test_whole_writes_of_a_weight_are_in_place(tmp_path):
         address = cell.host().data_ptr()
         before = cell.array()
         assert before.unsafe_buffer_pointer() == address and float(before.sum()) == 2.0 * 512 * 512
-        model.weight[0, 0] = 5.0  # the array that was given away stays as it is
+        model.weight[0, 0] = 5.0  # the exported array is unchanged
         assert float(before[0, 0]) == 2.0 and float(cell.array()[0, 0]) == 5.0

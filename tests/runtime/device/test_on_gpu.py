@@ -1,8 +1,6 @@
 """The XLA backend on a GPU shared with PyTorch, as far as it can be tested with the CPU in place of the GPU."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import firstloss as fl
 from firstloss.compat.torch_names import DisableTorchDispatch
 from firstloss.runtime.device import on_gpu
 from firstloss.runtime.step import first_loss
+from tests import forked
 from tests.gpu.emulated import compiler, vectorised
 from tests.small_training import build, training_step
 
@@ -24,10 +23,8 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.skipif(not vectorised(), reason="PyTorch's normals are not those of AVX2 on this machine")
 @pytest.mark.parametrize("first", ["eager", "compiled"])
 def test_weights_are_made_in_xlas_memory_and_donated_from_there(first):
-    """By kernels of ours; the first loss by PyTorch's, in the same memory."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    command = [sys.executable, "-m", "tests.runtime.device.simulated_gpu", first]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    """Firstloss's kernels compute the weights, and PyTorch's the first loss, in the same memory."""
+    done = forked.run(["-m", "tests.runtime.device.simulated_gpu", first], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -41,8 +38,8 @@ def test_jax_leaves_memory_to_pytorch_unless_told_otherwise(said, monkeypatch):
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     on_gpu.disable_preallocation()
-    found = {name: os.environ[name] for name in on_gpu._SHARES if name in os.environ}
-    assert found == (said or {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    variables = {name: os.environ[name] for name in on_gpu._SHARES if name in os.environ}
+    assert variables == (said or {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 def test_without_a_gpu_nothing_is_made_there():
@@ -50,7 +47,7 @@ def test_without_a_gpu_nothing_is_made_there():
 
 
 class Attends(nn.Module):
-    """Tensors that the forward pass makes, with a device and without, and attention."""
+    """The forward pass creates tensors, with and without a device, and uses attention."""
 
     def __init__(self):
         super().__init__()
@@ -67,21 +64,19 @@ class Attends(nn.Module):
 
 
 def test_all_of_a_first_loss_is_computed_on_its_device(tmp_path, monkeypatch):
-    """On the meta device in a GPU's place: no kernel there takes a tensor of another, and no result is elsewhere."""
+    """With the meta device in place of the GPU: no kernel gets tensors on two devices, and every result is on it."""
     seen, attempt = [], first_loss.FirstLoss.attempt
-    monkeypatch.setattr(
-        first_loss.FirstLoss, "attempt", lambda self, *given: seen.append(self) or attempt(self, *given)
-    )
+    monkeypatch.setattr(first_loss.FirstLoss, "attempt", lambda self, *args: seen.append(self) or attempt(self, *args))
     _, optimizer, compiled = build(fl.backend("XLA", artifact_dir=tmp_path), Attends)
     step = training_step(compiled, optimizer, lambda module, x: F.cross_entropy(module(x).flatten(0, 1), x.flatten()))
     step(torch.randint(20, (2, 5)))
-    (found,) = seen
+    (program,) = seen
     kernels = first_loss.Kernels(None, torch.device("meta"))
     with DisableTorchDispatch():
-        for value in found.inputs:
+        for value in program.inputs:
             kernels.buffers[value] = kernels.allocate(value)
-        for node in found._nodes:
+        for node in program._nodes:
             kernels.run([node])
-    names = {str(node.op) for node in found._nodes}
+    names = {str(node.op) for node in program._nodes}
     assert any("scaled_dot_product" in name for name in names) and any("arange" in name for name in names), names
     assert {buffer.device.type for buffer in kernels.buffers.values()} == {"meta"}

@@ -12,7 +12,7 @@ from firstloss.runtime.device import placement
 
 @pytest.fixture
 def backend(tmp_path):
-    for thread in making():  # another test's, which may have ended before them
+    for thread in making():  # created by another test, which may have ended before them
         thread.join()
     return fl.backend("XLA", artifact_dir=tmp_path)
 
@@ -41,19 +41,19 @@ def test_a_read_starts_deferred_work(backend):
 def test_unreferenced_weights_are_not_made(backend):
     state = behind(backend, 300, 200)
     pending = state._storage.resident._pending
-    begun = []
-    pending.begin = lambda: begun.append(True)
+    started = []
+    pending.begin = lambda: started.append(True)
     del state
     gc.collect()
     waiting = len(placement._pending_after_first_loss)
     del pending
     gc.collect()
     placement.start_waiting_materializations()
-    assert waiting and not begun and not placement._pending_after_first_loss
+    assert waiting and not started and not placement._pending_after_first_loss
 
 
 def test_a_weight_may_have_the_shape_of_its_source(backend):
-    """Memory is asked for by shape, all at once; recipes need more of a shape than there are weights."""
+    """Memory is allocated by shape, all at once; recipes may need more arrays of a shape than there are weights."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -74,7 +74,7 @@ def test_a_weight_may_have_the_shape_of_its_source(backend):
 
 
 def test_the_process_waits_for_the_thread_at_exit():
-    """A daemon would go on drawing while the interpreter is taken down under it, and crash the process."""
+    """A daemon thread would go on drawing while the interpreter shuts down, and crash the process."""
     gate = threading.Event()
     state = placement._Materialization(lambda: gate.wait(60) and {})
     state.begin()

@@ -1,7 +1,7 @@
-"""The memory of a tensor on the backend, accessed past PyTorch's dispatcher, is as in eager PyTorch.
+"""Access to the memory of a tensor on the backend without PyTorch's dispatcher behaves as in eager PyTorch.
 
-Each case runs one program eagerly and on the backend: who gets at the memory of a tensor (a way), of what kind, when,
-and goes on to look at it and edit it between steps.
+Each case runs one program eagerly and on the backend: code accesses a tensor's memory in one of several ways, for one
+kind of tensor, at some time, and keeps reading and editing it between steps.
 """
 
 import copy
@@ -25,11 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 NUMPYS = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.int16, torch.int64: np.int64}
 
 
-# -- ways to get at the memory of a tensor: each gives an array of numpy's on it --------------------------------------
+# -- ways to access a tensor's memory: each returns a NumPy array of it
+# -------------------------------------------------
 
 
 def _at(address, like):
-    """An array on raw memory, laid out as `like`: what C++ would do with a pointer."""
+    """An array at a raw address, laid out like `like`: as C++ would use a pointer."""
     kind = np.dtype(NUMPYS[like.dtype])
     if not like.numel():
         return np.empty(tuple(like.shape), kind)
@@ -40,7 +41,7 @@ def _at(address, like):
 
 
 def _bits(t):
-    """What numpy takes of it."""
+    """The tensor in a dtype that NumPy supports."""
     return t.view(torch.int16) if t.dtype == torch.bfloat16 else t
 
 
@@ -82,7 +83,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.big = nn.Parameter(torch.randn(160, 128))  # more than 64 KiB: memory of the device's own
+        self.big = nn.Parameter(torch.randn(160, 128))  # more than 64 KiB: memory owned by the device
         self.small = nn.Parameter(torch.randn(4, 3))
         self.column_major = nn.Parameter(torch.randn(3, 5).t())
         self.big_column_major = nn.Parameter(torch.randn(128, 160).t())
@@ -146,16 +147,16 @@ class Run:
         return loss
 
 
-def close(ours, theirs, what=""):
+def close(traced, eager, what=""):
     # A step's sums in another order: a few units in the last place of float32, and of bfloat16.
-    half = ours.dtype == np.int16
+    half = traced.dtype == np.int16
     if half:
-        ours, theirs = (torch.from_numpy(a.copy()).view(torch.bfloat16).float().numpy() for a in (ours, theirs))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-2 if half else 1e-5, atol=1e-6, err_msg=what)
+        traced, eager = (torch.from_numpy(a.copy()).view(torch.bfloat16).float().numpy() for a in (traced, eager))
+    np.testing.assert_allclose(traced, eager, rtol=1e-2 if half else 1e-5, atol=1e-6, err_msg=what)
 
 
 def _edit(held):
-    """An edit through numpy, of what can be edited."""
+    """Edit writable arrays through NumPy."""
     if held.size and held.flags.writeable and 0 not in held.strides:
         held[...] = (
             held + 3
@@ -165,7 +166,7 @@ def _edit(held):
 
 
 def program(run, way, moment):
-    """What somebody sees who takes hold of memory of all kinds at `moment`, keeps it, and edits it between steps."""
+    """The values seen by code that gets memory of all kinds at `moment`, keeps it, and edits it between steps."""
     if moment != "before the first step":
         loss = run.step(run.x)
         if moment == "between steps":
@@ -178,7 +179,7 @@ def program(run, way, moment):
 
     look("when it was taken")
     run.step(run.x)
-    look("after a step")  # which may be under way
+    look("after a step")  # which may still be running
     for kind, array in held.items():
         _edit(array)
         seen.append((f"{kind}, by PyTorch, edited", _bits(KINDS[kind](run.model)).clone().numpy()))
@@ -208,11 +209,11 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def backend(folder):
-    """A backend that compiles what all tests compile once."""
+    """A backend that compiles everything that the tests share once."""
     return fl.backend("XLA", artifact_dir=folder)
 
 
-# One way at each moment, and each of the others at one.
+# One way at each time, and each of the others at one time.
 OFTEN = [(way, MOMENTS[n % 3]) for n, way in enumerate(WAYS)] + [("numpy", moment) for moment in MOMENTS]
 
 
@@ -225,9 +226,9 @@ OFTEN = [(way, MOMENTS[n % 3]) for n, way in enumerate(WAYS)] + [("numpy", momen
     ],
 )
 def test_numpy_and_pointers_show_the_weights_own_memory(backend, way, moment):
-    theirs = program(Run(), WAYS[way], moment)
-    ours = program(Run(backend), WAYS[way], moment)
-    for (what, a), (also, b) in zip(ours, theirs, strict=True):
+    eager = program(Run(), WAYS[way], moment)
+    traced = program(Run(backend), WAYS[way], moment)
+    for (what, a), (also, b) in zip(traced, eager, strict=True):
         assert what == also and a.dtype == b.dtype and a.shape == b.shape, what
         close(a, b, what)
 
@@ -236,7 +237,7 @@ def test_numpy_and_pointers_show_the_weights_own_memory(backend, way, moment):
 
 
 class Tied(nn.Module):
-    """Weights that share memory, whole and in part, and one that is laid out otherwise."""
+    """Weights that share memory, fully and in part, and one with another layout."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +258,7 @@ class Tied(nn.Module):
 def trained(backend=None, steps=3):
     run = Run(backend, lambda p: torch.optim.AdamW(p, 0.01), Tied)
     for _ in range(steps):
-        run.step(run.x)  # the last is under way
+        run.step(run.x)  # the last step is still running
     return run
 
 
@@ -319,7 +320,7 @@ def test_saved_values_are_current(backend, tmp_path, saver):
     loaded = SAVERS[saver](run.model.state_dict(), tmp_path)
     for name, value in loaded.items():
         assert torch.equal(value, run.model.state_dict()[name].clone().to(value.dtype)), name
-    run.step(run.x).item()  # a copy stays what it was
+    run.step(run.x).item()  # a copy is unchanged
     assert not torch.equal(loaded["middle.weight"], run.model.middle.weight.detach().clone())
     again = SAVERS[saver](run.model.state_dict(), tmp_path)
     for name, value in again.items():
@@ -336,31 +337,31 @@ def _sharing(state):
 
 @pytest.mark.parametrize("saver", ["torch.save", "pickle", "copy.deepcopy"])
 def test_ties_and_views_are_saved_as_ties_and_views(backend, tmp_path, saver):
-    ours, theirs = trained(backend), trained()
-    expected = _sharing(theirs.model.state_dict())
+    traced, eager = trained(backend), trained()
+    expected = _sharing(eager.model.state_dict())
     assert expected == [["embed.weight", "head.weight"], ["first_rows", "middle.weight"]]
-    assert _sharing(ours.model.state_dict()) == expected
-    loaded = SAVERS[saver](ours.model.state_dict(), tmp_path)
-    also = SAVERS[saver](theirs.model.state_dict(), tmp_path)
+    assert _sharing(traced.model.state_dict()) == expected
+    loaded = SAVERS[saver](traced.model.state_dict(), tmp_path)
+    also = SAVERS[saver](eager.model.state_dict(), tmp_path)
     assert _sharing(loaded) == _sharing(also)
 
 
 @pytest.mark.parametrize("saver", ["torch.save", "pickle"])
 def test_a_model_and_its_optimizer_can_be_saved(backend, tmp_path, saver):
-    ours, theirs = trained(backend), trained()
+    traced, eager = trained(backend), trained()
     (model, state), (also, other) = (
-        SAVERS[saver]((run.model, run.optimizer.state_dict()), tmp_path) for run in (ours, theirs)
+        SAVERS[saver]((run.model, run.optimizer.state_dict()), tmp_path) for run in (traced, eager)
     )
     assert [(n, type(p), p.requires_grad) for n, p in model.named_parameters()] == [
         (n, type(p), p.requires_grad) for n, p in also.named_parameters()
     ]
     assert model.head.weight is model.embed.weight
     for name, value in model.state_dict().items():
-        assert type(value) is torch.Tensor and torch.equal(value, ours.model.state_dict()[name].clone()), name
+        assert type(value) is torch.Tensor and torch.equal(value, traced.model.state_dict()[name].clone()), name
     assert state["state"].keys() == other["state"].keys()
     for i, entries in state["state"].items():
         for key, value in entries.items():
-            now = ours.optimizer.state_dict()["state"][i][key]
+            now = traced.optimizer.state_dict()["state"][i][key]
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(now).clone()), key
 
 
@@ -378,10 +379,10 @@ def test_safetensors_save_model_and_load_model_round_trip(backend, tmp_path):
         assert torch.equal(run.model.state_dict()[name].clone(), value), name
         assert torch.equal(other.state_dict()[name], value), name
     assert run.model.head.weight is run.model.embed.weight
-    want, got = trained(), run
-    theirs = [want.step(want.x).item() for _ in range(2)]
+    want, actual = trained(), run
+    eager = [want.step(want.x).item() for _ in range(2)]
     want.model.load_state_dict(before)
-    assert [got.step(got.x).item() for _ in range(2)] and theirs
+    assert [actual.step(actual.x).item() for _ in range(2)] and eager
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -414,7 +415,7 @@ def test_transformers_save_pretrained_round_trips(backend, tmp_path, tied):
         assert losses[-1] == pytest.approx(step(tokens).item(), rel=1e-5)
 
 
-# -- memory that others hold when a model comes to the backend --------------------------------------------------------
+# -- memory with other owners when a model is moved to the backend -----------------------------------------------------
 
 
 def _numpy_parameter():
@@ -499,10 +500,10 @@ HELD = {
 
 
 class Around(nn.Module):
-    def __init__(self, made):
+    def __init__(self, inner):
         super().__init__()
         self.before = nn.Linear(4, 4)
-        self.inner = made
+        self.inner = inner
         self.after = nn.Linear(3, 3)
 
     def forward(self, x):
@@ -557,16 +558,16 @@ def test_memory_shared_before_stays_shared(backend, held, where):
             seen += [look().copy(), model.inner.weight.detach().clone().numpy(), np.array(loss.item())]
         return seen
 
-    ours, theirs = program(backend), program(None)
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    traced, eager = program(backend), program(None)
+    for i, (a, b) in enumerate(zip(traced, eager, strict=True)):
         close(a, b, f"look {i}")
 
 
-# -- `weight.data = ...` and `set_`: another memory -------------------------------------------------------------------
+# -- `weight.data = ...` and `set_`: other memory ----------------------------------------------------------------------
 
 
 def _swap_for_evaluation(m, held):
-    """What exponential moving averages are swapped in by."""
+    """How exponential moving averages are swapped in."""
     backup = m.small.data
     m.small.data = torch.full((4, 3), 0.5)
     held += [m.small.detach().clone(), backup.clone()]
@@ -668,8 +669,8 @@ def test_a_weight_can_get_other_memory(backend, assign, steps):
         run.step(run.x)
         return held + [p.detach().clone() for p in run.model.parameters()]
 
-    ours, theirs = program(Run(backend)), program(Run())
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    traced, eager = program(Run(backend)), program(Run())
+    for i, (a, b) in enumerate(zip(traced, eager, strict=True)):
         close(_bits(a).numpy(), _bits(b).numpy(), f"value {i}")
 
 
@@ -718,7 +719,7 @@ def test_a_step_can_use_a_weight_and_a_real_alias(backend, view, write):
 
 @pytest.mark.parametrize("begin, end", [(0, 20), (5, 20), (0, 10), (5, 10)])
 def test_a_step_can_use_memory_that_contains_a_weight(backend, begin, end):
-    """Right if all of the tensor is the weight's, an error if it is partly so."""
+    """Supported if the weight covers the whole tensor, an error if it covers a part."""
     run = Run(backend)
     vector = torch.arange(30.0) / 30
     run.model.small.data = vector[3:15].view(4, 3)
@@ -732,13 +733,13 @@ def test_a_step_can_use_memory_that_contains_a_weight(backend, begin, end):
     with torch.no_grad():
         if (begin, end) == (5, 10):
             assert step(run.x).item() == pytest.approx(expected, rel=1e-6)  # float32
-            assert part.sum().item() * run.x.item() == pytest.approx(expected, rel=1e-6)
+            assert part.sum().item() * run.x.item() == pytest.approx(expected, rel=1e-6)  # float32
         else:
             with pytest.raises(fl.errors.TraceError, match="partly overlap in memory"):
                 step(run.x)
 
 
-# -- what it costs, and how long it lasts -----------------------------------------------------------------------------
+# -- cost and lifetime -------------------------------------------------------------------------------------------------
 
 
 def test_released_memory_returns_to_the_device(backend):
@@ -753,7 +754,7 @@ def test_released_memory_returns_to_the_device(backend):
         run.step(run.x)
         run.step(run.x)
         assert not run.model.big._storage.resident.is_exported
-        assert run.model.big._storage.resident.current is not None  # what the next step takes, without a question
+        assert run.model.big._storage.resident.current is not None  # the fast path of the next step
     address = run.model.big.data_ptr()
     for _ in range(3):
         run.step(run.x)
@@ -762,12 +763,12 @@ def test_released_memory_returns_to_the_device(backend):
 
 
 class Deep(nn.Module):
-    """So many alike layers that the step is cut into segments, whose first loss comes before the update."""
+    """So many identical layers that the step is split into segments, whose first loss comes before the update."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*[nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 48), nn.GELU()) for _ in range(24)])
-        self.double()  # float32 would carry what sums in another order make of it through all layers
+        self.double()  # float32 would amplify rounding differences through the layers
 
     def forward(self, x):
         return (self.layers(torch.linspace(-1, 1, 48, dtype=torch.float64) * x) - 1).square().mean()
@@ -794,9 +795,9 @@ def test_segmented_steps_update_shared_memory(backend, monkeypatch, lasting):
         assert addresses in ([], [p.data_ptr() for p in run.model.parameters()])
         return run, seen
 
-    (run, ours), (_, theirs) = program(backend), program(None)
+    (run, traced), (_, eager) = program(backend), program(None)
     assert isinstance(compiled_steps.latest(run.step).executable, SegmentedStep)
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for i, (a, b) in enumerate(zip(traced, eager, strict=True)):
         close(a, b, f"value {i}")
 
 
@@ -815,10 +816,10 @@ def test_memory_outlives_its_tensor(backend):
 
 
 def test_addresses_identify_tensors_as_in_eager(backend):
-    ours, theirs = trained(backend), trained()
+    traced, eager = trained(backend), trained()
     for read in (lambda t: t.data_ptr(), lambda t: t.untyped_storage().data_ptr(), lambda t: t.storage().data_ptr()):
-        names = list(theirs.model.state_dict())
-        a, b = ([read(t) for t in run.model.state_dict().values()] for run in (ours, theirs))
+        names = list(eager.model.state_dict())
+        a, b = ([read(t) for t in run.model.state_dict().values()] for run in (traced, eager))
         assert [[x == y for x in a] for y in a] == [[x == y for x in b] for y in b], names
         assert 0 not in a
 
@@ -872,7 +873,7 @@ def test_memory_can_be_shared_between_processes(backend):
     assert not np.array_equal(seen, before.numpy())
 
 
-# -- as eager refuses -------------------------------------------------------------------------------------------------
+# -- errors as in eager PyTorch ----------------------------------------------------------------------------------------
 
 REFUSED = {
     "numpy": lambda t: t.numpy(),
@@ -887,14 +888,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_accesses_that_eager_refuses_are_refused(backend, what):
-    with pytest.raises(Exception) as theirs:  # whatever eager PyTorch raises
+    with pytest.raises(Exception) as eager:  # whatever eager PyTorch raises
         REFUSED[what](Run().model.small)
-    with pytest.raises(theirs.type):
+    with pytest.raises(eager.type):
         REFUSED[what](Run(backend).model.small)
 
 
 def test_c_code_gets_no_null_pointer(backend):
-    """C++ that is handed the tensor itself; there is nothing to hook."""
+    """C++ that gets the tensor itself, which cannot be intercepted."""
     tensor = Run(backend).model.small
     for take in (torch._C.TensorBase.data_ptr, torch._C._to_dlpack):
         with pytest.raises(RuntimeError, match="data pointer"):
@@ -914,20 +915,20 @@ def test_c_code_gets_a_materialized_tensor():
     assert torch.equal(tensor, expected)
 
 
-# -- deferred, and on no backend --------------------------------------------------------------------------------------
+# -- deferred, without a backend ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_deferred_tensors_become_real(way):
     torch.manual_seed(0)
-    theirs = Net()
+    eager = Net()
     torch.manual_seed(0)
-    ours = fl.deferred_init(Net)
+    traced = fl.deferred_init(Net)
     for kind, of in KINDS.items():
-        held, expected = WAYS[way](of(ours)), WAYS[way](of(theirs))
+        held, expected = WAYS[way](of(traced)), WAYS[way](of(eager))
         assert np.array_equal(held, expected), kind
         _edit(held), _edit(expected)
-        assert torch.equal(of(ours), of(theirs)), kind
+        assert torch.equal(of(traced), of(eager)), kind
         assert np.array_equal(held, expected), kind
 
 

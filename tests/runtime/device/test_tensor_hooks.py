@@ -1,5 +1,5 @@
-"""Hooks of tensors that move: to the backend, or from a deferred value to a real one. Below the Python object the
-tensor is then another, and `register_hook` tells autograd of a table of hooks only when it makes the table."""
+"""Hooks of tensors that move to the backend or are materialized. The C++ tensor under the Python object is then
+replaced, and `register_hook` passes its dict of hooks to autograd only when it creates the dict."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ REGISTER = {
         lambda p: (told.append("p"), p.grad.mul_(0.5)) and None
     ),
 }
-# What is done before the tensor moves: nothing; a hook put there and taken away; one that stays.
+# Before the tensor moves: nothing; a hook registered and removed; a hook that stays.
 BEFORE = {
     "": lambda register, p, told: None,
     "removed": lambda register, p, told: register(p, told).remove(),
@@ -28,14 +28,14 @@ def trained(backend, register, before, replaced):
         model = nn.Linear(3, 2)
     if replaced:
         model.weight = nn.Parameter(torch.full((2, 3), 0.5))
-    told, losses = [], []
-    before(register, model.weight, told)
+    calls, losses = [], []
+    before(register, model.weight, calls)
     compiled = fl.compile(model, backend)
 
     @fl.trace
     def step(x):
         model.weight.requires_grad_()
-        hook = register(model.weight, told)
+        hook = register(model.weight, calls)
         loss = compiled(x).square().mean()
         loss.backward()
         hook.remove()
@@ -66,27 +66,28 @@ def test_a_hook_registered_after_the_move_runs(kind, before, replaced):
 def test_a_hook_registered_after_materialization_runs(kind, before):
     def grad(deferred):
         torch.manual_seed(0)
-        told = []
+        calls = []
         if deferred:
             with fl.deferred():
                 model = nn.Linear(3, 2)
-                BEFORE[before](REGISTER[kind], model.weight, told)
+                BEFORE[before](REGISTER[kind], model.weight, calls)
             fl.materialize_module(model)
         else:
             model = nn.Linear(3, 2)
-            BEFORE[before](REGISTER[kind], model.weight, told)
+            BEFORE[before](REGISTER[kind], model.weight, calls)
         model.weight.requires_grad_()
-        REGISTER[kind](model.weight, told)
+        REGISTER[kind](model.weight, calls)
         model(torch.ones(2, 3)).sum().backward()
-        return model.weight.grad, told
+        return model.weight.grad, calls
 
-    (made, told), (expected, told_eagerly) = grad(True), grad(False)
-    assert torch.equal(made, expected) and told == told_eagerly
+    (actual, calls), (expected, told_eagerly) = grad(True), grad(False)
+    assert torch.equal(actual, expected) and calls == told_eagerly
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
-    """What hooks use is known before they run: the second is registered when the first has kept some."""
+    """The objects that hooks use are known before they run: the second hook is registered after the first has stored
+    some."""
 
     def run(backend):
         torch.manual_seed(0)
@@ -101,7 +102,7 @@ def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
             model.zero_grad()
             return loss
 
-        found = []
+        results = []
         for i in range(6):
             if i in (1, 3):
                 held = kept[i // 2]
@@ -111,7 +112,7 @@ def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
                     model.weight.register_post_accumulate_grad_hook(lambda p, held=held: held.update(g=p.grad))
             step(torch.ones(2, 4))
             a, b = (held.get("g") for held in kept)
-            found.append((a is None, b is None, a is b))
-        return found
+            results.append((a is None, b is None, a is b))
+        return results
 
     assert run(fl.backend("XLA")) == run(fl.backend("CPU"))

@@ -1,4 +1,4 @@
-"""Weights on the backend are tensors: everything that can be done to eager ones between steps works."""
+"""Weights on the backend are tensors: between steps they support all operations of eager ones."""
 
 import copy
 import io
@@ -12,7 +12,7 @@ from torch import nn
 import firstloss as fl
 from tests import compiled_steps
 
-# In float64, so that what is compared differs by no more than the order of sums, after steps of training too.
+# In float64, so that results differ only by the order of sums, also after training steps.
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4).sin()
 Y = torch.linspace(0, 1, 6, dtype=torch.float64).reshape(3, 2)
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model that is trained, by a traced step or eagerly."""
+    """A model trained by a traced step or eagerly."""
 
     def __init__(self, backend=None, optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9), before=False, make=Net):
         torch.manual_seed(0)
@@ -60,12 +60,12 @@ class Run:
         return [self.step(X, Y).item() for _ in range(steps)]
 
 
-def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)  # float64, and some ten steps
+def close(traced, eager):
+    torch.testing.assert_close(traced, eager, rtol=1e-9, atol=1e-12)  # float64, about ten steps
 
 
-def same(ours, theirs):
-    a, b = ours.model.state_dict(), theirs.model.state_dict()
+def same(traced, eager):
+    a, b = traced.model.state_dict(), eager.model.state_dict()
     assert a.keys() == b.keys()
     for name in a:
         close(a[name].clone(), b[name].detach().clone())
@@ -74,10 +74,10 @@ def same(ours, theirs):
 
 @pytest.fixture(params=[False, True], ids=["optimizer after compile", "optimizer before compile"])
 def runs(request, backend):
-    """The same training, on the backend and eagerly, two steps on."""
-    ours, theirs = Run(backend, before=request.param), Run(before=request.param)
-    close(ours.train(), theirs.train())
-    return ours, theirs
+    """The same training, on the backend and eagerly, after two steps."""
+    traced, eager = Run(backend, before=request.param), Run(before=request.param)
+    close(traced.train(), eager.train())
+    return traced, eager
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -110,20 +110,20 @@ READ = {
 
 
 def test_reads_match_eager(backend):
-    ours, theirs = Run(backend), Run()
-    ours.train(1), theirs.train(1)
+    traced, eager = Run(backend), Run()
+    traced.train(1), eager.train(1)
     for kind, read in READ.items():
-        got, expected = read(ours.model), read(theirs.model)
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12, msg=kind)
+        actual, expected = read(traced.model), read(eager.model)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, msg=kind)
 
 
 def test_printing_matches_eager(backend):
-    ours, theirs = Run(backend), Run()
-    assert repr(ours.model.head.weight) == repr(theirs.model.head.weight)
-    assert str(ours.model.head.bias.data) == str(theirs.model.head.bias.data)
-    assert f"{ours.model.head.bias[0]:.3f}" == f"{theirs.model.head.bias[0]:.3f}"
-    ours.train(1)
-    assert repr(ours.model.steps) == "tensor(1)"
+    traced, eager = Run(backend), Run()
+    assert repr(traced.model.head.weight) == repr(eager.model.head.weight)
+    assert str(traced.model.head.bias.data) == str(eager.model.head.bias.data)
+    assert f"{traced.model.head.bias[0]:.3f}" == f"{eager.model.head.bias[0]:.3f}"
+    traced.train(1)
+    assert repr(traced.model.steps) == "tensor(1)"
 
 
 # -- editing ----------------------------------------------------------------------------------------------------------
@@ -185,25 +185,25 @@ OTHER = {
 
 
 def test_edits_between_steps_match_eager(backend):
-    ours, theirs = Run(backend), Run()
+    traced, eager = Run(backend), Run()
     for edit in EDIT.values():
-        for run in (ours, theirs):
+        for run in (traced, eager):
             edit(run.model)
-        assert same(ours, theirs)
-        close(ours.train(1), theirs.train(1))
-    close(ours.train(), theirs.train())
-    assert compiled_steps.kinds(ours.step) == 1
+        assert same(traced, eager)
+        close(traced.train(1), eager.train(1))
+    close(traced.train(), eager.train())
+    assert compiled_steps.kinds(traced.step) == 1
 
 
 @pytest.mark.parametrize("kind", OTHER)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_weights_replaced_between_steps_match_eager(kind, backend):
-    ours, theirs = Run(backend), Run()
-    close(ours.train(1), theirs.train(1))
-    for run in (ours, theirs):
+    traced, eager = Run(backend), Run()
+    close(traced.train(1), eager.train(1))
+    for run in (traced, eager):
         OTHER[kind](run.model)
-    close(ours.train(3), theirs.train(3))
-    assert same(ours, theirs)
+    close(traced.train(3), eager.train(3))
+    assert same(traced, eager)
 
 
 def test_data_of_another_shape_matches_eager(backend):
@@ -219,14 +219,14 @@ def test_data_of_another_shape_matches_eager(backend):
 
 def test_weights_can_be_edited_between_runs(backend):
     """The reference allows it only after a checkpoint on the last step."""
-    ours, theirs = Run(backend), Run()
+    traced, eager = Run(backend), Run()
     for checkpoint_steps in (2, 0):
         for x, y in fl.utils.data.DataExecutor([(X, Y)], num_steps=3, checkpoint_steps=checkpoint_steps):
-            ours.step(x, y)
-        theirs.train(3)
-        for run in (ours, theirs):
+            traced.step(x, y)
+        eager.train(3)
+        for run in (traced, eager):
             run.model.hidden.weight.data.mul_(0.9)
-    close(ours.train(), theirs.train())
+    close(traced.train(), eager.train())
 
 
 def test_optimizer_state_can_be_read_and_edited(runs):
@@ -237,9 +237,9 @@ def test_optimizer_state_can_be_read_and_edited(runs):
         state["momentum_buffer"].mul_(0.5)
         with torch.no_grad():
             state["momentum_buffer"][0] = 0.1
-    ours, theirs = runs
-    close(ours.train(), theirs.train())
-    assert same(ours, theirs)
+    traced, eager = runs
+    close(traced.train(), eager.train())
+    assert same(traced, eager)
 
 
 # -- state_dict, copies -----------------------------------------------------------------------------------------------
@@ -248,31 +248,31 @@ def test_optimizer_state_can_be_read_and_edited(runs):
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_state_dicts_round_trip(backend, assign):
-    ours, theirs = Run(backend), Run()
-    theirs.train(3)
-    ours.train(1)
-    ours.model.load_state_dict(copy.deepcopy(theirs.model.state_dict()), assign=assign)
-    assert same(ours, theirs)
+    traced, eager = Run(backend), Run()
+    eager.train(3)
+    traced.train(1)
+    traced.model.load_state_dict(copy.deepcopy(eager.model.state_dict()), assign=assign)
+    assert same(traced, eager)
     fresh = Net()
-    fresh.load_state_dict(ours.model.state_dict())
-    assert torch.equal(fresh.head.weight, ours.model.head.weight.clone())
+    fresh.load_state_dict(traced.model.state_dict())
+    assert torch.equal(fresh.head.weight, traced.model.head.weight.clone())
 
 
 def test_a_state_dict_is_live_and_its_copy_is_not(runs):
-    ours, _ = runs
-    live, kept = ours.model.state_dict(), copy.deepcopy(ours.model.state_dict())
+    traced, _ = runs
+    live, kept = traced.model.state_dict(), copy.deepcopy(traced.model.state_dict())
     cloned = {name: value.clone() for name, value in live.items()}
-    ours.train(1)
-    assert torch.equal(live["head.weight"].clone(), ours.model.head.weight.clone())
+    traced.train(1)
+    assert torch.equal(live["head.weight"].clone(), traced.model.head.weight.clone())
     assert torch.equal(kept["head.weight"].clone(), cloned["head.weight"])
     assert not torch.equal(live["head.weight"].clone(), cloned["head.weight"])
 
 
 def test_optimizer_state_dicts_round_trip(backend):
-    ours, theirs = Run(backend), Run()
-    close(ours.train(), theirs.train())
-    saved = (copy.deepcopy(ours.model.state_dict()), copy.deepcopy(ours.optimizer.state_dict()))
-    expected = ours.train(3)
+    traced, reference = Run(backend), Run()
+    close(traced.train(), reference.train())
+    saved = (copy.deepcopy(traced.model.state_dict()), copy.deepcopy(traced.optimizer.state_dict()))
+    expected = traced.train(3)
     again = Run(backend)
     again.model.load_state_dict(saved[0])
     again.optimizer.load_state_dict(copy.deepcopy(saved[1]))
@@ -284,30 +284,30 @@ def test_optimizer_state_dicts_round_trip(backend):
 
 
 def test_torch_save_round_trips(runs):
-    ours, _ = runs
+    traced, _ = runs
     file = io.BytesIO()
-    torch.save(ours.model.state_dict(), file)
+    torch.save(traced.model.state_dict(), file)
     file.seek(0)
     loaded = torch.load(file)
     assert all(type(value) is torch.Tensor for value in loaded.values())
-    assert all(torch.equal(value, ours.model.state_dict()[name].clone()) for name, value in loaded.items())
+    assert all(torch.equal(value, traced.model.state_dict()[name].clone()) for name, value in loaded.items())
 
 
 def test_deep_copies_are_models_of_their_own(runs, backend):
-    ours, theirs = runs
+    traced, eager = runs
     copies = [copy.deepcopy(run.model) for run in runs]
-    close(ours.train(1), theirs.train(1))
+    close(traced.train(1), eager.train(1))
     close(copies[0].head.weight.detach().clone(), copies[1].head.weight.detach())
-    assert not torch.equal(copies[0].head.weight.clone(), ours.model.head.weight.clone())
+    assert not torch.equal(copies[0].head.weight.clone(), traced.model.head.weight.clone())
     compiled = fl.compile(copies[0], backend)
     predict = fl.trace(lambda x: compiled(x))
     close(predict(X).clone(), copies[1](X).detach())
 
 
 def test_averaged_weights_match_eager(backend):
-    ours, theirs = Run(backend), Run()
+    traced, eager = Run(backend), Run()
     averages = []
-    for run in (ours, theirs):
+    for run in (traced, eager):
         average = torch.optim.swa_utils.AveragedModel(run.model)
         for _ in range(3):
             run.train(1)
@@ -316,34 +316,34 @@ def test_averaged_weights_match_eager(backend):
     close(*averages)
 
 
-# -- eager work outside of a step -------------------------------------------------------------------------------------
+# -- eager work outside a step -----------------------------------------------------------------------------------------
 
 
 def test_eager_and_traced_steps_can_alternate(runs):
-    ours, theirs = runs
+    traced, eager = runs
     for run in runs:
         loss = F.mse_loss(run.model(X), Y)
         loss.backward()
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
         run.optimizer.step()
         run.optimizer.zero_grad()
-    assert same(ours, theirs)
-    close(ours.train(), theirs.train())
-    assert same(ours, theirs)
+    assert same(traced, eager)
+    close(traced.train(), eager.train())
+    assert same(traced, eager)
 
 
 def test_eager_gradients_accumulate_in_a_step(backend):
-    ours, theirs = Run(backend), Run()
-    for run in (ours, theirs):
+    traced, eager = Run(backend), Run()
+    for run in (traced, eager):
         F.mse_loss(run.model(X), Y).backward()
-    close(ours.train(2), theirs.train(2))
-    assert same(ours, theirs)
+    close(traced.train(2), eager.train(2))
+    assert same(traced, eager)
 
 
 @pytest.mark.parametrize("eager_backward", [False, True])
 def test_an_update_uses_existing_gradients(eager_backward, backend):
-    ours, theirs = Run(backend), Run()
-    for run in (ours, theirs):
+    traced, eager = Run(backend), Run()
+    for run in (traced, eager):
 
         def backward(x, run=run):
             loss = F.mse_loss(run.compiled(x), Y)
@@ -354,24 +354,24 @@ def test_an_update_uses_existing_gradients(eager_backward, backend):
             run.optimizer.step()
             run.optimizer.zero_grad()
 
-        if run is ours:
+        if run is traced:
             backward, update = backward if eager_backward else fl.trace(backward), fl.trace(update)
         run.losses = []
         for n in range(4):
             run.losses.append(backward(X).item())
             for p in run.model.parameters():
-                p.grad = p.grad * (n + 1)  # another tensor than the step left
+                p.grad = p.grad * (n + 1)  # a different tensor from the step's
             update()
-    close(ours.losses, theirs.losses)
-    assert same(ours, theirs)
+    close(traced.losses, eager.losses)
+    assert same(traced, eager)
 
 
 def test_gradients_of_any_layout_are_used(backend, traced):
-    """That of a Linear's weight is a product transposed, whichever step leaves it: the update is not traced again.
+    """The gradient of a Linear's weight is a transposed product, in any step: the update is not retraced.
 
-    One that is put in its place may lie otherwise: `hidden.weight` is square, so no shape would tell.
+    A replaced gradient may have another layout: `hidden.weight` is square, so the shape does not show it.
     """
-    ours, theirs = Run(backend), Run()
+    actual, eager = Run(backend), Run()
     updates = []
 
     def backward(run):
@@ -379,42 +379,42 @@ def test_gradients_of_any_layout_are_used(backend, traced):
 
     @fl.trace(check=False)
     def accumulate():
-        backward(ours)
+        backward(actual)
 
     @fl.trace(check=False)
     def update():
-        ours.optimizer.step()
-        ours.optimizer.zero_grad()
+        actual.optimizer.step()
+        actual.optimizer.zero_grad()
 
     for n in range(6):
-        accumulate(), backward(theirs)
-        for run in (ours, theirs):
+        accumulate(), backward(eager)
+        for run in (actual, eager):
             if n == 4:
                 for p in run.model.parameters():
                     p.grad = torch.tensor(p.grad.tolist(), dtype=p.dtype)
         before = len(traced)
         update()
         updates.append(len(traced) - before)
-        theirs.optimizer.step()
-        theirs.optimizer.zero_grad()
-        assert same(ours, theirs)
-    assert updates[2:4] == [0, 0]  # momentum is made at the first
+        eager.optimizer.step()
+        eager.optimizer.zero_grad()
+        assert same(actual, eager)
+    assert updates[2:4] == [0, 0]  # momentum is created in the first step
 
 
 # -- several models, several runs -------------------------------------------------------------------------------------
 
 
 def test_validation_may_come_before_training(backend):
-    ours, theirs = Run(backend), Run()
-    evaluate = fl.trace(lambda x: ours.compiled(x))
+    traced, eager = Run(backend), Run()
+    evaluate = fl.trace(lambda x: traced.compiled(x))
     for kind in "etteettte":
-        ours.model.train(kind == "t"), theirs.model.train(kind == "t")
+        traced.model.train(kind == "t"), eager.model.train(kind == "t")
         if kind == "t":
-            close(ours.train(1), theirs.train(1))
+            close(traced.train(1), eager.train(1))
         else:
-            close(evaluate(X).detach().clone(), theirs.model(X).detach())
-    assert compiled_steps.kinds(ours.step) == 1 and compiled_steps.kinds(evaluate) == 1
-    assert same(ours, theirs)
+            close(evaluate(X).detach().clone(), eager.model(X).detach())
+    assert compiled_steps.kinds(traced.step) == 1 and compiled_steps.kinds(evaluate) == 1
+    assert same(traced, eager)
 
 
 def test_several_models_can_be_trained_at_once(backend):
@@ -423,8 +423,8 @@ def test_several_models_can_be_trained_at_once(backend):
         (Run(backend, lambda p: torch.optim.SGD(p, 0.1, 0.9)), Run(None, lambda p: torch.optim.SGD(p, 0.1, 0.9))),
     ]
     for _ in range(3):
-        for ours, theirs in pairs:
-            close(ours.train(1), theirs.train(1))
+        for traced, eager in pairs:
+            close(traced.train(1), eager.train(1))
     assert all(same(*pair) for pair in pairs)
 
 
@@ -448,7 +448,7 @@ def test_weights_assigned_in_the_step_match_eager(backend):
 
 
 def test_one_step_can_train_two_models(backend):
-    """As adversarial training does."""
+    """As in adversarial training."""
 
     def losses(on):
         torch.manual_seed(0)
@@ -473,5 +473,5 @@ def test_one_step_can_train_two_models(backend):
         step = fl.trace(one) if on else one
         return [[value.item() for value in step(X)] for _ in range(4)]
 
-    # Adam's step count is a float32 tensor in a compiled step, from which its corrections are computed
+    # Adam's step count is a float32 tensor in a compiled step, and bias corrections are computed from it
     torch.testing.assert_close(losses(True), losses(False), rtol=1e-5, atol=0)

@@ -1,6 +1,6 @@
-"""Reads that bypass attribute look-up, changed between steps: as in eager PyTorch.
+"""Reads that bypass attribute lookup, changed between steps: as in eager PyTorch.
 
-What is looked up is noted by `__getattribute__`; these ways of reading do not ask that for the name that matters."""
+Reads are recorded by `__getattribute__`; these ways of reading do not call it with the relevant name."""
 
 import copy
 import dataclasses
@@ -95,17 +95,17 @@ def compiled_linear(backend):
 
 
 def results(step, change):
-    """Of six calls; something is changed before the fourth and the sixth."""
-    found = []
+    """The losses of six calls; something is changed before the fourth and the sixth."""
+    values = []
     for i in range(6):
         if i in (3, 5):
             change(i)
-        found.append(step(X).item())
-    return found
+        values.append(step(X).item())
+    return values
 
 
 def check(run):
-    """`run(backend)` finds the same on both, and the changes make a difference."""
+    """Both backends give the same results for `run(backend)`, and the changes affect them."""
     eager = run(fl.backend("CPU"))
     assert len(set(eager)) > 1
     assert run(fl.backend("XLA")) == pytest.approx(eager, rel=1e-5)  # float32
@@ -123,7 +123,7 @@ def shown(held):
     return float(repr(held).split("=")[1][:-1])
 
 
-# How it is made, read, and changed to a number.
+# How an object is created, read, and changed.
 WAYS = {
     "renamed by its class": (Renames, lambda held: held.scale, set_z),
     "renamed, its base asked": (AsksItsBase, lambda held: held.scale, set_z),
@@ -268,14 +268,14 @@ def test_a_step_can_count_in_its_own_attributes(method, by_kernels):
 
         step = fl.trace(count)
         call = Holder().method if method else step
-        found = []
+        results = []
         for i in range(6):
             if i == 3:
                 step.scale = 5.0
             elif i == 5:
                 del step.scale
-            found.append((call(X).item(), step.calls))
-        return found
+            results.append((call(X).item(), step.calls))
+        return results
 
     eager = run(fl.backend("CPU"))
     assert [calls for _, calls in eager] == [1, 2, 3, 4, 5, 6] and len({scale for scale, _ in eager}) == 2
@@ -312,18 +312,18 @@ def test_reads_through_the_compiled_model_are_guarded(what, by_model, by_kernels
             compiled.calls = getattr(compiled, "calls", 0) + 1
             return compiled(x).sum() * read(compiled)
 
-        found = []
+        results = []
         for i in range(7):
             if i in (3, 5):
                 change(model if by_model else compiled, i)
-            found += [step(X).item(), model.calls]
-        return found
+            results += [step(X).item(), model.calls]
+        return results
 
     assert run(fl.backend("XLA")) == pytest.approx(run(fl.backend("CPU")), rel=1e-5)  # float32
 
 
 def test_numbers_of_our_schedules_are_guarded(by_kernels):
-    """They are baked into the step, whose Python need not read them itself."""
+    """They are constants of the step, even if its Python does not read them."""
 
     def run(backend):
         compiled = compiled_linear(backend)
@@ -363,7 +363,7 @@ class Scripted(nn.Module):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_module_is_checked_at_each_call(by_kernels):
-    """Its attributes are in C++."""
+    """Its attributes are stored in C++."""
 
     def run(backend):
         scripted, compiled = torch.jit.script(Scripted()), compiled_linear(backend)
@@ -437,7 +437,7 @@ def test_metadata_is_guarded(fact, by_kernels):
 
 @pytest.mark.parametrize("make", [space, lambda: Space(z=1.0)])
 def test_a_namespace_can_be_set_by_any_method(make, by_kernels):
-    """While a step is traced as well, and what it sets to what it is counts as read."""
+    """Also while a step is traced; setting an attribute to its current value counts as a read."""
 
     def run(backend):
         compiled, held = compiled_linear(backend), make()
@@ -448,13 +448,13 @@ def test_a_namespace_can_be_set_by_any_method(make, by_kernels):
             held.n = 2.0
             return compiled(x).sum()
 
-        found = []
+        results = []
         for i in range(6):
             if i in (3, 5):
                 held.z = held.n = 0.0
             step(X)
-            found.append((held.z, held.n))
-        return found
+            results.append((held.z, held.n))
+        return results
 
     assert run(fl.backend("XLA")) == run(fl.backend("CPU")) == [(1.0, 2.0)] * 6
 
@@ -468,8 +468,8 @@ def test_renamed_attributes_of_transformers_configurations_are_guarded(by_kernel
     def step(x):
         return compiled(x).detach() * 0 + config.hidden_size
 
-    found = []
+    results = []
     for i in range(5):
         config.n_embd = 8 + i // 2
-        found.append(step(X)[0, 0].item())
-    assert found == [8, 8, 9, 9, 10]
+        results.append(step(X)[0, 0].item())
+    assert results == [8, 8, 9, 9, 10]

@@ -1,4 +1,4 @@
-"""Settings around a call of a step, of the process, the thread or the context, match eager PyTorch."""
+"""Settings of the process, the thread or the context around a call of a step match eager PyTorch."""
 
 import asyncio
 import contextlib
@@ -40,13 +40,13 @@ OTHERS = (3, 4)  # the calls around which it is set
 
 
 def case(make):
-    """A function that gives what the step multiplies its loss with, and what the calls 3 and 4 are made in."""
+    """Register a function that returns the loss's factor, and the context around calls 3 and 4."""
     CASES[make.__name__] = make
     return make
 
 
 class Handling(NamedTuple):
-    """The call is made where an exception is handled."""
+    """The call is made while an exception is being handled."""
 
     error: Exception
 
@@ -64,17 +64,17 @@ def done(do, undo):
 
 
 @case
-def whether_an_exception_is_handled():
+def handled_exception():
     return lambda: 1.0 if sys.exc_info()[0] is None else 2.0, lambda: Handling(ValueError(3))
 
 
 @case
-def by_another_name():
+def exc_info_by_alias():
     return lambda: 1.0 if being_handled()[0] is None else 2.0, lambda: Handling(ValueError(3))
 
 
 @case
-def what_is_in_the_exception():
+def exception_arguments():
     numbers = iter(range(2, 9))
     return (
         lambda: float(sys.exc_info()[1].args[0]) if sys.exc_info()[1] else 1.0,
@@ -83,12 +83,12 @@ def what_is_in_the_exception():
 
 
 @case
-def how_it_is_shown():
+def formatted_exception():
     return lambda: 1.0 + len(traceback.format_exc().splitlines()[-1]), lambda: Handling(ValueError("some words"))
 
 
 @case
-def raised_again():
+def reraised_exception():
     def get():
         try:
             raise
@@ -101,7 +101,7 @@ def raised_again():
 
 
 @case
-def the_context_of_another():
+def exception_context():
     def get():
         try:
             raise KeyError
@@ -112,7 +112,7 @@ def the_context_of_another():
 
 
 @case
-def by_the_exit_of_a_manager():
+def exception_in_exit():
     def get():
         with contextlib.ExitStack() as stack:
             stack.callback(len, ())
@@ -124,7 +124,7 @@ def by_the_exit_of_a_manager():
 # -- NumPy's --
 
 
-def divided():
+def numpy_division():
     try:
         return 1.0 + np.isinf(np.ones(2) / np.zeros(2)).sum()
     except FloatingPointError:
@@ -132,12 +132,12 @@ def divided():
 
 
 @case
-def numpy_s_errors():
-    return divided, lambda: np.errstate(divide="raise")
+def numpy_error_state():
+    return numpy_division, lambda: np.errstate(divide="raise")
 
 
 @case
-def numpy_s_errors_of_a_call():
+def numpy_error_callback():
     called = []
 
     def get():
@@ -148,7 +148,7 @@ def numpy_s_errors_of_a_call():
 
 
 @case
-def how_numpy_prints():
+def numpy_print_options():
     return lambda: 1.0 + len(str(np.full(1, math.pi))), lambda: np.printoptions(precision=2)
 
 
@@ -172,12 +172,12 @@ def warnings_as(action):
 
 
 @case
-def warnings_that_are_errors():
+def warnings_as_errors():
     return warned, lambda: warnings_as("error")
 
 
 @case
-def warnings_of_numpy_that_are_errors():
+def numpy_warnings_as_errors():
     def get():
         try:
             np.log(np.zeros(3))
@@ -189,16 +189,16 @@ def warnings_of_numpy_that_are_errors():
 
 
 @case
-def the_filters_themselves():
+def warning_filters():
     return lambda: 2.0 if warnings.filters[1][0] == "error" else 1.0, lambda: warnings_as("error")
 
 
 @case
-def warnings_that_are_caught_in_the_step():
+def warnings_caught_in_the_step():
     def get():
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as record:
             warnings.warn("this is old", UserWarning, stacklevel=2)
-        return 1.0 + len(told)
+        return 1.0 + len(record)
 
     return get, lambda: warnings_as("always")
 
@@ -217,38 +217,38 @@ def variable(name, value):
 
 
 @case
-def variables_in_a_path():
+def expandvars():
     return lambda: 1.0 + len(os.path.expandvars("$SOME_SCALE")), lambda: variable("SOME_SCALE", "ab")
 
 
 @case
-def the_home_folder():
+def home_directory():
     return lambda: 1.0 + len(os.path.expanduser("~")), lambda: variable("HOME", "/somewhere/else")
 
 
 @case
-def the_environment_by_another_name():
+def environment_by_alias():
     return lambda: float(variables.get("SOME_SCALE", 1)), lambda: variable("SOME_SCALE", "2")
 
 
 @case
-def the_environment_by_a_bound_method():
+def environment_by_bound_method():
     get = os.environ.get
     return lambda: float(get("SOME_SCALE", 1)), lambda: variable("SOME_SCALE", "2")
 
 
 @case
-def a_part_of_the_environment():
+def environment_subset():
     return lambda: float(functools.partial(os.getenv, "SOME_SCALE")() or 1), lambda: variable("SOME_SCALE", "2")
 
 
 @case
-def the_environment_in_bytes():
+def environment_as_bytes():
     return lambda: float(os.environb.get(b"SOME_SCALE", 1)), lambda: variable("SOME_SCALE", "2")
 
 
 @case
-def where_temporary_files_are():
+def temporary_directory():
     def get():
         tempfile.tempdir = None
         return 1.0 + len(tempfile.gettempdir())
@@ -260,7 +260,7 @@ def where_temporary_files_are():
 
 
 @case
-def the_mask_of_new_files():
+def umask():
     def get():
         mask = os.umask(0)
         os.umask(mask)
@@ -270,7 +270,7 @@ def the_mask_of_new_files():
 
 
 @case
-def handlers_that_are_set():
+def signal_handlers():
     def get():
         before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, before)
@@ -282,7 +282,7 @@ def handlers_that_are_set():
 
 
 @case
-def limits_of_the_process():
+def resource_limits():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     other = before[0] // 2, before[1]
     return (
@@ -295,7 +295,7 @@ def limits_of_the_process():
 
 
 @case
-def digits_of_an_int():
+def int_to_str_digits():
     limit = sys.get_int_max_str_digits()
 
     def get():
@@ -308,7 +308,7 @@ def digits_of_an_int():
 
 
 @case
-def how_many_digits_an_int_may_have():
+def max_str_digits():
     limit = sys.get_int_max_str_digits()
     return (
         lambda: 1.0 + sys.get_int_max_str_digits() / 1000,
@@ -317,7 +317,7 @@ def how_many_digits_an_int_may_have():
 
 
 @case
-def the_size_of_fields():
+def csv_field_size_limit():
     limit = csv.field_size_limit()
 
     def get():
@@ -330,7 +330,7 @@ def the_size_of_fields():
 
 
 @case
-def dialects():
+def csv_dialects():
     return (
         lambda: 1.0 + len(csv.list_dialects()),
         lambda: done(lambda: csv.register_dialect("mine", delimiter=";"), lambda: csv.unregister_dialect("mine")),
@@ -338,7 +338,7 @@ def dialects():
 
 
 @case
-def what_a_dialect_is():
+def csv_dialect():
     csv.register_dialect("ours", delimiter=",")
     return (
         lambda: float(len(next(csv.reader(["1;2,3;4"], dialect="ours")))),
@@ -349,7 +349,7 @@ def what_a_dialect_is():
 
 
 @case
-def how_long_sockets_wait():
+def socket_timeout():
     return (
         lambda: socket.getdefaulttimeout() or 1.0,
         lambda: done(lambda: socket.setdefaulttimeout(2.0), lambda: socket.setdefaulttimeout(None)),
@@ -357,12 +357,12 @@ def how_long_sockets_wait():
 
 
 @case
-def collecting():
+def gc_enabled():
     return lambda: 1.0 + gc.isenabled(), lambda: done(gc.disable, gc.enable)
 
 
 @case
-def how_collecting_is_debugged():
+def gc_debug_flags():
     return (
         lambda: 1.0 + gc.get_debug(),
         lambda: done(lambda: gc.set_debug(gc.DEBUG_UNCOLLECTABLE), lambda: gc.set_debug(0)),
@@ -370,14 +370,14 @@ def how_collecting_is_debugged():
 
 
 @case
-def where_prints_go():
+def stdout():
     return lambda: 2.0 if isinstance(sys.stdout, io.StringIO) else 1.0, lambda: contextlib.redirect_stdout(
         io.StringIO()
     )
 
 
 @case
-def a_tracer():
+def trace_function():
     before = sys.gettrace()
     return (
         lambda: 1.0 if sys.gettrace() is before else 2.0,
@@ -386,7 +386,7 @@ def a_tracer():
 
 
 @case
-def the_name_of_the_thread():
+def thread_name():
     name = threading.current_thread().name
     return (
         lambda: 1.0 + len(threading.current_thread().name),
@@ -398,7 +398,7 @@ def the_name_of_the_thread():
 
 
 @case
-def hooks_of_the_process():
+def excepthook():
     before = sys.excepthook
     return (
         lambda: 1.0 if sys.excepthook is before else 2.0,
@@ -407,7 +407,7 @@ def hooks_of_the_process():
 
 
 @case
-def the_search_path():
+def sys_path():
     return (
         lambda: 1.0 + ("/nowhere" in sys.path),
         lambda: done(lambda: sys.path.append("/nowhere"), lambda: sys.path.remove("/nowhere")),
@@ -424,12 +424,12 @@ def random_numbers():
 
 
 @case
-def digits_of_decimals():
+def decimal_precision():
     return lambda: float(decimal.Decimal(1) / decimal.Decimal(3)), lambda: decimal.localcontext(decimal.Context(prec=2))
 
 
 @case
-def digits_of_decimals_set():
+def decimal_setcontext():
     def set_to(prec):
         return lambda: setattr(decimal.getcontext(), "prec", prec)
 
@@ -437,7 +437,7 @@ def digits_of_decimals_set():
 
 
 @case
-def how_decimals_round():
+def decimal_rounding():
     return (
         lambda: float(round(decimal.Decimal("2.5") * decimal.Decimal("0.1"), 1) + decimal.Decimal("1")),
         lambda: decimal.localcontext(decimal.Context(rounding=decimal.ROUND_UP)),
@@ -445,7 +445,7 @@ def how_decimals_round():
 
 
 @case
-def traps_of_decimals():
+def decimal_traps():
     def get():
         try:
             return 1.0 + decimal.Decimal("Infinity").is_infinite() + (decimal.Decimal(1) / 0).is_infinite()
@@ -456,7 +456,7 @@ def traps_of_decimals():
 
 
 @case
-def whether_a_loop_runs():
+def running_event_loop():
     def get():
         try:
             asyncio.get_running_loop()
@@ -472,7 +472,7 @@ def whether_a_loop_runs():
 
 
 @case
-def what_is_logged():
+def logging_level():
     logger = logging.getLogger("around")
     return (
         lambda: 2.0 if logger.isEnabledFor(logging.INFO) else 1.0,
@@ -481,7 +481,7 @@ def what_is_logged():
 
 
 @case
-def whether_anything_is_logged():
+def logging_disabled():
     logger = logging.getLogger("around.all")
     logger.setLevel(logging.DEBUG)
     return (
@@ -491,7 +491,7 @@ def whether_anything_is_logged():
 
 
 @case
-def the_locale_of_numbers():
+def numeric_locale():
     def get():
         return 1.0 + len(f"{1234567:n}")
 
@@ -519,7 +519,7 @@ def autocast():
 
 
 @case
-def the_default_dtype():
+def default_dtype():
     return (
         lambda: 1.0 + torch.get_default_dtype().itemsize,
         lambda: done(lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
@@ -533,7 +533,7 @@ def losses(backend, make):
     get, around = make()
     step = scaled_step(backend, get)
 
-    found = []
+    results = []
     for i in range(STEPS):
         x = torch.randn(5, 4, generator=generator, dtype=torch.float32)
         within = around() if i in OTHERS else contextlib.nullcontext()
@@ -541,11 +541,11 @@ def losses(backend, make):
             try:
                 raise within.error
             except type(within.error):
-                found.append(step(x))
+                results.append(step(x))
             continue
         with within:
-            found.append(step(x))
-    return [float(loss) for loss in found]
+            results.append(step(x))
+    return [float(loss) for loss in results]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -557,7 +557,8 @@ def test_settings_around_a_call_match_eager(name, monkeypatch):
     torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, seven steps
 
 
-# What a step sets and does not set back: how, how it is read, and how it is set back between the calls.
+# Settings that a step changes without restoring them: how, how they are read, and how the caller restores them between
+# calls.
 LEFT = {
     "numpy": (lambda: np.seterr(divide="raise"), np.geterr, lambda: np.seterr(divide="warn")),
     "numpy_calls": (lambda: np.seterrcall(print), np.geterrcall, lambda: np.seterrcall(None)),
@@ -588,7 +589,7 @@ def test_process_settings_made_by_a_step_match_eager(name, back, monkeypatch):
         change()
         return 2 * x
 
-    def found(backend):
+    def settings(backend):
         fl.backend(backend)
         with warnings.catch_warnings():
             undo()
@@ -601,4 +602,4 @@ def test_process_settings_made_by_a_step_match_eager(name, back, monkeypatch):
             undo()
         return seen
 
-    assert found("XLA") == found("CPU")
+    assert settings("XLA") == settings("CPU")

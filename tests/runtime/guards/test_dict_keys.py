@@ -27,7 +27,7 @@ MAKE = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "defaultdict": lambda entries: collections.defaultdict(float, entries),
-    "WeakKeyDictionary": lambda entries: weakref.WeakKeyDictionary(  # which asks tensors whether they are equal
+    "WeakKeyDictionary": lambda entries: weakref.WeakKeyDictionary(  # compares tensors for equality
         {key: value for key, value in entries.items() if isinstance(key, (Setting, nn.Module))}
     ),
 }
@@ -53,10 +53,18 @@ def test_keys_keep_their_identity_and_contents_are_guarded(kind: str, change: st
         with backend.device:
             model = nn.Linear(3, 2)
         compiled = fl.compile(model, backend)
-        keep = [Setting(0.5), nn.Linear(2, 2), torch.ones(1), torch.ones(2), torch.zeros(1), torch.ones(1), model.bias]
+        references = [
+            Setting(0.5),
+            nn.Linear(2, 2),
+            torch.ones(1),
+            torch.ones(2),
+            torch.zeros(1),
+            torch.ones(1),
+            model.bias,
+        ]
         many: list = [torch.ones(1) if i % 2 else Setting(float(i)) for i in range(size)]
-        entries = {key: float(i) for i, key in enumerate([*keep, *many])}
-        entries |= {(keep[0], 1): 9.0, frozenset([keep[1]]): 8.0, "plain": 7.0}
+        entries = {key: float(i) for i, key in enumerate([*references, *many])}
+        entries |= {(references[0], 1): 9.0, frozenset([references[1]]): 8.0, "plain": 7.0}
         table = MAKE[kind](entries)
         before = list(table)
 
@@ -69,14 +77,14 @@ def test_keys_keep_their_identity_and_contents_are_guarded(kind: str, change: st
         losses = []
         for i in range(5):
             if i == 3:
-                keep[0].value = 2.0
+                references[0].value = 2.0
             losses.append(step(torch.ones(2, 3)).item())
         now = list(table)
         left = [key for key in before if not (change == "one less" and key is model.bias)]
         assert len(now) == len(left) + (change in ("a weight", "a module"))
         assert all(a is b for a, b in zip(left, now, strict=False))
         seen[name] = losses, [float(value) for value in table.values()]
-    # Two sums of six products: their order may be another.
+    # Two sums of six products, perhaps in another order.
     torch.testing.assert_close(torch.tensor(seen["CPU"][0]), torch.tensor(seen["XLA"][0]), rtol=1e-5, atol=0)
     torch.testing.assert_close(torch.tensor(seen["CPU"][1]), torch.tensor(seen["XLA"][1]), rtol=1e-5, atol=0)
     assert seen["XLA"][0][2] != seen["XLA"][0][3]
@@ -110,7 +118,7 @@ def test_an_equal_tensor_is_another_key(tmp_path) -> None:
 @pytest.mark.parametrize("one", [1, 1.0, torch.ones(())], ids=["int", "float", "tensor"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning", "ignore::UserWarning")
 def test_an_equal_item_of_a_large_list_is_detected(one, tmp_path) -> None:
-    """`1 == True == 1.0`, and tensors of one element say so, too."""
+    """`1 == True == 1.0`, and one-element tensors compare equal too."""
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     with backend.device:
         model = nn.Linear(3, 2)

@@ -1,4 +1,4 @@
-"""What a step reads may be replaced by an equal object, and then by another one at the equal's address."""
+"""What a step reads may be replaced by an equal object, and then by another at the same address."""
 
 import warnings
 
@@ -16,7 +16,7 @@ class Thing:
 
 
 def places():
-    """Of each place: how something is put there, and how it is read."""
+    """For each place: how something is stored there, and how it is read."""
     items, table, thing, inner = [None], {}, Thing(), None
 
     def put_inner(value):
@@ -88,13 +88,13 @@ def test_an_object_at_the_address_of_an_equal_one_is_detected(place, kind, backe
         for _ in range(3):
             check("1000.5")
         for _ in range(8):
-            put(make("1000.5"))  # the equal
+            put(make("1000.5"))  # the equal object
             check("1000.5")
             where.append(id(get()))
-            for text in ("7.5", "8.5"):  # the second may come to lie where the equal lay
+            for text in ("7.5", "8.5"):  # the second may be allocated at the equal object's address
                 put(make(text))
             where.append(id(get()))
             check("8.5")
             put(make("1000.5"))
             check("1000.5")
-    assert len(set(where)) > 1  # several objects were there
+    assert len(set(where)) > 1  # several objects are stored there

@@ -1,5 +1,5 @@
-"""What a step asks of the world outside of Python's objects, and what it reaches by ways that no name shows: something
-else is there at each call, or at some, and the losses are those of eager PyTorch."""
+"""State outside Python's objects, and state reached without naming it, that a step reads: it changes at some calls, and
+the losses are those of eager PyTorch."""
 
 import abc
 import collections
@@ -48,7 +48,7 @@ STEPS = 6
 
 
 def case(make):
-    """A function that gives what the step multiplies its loss with, and what is done before the i-th call."""
+    """Register a function that returns the loss's factor, and what is done before the i-th call."""
     CASES[make.__name__] = make
     return make
 
@@ -65,7 +65,7 @@ def writer(file, text=str):
 
 
 @case
-def a_file_opened():
+def opened_file():
     file = path()
 
     def get():
@@ -76,13 +76,13 @@ def a_file_opened():
 
 
 @case
-def a_path_read():
+def path_read():
     file = pathlib.Path(path())
     return lambda: json.loads(file.read_text())["s"], writer(file, lambda n: json.dumps({"s": n}))
 
 
 @case
-def a_file_iterated():
+def iterated_file():
     file = path()
 
     def get():
@@ -93,7 +93,7 @@ def a_file_iterated():
 
 
 @case
-def a_pickle():
+def pickle_file():
     file = path()
 
     def get():
@@ -104,13 +104,13 @@ def a_pickle():
 
 
 @case
-def a_numpy_file():
+def numpy_file():
     file = path() + ".npy"
     return lambda: float(np.load(file)), lambda i: np.save(file, np.array(1.0 + i // 2))
 
 
 @case
-def a_tensor_loaded():
+def loaded_tensor():
     file = path()
     return lambda: torch.load(file), lambda i: torch.save(torch.tensor(1.0 + i // 2), file)
 
@@ -122,12 +122,12 @@ def safetensors_file(read):
 
 
 @case
-def tensors_of_safetensors():
+def safetensors_load():
     return safetensors_file(lambda file: safetensors.torch.load_file(file)["number"][0])
 
 
 @case
-def a_part_of_a_tensor_of_safetensors():
+def safetensors_slice():
     def read(file):
         with safetensors.safe_open(file, "pt") as opened:
             return opened.get_slice("number")[:1].sum()
@@ -136,7 +136,7 @@ def a_part_of_a_tensor_of_safetensors():
 
 
 @case
-def bytes_of_a_storage():
+def storage_bytes():
     file = path()
     return (
         lambda: 0.1 * torch.UntypedStorage.from_file(file, nbytes=1, shared=False)[0],
@@ -145,31 +145,31 @@ def bytes_of_a_storage():
 
 
 @case
-def whether_a_file_is_there():
+def file_exists():
     file = path()
     return lambda: 2.0 if os.path.exists(file) else 1.0, lambda i: pathlib.Path(file).touch() if i == 3 else None
 
 
 @case
-def a_file_s_size():
+def file_size():
     file = path()
     return lambda: float(os.path.getsize(file)), lambda i: pathlib.Path(file).write_text("x" * (1 + i // 2))
 
 
 @case
-def a_folder():
+def directory_listing():
     folder = tempfile.mkdtemp()
     return lambda: 1.0 + len(os.listdir(folder)), lambda i: pathlib.Path(folder, str(i // 2)).touch()
 
 
 @case
-def a_program_s_output():
+def subprocess_output():
     file = path()
     return lambda: float(subprocess.check_output(["cat", file])), writer(file)
 
 
 @case
-def a_database():
+def sqlite_database():
     base = sqlite3.connect(":memory:")
     base.execute("create table t (v real)")
     return (
@@ -179,25 +179,25 @@ def a_database():
 
 
 @case
-def a_socket():
-    ours, theirs = socket.socketpair()
-    return lambda: float(ours.recv(1)[0]), lambda i: theirs.send(bytes([1 + i]))
+def socket_receive():
+    reader, writer = socket.socketpair()
+    return lambda: float(reader.recv(1)[0]), lambda i: writer.send(bytes([1 + i]))
 
 
 @case
-def memory_of_other_processes():
+def shared_memory():
     memory = mmap.mmap(-1, 16)
     return lambda: float(memory[0]), lambda i: memory.__setitem__(0, 1 + i // 2)
 
 
 @case
-def a_value_of_other_processes():
+def multiprocessing_value():
     value = multiprocessing.Value("d", 1.0)
     return lambda: value.value, lambda i: setattr(value, "value", 1.0 + i // 2)
 
 
 @case
-def an_event_of_other_processes():
+def multiprocessing_event():
     event = multiprocessing.Event()
     return lambda: 2.0 if event.is_set() else 1.0, lambda i: event.set() if i == 3 else None
 
@@ -206,18 +206,18 @@ def an_event_of_other_processes():
 
 
 @case
-def the_folder_of_the_process():
+def working_directory():
     first, other = os.getcwd(), tempfile.mkdtemp()
     return lambda: 2.0 if os.getcwd() == other else 1.0, lambda i: os.chdir(other if i in (3, 4) else first)
 
 
 @case
-def the_environment():
+def environment_variable():
     return lambda: float(os.environ["SCALE"]), lambda i: os.environ.__setitem__("SCALE", str(1 + i // 2))
 
 
 @case
-def the_recursion_limit():
+def recursion_limit():
     limit = sys.getrecursionlimit()
     return (
         lambda: sys.getrecursionlimit() / limit,
@@ -226,7 +226,7 @@ def the_recursion_limit():
 
 
 @case
-def arguments_of_the_process():
+def process_arguments():
     def change(i):
         if i == 3:
             sys.argv.append("--fast")
@@ -237,16 +237,16 @@ def arguments_of_the_process():
 
 
 @case
-def a_signal_s_handler():
-    mine, first = (lambda *_: None), signal.getsignal(signal.SIGUSR1)
+def signal_handler():
+    handler, first = (lambda *_: None), signal.getsignal(signal.SIGUSR1)
     return (
-        lambda: 2.0 if signal.getsignal(signal.SIGUSR1) is mine else 1.0,
-        lambda i: signal.signal(signal.SIGUSR1, mine if i in (3, 4) else first),
+        lambda: 2.0 if signal.getsignal(signal.SIGUSR1) is handler else 1.0,
+        lambda i: signal.signal(signal.SIGUSR1, handler if i in (3, 4) else first),
     )
 
 
 @case
-def the_clock():
+def clock():
     began = [time.monotonic()]
     return (
         lambda: 1.0 if time.monotonic() - began[0] < 1e6 else 2.0,
@@ -255,7 +255,7 @@ def the_clock():
 
 
 @case
-def today():
+def todays_date():
     day = [0]
     return (
         lambda: float((datetime.datetime.now() - day[0]).days + 1),
@@ -264,7 +264,7 @@ def today():
 
 
 @case
-def pytorch_s_settings():
+def pytorch_setting():
     return (
         lambda: 2.0 if torch.get_float32_matmul_precision() == "high" else 1.0,
         lambda i: torch.set_float32_matmul_precision("high" if i in (3, 4) else "highest"),
@@ -272,7 +272,7 @@ def pytorch_s_settings():
 
 
 @case
-def how_many_threads():
+def thread_count():
     first = torch.get_num_threads()
     return (
         lambda: 2.0 if torch.get_num_threads() != first else 1.0,
@@ -281,7 +281,7 @@ def how_many_threads():
 
 
 @case
-def numpy_s_errors():
+def numpy_error_state():
     return (
         lambda: 2.0 if np.geterr()["divide"] == "ignore" else 1.0,
         lambda i: np.seterr(divide="ignore" if i in (3, 4) else "warn"),
@@ -289,17 +289,17 @@ def numpy_s_errors():
 
 
 @case
-def the_locale():
+def locale_setting():
     return lambda: 1.0 + len(locale.getlocale()[0] or ""), lambda i: locale.setlocale(locale.LC_ALL, "C")
 
 
 @case
-def an_error_number():
+def errno_value():
     return lambda: 1.0 + ctypes.get_errno(), lambda i: ctypes.set_errno(i // 2)
 
 
 @case
-def a_c_library():
+def c_library():
     library, file = ctypes.CDLL(None), path()
     return (
         lambda: 2.0 if library.access(file.encode(), os.R_OK) == 0 else 1.0,
@@ -311,14 +311,14 @@ def a_c_library():
 
 
 def module(name, **content):
-    made = sys.modules[name] = types.ModuleType(name)
-    vars(made).update(content)
-    return made
+    new = sys.modules[name] = types.ModuleType(name)
+    vars(new).update(content)
+    return new
 
 
 @case
-def a_module_imported_in_the_step():
-    made = module("outside_a", s=1.0)
+def module_imported_in_the_step():
+    imported = module("outside_a", s=1.0)
 
     def get():
         import outside_a
@@ -327,7 +327,7 @@ def a_module_imported_in_the_step():
 
     def change(i):
         if i == 2:
-            made.s = 2.0
+            imported.s = 2.0
         elif i == 4:
             module("outside_a", s=3.0)
 
@@ -335,19 +335,19 @@ def a_module_imported_in_the_step():
 
 
 @case
-def a_name_imported_in_the_step():
-    made = module("outside_b", s=1.0)
+def name_imported_in_the_step():
+    imported = module("outside_b", s=1.0)
 
     def get():
         from outside_b import s
 
         return s
 
-    return get, lambda i: setattr(made, "s", 1.0 + i // 2)
+    return get, lambda i: setattr(imported, "s", 1.0 + i // 2)
 
 
 @case
-def a_module_that_comes_later():
+def module_added_later():
     sys.modules.pop("outside_c", None)
 
     def get():
@@ -361,13 +361,13 @@ def a_module_that_comes_later():
 
 
 @case
-def a_module_by_a_name_worked_out():
-    made = module("outside_d", s=1.0)
-    return lambda: importlib.import_module("outside" + "_d").s, lambda i: setattr(made, "s", 1.0 + i // 2)
+def module_by_computed_name():
+    imported = module("outside_d", s=1.0)
+    return lambda: importlib.import_module("outside" + "_d").s, lambda i: setattr(imported, "s", 1.0 + i // 2)
 
 
 @case
-def whether_a_module_is_there():
+def module_exists():
     sys.modules.pop("outside_e", None)
     return (
         lambda: 2.0 if "outside_e" in sys.modules else 1.0,
@@ -383,7 +383,7 @@ class Thing:
 
 
 @case
-def what_a_weak_reference_leads_to():
+def weak_reference():
     kept = [Thing()]
     reference = weakref.ref(kept[0])
     return (
@@ -393,14 +393,14 @@ def what_a_weak_reference_leads_to():
 
 
 @case
-def what_is_in_a_weak_set():
+def weak_set():
     kept = [Thing(), Thing()]
     things = weakref.WeakSet(kept)
     return lambda: 1.0 + len(things), lambda i: kept.pop() if i == 3 else None
 
 
 @case
-def what_is_in_a_weak_dict():
+def weak_dict():
     kept = [Thing()]
     things = weakref.WeakValueDictionary(a=kept[0])
 
@@ -414,14 +414,14 @@ def what_is_in_a_weak_dict():
 
 
 @case
-def a_weak_proxy():
+def weak_proxy():
     kept = Thing()
     proxy = weakref.proxy(kept)
     return lambda: proxy.s, lambda i: setattr(kept, "s", 1.0 + i // 2)
 
 
 @case
-def a_finalizer():
+def finalizer_read():
     kept = [Thing()]
     finalizer = weakref.finalize(kept[0], lambda: None)
     return lambda: 2.0 if finalizer.alive else 1.0, lambda i: kept.clear() if i == 3 else None
@@ -431,25 +431,25 @@ def a_finalizer():
 
 
 @case
-def other_base_classes():
+def changed_base_classes():
     other = type("Other", (), {"s": 3.0})
     cls = type("Own", (Thing,), {})
-    made = cls()
-    return lambda: made.s, lambda i: setattr(cls, "__bases__", (other,)) if i == 3 else None
+    instance = cls()
+    return lambda: instance.s, lambda i: setattr(cls, "__bases__", (other,)) if i == 3 else None
 
 
 @case
-def a_class_registered():
+def abc_registration():
     base = abc.ABCMeta("Base", (), {})
-    made = type("Own", (), {})()
+    instance = type("Own", (), {})()
     return (
-        lambda: 2.0 if isinstance(made, base) else 1.0,
-        lambda i: base.register(type(made)) if i == 3 else None,
+        lambda: 2.0 if isinstance(instance, base) else 1.0,
+        lambda i: base.register(type(instance)) if i == 3 else None,
     )
 
 
 @case
-def what_is_told_of_a_function():
+def function_signature():
     def told():
         pass
 
@@ -457,37 +457,37 @@ def what_is_told_of_a_function():
 
 
 @case
-def a_future():
+def future_result():
     future = concurrent.futures.Future()
     return lambda: 2.0 if future.done() else 1.0, lambda i: future.set_result(1) if i == 3 else None
 
 
 @case
-def a_queue():
+def queue_size():
     items = queue.SimpleQueue()
     return items.get, lambda i: items.put(1.0 + i)
 
 
 @case
-def an_event():
+def threading_event():
     event = threading.Event()
     return lambda: 2.0 if event.is_set() else 1.0, lambda i: event.set() if i == 3 else None
 
 
 @case
-def a_variable_of_the_context():
+def context_variable():
     variable = contextvars.ContextVar("scale", default=1.0)
     return variable.get, lambda i: variable.set(1.0 + i // 2)
 
 
 @case
-def a_counter():
+def itertools_counter():
     numbers = itertools.count(1)
     return lambda: float(next(numbers)), lambda i: None
 
 
 @case
-def maps_in_a_chain():
+def chain_map():
     first, second = {}, {"s": 1.0}
     maps = collections.ChainMap(first, second)
 
@@ -501,16 +501,16 @@ def maps_in_a_chain():
 
 
 @case
-def a_method_made_of_another():
+def partialmethod():
     class Own:
         def scale(self, by):
             return by
 
         plain = functools.partialmethod(scale, 1.0)
 
-    made = Own()
+    instance = Own()
     return (
-        lambda: made.plain(),
+        lambda: instance.plain(),
         lambda i: setattr(Own, "plain", functools.partialmethod(Own.scale, 2.0)) if i == 3 else None,
     )
 
@@ -521,16 +521,16 @@ def losses(backend, make):
     get, change = make()
     step = scaled_step(backend, get)
 
-    found = []
+    values = []
     for i in range(STEPS):
         change(i)
-        found.append(step(torch.randn(5, 4, generator=generator)).item())
-    return found
+        values.append(step(torch.randn(5, 4, generator=generator)).item())
+    return values
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch):
-    """What the cases change of the process is put back, and nothing is compiled: what is asked is what is traced."""
+def _restore_process(monkeypatch):
+    """Restores the process's state, and does not compile: these tests are about the trace."""
     folder, argv, modules, environment = os.getcwd(), list(sys.argv), dict(sys.modules), dict(os.environ)
     spoken, limit, threads = locale.setlocale(locale.LC_ALL), sys.getrecursionlimit(), torch.get_num_threads()
     errors = np.geterr()
@@ -556,8 +556,8 @@ def compare(name):
     torch.testing.assert_close(traced, eager, rtol=1e-5, atol=0)  # float32, six steps
 
 
-# What any module has is looked through: of those of this process, all that other tests have imported.
-ANY_MODULE = ("a_module_by_a_name_worked_out", "whether_a_module_is_there")
+# These look at all modules of the process, which include everything that other tests have imported.
+ANY_MODULE = ("module_by_computed_name", "module_exists")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ANY_MODULE])
@@ -581,24 +581,24 @@ def test_changes_of_any_module_match_eager(name, tmp_path):
 @pytest.mark.parametrize(
     "name, called",
     [
-        ("a_file_opened", "open"),
-        ("whether_a_file_is_there", "os.stat"),
-        ("the_clock", "time.monotonic"),
-        ("a_program_s_output", "os."),
+        ("opened_file", "open"),
+        ("file_exists", "os.stat"),
+        ("clock", "time.monotonic"),
+        ("subprocess_output", "os."),
     ],
 )
 def test_the_warning_names_the_line_and_what_is_called(name, called):
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         losses(fl.backend("XLA"), CASES[name])
-    texts = [str(w.message) for w in told if issubclass(w.category, GraphChangeWarning)]
+    texts = [str(w.message) for w in record if issubclass(w.category, GraphChangeWarning)]
     assert any("is traced at each call" in text and f"{__file__}:" in text and called in text for text in texts), texts
 
 
 def test_a_profiler_continues_after_a_trace():
-    """It waits while the step is traced, and what the step asks is known all the same."""
+    """It is paused while the step is traced, and the step's reads are still recorded."""
     seen = []
-    get, change = CASES["whether_a_file_is_there"]()
+    get, change = CASES["file_exists"]()
 
     def profiler(frame, event, argument):
         seen.append(event)
@@ -607,7 +607,7 @@ def test_a_profiler_continues_after_a_trace():
     def step(x):
         return x * get()
 
-    x, found = torch.ones(2), []
+    x, losses = torch.ones(2), []
     fl.backend("XLA")
     old = sys.getprofile()
     sys.setprofile(profiler)
@@ -616,15 +616,15 @@ def test_a_profiler_continues_after_a_trace():
             change(i)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found.append(step(x))
+                losses.append(step(x))
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(old)
-    assert [r[0].item() for r in found] == [1, 1, 1, 2, 2, 2] and seen
+    assert [r[0].item() for r in losses] == [1, 1, 1, 2, 2, 2] and seen
 
 
 def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
-    """No step has been run that should have been another; from there on it is traced at each call."""
+    """No step has run that should have been another; from then on it is traced at each call."""
     hidden = itertools.count(1)
 
     from firstloss.runtime.guards import mutable_state
@@ -639,10 +639,10 @@ def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
 
         fl.backend("XLA")
         with pytest.warns(GraphChangeWarning):
-            found = [step(torch.ones(2))[0].item() for _ in range(4)]
+            losses = [step(torch.ones(2))[0].item() for _ in range(4)]
     finally:
         mutable_state.reader = reader
-    assert found == [1, 2, 3, 4]
+    assert losses == [1, 2, 3, 4]
 
 
 def test_refusing_changes_refuses_unexplained_ones():
@@ -660,8 +660,7 @@ def test_refusing_changes_refuses_unexplained_ones():
 
 @pytest.mark.parametrize("itself", [False, True], ids=["another", "a part of it"])
 def test_a_file_and_an_argument_reached_in_another_way_match_eager(itself):
-    """Where arguments share memory, and one is edited, the step's Python runs twice, and would read what it has
-    written."""
+    """If arguments share memory and one is edited, the step's Python runs twice, and would read what it has written."""
     file = pathlib.Path(path())
 
     @fl.trace

@@ -1,4 +1,4 @@
-"""Hooks of all modules and all optimizers, registered and removed in a step and between steps, against eager."""
+"""Global hooks of modules and optimizers, registered and removed in a step and between steps, match eager PyTorch."""
 
 import itertools
 import warnings
@@ -68,7 +68,7 @@ def _none_left():
 
 
 def replace_all():
-    """As PyTorch's own tests do: other dicts in place of those that hold the hooks."""
+    """As PyTorch's own tests do: replace the dicts that hold the hooks."""
     for where, name, table in tables():
         where[name] = type(table)()
     modules._global_is_full_backward_hook = None
@@ -78,7 +78,7 @@ def remove(handles):
     handles.pop().remove()
 
 
-# What is done in each of the steps, and between which of them.
+# What is done within each step, and between which steps.
 IN_STEP = {
     "added each time": lambda add, handles, i: add(kept=False),
     "added and removed": lambda add, handles, i: (add(), remove(handles)),
@@ -118,15 +118,15 @@ def train(kind, in_step, between, backend):
         optimizer.step()
         return loss
 
-    found = []
+    results = []
     for i in range(5):
         if between is not None:
             between(add, handles, i)
-        found.append(step(x).item())
-        found += [p.detach().sum().item() for p in model.parameters()]
-        found.append(sum(len(table) for _, _, table in tables()))
+        results.append(step(x).item())
+        results += [p.detach().sum().item() for p in model.parameters()]
+        results.append(sum(len(table) for _, _, table in tables()))
     replace_all()
-    return found
+    return results
 
 
 BETWEEN_KINDS = ("forward", "full backward", "step pre")
@@ -139,14 +139,14 @@ def test_hooks_run_in_the_same_steps_as_in_eager(kind, when, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fl.errors.GraphChangeWarning)
         traced = train(*case, fl.backend("XLA", artifact_dir=tmp_path))
-    # Sums of a few numbers in another order, in float64, in five steps; hooks that are added at each step multiply what
-    # they get, and its rounding, again and again.
+    # Sums of a few numbers in another order, in float64, over five steps; hooks that are added at each step multiply
+    # their argument, and its rounding error, repeatedly.
     assert traced == pytest.approx(eager, rel=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["forward", "step post"])
 def test_hooks_run_without_checks_too(kind, tmp_path, monkeypatch):
-    """The guards alone see it, and not the tracing again at the second call."""
+    """Only the guard detects this, not the verification at the second call."""
     plain = fl.trace
     monkeypatch.setattr(fl, "trace", lambda step: plain(step, check=False))
     test_hooks_run_in_the_same_steps_as_in_eager(kind, "added each time", tmp_path)
@@ -161,7 +161,7 @@ class Fails(torch.nn.Module):
 @pytest.mark.parametrize("caught", [True, False], ids=["caught in the step", "raised by it"])
 @pytest.mark.parametrize("hook_fails", [True, False], ids=["hook fails", "hook"])
 def test_always_call_hooks_run_after_an_error(of_all, caught, hook_fails, tmp_path):
-    """`always_call=True`: also where `forward` raises."""
+    """`always_call=True`: also if `forward` raises."""
 
     def train(backend):
         seen = []
@@ -187,17 +187,17 @@ def test_always_call_hooks_run_after_an_error(of_all, caught, hook_fails, tmp_pa
             except (ValueError, RuntimeError):
                 return x * 2
 
-        found = []
+        losses = []
         for _ in range(3):
             try:
-                found.append(step(torch.ones(2, 3)).tolist())
+                losses.append(step(torch.ones(2, 3)).tolist())
             except (ValueError, RuntimeError) as error:
-                found.append(str(error))
+                losses.append(str(error))
         replace_all()
-        return found, seen
+        return losses, seen
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's, of the hook's error, and ours of another graph
+        warnings.simplefilter("ignore")  # PyTorch's, about the hook's error, and ours, about another graph
         eager = train(fl.backend("CPU"))
         assert train(fl.backend("XLA", artifact_dir=tmp_path)) == eager
     assert eager[1]

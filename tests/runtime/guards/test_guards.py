@@ -1,7 +1,7 @@
-"""What a traced step reads and changes in Python matches eager PyTorch, whoever else changes it, and how.
+"""Python state that a traced step reads and changes matches eager PyTorch, whoever else changes it.
 
 Each case is a function of a backend that returns values. On the "CPU" backend its step simply runs, which is eager
-PyTorch. They are compared after the last step, so that values which the user has kept must still be what they were.
+PyTorch. Values are compared after the last step, so values that the user keeps must not change later.
 """
 
 import collections
@@ -24,7 +24,7 @@ from tests.small_training import batches, build
 pytestmark = pytest.mark.usefixtures("by_kernels")
 
 STEPS = 8
-CHANGE = 3  # the step before which the user changes something: the first, and its verification, are over
+CHANGE = 3  # the step before which the user changes something: after the first call and its verification
 X = torch.tensor([1.0, 2.0])
 
 scale = 1.0
@@ -36,19 +36,19 @@ def run(case, backend):
     scale, bound = 1.0, torch.zeros(2)
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GraphChangeWarning)  # test_retracing.py tests what is said
-        found = case(backend)
-    return [torch.as_tensor(v).detach().cpu().clone() for v in found]
+        warnings.simplefilter("ignore", GraphChangeWarning)  # test_retracing.py tests the warning
+        values = case(backend)
+    return [torch.as_tensor(v).detach().cpu().clone() for v in values]
 
 
 def compare(case, tmp_path, exact=True):
     expected = run(case, fl.backend("CPU"))
-    got = run(case, fl.backend("XLA", artifact_dir=tmp_path))
-    assert len(got) == len(expected)
-    for i, (e, g) in enumerate(zip(expected, got, strict=True)):
+    actual = run(case, fl.backend("XLA", artifact_dir=tmp_path))
+    assert len(actual) == len(expected)
+    for i, (e, g) in enumerate(zip(expected, actual, strict=True)):
         if exact:
             assert torch.equal(e, g), f"value {i}: eager {e.tolist()}, traced {g.tolist()}"
-        else:  # XLA adds the products of a matrix product in another order, here over 8 steps of training
+        else:  # XLA sums a matrix product in another order, here over 8 steps of training
             torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6, msg=lambda m, i=i: f"value {i}: {m}")
     return expected
 
@@ -61,7 +61,7 @@ def collect(into):
     return add
 
 
-# -- a number that is read in some place, and changed there by the user -----------------------------------------------
+# -- a number read somewhere, and changed there by the user ------------------------------------------------------------
 
 PLACES = {}
 place = collect(PLACES)
@@ -524,8 +524,8 @@ def bytearray_item():
 def weak_reference():
     p = late(k=1.0)
     r = weakref.ref(p)
-    keep = [p]
-    return lambda: r().k, lambda i: setattr(keep[0], "k", float(i))
+    owners = [p]
+    return lambda: r().k, lambda i: setattr(owners[0], "k", float(i))
 
 
 @place
@@ -602,7 +602,7 @@ def test_a_number_changed_by_the_user_is_used(tmp_path, name):
     assert not torch.equal(expected[0], expected[-1])
 
 
-# -- a number that the step itself counts, and decides by --------------------------------------------------------------
+# -- a number that the step itself counts, and that controls a branch --------------------------------------------------
 
 COUNTERS = {}
 counter = collect(COUNTERS)
@@ -844,7 +844,7 @@ def test_a_removed_hook_no_longer_runs(tmp_path, name, first):
     compare(case, tmp_path, exact=False)
 
 
-# -- a method as a step: what is read through self, an argument --------------------------------------------------------
+# -- a method as a step: reads through self, an argument ---------------------------------------------------------------
 
 METHODS = {}
 method = collect(METHODS)
@@ -956,7 +956,7 @@ def test_a_traced_method_works_on_two_objects(tmp_path):
     compare(case, tmp_path)
 
 
-# -- tensors from outside: views, and names rebound -----------------------------------------------------------------
+# -- outside tensors: views, and names rebound -------------------------------------------------------------------------
 
 VIEWS = {
     "offset": lambda base: base[1:5],
@@ -1217,7 +1217,7 @@ def test_kept_states_keep_their_values(tmp_path, name, user):
         for i in range(STEPS):
             kept += [step(X + i), get()]
             if user == "edits" and i == 4:
-                get().add_(10)  # in place: values kept before that alias it change in eager PyTorch too
+                get().add_(10)  # in place: kept values that alias it change in eager PyTorch too
             if user == "binds" and i == 4:
                 if name == "in_a_global":
                     bound = torch.full((2,), 3.0)

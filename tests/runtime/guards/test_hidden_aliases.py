@@ -81,6 +81,6 @@ def test_memory_is_shared_with_hidden_tensors(holder: str, shows: str, kept: str
             yield seen.clone()
 
     expected = list(run(fl.backend("CPU")))
-    found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
-    # XLA adds four products in another order.
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    actual = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
+    # XLA sums four products in another order.
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

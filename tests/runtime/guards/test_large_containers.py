@@ -1,4 +1,4 @@
-"""Containers too large to be compared item by item are still watched, or the line that reads them is named."""
+"""Containers too large to be compared item by item are still guarded, or the error names the line that reads them."""
 
 import array
 import collections
@@ -17,7 +17,7 @@ from firstloss.runtime.step import cache
 MANY, TOO_MANY = 5000, mutable_state.MAX_ITEMS + 2000
 X = torch.ones(2)
 filled: list = []
-# Not among the first and last that are looked at in what is larger still, nor at a multiple of the distance between.
+# Not one of the first or last items, nor of the evenly spaced ones, that are compared in larger containers.
 PLACE = 3001
 
 
@@ -26,7 +26,7 @@ class Flag:
 
 
 def switched(held, place=PLACE, on=1):
-    """A step that is something else when `held[place]` is set, and what sets it."""
+    """A step that depends on `held[place]`, and a function that sets it."""
 
     def step(x):
         return x * 3 if held[place] else x * 2
@@ -87,7 +87,7 @@ def test_unchanged_large_containers_do_not_retrace(backend, monkeypatch, traced)
         warnings.simplefilter("error", GraphChangeWarning)
         for _ in range(5):
             step(X)
-    assert len(traced) == 2  # the second call looks for what cannot be seen
+    assert len(traced) == 2  # the second call searches for reads that cannot be guarded
 
 
 TOO_LARGE = {
@@ -103,10 +103,10 @@ TOO_LARGE = {
 @pytest.mark.parametrize("what", TOO_LARGE)
 def test_reading_a_very_large_container_is_named_and_traced_at_each_call(what, backend):
     step, switch = TOO_LARGE[what]()
-    with pytest.warns(GraphChangeWarning) as told:
+    with pytest.warns(GraphChangeWarning) as record:
         for _ in range(3):
             assert step(X).tolist() == [2.0, 2.0]
-    (text,) = [str(w.message) for w in told]
+    (text,) = [str(w.message) for w in record]
     lines, first = inspect.getsourcelines(switched)
     line = next(first + i for i, line in enumerate(lines) if "x * 3 if held" in line)
     assert "step is traced at each call" in text and what in text
@@ -119,7 +119,7 @@ def test_reading_a_very_large_container_is_named_and_traced_at_each_call(what, b
 @pytest.mark.parametrize("kind", ["list", "keys", "values", "set", "deque", "tuples"])
 def test_reading_objects_in_a_large_container_is_named_and_traced_at_each_call(kind, backend):
     flags = [Flag() for _ in range(mutable_state.LARGEST + 1)]
-    made = {
+    containers = {
         "list": lambda: flags,
         "keys": lambda: dict.fromkeys(flags),
         "values": lambda: dict(enumerate(flags)),
@@ -127,7 +127,9 @@ def test_reading_objects_in_a_large_container_is_named_and_traced_at_each_call(k
         "deque": lambda: collections.deque(flags),
         "tuples": lambda: [(flag, 1) for flag in flags],
     }[kind]()
-    of = {"values": lambda: made.values(), "tuples": lambda: [pair[0] for pair in made]}.get(kind, lambda: made)
+    of = {"values": lambda: containers.values(), "tuples": lambda: [pair[0] for pair in containers]}.get(
+        kind, lambda: containers
+    )
     step = fl.trace(lambda x: x * 3 if any(flag.on for flag in of()) else x * 2)
     with pytest.warns(GraphChangeWarning, match=r"of 1,025 items \(Flag\)"):
         for _ in range(3):
@@ -151,7 +153,7 @@ def test_containers_that_user_code_does_not_read_are_not_named(backend):
 
     @fl.trace
     def step(x):
-        filled.append(0)  # the same in each call, and decides nothing
+        filled.append(0)  # the same in each call, and without effect
         return x * 2
 
     with warnings.catch_warnings():

@@ -76,8 +76,8 @@ def program(backend, cache, kind, event, when, before):
 @pytest.mark.parametrize(("when", "before"), [(1, False), (3, True)])
 def test_cached_values_are_guarded(cache, kind, event, when, before, backend):
     expected = list(program(fl.backend("CPU"), cache, kind, event, when, before))
-    found = list(program(fl.backend(backend), cache, kind, event, when, before))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
+    actual = list(program(fl.backend(backend), cache, kind, event, when, before))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # XLA sums in another order
 
 
 def test_entries_cached_by_other_code_do_not_retrace(backend, traced):
@@ -94,4 +94,4 @@ def test_entries_cached_by_other_code_do_not_retrace(backend, traced):
     for i in range(6):
         get(i)
         step(torch.randn(6, 4))
-    assert len(traced) == 2  # and one that checks
+    assert len(traced) == 2  # and one for the verification

@@ -1,6 +1,6 @@
 """Objects of every kind that a step reads: implemented in C, from the standard library, subclasses of builtins.
 
-The losses are eager PyTorch's, whatever is changed in them, and however.
+The losses are eager PyTorch's, whatever is changed in the objects, and however.
 """
 
 import pytest
@@ -18,7 +18,7 @@ STEPS = 7
 
 
 def losses(case, backend):
-    """Of a step that reads what the case makes."""
+    """The losses of a step that reads the case's objects."""
     text = case.function("make")
     names = {}
     exec("\n".join([*imports(text), "import torch", "from torch import nn", text]), names)
@@ -36,37 +36,37 @@ def losses(case, backend):
         optimizer.zero_grad()
         return loss
 
-    found = []
+    results = []
     for i in range(STEPS):
         if i in (3, 5):
             for event in events[i // 2 - 1 : i // 2]:
                 event()
-        found.append(step(torch.ones(2, 4)).item())
+        results.append(step(torch.ones(2, 4)).item())
     for event in events[2:]:
         event()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_changes_of_every_kind_of_object_are_detected(case, tmp_path):
     expected = losses(case, fl.backend("CPU"))
-    # XLA adds four products in another order than PyTorch, in float32 over seven steps.
+    # XLA sums four products in another order than PyTorch, in float32 over seven steps.
     assert losses(case, fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(expected, rel=1e-4, nan_ok=True)
 
 
-# Of classes made in C, those whose objects do not change, beside those that the guards know by name: PyTorch's, what
-# is used within named tuples and by time zones, and the runtime's own.
+# Classes implemented in C whose objects are immutable, besides those that the guards know by name: PyTorch's, those
+# used by named tuples and time zones, and the runtime's own.
 PLAIN = {"torch", "_collections", "datetime", "zoneinfo", "typing", "pybind11_builtins", "_abc"}
 PLAIN |= {"jax", "jaxlib", "firstloss"}
 
 
 def subclasses(cls, seen):
-    for found in type.__subclasses__(cls):
-        if found not in seen:
-            seen.add(found)
-            yield found
-            yield from subclasses(found, seen)
+    for subclass in type.__subclasses__(cls):
+        if subclass not in seen:
+            seen.add(subclass)
+            yield subclass
+            yield from subclasses(subclass, seen)
 
 
 def test_c_classes_are_not_taken_for_plain_ones_by_their_module():

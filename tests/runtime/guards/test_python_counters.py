@@ -1,4 +1,4 @@
-"""Wherever a step keeps a Python counter, the branch that it decides is not frozen."""
+"""A branch on a Python counter is not frozen, wherever the step keeps the counter."""
 
 import argparse
 import array
@@ -21,7 +21,7 @@ import firstloss as fl
 
 pytestmark = pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 
-SWITCH = 4  # the call from which on the second argument is returned
+SWITCH = 4  # from this call on the second argument is returned
 
 
 class Slots:
@@ -65,14 +65,14 @@ class Inner(nn.Module):
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.parts = [Inner()]  # a plain list, which nn.Module does not look into
+        self.parts = [Inner()]  # a plain list, which nn.Module does not search
 
     def forward(self):
         return self.parts[0]()
 
 
 def attribute(held, way=lambda held: held):
-    """Counts in the attribute n of what `way` leads to from `held`."""
+    """Count in the attribute n of the object that `way` reaches from `held`."""
 
     def count():
         way(held).n += 1
@@ -82,7 +82,7 @@ def attribute(held, way=lambda held: held):
 
 
 def item(container, key):
-    """Counts in an item."""
+    """Count in an item."""
 
     def count():
         container[key] += 1
@@ -219,8 +219,8 @@ def test_a_counter_in_a_branch_is_not_frozen(place, backend):
         return a if (count if isinstance(count, Compares) else count()) < SWITCH else b
 
     step = fl.trace(chosen)
-    got = [step(torch.zeros(2), torch.ones(2))[0].item() for _ in range(SWITCH + 1)]
-    assert got == [0.0] * (SWITCH - 1) + [1.0] * 2
+    actual = [step(torch.zeros(2), torch.ones(2))[0].item() for _ in range(SWITCH + 1)]
+    assert actual == [0.0] * (SWITCH - 1) + [1.0] * 2
 
 
 SOURCES = {

@@ -1,4 +1,4 @@
-"""State in Python's standard library that a step reads, changed between two calls, is detected."""
+"""State in Python's standard library that a step reads is guarded: changes between two calls are detected."""
 
 import builtins
 import collections
@@ -33,7 +33,7 @@ def place(f):
 
 
 @place
-def structure_of_c():
+def ctypes_structure():
     class Pair(ctypes.Structure):
         _fields_ = [("scale", ctypes.c_double)]
 
@@ -42,13 +42,13 @@ def structure_of_c():
 
 
 @place
-def array_of_c():
+def ctypes_array():
     array = (ctypes.c_double * 2)(2.0, 1.0)
     return lambda: array[0], lambda: array.__setitem__(0, 7.0)
 
 
 @place
-def value_of_an_enumeration():
+def enum_value():
     class Settings(enum.Enum):
         FIRST = {"scale": 2.0}
 
@@ -67,14 +67,14 @@ def metaclass():
 
 
 @place
-def inherited_class_attribute_hidden():
+def shadowed_class_attribute():
     base = type("Base", (), {"scale": 2.0})
     derived = type("Derived", (base,), {})
     return lambda: derived.scale, lambda: setattr(derived, "scale", 7.0)
 
 
 @place
-def default_of_a_context_variable():
+def context_variable_default():
     variable = contextvars.ContextVar("variable", default={"scale": 2.0})  # noqa: B039 - as users do
     return lambda: variable.get()["scale"], lambda: variable.get().update(scale=7.0)
 
@@ -87,36 +87,36 @@ def list_in_a_context_variable():
 
 
 @place
-def object_in_an_array():
+def object_array():
     array = np.array([[{"scale": 2.0}]], dtype=object)
     return lambda: array[0, 0]["scale"], lambda: array[0, 0].update(scale=7.0)
 
 
 @place
-def level_of_a_logger():
+def logger_level():
     logger = logging.getLogger("tests.firstloss.places")
     logger.setLevel(logging.INFO)
     return lambda: 2.0 if logger.isEnabledFor(logging.INFO) else 7.0, lambda: logger.setLevel(logging.ERROR)
 
 
 @place
-def precision_of_decimals():
+def decimal_precision():
     decimal.getcontext().prec = 28
     return lambda: float(decimal.Decimal(1) / 3), lambda: setattr(decimal.getcontext(), "prec", 2)
 
 
 @place
-def factory_of_a_dict():
+def default_factory():
     table = np.ones(3)
-    made = collections.defaultdict(lambda: torch.from_numpy(table))
+    tensors = collections.defaultdict(lambda: torch.from_numpy(table))
 
     def read():
-        made["h"].add_(1)  # it lies in the array's memory
-        return made["h"].sum()
+        tensors["h"].add_(1)  # it is in the array's memory
+        return tensors["h"].sum()
 
     def change():
-        made.clear()
-        made.default_factory = lambda: torch.full((3,), 7.0)
+        tensors.clear()
+        tensors.default_factory = lambda: torch.full((3,), 7.0)
 
     return read, change
 
@@ -128,20 +128,20 @@ def lock():
 
 
 @place
-def behind_a_proxy():
+def mapping_proxy():
     kept = Kept()
     proxy = weakref.proxy(kept)
     return lambda: proxy.scale, lambda: setattr(kept, "scale", 7.0)
 
 
 @place
-def attribute_of_a_module_of_python():
+def module_attribute():
     sys.firstloss_scale = 2.0  # type: ignore[attr-defined]
     return lambda: sys.firstloss_scale, lambda: setattr(sys, "firstloss_scale", 7.0)  # type: ignore[attr-defined]
 
 
 @place
-def name_among_the_builtins():
+def builtin_name():
     builtins.firstloss_scale = 2.0  # type: ignore[attr-defined]
     return lambda: firstloss_scale, lambda: setattr(builtins, "firstloss_scale", 7.0)  # type: ignore[name-defined] # noqa: F821
 

@@ -1,5 +1,5 @@
-"""What a step sets, mostly to what it is already; others set it otherwise between steps, and after each call it is what
-eager PyTorch would have left."""
+"""State that a step sets, mostly to its current value, and that others change between steps: after each call it is as
+in eager PyTorch."""
 
 import array
 import collections
@@ -33,14 +33,13 @@ CASES = {}
 
 
 def case(make):
-    """A function of a model and an optimizer that gives what sets something to ON, OFF or, so to say, either, and what
-    shows it."""
+    """Register a function of a model and an optimizer that returns a setter (for ON and OFF) and a getter."""
     CASES[make.__name__] = make
     return make
 
 
 def attribute_of(make, by_string=False):
-    def made(m, o):
+    def case_of(m, o):
         held = make()
 
         def put(value):
@@ -51,7 +50,7 @@ def attribute_of(make, by_string=False):
 
         return put_by_string if by_string else put, lambda: held.value
 
-    return made
+    return case_of
 
 
 class Plain:
@@ -120,7 +119,7 @@ CASES["an attribute of Plain, by a string"] = attribute_of(Plain, by_string=True
 
 
 @case
-def an_attribute_of_the_optimizer(m, o):
+def optimizer_attribute(m, o):
     def put(value):
         o.value = value
 
@@ -128,7 +127,7 @@ def an_attribute_of_the_optimizer(m, o):
 
 
 @case
-def an_attribute_of_the_model(m, o):
+def model_attribute(m, o):
     def put(value):
         m.value = value
 
@@ -136,7 +135,7 @@ def an_attribute_of_the_model(m, o):
 
 
 @case
-def an_attribute_of_a_weight(m, o):
+def weight_attribute(m, o):
     def put(value):
         m.weight.value = value
 
@@ -144,7 +143,7 @@ def an_attribute_of_a_weight(m, o):
 
 
 @case
-def by_a_method(m, o):
+def set_by_a_method(m, o):
     class Meter:
         def put(self, value):
             self.value = value
@@ -154,19 +153,19 @@ def by_a_method(m, o):
 
 
 @case
-def past_the_class(m, o):
+def object_setattr(m, o):
     held = Frozen()
     return lambda value: object.__setattr__(held, "value", value), lambda: held.value
 
 
 @case
-def in_vars(m, o):
+def vars_item(m, o):
     held = Plain()
     return lambda value: vars(held).update(value=value), lambda: held.value
 
 
 @case
-def in_an_empty_dict(m, o):
+def key_of_an_empty_dict(m, o):
     held = types.SimpleNamespace(own=type("Empty", (), {})())
 
     def put(value):
@@ -179,7 +178,7 @@ def in_an_empty_dict(m, o):
 
 
 @case
-def there_and_back(m, o):
+def set_and_restored(m, o):
     held = Plain()
 
     def put(value):
@@ -190,7 +189,7 @@ def there_and_back(m, o):
 
 
 @case
-def deleted(m, o):
+def deleted_attribute(m, o):
     held = Plain()
 
     def put(value):
@@ -205,7 +204,7 @@ STATE = ON
 
 
 @case
-def a_global(m, o):
+def global_name(m, o):
     def put(value):
         global STATE
         STATE = value
@@ -214,12 +213,12 @@ def a_global(m, o):
 
 
 @case
-def by_globals(m, o):
+def globals_item(m, o):
     return lambda value: globals().__setitem__("STATE", value), lambda: STATE
 
 
 @case
-def a_variable(m, o):
+def closure_variable(m, o):
     held = ON
 
     def put(value):
@@ -230,7 +229,7 @@ def a_variable(m, o):
 
 
 @case
-def an_attribute_of_sys(m, o):
+def sys_attribute(m, o):
     def put(value):
         sys.fuzzed = value
 
@@ -238,7 +237,7 @@ def an_attribute_of_sys(m, o):
 
 
 @case
-def an_attribute_of_torch(m, o):
+def torch_attribute(m, o):
     def put(value):
         torch.nn.functional.fuzzed = value
 
@@ -246,43 +245,43 @@ def an_attribute_of_torch(m, o):
 
 
 @case
-def an_item(m, o):
+def dict_item(m, o):
     held = {}
     return lambda value: held.update(value=value), lambda: held["value"]
 
 
 @case
-def a_member(m, o):
+def set_member(m, o):
     held = {ON}
     return lambda value: (held.add if value == ON else held.discard)(ON), lambda: ON in held
 
 
 @case
-def a_full_deque(m, o):
+def full_deque(m, o):
     held = collections.deque([ON, ON], maxlen=2)
     return held.append, lambda: list(held)
 
 
 @case
-def an_empty_list(m, o):
+def emptied_list(m, o):
     held = []
     return lambda value: held.clear() if value == ON else held.append(value), lambda: list(held)
 
 
 @case
-def an_array(m, o):
+def numpy_array(m, o):
     held = np.zeros(3)
     return lambda value: held.fill(value == ON), held.tolist
 
 
 @case
-def a_buffer(m, o):
+def module_buffer(m, o):
     held = array.array("d", [0.0])
     return lambda value: held.__setitem__(0, float(value == ON)), held.tolist
 
 
 @case
-def memory_of_ctypes(m, o):
+def ctypes_memory(m, o):
     held = (ctypes.c_int * 2)()
 
     def put(value):
@@ -292,13 +291,13 @@ def memory_of_ctypes(m, o):
 
 
 @case
-def a_context_variable(m, o):
+def context_variable(m, o):
     held = contextvars.ContextVar("held", default=ON)
     return lambda value: (held.set(value), None)[1], held.get
 
 
 @case
-def the_environment(m, o):
+def environment_variable(m, o):
     def put(value):
         os.environ["FIRSTLOSS_STORED"] = value
 
@@ -306,7 +305,7 @@ def the_environment(m, o):
 
 
 @case
-def out_of_the_environment(m, o):
+def environment_variable_deleted(m, o):
     def put(value):
         if value == ON:
             os.environ.pop("FIRSTLOSS_STORED", None)
@@ -317,34 +316,34 @@ def out_of_the_environment(m, o):
 
 
 @case
-def a_generator_of_pythons(m, o):
+def random_instance(m, o):
     held = random.Random(0)
     return lambda value: held.seed(value == ON), held.getstate
 
 
 @case
-def pythons_generator(m, o):
+def random_module(m, o):
     return lambda value: random.seed(value == ON), random.getstate
 
 
 @case
-def numpys_generator(m, o):
+def numpy_random(m, o):
     return lambda value: np.random.seed(value == ON), lambda: np.random.get_state()[1].tolist()
 
 
 @case
-def a_generator_of_torchs(m, o):
+def torch_generator(m, o):
     held = torch.Generator()
     return lambda value: held.manual_seed(int(value == ON)) and None, lambda: held.get_state().tolist()
 
 
 @case
-def torchs_generator(m, o):
+def torch_global_generator(m, o):
     return lambda value: torch.manual_seed(int(value == ON)) and None, lambda: torch.get_rng_state().tolist()
 
 
 @case
-def decimals(m, o):
+def decimal_precision(m, o):
     def put(value):
         decimal.getcontext().prec = 28 if value == ON else 10
 
@@ -352,17 +351,17 @@ def decimals(m, o):
 
 
 @case
-def training(m, o):
+def training_mode(m, o):
     return lambda value: m.train(value == ON) and None, lambda: m.training
 
 
 @case
-def training_there_and_back(m, o):
+def training_mode_restored(m, o):
     return lambda value: (m.eval(), m.train(value == ON)) and None, lambda: m.training
 
 
 @case
-def wanted_gradients(m, o):
+def requires_grad(m, o):
     def put(value):
         m.bias.requires_grad_(value == ON)
 
@@ -370,7 +369,7 @@ def wanted_gradients(m, o):
 
 
 @case
-def no_gradient(m, o):
+def cleared_gradient(m, o):
     held = nn.Parameter(torch.ones(2))
 
     def put(value):
@@ -380,7 +379,7 @@ def no_gradient(m, o):
 
 
 @case
-def a_rate(m, o):
+def learning_rate(m, o):
     def put(value):
         for group in o.param_groups:
             group["lr"] = 0.1 if value == ON else 0.3
@@ -389,7 +388,7 @@ def a_rate(m, o):
 
 
 @case
-def a_decay(m, o):
+def weight_decay(m, o):
     def put(value):
         o.param_groups[0]["weight_decay"] = 0.1 if value == ON else 0.3
 
@@ -397,12 +396,12 @@ def a_decay(m, o):
 
 
 @case
-def a_tag_of_a_group(m, o):
+def group_tag(m, o):
     return lambda value: o.param_groups[0].update(tag=value), lambda: o.param_groups[0]["tag"]
 
 
 @case
-def the_code_of_a_function(m, o):
+def function_code(m, o):
     def one():
         return ON
 
@@ -414,13 +413,13 @@ def the_code_of_a_function(m, o):
 
 
 @case
-def the_class_of_an_object(m, o):
+def object_class(m, o):
     held, other = Plain(), type("Other", (), {})
     return lambda value: setattr(held, "__class__", Plain if value == ON else other), lambda: type(held) is Plain
 
 
 @case
-def a_cleared_cache(m, o):
+def cleared_cache(m, o):
     @functools.lru_cache
     def cached(x):
         return x
@@ -454,16 +453,15 @@ SETTINGS = {
 for name, (show, put) in SETTINGS.items():
     CASES[name] = lambda m, o, put=put, show=show: (put, show)
 
-# Of eight calls, those before which others set something, and what; at the end twice in a row, so that a graph is met
-# again.
+# The calls, out of eight, before which others set something, and what; two in a row, so that a graph is reused.
 OTHERWISE = {2: OFF, 4: OFF, 5: OFF, 6: ON}
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch):
-    """Nothing that a case sets is left; steps are interpreted, which is sooner than compiling them."""
+def restore_state(monkeypatch):
+    """Restores the state that cases set; steps are interpreted, which is faster than compiling them."""
     monkeypatch.setattr(compiling, "compile_step", interpreted)
-    # numpy's errors first: what restores them is set by the others
+    # NumPy's error state first, since the setter that restores it raises under the others' settings
     states = random.getstate(), np.random.get_state(), np.geterr(), decimal.getcontext().prec
     settings = gc.isenabled(), gc.get_threshold(), sys.getrecursionlimit(), os.getcwd(), torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -486,7 +484,7 @@ def as_before(monkeypatch):
 
 
 def run(make, backend, first, late, others=OTHERWISE):
-    """The losses, and what is shown after each call.
+    """The losses, and the state after each call.
 
     Args:
         first: what the step sets; None for now ON and now OFF. Before the first call it is ON.
@@ -516,15 +514,15 @@ def run(make, backend, first, late, others=OTHERWISE):
         return loss
 
     batches = torch.Generator().manual_seed(1)
-    losses, shown = [], []
+    losses, states = [], []
     for i in range(8):
         flag.on = i % 5 < 3
         if i in others:
             put(others[i])
         losses.append(step(torch.randn(4, 3, generator=batches, dtype=torch.float32)))
-        shown.append(show())
+        states.append(show())
     put(ON)
-    return [loss.item() for loss in losses], shown, model.weight.detach().numpy()
+    return [loss.item() for loss in losses], states, model.weight.detach().numpy()
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
@@ -542,15 +540,17 @@ def run(make, backend, first, late, others=OTHERWISE):
 @pytest.mark.parametrize("name", CASES)
 def test_stores_match_eager(name, first, late):
     eager = run(CASES[name], fl.backend("CPU"), first, late)
-    ours = run(CASES[name], fl.backend("XLA"), first, late)
-    assert ours[1] == eager[1]
-    np.testing.assert_allclose(ours[0], eager[0], rtol=1e-5)  # float32, other kernels
-    np.testing.assert_allclose(ours[2], eager[2], rtol=1e-4, atol=1e-6)
+    actual = run(CASES[name], fl.backend("XLA"), first, late)
+    assert actual[1] == eager[1]
+    np.testing.assert_allclose(actual[0], eager[0], rtol=1e-5)  # float32, other kernels
+    np.testing.assert_allclose(actual[2], eager[2], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["an attribute of Plain", "a_global", "a_variable", "training", "gc.isenabled"])
+@pytest.mark.parametrize(
+    "name", ["an attribute of Plain", "global_name", "closure_variable", "training_mode", "gc.isenabled"]
+)
 def test_unchanged_stores_are_traced_twice(name, monkeypatch):
-    """The second time to find out what the first call could not know."""
+    """Again to verify the second call, since the first could not know."""
     traces = []
     monkeypatch.setattr(tracing, "trace_step", lambda *args: (traces.append(args), trace_step(*args))[1])
     run(CASES[name], fl.backend("XLA"), ON, late=False, others={})
@@ -565,7 +565,7 @@ def endless(numbers):
 def one_by_one(numbers):
     for number in numbers:
         kept = number
-        yield kept  # where it stands shows nowhere, if the number is the same again
+        yield kept  # the position is not observable if the number is the same again
 
 
 def without_names():
@@ -590,7 +590,7 @@ ITERATORS = {
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("name", ITERATORS)
 def test_iterators_advance_as_in_eager(name):
-    """Also where they stand, by all that can be seen, where they stood before. Nothing moves them but Python."""
+    """Also if their position is the same as before, as far as it is observable. Only Python advances them."""
 
     def losses(backend):
         numbers = ITERATORS[name]()
@@ -607,25 +607,25 @@ def test_iterators_advance_as_in_eager(name):
 @pytest.mark.parametrize("module", [random, np.random], ids=["random", "numpy.random"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_random_generators_advance_as_in_eager(module):
-    """Seeded by others before each call; what they draw after it follows what the step has drawn."""
+    """Others seed them before each call; draws after the call continue after the step's."""
 
     def drawn(backend):
         @fl.trace
         def step(x):
             return x.sum() * module.random()
 
-        found = []
+        results = []
         for seed in (1, 1, 1, 2, 2, 1, 1):
             module.seed(seed)
-            found += [step(torch.ones(2)).item(), module.random()]
-        return found
+            results += [step(torch.ones(2)).item(), module.random()]
+        return results
 
-    ours, eager = drawn(fl.backend("XLA")), drawn(fl.backend("CPU"))
-    np.testing.assert_allclose(ours, eager, rtol=1e-6)  # the losses are of float32
+    actual, eager = drawn(fl.backend("XLA")), drawn(fl.backend("CPU"))
+    np.testing.assert_allclose(actual, eager, rtol=1e-6)  # the losses are float32
 
 
 def test_the_environment_of_others_is_left_alone():
-    """A variable that the step sets is set at each call, and no other one put back."""
+    """A variable that the step sets is set at each call; no other variable is restored."""
 
     @fl.trace
     def step(x):
@@ -670,7 +670,7 @@ def test_memory_edited_through_another_object_matches_eager(name):
 
 
 def test_arrays_edited_together_with_arguments_match_eager():
-    """Which have no memory that could be an array's while a step is traced."""
+    """While a step is traced, the arguments have no memory that could be an array's."""
     held, leaf = np.zeros(3), torch.ones(3, requires_grad=True)
 
     @fl.trace
@@ -729,7 +729,7 @@ def test_a_rate_known_only_on_the_device_is_refused():
 
 
 def test_steps_guard_pytorchs_current_settings(backend, by_kernels, traced, monkeypatch):
-    """The step that sets a function there guards what was there before, alone."""
+    """A step that sets a function there guards only its previous value."""
     monkeypatch.setattr(F, "celu", F.celu)
     _, _, compiled = small_training.build(backend)
 
@@ -743,7 +743,7 @@ def test_steps_guard_pytorchs_current_settings(backend, by_kernels, traced, monk
         return compiled(x).mean()
 
     x = torch.ones(2, 4)
-    plain(x)  # what is there has been written down
+    plain(x)  # the previous value is recorded
     replaces(x)
     traced.clear()
     for _ in range(4):

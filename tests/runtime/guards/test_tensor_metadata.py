@@ -1,6 +1,5 @@
-"""What a step asks of tensors from outside beside their values: how they lie, their class, their place in memory, as
-keys
-of dicts, their text. Something else is there before some calls, and the step follows."""
+"""Properties of outside tensors other than their values: layout, class, address, identity as dict keys, repr. They
+change before some calls, and the step follows."""
 
 import types
 
@@ -19,7 +18,8 @@ class Own(torch.Tensor):
 
 
 def case(make):
-    """An object whose tensors the step reads, a function that asks, and what is done before the i-th call."""
+    """Register an object whose tensors the step reads, a function that reads them, and what is done before the i-th
+    call."""
     CASES[make.__name__] = make
     return make
 
@@ -35,7 +35,7 @@ def strides():
 
 
 @case
-def the_class():
+def tensor_class():
     held = types.SimpleNamespace(t=torch.ones(3))
     return (
         lambda: 2.0 if type(held.t) is Own else 1.0,
@@ -44,7 +44,7 @@ def the_class():
 
 
 @case
-def whether_two_share_memory():
+def shared_memory():
     held = types.SimpleNamespace(a=torch.ones(3))
     return (
         lambda: 2.0 if held.a.data_ptr() == held.b.data_ptr() else 1.0,
@@ -53,7 +53,7 @@ def whether_two_share_memory():
 
 
 @case
-def whether_two_are_one():
+def same_tensor():
     held = types.SimpleNamespace(a=torch.ones(3))
     return (
         lambda: 2.0 if held.a is held.b else 1.0,
@@ -62,7 +62,7 @@ def whether_two_are_one():
 
 
 @case
-def as_a_key():
+def dict_key():
     key = torch.ones(1)
     held, numbers = types.SimpleNamespace(), {key: 3.0}
     return (
@@ -72,31 +72,31 @@ def as_a_key():
 
 
 @case
-def its_text():
+def repr_text():
     held = torch.tensor(1.0)
     return lambda: float(repr(held)[7]), lambda i: held.fill_(1.0 + i // 2)
 
 
 @case
-def its_text_in_a_format():
+def format_text():
     held = torch.tensor(1.0)
     return lambda: float(f"{held:.1f}"), lambda i: held.fill_(1.0 + i // 2)
 
 
 @case
-def its_values_as_a_list():
+def tolist_values():
     held = torch.tensor([1.0])
     return lambda: held.tolist()[0], lambda i: held.fill_(1.0 + i // 2)
 
 
 @case
-def its_length():
+def length():
     held = types.SimpleNamespace()
     return lambda: float(len(held.t)), lambda i: setattr(held, "t", torch.ones(1 + i // 2))
 
 
 @case
-def its_dtype():
+def dtype():
     held = types.SimpleNamespace()
     return (
         lambda: 2.0 if held.t.dtype == torch.float64 else 1.0,
@@ -116,10 +116,10 @@ def test_metadata_of_a_tensor_is_guarded(name, monkeypatch):
         def step(x):
             return x * ask()
 
-        found = []
+        results = []
         for i in range(6):
             change(i)
-            found.append(step(torch.ones(2))[0].item())
-        return found
+            results.append(step(torch.ones(2))[0].item())
+        return results
 
     assert run(fl.backend("XLA")) == run(fl.backend("CPU"))

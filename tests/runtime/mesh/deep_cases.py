@@ -1,5 +1,5 @@
-"""Cases of deep models on a mesh of eight devices on one CPU, whose alike layers are compiled once; run by test_mesh.py
-in a process that has them."""
+"""Cases of deep models on a mesh of eight devices on one CPU, whose identical layers are compiled once; run by
+test_mesh.py in a process with these devices."""
 
 import re
 
@@ -24,7 +24,7 @@ def array_of(tensor):
 
 
 class Block(nn.Module):
-    """A layer of a transformer, with a dropout."""
+    """A transformer layer with dropout."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -70,12 +70,12 @@ DEEP = {
 DEEP["tensor parallel"][1].update({"*.down.weight": (None, "tp"), "*.out.weight": (None, "tp"), "*": ()})
 STEPS = scale.of(6, 20)
 EXACT_STEPS = scale.of(8, 20)
-# Of 20 steps. Measured: up to 5e-7.
+# Over 20 steps. Measured: up to 5e-7.
 OVER_20 = 1e-5
 
 
 def training_step(compiled, optimizer, clip=False):
-    """A step of a language model, which returns the loss and, if it clips, the gradients' norm."""
+    """A step of a language model that returns the loss and, if it clips, the norm of the gradients."""
 
     @fl.trace
     def step(tokens):
@@ -128,8 +128,8 @@ def deep_losses(tmp_path_factory):
 
 
 def sent(executables):
-    """Bytes that compiled functions' collectives make on each device, by kind."""
-    found = {}
+    """Bytes that the collectives of compiled functions produce on each device, by kind."""
+    bytes_by_kind = {}
     widths = {"f32": 4, "f64": 8, "s64": 8, "s32": 4, "u32": 4, "pred": 1}
     for executable in executables:
         for results, kind in re.findall(
@@ -137,8 +137,8 @@ def sent(executables):
         ):
             for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
                 count = np.prod([int(size) for size in sizes.split(",") if size], dtype=int)
-                found[kind] = found.get(kind, 0) + int(count) * widths[dtype]
-    return found
+                bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + int(count) * widths[dtype]
+    return bytes_by_kind
 
 
 def calls_of(run):
@@ -147,13 +147,13 @@ def calls_of(run):
     return {number: numbers.count(number) for number in numbers}
 
 
-# The others have one axis that cuts weights and one that cuts the batch, or that axis alone.
+# The others have one axis that splits weights and one that splits the batch, or that axis alone.
 IN_SWEEP = ("fsdp", "data parallel and fsdp")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in IN_SWEEP)) for name in DEEP])
 def test_alike_layers_are_compiled_once(name, deep_losses, cut_early, monkeypatch, tmp_path):
-    """The losses of one device; what is sent is what XLA's partitioner sends, when it sees all of the step."""
+    """Losses match one device; collectives match those of XLA's partitioner for the whole step."""
     run = DeepRun(tmp_path, *DEEP[name])
     losses = run.train(STEPS)
     assert losses == pytest.approx(deep_losses, rel=OVER_20)
@@ -170,7 +170,7 @@ def test_alike_layers_are_compiled_once(name, deep_losses, cut_early, monkeypatc
     assert where == {n: array_of(t).sharding for n, t in whole.model.named_parameters()}
     assert len(whole.calls) == 1
     together = sent(whole.executables.values())
-    # The embedding, to which the head is tied, is gathered by two segments: 1.3% of what so small a model sends.
+    # The embedding, tied to the head, is gathered by two segments: 1.3% of the bytes that so small a model sends.
     assert sum(apart.values()) <= 1.02 * sum(together.values()), (apart, together)
 
 
@@ -183,10 +183,10 @@ def exact_losses(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [pytest.param("fsdp", marks=pytest.mark.sweep), "fsdp and tensor parallel"])
 def test_what_differs_from_one_device_is_rounding(name, exact_losses, cut_early, tmp_path):
-    """In float64 nothing of it is left, at a rate of learning that carries rounding on: a mesh computes the same."""
+    """In float64 the difference vanishes, at a learning rate that amplifies rounding errors."""
     one, mesh = exact_losses, DeepRun(tmp_path, *DEEP[name], dtype=torch.float64, lr=1e-2).train(EXACT_STEPS)
     assert one[-1] < 0.9 * one[0]
-    # float64's rounding is 2e-9 of float32's, which comes to some 1e-5 at this rate. Measured: up to 2e-15.
+    # float64's rounding is 2e-9 of float32's, which becomes about 1e-5 at this rate. Measured: up to 2e-15.
     assert mesh == pytest.approx(one, rel=1e-13)
 
 
@@ -202,7 +202,7 @@ def test_what_is_compiled_on_a_mesh_does_not_grow_with_the_layers(cut_early, mon
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_weights_of_a_layer_are_gathered_together(dtype, cut_early, monkeypatch, tmp_path):
-    """To the losses of the step whose weights XLA gathers one by one: sums are those of the same parts."""
+    """Losses match the step whose weights XLA gathers one by one, since sums are over the same parts."""
 
     def train():
         run = DeepRun(tmp_path, {"fsdp": 8}, dtype=dtype)
@@ -219,7 +219,7 @@ def test_the_weights_of_a_layer_are_gathered_together(dtype, cut_early, monkeypa
 
 
 def train_ahead(run):
-    """Nobody reads a loss, so that steps are dispatched ahead: XLA's CPU client hangs if all of them are begun."""
+    """Losses are not read, so steps are dispatched ahead: XLA's CPU client would hang if all of them started."""
     tokens = torch.randint(0, 128, (32, 16))
     losses = [run.step(tokens)[0] for _ in range(40)]
     assert losses[-1].item() < losses[0].item()

@@ -1,8 +1,8 @@
-"""One of several processes that train a deep model, save it, and resume from what as many or others have saved:
-python deep_ranks.py FOLDER PORT RANK COUNT DEVICES FROM BEGIN SAVE_AT; with port 0 one process that has all devices,
-and the reference.
+"""One of several processes that train a deep model, save it, and resume from a checkpoint of any number of processes:
+python deep_ranks.py FOLDER PORT RANK COUNT DEVICES FROM BEGIN SAVE_AT; with port 0 the reference, one process with all
+devices.
 
-Each prints what it has found as a line of JSON.
+Each prints its results as a line of JSON.
 """
 
 import json
@@ -25,7 +25,7 @@ import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
 from tests import compiled_steps  # noqa: E402
 
-segments._SAVED = 100  # so few layers are cut, too
+segments._SAVED = 100  # also split models with so few layers
 STEPS = 6
 compiled_here = []
 compile_one = jax.stages.Lowered.compile
@@ -90,18 +90,18 @@ if port:
     run = Run({"fsdp": count * devices})
     if source != "new":
         run.load(source)
-    found = {"losses": run.train(begin, save_at)}
+    results = {"losses": run.train(begin, save_at)}
     run.save(f"by {count} at {save_at}")
-    found["losses"] += run.train(save_at, STEPS)
+    results["losses"] += run.train(save_at, STEPS)
     calls = compiled_steps.segment_calls(compiled_steps.latest(run.step))
-    found.update(calls=len(calls), functions=len({call.function for call in calls}), compiled=len(compiled_here))
+    results.update(calls=len(calls), functions=len({call.function for call in calls}), compiled=len(compiled_here))
 else:
-    found = {"one": Run(None).train(0, STEPS)}
+    results = {"one": Run(None).train(0, STEPS)}
     eight = Run({"fsdp": 8})
-    found["eight"] = eight.train(0, 3)
+    results["eight"] = eight.train(0, 3)
     eight.save("by eight devices")
-    found["eight"] += eight.train(3, STEPS)
+    results["eight"] += eight.train(3, STEPS)
     for axes in (4, 16):
-        found[f"8 to {axes}"] = Run({"fsdp": axes}).load("by eight devices").train(3, STEPS)
-    found[f"{count} processes to 16 devices"] = Run({"fsdp": 16}).load(source).train(save_at, STEPS)
-print(json.dumps(found))
+        results[f"8 to {axes}"] = Run({"fsdp": axes}).load("by eight devices").train(3, STEPS)
+    results[f"{count} processes to 16 devices"] = Run({"fsdp": 16}).load(source).train(save_at, STEPS)
+print(json.dumps(results))

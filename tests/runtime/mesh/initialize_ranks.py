@@ -1,5 +1,5 @@
-"""One of several processes that join and train, in torchrun's environment:
-python initialize_ranks.py PORT COUNT RANK WHAT FOLDER."""
+"""One of several processes that join and train, in torchrun's environment: python initialize_ranks.py PORT COUNT RANK
+WHAT FOLDER."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""One of several processes with a device each, whose loaders read their own rows, or with port 0 the reference:
-python loader_ranks.py FOLDER PORT RANK COUNT.
+"""One of several processes with a device each, whose loaders read their own rows, or with port 0 the reference: python
+loader_ranks.py FOLDER PORT RANK COUNT.
 
-Each prints what it has found as a line of JSON.
+Each prints its results as a line of JSON.
 """
 
 import json
@@ -21,20 +21,20 @@ from torch import nn  # noqa: E402
 import firstloss as fl  # noqa: E402
 
 MESH = {"fsdp": count} if port else None
-ROWS = 32  # of a batch: for each process as many as there are devices, or more
+ROWS = 32  # rows of a batch: for each process as many as there are devices, or more
 DATA = torch.randn(5 * ROWS, 64, generator=torch.Generator().manual_seed(3))
 
 
 class Rows(torch.utils.data.Sampler):
-    """All rows, shuffled anew in each epoch by PyTorch's generator; of each batch those of this process."""
+    """All rows, reshuffled in each epoch by PyTorch's generator; of each batch this process's rows."""
 
     def __len__(self):
         return len(DATA) // ROWS
 
     def __iter__(self):
-        mine = ROWS // count if port else ROWS
+        own_rows = ROWS // count if port else ROWS
         for batch in torch.randperm(len(DATA)).split(ROWS):
-            yield batch[mine * rank : mine * (rank + 1)].tolist()
+            yield batch[own_rows * rank : own_rows * (rank + 1)].tolist()
 
 
 def own_rows():
@@ -42,7 +42,7 @@ def own_rows():
 
 
 class WholeBatches:
-    """The same, put together by the loader: they are on their way to the devices while the step before runs."""
+    """The same as whole batches: they are transferred to the devices while the previous step runs."""
 
     def __init__(self):
         self.loader = own_rows()
@@ -73,30 +73,30 @@ class Run:
         self.loader = fl.utils.data.DataLoader(loader)
 
     def train(self, steps, save_at=None):
-        found = []
+        losses = []
         for number, (x,) in enumerate(fl.utils.data.DataExecutor(self.loader, num_steps=steps), 1):
             if MESH and x.shape[0] < ROWS:
                 x = fl.distributed.global_batch(x)
             assert x.shape == (ROWS, 64)
             loss, total = self.step(x)
-            found.append([loss, total])
+            losses.append([loss, total])
             if number == save_at:
                 fl.save({name: part.state_dict() for name, part in self.parts().items()}, f"{folder}/it")
                 torch.save(self.loader.state_dict(), f"{folder}/loader{rank}")
-        return [[loss.item(), total.item()] for loss, total in found]
+        return [[loss.item(), total.item()] for loss, total in losses]
 
     def parts(self):
         return {"model": self.model, "optimizer": self.optimizer, "backend": self.backend}
 
 
 torch.manual_seed(0)
-found = {"losses": Run(own_rows).train(12, save_at=7 if port else None)}
+results = {"losses": Run(own_rows).train(12, save_at=7 if port else None)}
 if port:
     again = Run(own_rows)
-    torch.manual_seed(99)  # elsewhere than it was
+    torch.manual_seed(99)  # elsewhere than before
     for name, state in fl.load(f"{folder}/it").items():
         again.parts()[name].load_state_dict(state)
     again.loader.load_state_dict(torch.load(f"{folder}/loader{rank}"))
-    found["resumed"] = again.train(5)
-    found["whole"] = Run(WholeBatches).train(12)
-print(json.dumps(found))
+    results["resumed"] = again.train(5)
+    results["whole"] = Run(WholeBatches).train(12)
+print(json.dumps(results))

@@ -25,8 +25,8 @@ from tests.runtime.step import test_first_loss  # noqa: E402
 computed, train_a_net = test_first_loss.computed, test_first_loss.run
 FIRST_LOSS = {**test_first_loss.OPTIONS, "dropout": {"dropout": 0.2}}
 
-# Sums over a batch or a dimension that is cut are added up in another order: some ulp a step of float32, which training
-# carries on. Measured here: up to 2e-6 of the loss after four steps.
+# Sums over a sharded batch or dimension are in another order: a few ulp of float32 per step, amplified by training.
+# Measured here: up to 2e-6 of the loss after four steps.
 REORDERED = 2e-5
 
 TP = {"up.weight": ("tp", None), "up.bias": ("tp",), "down.weight": (None, "tp")}
@@ -49,7 +49,7 @@ class Net(nn.Module):
         self.up = nn.Linear(64, 256)
         self.norm = nn.BatchNorm1d(256)
         self.down = nn.Linear(256, 64)
-        self.odd = nn.Parameter(torch.randn(103, 97))  # nothing divides it
+        self.odd = nn.Parameter(torch.randn(103, 97))  # not divisible
         nn.init.orthogonal_(self.down.weight)
         nn.init.trunc_normal_(self.embed.weight)
 
@@ -112,7 +112,7 @@ def one_device(tmp_path_factory):
 def test_a_mesh_gives_the_losses_of_one_device(name, one_device, tmp_path):
     losses, before = one_device
     run = Run(tmp_path, *MESHES[name])
-    for key, tensor in run.model.state_dict().items():  # the same bits, wherever they lie
+    for key, tensor in run.model.state_dict().items():  # the same bits, wherever they are
         assert same_bits(tensor, before[key]), key
     assert run.train() == pytest.approx(losses, rel=REORDERED)
 
@@ -148,8 +148,8 @@ def test_a_second_start_lowers_nothing_and_another_mesh_or_sharding_all(tmp_path
 
 def test_gradient_accumulation(tmp_path):
     expected = Run(tmp_path, accumulate=2).train()
-    found = Run(tmp_path, {"fsdp": 4}, {}, accumulate=2).train()
-    assert found == pytest.approx(expected, rel=REORDERED)
+    losses = Run(tmp_path, {"fsdp": 4}, {}, accumulate=2).train()
+    assert losses == pytest.approx(expected, rel=REORDERED)
 
 
 def test_weights_state_and_updates_stay_where_they_are(tmp_path):
@@ -161,7 +161,7 @@ def test_weights_state_and_updates_stay_where_they_are(tmp_path):
         return [(shard.device.id, shard.data.shape, shard.data.unsafe_buffer_pointer()) for shard in shards]
 
     assert {shape for _, shape, _ in places(up)} == {(64, 64)}
-    assert {shape for _, shape, _ in places(embed)} == {(500, 64)}  # by default: the largest dimension, over fsdp
+    assert {shape for _, shape, _ in places(embed)} == {(500, 64)}  # the default: the largest dimension, over fsdp
     run.train(0, 1)
     state = [*run.optimizer.state[up].values()][1:]
     assert [array_of(s).sharding for s in state] == [array_of(up).sharding] * 2
@@ -179,8 +179,8 @@ def test_moved_and_captured_weights_are_placed_alike(lazy, tmp_path):
 @pytest.mark.parametrize("way", ["in place", "sent", "whole"])
 @pytest.mark.parametrize("spec", [(), ("a",), (None, "a"), ("a", "b"), (("a", "b"),), (None, ("b", "a"))])
 def test_every_part_has_the_bits_of_the_whole(spec, way, tmp_path, monkeypatch):
-    """On CPUs parts are made in the devices' memory, on other devices they are sent there; for a first loss by
-    PyTorch's kernels weights are made whole."""
+    """On CPUs shards are computed in the devices' memory, on other devices they are transferred; for a first loss by
+    PyTorch's kernels weights are computed whole."""
     monkeypatch.setattr(mesh_placement, "on_cpu", lambda: way != "sent")
     monkeypatch.setattr(mesh_placement, "_CHUNK", 1 << 18)
 
@@ -209,13 +209,13 @@ def test_every_part_has_the_bits_of_the_whole(spec, way, tmp_path, monkeypatch):
         assert same_bits(tensor, expected[name]), name
         array = array_of(tensor)  # of the storage
         whole = expected[name].t() if name == "permuted" else expected[name].reshape(array.shape)
-        for shard in array.addressable_shards:  # each device, also those that hold copies
+        for shard in array.addressable_shards:  # each device, including those with replicas
             part = np.asarray(shard.data).astype(np.float64)
             assert np.array_equal(part, whole.double().numpy()[shard.index]), (name, shard.device)
 
 
 ON_AXES = {"fsdp": {"fsdp": 8}, "dp and fsdp": {"dp": 2, "fsdp": 4}}
-# Each net on one of both, in turn.
+# Each net on one of both meshes, alternating.
 ONCE = [(net, [*ON_AXES][n % 2]) for n, net in enumerate(FIRST_LOSS)]
 
 
@@ -228,7 +228,7 @@ ONCE = [(net, [*ON_AXES][n % 2]) for n, net in enumerate(FIRST_LOSS)]
     ],
 )
 def test_the_first_loss_is_that_of_pytorchs_kernels(net, mesh, computed, tmp_path):
-    """Bit for bit; the training is that of the compiled step, as if that had computed the first loss, too."""
+    """Bit-identical; training follows the compiled step, as if that had computed the first loss too."""
     options, axes = FIRST_LOSS[net], ON_AXES[mesh]
     name = "XLA" if "dropout" in options else "CPU"  # random numbers are those of the compiled step
     expected, _ = train_a_net(fl.backend(name, artifact_dir=tmp_path), **options)
@@ -287,7 +287,7 @@ def test_weights_can_be_read_and_edited(tmp_path):
 
 
 def test_memory_past_the_dispatcher(tmp_path):
-    """Copies of what is there now: they last, and cannot be written, or whoever wants to write is told."""
+    """Copies of the current values: they stay valid and cannot be written, or writing raises an error."""
     from safetensors.torch import load_file, save_file
 
     run = Run(tmp_path, {"fsdp": 8}, {})
@@ -304,10 +304,10 @@ def test_memory_past_the_dispatcher(tmp_path):
     array, expected = run.model.up.weight.detach().numpy(), run.model.up.weight.detach().clone()
     storage, address = run.model.up.weight.untyped_storage(), run.model.up.weight.data_ptr()
     run.train(1, 3)
-    assert np.array_equal(array, expected)  # as it was when it was taken
+    assert np.array_equal(array, expected)  # as it was when taken
     assert run.model.up.weight.data_ptr() == address
-    shown = torch.empty(0).set_(storage, 0, (256, 64), (64, 1))
-    assert torch.equal(shown, run.model.up.weight.detach().clone())
+    view = torch.empty(0).set_(storage, 0, (256, 64), (64, 1))
+    assert torch.equal(view, run.model.up.weight.detach().clone())
     save_file(run.model.state_dict(), tmp_path / "a.safetensors")
     torch.save(run.model, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=False).state_dict()
@@ -317,7 +317,7 @@ def test_memory_past_the_dispatcher(tmp_path):
 
 
 def test_a_copy_cannot_be_written(tmp_path):
-    """It ends the process, as writing to a file does that is mapped to be read."""
+    """Writing crashes the process, as for a file mapped read-only."""
     run = Run(tmp_path, {"fsdp": 8}, {})
     address = run.model.up.weight.data_ptr()
     child = os.fork()
@@ -403,8 +403,8 @@ def test_parts_are_saved_by_their_owners_and_load_onto_another_mesh(tmp_path):
     from safetensors import safe_open
 
     with safe_open(file, "pt") as tensors:
-        mine = {key for key in tensors.keys() if key.startswith("model.up.weight")}
-        assert mine == {f"model.up.weight[{b}:{b + 64}, 0:64]" for b in range(0, 256, 64)}
+        keys = {key for key in tensors.keys() if key.startswith("model.up.weight")}
+        assert keys == {f"model.up.weight[{b}:{b + 64}, 0:64]" for b in range(0, 256, 64)}
     expected = first.train(2, 4)
     for mesh, specs in (({"fsdp": 2, "tp": 4}, TP), ({"fsdp": 8}, {}), (None, None)):
         other = Run(tmp_path, mesh, specs)
@@ -412,12 +412,12 @@ def test_parts_are_saved_by_their_owners_and_load_onto_another_mesh(tmp_path):
         other.model.load_state_dict(saved["model"])
         other.optimizer.load_state_dict(saved["optimizer"])
         other.backend.load_state_dict(saved["backend"])
-        found = other.train(2, 4)
+        losses = other.train(2, 4)
         if mesh == {"fsdp": 2, "tp": 4}:
-            assert found == expected  # bit for bit
+            assert losses == expected  # bit for bit
             average = other.optimizer.state[other.model.up.weight]["exp_avg"]
             assert array_of(average).addressable_shards[0].data.shape == (64, 64)
-        assert found == pytest.approx(expected, rel=REORDERED)
+        assert losses == pytest.approx(expected, rel=REORDERED)
 
 
 def test_saving_gathers_nothing(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """One of two processes with two devices each, or with port 0 the reference: python mesh_ranks.py FOLDER PORT RANK.
 
-Each prints what it has found as a line of JSON.
+Each prints its results as a line of JSON.
 """
 
 import json
@@ -58,7 +58,7 @@ class Run:
     def train(self, begin, end, own=False):
         generator = torch.Generator().manual_seed(7)
         batches = [torch.randint(0, 500, (8, 4), generator=generator) for _ in range(end)][begin:]
-        if own and MESH:  # each process reads its rows, those of its devices
+        if own and MESH:  # each process reads the rows of its devices
             batches = [fl.distributed.global_batch(batch[4 * rank : 4 * rank + 4]) for batch in batches]
         results = [self.step(batch) for batch in batches]
         assert all(out.shape == (8, 4, 64) and bool(out.isfinite().all()) for _, out in results)
@@ -69,24 +69,24 @@ class Run:
 
 
 run = Run()
-found = {"losses": run.train(0, 2) + run.train(2, 3, own=True)}
+results = {"losses": run.train(0, 2) + run.train(2, 3, own=True)}
 if MESH:
     fl.save({name: part.state_dict() for name, part in run.parts().items()}, f"{folder}/it")
-    found["further"] = run.train(3, 5)
+    results["further"] = run.train(3, 5)
     other = Run()
     for name, state in fl.load(f"{folder}/it").items():
         other.parts()[name].load_state_dict(state)
-    found["resumed"] = other.train(3, 5)
+    results["resumed"] = other.train(3, 5)
     array = run.model.up.weight._storage.resident.array()
-    found["shards"] = [list(shard.data.shape) for shard in array.addressable_shards]
+    results["shards"] = [list(shard.data.shape) for shard in array.addressable_shards]
     try:
         run.model.up.weight.detach().clone()
     except fl.errors.ShardingError as error:
-        found["error"] = str(error)
-    found["gathered"] = fl.distributed.gather(run.model.up.weight).double().sum().item()
+        results["error"] = str(error)
+    results["gathered"] = fl.distributed.gather(run.model.up.weight).double().sum().item()
     fl.save({"again": run.model.state_dict()}, f"{folder}/it")  # in place
-    found["again"] = sorted(fl.load(f"{folder}/it"))
+    results["again"] = sorted(fl.load(f"{folder}/it"))
 else:
-    found["losses"] += run.train(3, 5)
-    found["sum"] = run.model.up.weight.detach().double().sum().item()
-print(json.dumps(found))
+    results["losses"] += run.train(3, 5)
+    results["sum"] = run.model.up.weight.detach().double().sum().item()
+print(json.dumps(results))

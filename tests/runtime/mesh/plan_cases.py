@@ -1,5 +1,5 @@
-"""What a plan says, against what eight devices on one CPU really hold and send; run by test_mesh.py in a process that
-has them."""
+"""Plans against what eight devices on one CPU really hold and send; run by test_mesh.py in a process with these
+devices."""
 
 import collections
 import functools
@@ -27,7 +27,7 @@ MESHES = {
 }
 # The attention's weights are left to FSDP.
 MEGATRON = {"*.up.weight": ("tp", "fsdp"), "*.up.bias": ("tp",), "*.down.weight": ("fsdp", "tp")}
-# Queries, keys and values are one matrix, which is cut across all three: their parts move between devices.
+# Queries, keys and values are one matrix, which is split across all three: their parts move between devices.
 ACROSS = {**MEGATRON, "*.qkv.weight": ("tp", "fsdp"), "*.out.weight": ("fsdp", "tp")}
 PROJECTIONS = {f"*.{name}_proj.weight": ("tp", "fsdp") for name in ("q", "k", "v", "gate", "up")}
 PROJECTIONS |= {f"*.{name}_proj.weight": ("fsdp", "tp") for name in ("o", "down")}
@@ -54,7 +54,7 @@ MODELS = {
 
 
 class Training:
-    """A step of a model, on a mesh of devices that are there or not."""
+    """A step of a model, on a mesh of real or abstract devices."""
 
     def __init__(self, folder, model, mesh, there=True):
         specs = {"*": ()} if mesh.keys() == {"dp"} else MODELS[model][1] if "tp" in mesh else None
@@ -72,7 +72,7 @@ class Training:
         self.tokens = torch.randint(0, self.vocabulary, (32, 16), generator=torch.Generator().manual_seed(7))
 
     def run(self):
-        """Two steps; their compiled functions by number, and how many results each gives."""
+        """Run two steps; returns the compiled functions by number, and the number of results of each."""
         for _ in range(2):
             assert self.step(self.tokens)[0].isfinite()
         for parameter in self.model.parameters():
@@ -82,37 +82,37 @@ class Training:
         return compiled_steps.segment_executables(compiled), compiled_steps.segment_result_counts(compiled)
 
     def arrays(self):
-        """What lies on the first device, by name."""
+        """The bytes of the arrays on the first device, by name."""
         names = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        found = {name: array_of(tensor) for name, tensor in names.items()}
+        by_name = {name: array_of(tensor) for name, tensor in names.items()}
         for name, parameter in self.model.named_parameters():
-            found |= {f"{name}.{key}": array_of(entry) for key, entry in self.optimizer.state[parameter].items()}
-        return {name: array.addressable_shards[0].data.nbytes for name, array in found.items()}
+            by_name |= {f"{name}.{key}": array_of(entry) for key, entry in self.optimizer.state[parameter].items()}
+        return {name: array.addressable_shards[0].data.nbytes for name, array in by_name.items()}
 
 
 def sent_by(executable):
-    """Bytes that a compiled function's collectives make on each device, by kind."""
-    found = collections.Counter()
+    """Bytes that a compiled function's collectives produce on each device, by kind."""
+    bytes_by_kind = collections.Counter()
     widths = {"f32": 4, "f64": 8, "s64": 8, "s32": 4, "u32": 4, "pred": 1}
     for results, kind in re.findall(
         r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(", executable.as_text()
     ):
         for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", results):
             count = np.prod([int(size) for size in sizes.split(",") if size], dtype=int)
-            found[kind] += int(count) * widths[dtype]
-    return found
+            bytes_by_kind[kind] += int(count) * widths[dtype]
+    return bytes_by_kind
 
 
 def sent_as_planned(part):
-    """The same, of a plan. XLA on a CPU writes a reduce-scatter as an all-reduce, of which it takes a part."""
-    found = collections.Counter()
+    """The same for a plan. XLA on a CPU replaces a reduce-scatter by an all-reduce and a slice."""
+    bytes_by_kind = collections.Counter()
     for one in part.work.sent:
-        found["all-reduce" if one.kind == "reduce-scatter" else one.kind] += one.bytes
-    return found
+        bytes_by_kind["all-reduce" if one.kind == "reduce-scatter" else one.kind] += one.bytes
+    return bytes_by_kind
 
 
-# One model on the meshes of two axes ("data parallel and fsdp" sends what "data parallel" does, too), and each of the
-# others where one axis cuts weights, or where two do.
+# One model on the meshes of two axes ("data parallel and fsdp" sends what "data parallel" does), and each of the others
+# where one axis splits weights, or where two do.
 SHORT = [("deep", name) for name in ("fsdp and tensor parallel", "data parallel and fsdp")] + [
     ("llama", "fsdp and tensor parallel"),
     ("checkpointed llama", "fsdp"),
@@ -122,24 +122,26 @@ CASES = [
     pytest.param((model, name), id=f"{model}-{name}", marks=() if (model, name) in SHORT else pytest.mark.sweep)
     for model in MODELS
     for name in MESHES
-    if model != "deep, cut across" or name == "fsdp and tensor parallel"  # elsewhere it is as "deep"
+    if model != "deep, cut across" or name == "fsdp and tensor parallel"  # on other meshes it is the same as "deep"
 ]
 
 
 @pytest.fixture(scope="module", params=CASES)
 def run(request, tmp_path_factory):
-    """A plan; then what it is a plan of: arrays, compiled functions, and how many results these give."""
+    """A plan; then what it predicts: arrays, compiled functions, and their numbers of results."""
     model, name = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "_SAVED", 1 << 30 if "one segment" in model else 100)  # or these are too small
-        if "checkpointed" in model:  # gathered together, a layer's weights serve its second forward pass and the other
+        # otherwise the weights are too small
+        patch.setattr(segments, "_SAVED", 1 << 30 if "one segment" in model else 100)
+        # gathered together, a layer's weights would serve its second forward pass and the backward pass
+        if "checkpointed" in model:
             patch.setattr(Edges, "gathers", lambda edges, segment: None)
         training = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name])
         plan = training.step.plan(training.tokens)
-        functions, gives = training.run()
+        functions, result_counts = training.run()
         elsewhere = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name], there=False)
         abstract = elsewhere.step.plan(elsewhere.tokens)
-    return plan, training.arrays(), functions, gives, abstract, (model, name)
+    return plan, training.arrays(), functions, result_counts, abstract, (model, name)
 
 
 def test_bytes_of_weights_and_state_are_those_of_the_real_shards(run):
@@ -148,14 +150,15 @@ def test_bytes_of_weights_and_state_are_those_of_the_real_shards(run):
 
 
 def test_bytes_that_go_in_and_out_of_segments_are_those_of_the_executables(run):
-    plan, _, functions, gives, *_ = run
+    plan, _, functions, result_counts, *_ = run
     assert {part.function for part in plan.parts} == functions.keys()
     for part in plan.parts:
         memory = functions[part.function].memory_analysis()
         seed = memory.argument_size_in_bytes - part.given
-        assert seed in (0, 8)  # two 32-bit numbers, where random numbers are drawn
-        count = gives[part.function]
-        pointers = 8 * count if count > 1 else 0  # several results are a table of pointers, and what they point to
+        assert seed in (0, 8)  # two 32-bit numbers, if random numbers are drawn
+        count = result_counts[part.function]
+        # several results are a table of pointers and the buffers that they point to
+        pointers = 8 * count if count > 1 else 0
         assert memory.output_size_in_bytes == part.made + pointers
         assert memory.alias_size_in_bytes == part.reused
 
@@ -169,13 +172,13 @@ def test_bytes_sent_are_those_of_the_compiled_collectives(run):
             planned.update(sent_as_planned(part))
     numbers = 8 * ("checkpointed" in model)
     if name != "fsdp and tensor parallel":
-        # Single numbers: XLA adds up two of the loss's three sums over the devices at once; and where layers are
-        # recomputed, each of the four looks at one element of the one before, which is to come first.
+        # Single numbers: XLA adds two of the loss's three sums over the devices at once; and if layers are recomputed,
+        # each of the four reads one element of the one before, which must run first.
         numbers = 4 + 4 * numbers
         assert sum(abs(real[kind] - planned[kind]) for kind in {*real, *planned}) <= numbers
         return
-    # There XLA looks up the embedding's rows, and adds up their gradients, in parts along both axes, where the plan has
-    # the table gathered: an operation or two of the whole step. All else is the same.
+    # There XLA looks up the embedding's rows and sums their gradients in parts along both axes, where the plan gathers
+    # the table: an operation or two of the whole step. All else is the same.
     assert planned.total() == pytest.approx(real.total(), rel=0.03)
     layers = [part for part in plan.parts if part.turns > 1]
     assert len(layers) == (0 if "one segment" in model else 2)
@@ -187,27 +190,27 @@ def test_bytes_sent_are_those_of_the_compiled_collectives(run):
 def test_floating_point_operations_are_those_of_the_executables(run):
     plan, _, functions, *_ = run
     real = sum(part.turns * functions[part.function].cost_analysis()["flops"] for part in plan.parts)
-    # XLA counts some elementwise operations as more than one, and does not compute what nobody reads.
+    # XLA counts some elementwise operations as more than one, and does not compute unused results.
     assert plan.flops == pytest.approx(real, rel=0.02)
 
 
 def test_bytes_read_and_written_are_near_those_of_the_executables(run):
-    """XLA counts what collectives read and write, too, and on a CPU it fuses some products with what makes their
-    operands. Measured: 0.72 to 1.31 of XLA's."""
+    """XLA also counts bytes read and written by collectives, and on a CPU it fuses some products with the computation
+    of their operands. Measured: 0.72 to 1.31 of XLA's."""
     plan, _, functions, *_ = run
     real = sum(part.turns * functions[part.function].cost_analysis()["bytes accessed"] for part in plan.parts)
     assert 0.7 * real < plan.memory_bytes < 1.35 * real
 
 
 def test_the_peak_is_that_of_the_executables(run):
-    """What lives between segments is exact, as the tests above say. Of scratch memory XLA has its own order and
-    fusions: the plan follows them only where the most is held, in the backward pass."""
+    """The bytes held between segments are exact, as tested above. XLA orders and fuses scratch memory in its own way:
+    the plan follows it only at the peak, in the backward pass."""
     plan, _, functions, _, _, (model, _) = run
     scratch = [functions[plan.parts[i].function].memory_analysis().temp_size_in_bytes for i in plan.order]
     resident = sum(map(plan.bytes_of, ("weights", "state", "batch")))
     real = resident + max(live + most for live, most in zip(plan.live, scratch, strict=True))
-    # Where layers are recomputed more of it is scratch memory; where all is one segment, all activations are. On a CPU
-    # a segment's weights are gathered together, into one more array.
+    # If layers are recomputed, more of it is scratch memory; with a single segment, all activations are. On a CPU a
+    # segment's weights are gathered together, into one additional array.
     close = {"checkpointed llama": 0.05, "llama in one segment": 0.15}.get(model, 0.03)
     assert plan.peak_bytes == pytest.approx(real, rel=close)
 
@@ -215,6 +218,6 @@ def test_the_peak_is_that_of_the_executables(run):
 def test_devices_need_not_be_there(run):
     plan, _, _, _, abstract, _ = run
     assert abstract.held == plan.held and abstract.live == plan.live and abstract.flops == plan.flops
-    # There are reduce-scatters there: XLA on a CPU has none.
+    # There are reduce-scatters there, which XLA on a CPU lacks.
     assert [sent_as_planned(part) for part in abstract.parts] == [sent_as_planned(part) for part in plan.parts]
     assert "reduce-scatter" not in {one.kind for one in plan.sent()}

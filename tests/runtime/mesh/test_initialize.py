@@ -1,9 +1,12 @@
-"""Processes that join, each in torchrun's environment."""
+"""Processes that join a cluster, each in torchrun's environment."""
 
 import os
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from subprocess import PIPE
+from typing import NamedTuple
 
 import pytest
 
@@ -11,45 +14,96 @@ import firstloss as fl
 from firstloss.errors import BackendError
 from tests import forked
 
+AT_ONCE = 3
+_starting = threading.Lock()
 
-def start(what, ranks, count=2, folder=""):
+
+class Group(NamedTuple):
+    """Processes that are started together; `what` they do is in initialize_ranks.py."""
+
+    what: str
+    count: int = 2
+    started: int = 2
+
+
+class Outcome(NamedTuple):
+    """Each process's exit status, output and errors, and how long all of it took."""
+
+    processes: list
+    seconds: float
+
+
+def start(what, count, started, folder):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     script = os.path.join(os.path.dirname(__file__), "initialize_ranks.py")
     command = [script, str(port), str(count)]
-    return [forked.start([*command, str(rank), what, str(folder)], stdout=PIPE, stderr=PIPE) for rank in ranks]
+    with _starting:
+        ranks = range(started)
+        return [forked.start([*command, str(rank), what, str(folder)], stdout=PIPE, stderr=PIPE) for rank in ranks]
 
 
-def results(processes):
-    found = [process.communicate(timeout=200) for process in processes]
-    return [(process.returncode, out.strip(), err) for process, (out, err) in zip(processes, found, strict=True)]
+def run(group, folder):
+    begin = time.monotonic()
+    processes = start(*group, folder)
+    awaited = processes[:1] if group.what == "hangs in training" else processes
+    try:
+        outputs = [process.communicate(timeout=200) for process in awaited]
+    finally:
+        for process in processes:
+            process.kill()
+    for process in processes[len(awaited) :]:  # the one that hangs
+        process.communicate()
+    ends = [(process.returncode, out.strip(), err) for process, (out, err) in zip(awaited, outputs, strict=True)]
+    return Outcome(ends, time.monotonic() - begin)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_join(count):
-    for status, out, err in results(start("nothing", range(count), count)):
-        assert status == 0 and out == f"joined {count}", err[-3000:]
+@pytest.fixture(scope="module")
+def running(request, tmp_path_factory):
+    """What the tests that are to run need, some groups at a time: most of the time their processes wait."""
+    tests = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    groups = dict.fromkeys(item.callspec.params["group"] for item in tests)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {group: pool.submit(run, group, tmp_path_factory.mktemp("group")) for group in groups}
+        pool.shutdown(cancel_futures=True)
 
 
-def test_different_versions_are_an_error_in_all_processes():
-    for status, out, err in results(start("other version", range(2))):
+@pytest.fixture
+def group(request, running):
+    return running[request.param].result()
+
+
+def of(*groups):
+    return pytest.mark.parametrize("group", groups, indirect=True, ids=lambda group: f"{group.what}-{group.count}")
+
+
+@of(Group("nothing"), Group("nothing", 4, 4))
+def test_processes_join(group):
+    for status, out, err in group.processes:
+        assert status == 0 and out == f"joined {len(group.processes)}", err[-3000:]
+
+
+@of(Group("other version"))
+def test_different_versions_are_an_error_in_all_processes(group):
+    for status, out, err in group.processes:
         assert status == 1 and not out
         assert "the processes run different versions: process 0 has firstloss" in err
         assert "but process 1 has firstloss 9, jax 9. Install the same versions for all of them." in err
 
 
-def test_a_process_that_never_joins_is_reported():
-    ((status, out, err),) = results(start("late", [0]))
+@of(Group("late", started=1))
+def test_a_process_that_never_joins_is_reported(group):
+    ((status, out, err),) = group.processes
     assert status != 0 and not out
     assert "process 0 of 2 (torchrun) has waited 3 s for the others at localhost:" in err, err[-3000:]
 
 
-def test_a_process_that_dies_ends_the_others():
-    begin = time.monotonic()
-    (status, _, err), (other, _, _) = results(start("dies", range(2)))
+@of(Group("dies"))
+def test_a_process_that_dies_ends_the_others(group):
+    (status, _, err), (other, _, _) = group.processes
     assert other == 3 and status not in (0, 3), err[-3000:]
-    assert time.monotonic() - begin < 100  # it would sleep for 120 s
+    assert group.seconds < 100  # it would sleep for 120 s
 
 
 # -- in training ------------------------------------------------------------------------------------------------------
@@ -62,17 +116,20 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_different_programs_are_an_error_in_all_processes(what, tmp_path):
-    words = f"process 0 has reached the step training, and process 1 has {OTHERS[what]}"
+@pytest.mark.parametrize(
+    "group, other", [(Group(what), other) for what, other in OTHERS.items()], indirect=["group"], ids=OTHERS
+)
+def test_different_programs_are_an_error_in_all_processes(group, other):
+    words = f"process 0 has reached the step training, and process 1 has {other}"
 
-    for status, out, err in results(start(what, range(2), folder=tmp_path)):
+    for status, out, err in group.processes:
         assert status not in (0, None) and "loss" not in out
         assert "BackendError" in err and words in err, err[-3000:]
 
 
-def test_a_late_process_is_waited_for_with_a_message(tmp_path):
-    (status, out, err), (other, others_out, _) = results(start("is late", range(2), folder=tmp_path))
+@of(Group("is late"))
+def test_a_late_process_is_waited_for_with_a_message(group):
+    (status, out, err), (other, others_out, _) = group.processes
     assert (status, other) == (0, 0), err[-3000:]
     assert [line for line in out.splitlines() if "loss" in line] == [
         line for line in others_out.splitlines() if "loss" in line
@@ -80,35 +137,30 @@ def test_a_late_process_is_waited_for_with_a_message(tmp_path):
     assert "firstloss: process 0 of 2 has waited 1 s for training" in err
 
 
-# What JAX says of process 1.
+# JAX's message about process 1.
 GONE = ("tasks are unhealthy (stopped sending heartbeats):\n1\n", "Task 1 heartbeat timeout")
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_process_that_dies_in_training_is_an_error_in_the_others(count, tmp_path):
-    begin = time.monotonic()
-    processes = results(start("dies in training", range(count), count, folder=tmp_path))
-    for number, (status, out, err) in enumerate(processes):
+@of(Group("dies in training"), Group("dies in training", 4, 4))
+def test_a_process_that_dies_in_training_is_an_error_in_the_others(group):
+    count = len(group.processes)
+    for number, (status, out, err) in enumerate(group.processes):
         assert "loss 2" in out
         if number == 1:
             assert status == 3
         else:
             assert status not in (0, None)
-            # Who has computed with it is told by Firstloss; else by JAX, which may be sooner.
-            told = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be"
-            assert any(words in err for words in (told, *GONE)), err[-3000:]
-    assert time.monotonic() - begin < 100  # all that they do before takes some 10 s; 1,000 steps would take longer
+            # A process that has computed with it is told by Firstloss; otherwise by JAX, whichever is earlier.
+            message = f"ProcessLostError: process {number} of {count}: another process has ended or can no longer be"
+            assert any(words in err for words in (message, *GONE)), err[-3000:]
+    assert group.seconds < 100  # everything before takes about 10 s; 1,000 steps would take longer
 
 
-def test_a_process_that_hangs_in_training_ends_the_others(tmp_path):
-    first, second = start("hangs in training", range(2), folder=tmp_path)
-    try:
-        out, err = first.communicate(timeout=100)
-        assert first.returncode not in (0, None) and "loss 2" in out
-        assert any(words in err for words in GONE), err[-3000:]
-    finally:
-        os.kill(second.pid, 9)
-        second.communicate()
+@of(Group("hangs in training"))
+def test_a_process_that_hangs_in_training_ends_the_others(group):
+    ((status, out, err),) = group.processes
+    assert status not in (0, None) and "loss 2" in out
+    assert any(words in err for words in GONE), err[-3000:]
 
 
 def test_without_a_launcher_nothing_is_done(monkeypatch):

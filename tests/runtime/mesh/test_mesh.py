@@ -1,5 +1,4 @@
-"""Meshes, in processes that have eight devices: the cases are in mesh_cases.py, deep_cases.py and
-plan_cases.py."""
+"""Meshes, in processes with eight devices: the cases are in mesh_cases.py, deep_cases.py and plan_cases.py."""
 
 import json
 import os
@@ -47,42 +46,42 @@ def result(process):
 def test_two_processes_match_one(tmp_path):
     port = free_port()
     ranks = [start(tmp_path, port, rank) for rank in range(2)]
-    found = [result(process) for process in ranks]
+    results = [result(process) for process in ranks]
     one = result(start(tmp_path, 0, 0))
-    for mine in found:
-        # The order of sums is another one on a mesh: see mesh_cases.py.
+    for mine in results:
+        # Sums are in another order on a mesh: see mesh_cases.py.
         assert mine["losses"] + mine["further"] == pytest.approx(one["losses"], rel=2e-5)
         assert mine["resumed"] == mine["further"]
         assert mine["shards"] == [[64, 32]] * 2
         assert "other processes hold parts of this tensor of shape [128, 64]" in mine["error"]
-        assert mine["gathered"] == pytest.approx(one["sum"], rel=1e-3)  # weights after five steps, summed up to near 0
+        assert mine["gathered"] == pytest.approx(one["sum"], rel=1e-3)  # weights after five steps, whose sum is near 0
         assert mine["again"] == ["again"]
-    assert found[0]["losses"] == found[1]["losses"] and found[0]["gathered"] == found[1]["gathered"]
-    # What two processes have saved loads in this one.
+    assert results[0]["losses"] == results[1]["losses"] and results[0]["gathered"] == results[1]["gathered"]
+    # The checkpoint of two processes loads in this one.
     weights = fl.load(tmp_path / "it")["again"]
-    assert weights["up.weight"].double().sum().item() == found[0]["gathered"]
+    assert weights["up.weight"].double().sum().item() == results[0]["gathered"]
     assert len(list((tmp_path / "it").glob("tensors-*.safetensors"))) == 2
 
 
 @pytest.mark.timeout(600)
 def test_processes_with_their_own_loaders_match_one(tmp_path):
-    """Each reads its rows, from where its loader was: together they train as one process on all of them does."""
+    """Each reads its own rows from its loader's position: together they train like one process with all rows."""
     port, count = free_port(), scale.of(2, 4)
     ranks = [start(tmp_path, port, rank, "loader_ranks.py", count) for rank in range(count)]
-    found = [result(process) for process in ranks]
+    results = [result(process) for process in ranks]
     one = result(start(tmp_path, 0, 0, "loader_ranks.py", count))
-    assert all(mine == found[0] for mine in found)
-    # The order of sums is another one on a mesh: see mesh_cases.py. The second numbers are sums of the batches, near 0.
-    flat = [[number for pair in losses for number in pair] for losses in (found[0]["losses"], one["losses"])]
+    assert all(mine == results[0] for mine in results)
+    # Sums are in another order on a mesh: see mesh_cases.py. The second numbers are sums of the batches, near 0.
+    flat = [[number for pair in losses for number in pair] for losses in (results[0]["losses"], one["losses"])]
     assert flat[0] == pytest.approx(flat[1], rel=2e-5, abs=1e-4)
-    assert found[0]["resumed"] == found[0]["losses"][7:]
-    assert found[0]["whole"] == found[0]["losses"]
+    assert results[0]["resumed"] == results[0]["losses"][7:]
+    assert results[0]["whole"] == results[0]["losses"]
 
 
 @pytest.mark.timeout(600)
 def test_a_deep_model_resumes_with_other_counts_of_processes_and_devices(tmp_path):
-    """Two processes save, four go on, save, and two go on; one process with 8 devices saves, 4 and 16 go on. Alike
-    layers are one function, which one process compiles, for all."""
+    """Two processes save, four continue and save, two continue; one process with 8 devices saves, 4 and 16 continue.
+    Identical layers are one function, compiled by one process for all."""
 
     def together(count, devices, source, begin, save_at):
         port, options = free_port(), (count, devices, source, begin, save_at)
@@ -94,15 +93,15 @@ def test_a_deep_model_resumes_with_other_counts_of_processes_and_devices(tmp_pat
     again = together(2, 2, "by 4 at 4", 4, 5)
     alone = result(start(tmp_path, 0, 0, "deep_ranks.py", 2, 16, "by 2 at 3", 0, 3))
     expected = alone.pop("one")
-    found = {"2": (two, 0), "4, of 2": (four, 3), "2, of 4": (again, 4)}
-    for name, (ranks, begin) in found.items():
+    resumed = {"2": (two, 0), "4, of 2": (four, 3), "2, of 4": (again, 4)}
+    for name, (ranks, begin) in resumed.items():
         assert all(mine["losses"] == ranks[0]["losses"] for mine in ranks), name
         alone[name] = [None] * begin + ranks[0]["losses"]
         assert all(mine["calls"] > mine["functions"] for mine in ranks), name
         assert [mine["compiled"] for mine in ranks[1:]] == [0] * (len(ranks) - 1), name
     assert two[0]["compiled"] == two[0]["functions"] and four[0]["compiled"] == four[0]["functions"]
-    assert again[0]["compiled"] == 0  # as two processes have kept them
+    assert again[0]["compiled"] == 0  # as saved by two processes
     for name, losses in alone.items():  # and norms of gradients
-        for theirs, mine in zip(reversed(expected), reversed(losses), strict=False):
-            # The order of sums is another one on a mesh. Measured: up to 1e-6.
-            assert mine is None or mine == pytest.approx(theirs, rel=1e-5), name
+        for reference, mine in zip(reversed(expected), reversed(losses), strict=False):
+            # Sums are in another order on a mesh. Measured: up to 1e-6.
+            assert mine is None or mine == pytest.approx(reference, rel=1e-5), name

@@ -15,7 +15,7 @@ from firstloss.runtime.mesh.peers import Peers
 
 
 class Client:
-    """What JAX's coordination service does."""
+    """Stands for JAX's coordination service."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -51,17 +51,17 @@ class Client:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """How often something has been compiled."""
-    found, compile_one = [], jax.stages.Lowered.compile
+    """The number of compilations."""
+    threads, compile_one = [], jax.stages.Lowered.compile
     monkeypatch.setattr(
-        jax.stages.Lowered, "compile", lambda *given: found.append(threading.get_ident()) or compile_one(*given)
+        jax.stages.Lowered, "compile", lambda *args: threads.append(threading.get_ident()) or compile_one(*args)
     )
-    return found
+    return threads
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Without JAX's own files there: what has been read from one cannot be packed, and each compiles."""
+    """Without JAX's own cache: a function read from it cannot be serialized, so each process compiles."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", False)
@@ -73,30 +73,31 @@ def folder(tmp_path):
 
 
 def together(count, run):
-    """What `run(peers)` returns or raises in each of `count` processes."""
+    """The results or errors of `run(peers)` in each of `count` processes."""
     client = Client()
     everyone = []
     for index in range(count):
         everyone.append(Peers(client, index, count))
         everyone[-1]._step = "step"
     with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(run, index, mine) for index, mine in enumerate(everyone)]
+        futures = [pool.submit(run, index, peer) for index, peer in enumerate(everyone)]
         return [future.exception() or future.result() for future in futures], client
 
 
 def compile_together(count, factor=lambda index: 2.0):
-    def run(index, mine):
+    def run(index, peer):
         lowered = jax.jit(lambda x: x * factor(index)).lower(jnp.ones(3))
-        return mine.compile(0, "double", lowered, {}, np.array(jax.devices()[:1]))
+        return peer.compile(0, "double", lowered, {}, np.array(jax.devices()[:1]))
 
     return together(count, run)
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_one_process_compiles_and_a_later_start_reads(count, compiled, folder):
-    found, client = compile_together(count)
-    assert [executable(jnp.ones(3)).tolist() for executable in found] == [[2.0] * 3] * count
-    assert len(compiled) == 1 and not client.key_value_dir_get("step/function0")  # none keeps what all have taken
+    executables, client = compile_together(count)
+    assert [executable(jnp.ones(3)).tolist() for executable in executables] == [[2.0] * 3] * count
+    # entries are removed when all have read them
+    assert len(compiled) == 1 and not client.key_value_dir_get("step/function0")
     again, _ = compile_together(count)
     assert [executable(jnp.ones(3)).tolist() for executable in again] == [[2.0] * 3] * count
     assert len(compiled) == 1
@@ -104,8 +105,8 @@ def test_one_process_compiles_and_a_later_start_reads(count, compiled, folder):
 
 def test_large_executables_are_sent_in_pieces(compiled, folder, monkeypatch):
     monkeypatch.setattr(peers, "_PIECE", 100)
-    found, _ = compile_together(2)
-    assert found[1](jnp.ones(3)).tolist() == [2.0] * 3 and len(compiled) == 1
+    executables, _ = compile_together(2)
+    assert executables[1](jnp.ones(3)).tolist() == [2.0] * 3 and len(compiled) == 1
 
 
 def test_a_damaged_file_is_recompiled(compiled, folder):
@@ -115,35 +116,35 @@ def test_a_damaged_file_is_recompiled(compiled, folder):
     for content in (b"", b"something else", whole[: len(whole) // 2]):
         file.write_bytes(content)
         compiled.clear()
-        found, _ = compile_together(2)
-        assert [executable(jnp.ones(3)).tolist() for executable in found] == [[2.0] * 3] * 2
+        executables, _ = compile_together(2)
+        assert [executable(jnp.ones(3)).tolist() for executable in executables] == [[2.0] * 3] * 2
         compile_together(2)
         assert len(compiled) == 1 and len(file.read_bytes()) > len(whole) // 2
 
 
 def test_unserializable_executables_are_compiled_by_each(compiled, folder, monkeypatch):
     monkeypatch.setattr(peers, "_packed", lambda compiled: b"")
-    found, _ = compile_together(3)
-    assert [executable(jnp.ones(3)).tolist() for executable in found] == [[2.0] * 3] * 3
+    executables, _ = compile_together(3)
+    assert [executable(jnp.ones(3)).tolist() for executable in executables] == [[2.0] * 3] * 3
     assert len(compiled) == 3
 
 
 def test_executables_from_jaxs_cache_are_compiled_by_each(compiled, folder, monkeypatch):
-    """XLA cannot pack it again on a CPU: it would lack its functions."""
+    """XLA cannot serialize it again on a CPU: it would lack its functions."""
     compile_one = jax.stages.Lowered.compile
 
-    def read(*given):
+    def read(*args):
         jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
-        return compile_one(*given)
+        return compile_one(*args)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", read)
-    found, _ = compile_together(2)
-    assert [executable(jnp.ones(3)).tolist() for executable in found] == [[2.0] * 3] * 2
+    executables, _ = compile_together(2)
+    assert [executable(jnp.ones(3)).tolist() for executable in executables] == [[2.0] * 3] * 2
     assert len(compiled) == 2 and not list(folder.iterdir())
 
 
 def test_a_compile_error_is_raised_in_each_process(folder, monkeypatch):
-    def fail(*given):
+    def fail(*args):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
@@ -151,18 +152,20 @@ def test_a_compile_error_is_raised_in_each_process(folder, monkeypatch):
 
 
 def test_different_constants_are_an_error(folder):
-    found, _ = compile_together(3, lambda index: 2.0 + (index == 2))
-    assert found[1](jnp.ones(3)).tolist() == [2.0] * 3
-    assert isinstance(found[2], BackendError) and "process 2 of 3: double has the same operations" in str(found[2])
+    executables, _ = compile_together(3, lambda index: 2.0 + (index == 2))
+    assert executables[1](jnp.ones(3)).tolist() == [2.0] * 3
+    assert isinstance(executables[2], BackendError) and "process 2 of 3: double has the same operations" in str(
+        executables[2]
+    )
 
 
 @pytest.mark.parametrize("names, digests", [("aab", "111"), ("aaa", "121"), ("aba", "213")])
 def test_all_processes_learn_which_one_differs(names, digests):
-    found, _ = together(3, lambda index, mine: mine.agree(names[index], digests[index]))
-    said = list(zip(names, digests, strict=True))
-    other = next(index for index in range(3) if said[index] != said[0])
-    more = sum(pair != said[0] for pair in said) - 1
-    for index, error in enumerate(found):
+    errors, _ = together(3, lambda index, peer: peer.agree(names[index], digests[index]))
+    sent = list(zip(names, digests, strict=True))
+    other = next(index for index in range(3) if sent[index] != sent[0])
+    more = sum(pair != sent[0] for pair in sent) - 1
+    for index, error in enumerate(errors):
         assert isinstance(error, BackendError) and f"process {index} of 3: the processes do not run" in str(error)
         assert f"reached the step {names[0]}, and process {other} has " in str(error)
         assert ("1 more differ" in str(error)) == (more == 1)
@@ -172,10 +175,10 @@ def test_waiting_processes_say_so(monkeypatch, capsys):
     monkeypatch.setattr(peers, "_PATIENCE", 0.1)
     go = threading.Event()
 
-    def run(index, mine):
+    def run(index, peer):
         if index == 1:
             go.wait(0.35)
-        mine.agree("training", "1")
+        peer.agree("training", "1")
 
     assert together(2, run)[0] == [None, None]
     assert "firstloss: process 0 of 2 has waited 0.2 s for training\n" in capsys.readouterr().err
@@ -191,6 +194,6 @@ GONE = [
 @pytest.mark.parametrize("words", [*GONE, "RESOURCE_EXHAUSTED: Out of memory"])
 def test_errors_of_a_lost_process_are_recognized(words, monkeypatch):
     error = jax.errors.JaxRuntimeError(words)
-    assert peers.explain_loss(error) is error  # of this process alone
+    assert peers.explain_loss(error) is error  # for this process only
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert isinstance(peers.explain_loss(error), ProcessLostError) == (words in GONE)

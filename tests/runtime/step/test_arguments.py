@@ -1,4 +1,4 @@
-"""Arguments of a traced step: changes of them, and of dicts and lists that hold them, are made at each call."""
+"""Arguments of a traced step: changes of them, and of dicts and lists that contain them, are repeated at each call."""
 
 import array
 import collections
@@ -268,8 +268,8 @@ def dicts_that_grow(net, model, optimizer):
         return batch
 
     for _i in range(4):
-        given = {"x": batch(), "all": [], "unused": torch.ones(2)}
-        yield step(given) is given, given
+        batch_dict = {"x": batch(), "all": [], "unused": torch.ones(2)}
+        yield step(batch_dict) is batch_dict, batch_dict
 
 
 @case
@@ -318,15 +318,15 @@ def numbers_in_a_dict(net, model, optimizer):
 @case
 def dicts_of_other_kinds(net, model, optimizer):
     @fl.trace
-    def step(given):
-        given["x"] = given["x"] * 2
-        given["y"] = net(given["x"])
-        return given["y"].sum()
+    def step(batch_dict):
+        batch_dict["x"] = batch_dict["x"] * 2
+        batch_dict["y"] = net(batch_dict["x"])
+        return batch_dict["y"].sum()
 
     for kind in (dict, collections.OrderedDict, collections.UserDict):
         for _i in range(3):
-            given = kind(x=batch())
-            yield step(given), given["x"], given["y"], len(given)
+            batch_dict = kind(x=batch())
+            yield step(batch_dict), batch_dict["x"], batch_dict["y"], len(batch_dict)
 
 
 @case
@@ -338,8 +338,8 @@ def one_dict_twice(net, model, optimizer):
         return b["z"]
 
     for _ in range(3):
-        given, other = {"x": batch()}, {"x": batch()}
-        yield step(given, given), given["z"], step(given, other), other["z"], len(given)
+        batch_dict, other = {"x": batch()}, {"x": batch()}
+        yield step(batch_dict, batch_dict), batch_dict["z"], step(batch_dict, other), other["z"], len(batch_dict)
 
 
 @dataclasses.dataclass
@@ -351,19 +351,19 @@ class Batch:
 @case
 def objects(net, model, optimizer):
     @fl.trace
-    def step(given):
-        given.out = net(given.x).mean(0)
-        return given.out.sum()
+    def step(batch_dict):
+        batch_dict.out = net(batch_dict.x).mean(0)
+        return batch_dict.out.sum()
 
-    given = Batch(batch())
+    batch_dict = Batch(batch())
     for i in range(4):
-        yield step(given), given.out
+        yield step(batch_dict), batch_dict.out
         if i == 1:
-            given = Batch(batch())
+            batch_dict = Batch(batch())
 
 
 class Judge:
-    """Has a method by the name of one of ours."""
+    """Has a method with the name of one of ours."""
 
     def __init__(self, score):
         self.score = score
@@ -410,14 +410,14 @@ def kept_dicts_and_lists(net, model, optimizer):
     Kept.all = []
 
     @fl.trace
-    def step(given, pair):
-        Kept.last = given
+    def step(batch_dict, pair):
+        Kept.last = batch_dict
         Kept.all.append(pair)
-        return net(given["x"]).sum() + pair[0].sum()
+        return net(batch_dict["x"]).sum() + pair[0].sum()
 
     for _i in range(4):
-        given, pair = {"x": batch()}, [batch(), batch()]
-        yield step(given, pair), Kept.last is given, Kept.all[-1] is pair, len(Kept.all)
+        batch_dict, pair = {"x": batch()}, [batch(), batch()]
+        yield step(batch_dict, pair), Kept.last is batch_dict, Kept.all[-1] is pair, len(Kept.all)
 
 
 @case
@@ -439,10 +439,10 @@ def run(name, f, tmp_path):
     model = Net()
     net = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    results = []
     for value in f(net, model, optimizer):
-        found.append(torch.utils._pytree.tree_map(plain, value))
-    return [*found, [plain(p) for p in model.parameters()]]
+        results.append(torch.utils._pytree.tree_map(plain, value))
+    return [*results, [plain(p) for p in model.parameters()]]
 
 
 def plain(value):
@@ -458,9 +458,9 @@ def plain_dict(value):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_argument_updates_match_eager(name, tmp_path):
-    expected, found = run("CPU", CASES[name], tmp_path), run("XLA", CASES[name], tmp_path)
-    # XLA adds in another order than PyTorch.
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    expected, actual = run("CPU", CASES[name], tmp_path), run("XLA", CASES[name], tmp_path)
+    # XLA sums in another order than PyTorch.
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_that_would_leave_the_step_are_refused(backend):
@@ -497,25 +497,25 @@ def test_arguments_are_not_kept_alive(backend):
     net = fl.compile(Net(), backend)
 
     @fl.trace
-    def step(given):
-        return net(given["x"]).sum()
+    def step(batch_dict):
+        return net(batch_dict["x"]).sum()
 
     x = batch()
     step({"x": x}), step({"x": x})
-    gone = weakref.ref(x)
+    reference = weakref.ref(x)
     del x
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_new_argument_values_do_not_retrace(backend, traced):
     net = fl.compile(Net(), backend)
 
     @fl.trace
-    def step(given, h):
+    def step(batch_dict, h):
         h.mul_(0.5)
-        given["y"] = net(given["x"])
-        return given["y"].sum()
+        batch_dict["y"] = net(batch_dict["x"])
+        return batch_dict["y"].sum()
 
     h = torch.ones(3)
     for _ in range(6):
@@ -525,7 +525,7 @@ def test_new_argument_values_do_not_retrace(backend, traced):
 
 
 def test_a_step_traced_twice_edits_arrays_once(backend):
-    """An argument turns out to be a part of another, and the step is traced again for it, at the same call."""
+    """An argument turns out to be part of another, and the step is traced again in the same call."""
 
     def program(backend):
         torch.manual_seed(0)
@@ -559,8 +559,8 @@ def test_a_step_traced_twice_edits_arrays_once(backend):
         del os.environ["FIRSTLOSS_TEST_COUNT"]
 
     expected = list(program(fl.backend("CPU")))
-    found = list(program(fl.backend(backend)))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
+    actual = list(program(fl.backend(backend)))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # XLA sums in another order
 
 
 LAYOUTS = {
@@ -573,17 +573,17 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_arguments_keep_their_strides(layout):
-    """The step may ask how; another layout is another graph. (What a step returns lies row by row.)"""
+    """The step may read them; another layout is another graph. (A step's results are contiguous.)"""
 
     @fl.trace
     def step(x):
         return x * 2.0 if x.is_contiguous() else x * 3.0, x.stride()
 
     def run(backend):
-        found = []
+        actual = []
         for make in (lambda x: x.clone(), LAYOUTS[layout], lambda x: x.clone(), LAYOUTS[layout]):
-            found.append(step(make(torch.arange(24.0).reshape(6, 4))))
-        return found
+            actual.append(step(make(torch.arange(24.0).reshape(6, 4))))
+        return actual
 
     for (x, stride), (y, expected) in zip(run(fl.backend("XLA")), run(fl.backend("CPU")), strict=True):
         assert torch.equal(x, y) and stride == expected

@@ -1,4 +1,4 @@
-"""Closures run after the step, with its values, in order, and no later than promised."""
+"""Closures run after the step, with values, in order, and no later than documented."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def batches(count):
 
 
 def trained(model, closure, backend):
-    """A step that calls `closure` on its loss, and another that does the same eagerly; both return the loss."""
+    """A step that calls `closure` on its loss, and one that does the same eagerly; both return the loss."""
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -135,7 +135,7 @@ def test_python_runs_ahead_by_at_most_the_promised_number_of_steps():
             loop.when_ready([array], lambda step=step: ran.append((step, loop.step)))
             loop.dispatched([array])
             assert len(ran) == max(0, step - loops.AHEAD)
-        arrays[5].there = True  # the next one, 6, is ready: but 6 is not the oldest
+        arrays[5].there = True  # the next one, 6, is ready but not the oldest
         assert len(ran) == 5
     assert ran == [(i, i) for i in range(1, 8)]
 
@@ -158,7 +158,7 @@ def test_activation_steps_and_checkpoint_steps_are_respected(backend, model):
         fl.step_closure(texts.append)("text")
     assert seen == [3, 6, 7]
     assert [k[0] for k in kept] == [2, 4, 6, 7]
-    assert all(given == read for _, given, read in kept)  # no later step has run
+    assert all(scheduled == read for _, scheduled, read in kept)  # no later step has run
     assert len(texts) == 3
 
 

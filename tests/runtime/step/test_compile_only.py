@@ -11,14 +11,14 @@ import firstloss as fl
 from firstloss.errors import BackendError, LoweringError
 
 pytestmark = pytest.mark.own_compile_cache
-DEPTH = 6  # as many layers alike as a step is cut into segments for
+DEPTH = 6  # enough identical layers for a step to be split into segments
 
 
 class Model(nn.Module):
-    def __init__(self, made):
+    def __init__(self, constructed):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(DEPTH))
-        made.append(self)
+        constructed.append(self)
 
     def forward(self, x):
         for layer in self.layers:
@@ -29,9 +29,9 @@ class Model(nn.Module):
 def train(batches, closures, **options):
     backend = fl.backend("CSX", **options)
     torch.manual_seed(0)
-    made = []
+    constructed = []
     with backend.device:
-        model = Model(made)
+        model = Model(constructed)
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -85,8 +85,8 @@ def test_validate_only_lowers_without_running(tmp_path):
 def test_weights_are_made_on_first_read(tmp_path):
     _, model = train([torch.zeros(4, 8)], [], artifact_dir=tmp_path, compile_only=True)
     torch.manual_seed(0)
-    for ours, theirs in zip(model.parameters(), Model([]).parameters(), strict=True):
-        assert torch.equal(ours.detach(), theirs.detach())
+    for traced, eager in zip(model.parameters(), Model([]).parameters(), strict=True):
+        assert torch.equal(traced.detach(), eager.detach())
 
 
 def test_an_operation_without_lowering_is_found(tmp_path):
@@ -131,8 +131,8 @@ def test_current_backend_is_the_last_one_made(monkeypatch):
     assert fl.current_backend(raise_exception=False) is None
     with pytest.raises(BackendError, match="no backend yet"):
         fl.current_backend()
-    made = fl.backend("CPU")
-    assert fl.current_backend(raise_exception=False) is fl.current_backend() is made
+    latest = fl.backend("CPU")
+    assert fl.current_backend(raise_exception=False) is fl.current_backend() is latest
 
 
 # -- the executor --
@@ -165,7 +165,7 @@ def test_each_executor_has_its_folder(tmp_path):
 def test_factories_match_torch(name, tmp_path):
     fl.backend(name, artifact_dir=tmp_path)
     like = torch.ones(2, 3, dtype=torch.float64)
-    made = {
+    pairs = {
         "full": (fl.full((2, 3), 4.0), torch.full((2, 3), 4.0)),
         "ones": (fl.ones((2, 3)), torch.ones(2, 3)),
         "zeros": (fl.zeros((2, 3), dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)),
@@ -173,8 +173,8 @@ def test_factories_match_torch(name, tmp_path):
         "ones_like": (fl.ones_like(like, dtype=torch.float32), torch.ones(2, 3)),
         "zeros_like": (fl.zeros_like(like), torch.zeros_like(like)),
     }
-    for ours, theirs in made.values():
-        assert ours.dtype == theirs.dtype and torch.equal(ours.clone(), theirs)
+    for traced, eager in pairs.values():
+        assert traced.dtype == eager.dtype and torch.equal(traced.clone(), eager)
     total = fl.zeros(())
     step = fl.trace(lambda x: total.add_(x.sum()))
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_numpy_arrays_round_trip():
         assert fl.from_numpy(tensor) is tensor and fl.to_numpy(array) is array
         assert np.array_equal(fl.to_numpy(tensor), array) and fl.to_numpy(tensor).dtype == array.dtype
         tensor[0, 0] = 1
-        assert array[0, 0] == 1  # one memory
+        assert array[0, 0] == 1  # shared memory
         fixed = array[::-1]
         fixed.flags.writeable = False
         assert np.array_equal(fl.to_numpy(fl.from_numpy(fixed)), fixed)

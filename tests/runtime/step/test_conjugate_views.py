@@ -1,4 +1,4 @@
-"""Steps with conjugate and negative views, and views of another dtype, in a weight's memory."""
+"""Steps with conjugate and negative views, and views of another dtype, of a weight's memory."""
 
 import types
 
@@ -26,7 +26,7 @@ def numbers(tensor):
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-# What is there before the step, what the step does, and what is done after each call; `n` is the number of the call.
+# Statements before the step, in the step, and after each call; `n` is the number of the call.
 PROGRAMS = {
     "returned": ("", "y = x + 1j\ns.all = [y, y.conj(), y.imag, y.conj().imag]", "s.all[0].mul_(2)"),
     "returned and edited": ("", "y = x + 1j\ns.all = [y.conj(), y]", "s.all[0].mul_(2j)"),
@@ -64,7 +64,7 @@ PROGRAMS = {
 
 
 def trained(name, backend):
-    """What a program leaves after each call."""
+    """The program's values after each call."""
     before, during, after = PROGRAMS[name]
     torch.manual_seed(0)
     m = Net()
@@ -86,27 +86,27 @@ def trained(name, backend):
         optimizer.zero_grad()
         return loss.detach()
 
-    found = []
+    results = []
     for n in range(CALLS):
         a = (torch.arange(3.0) + 1j) * n
-        found.append(step(torch.arange(3.0) * n / 7, a.conj() if n % 2 else a))
+        results.append(step(torch.arange(3.0) * n / 7, a.conj() if n % 2 else a))
         exec(after, {**scope, "n": n, "a": a})
         kept = [t for part in vars(s).values() for t in (part if isinstance(part, list) else [part])]
-        found += [numbers(t) for t in (*kept, k)]
-        found += [torch.tensor([t.is_conj(), t.is_neg()]) for t in kept]
-    return found
+        results += [numbers(t) for t in (*kept, k)]
+        results += [torch.tensor([t.is_conj(), t.is_neg()]) for t in kept]
+    return results
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_views_in_a_step_match_eager(name):
-    for ours, eager in zip(trained(name, fl.backend("XLA")), trained(name, fl.backend("CPU")), strict=True):
+    for traced, eager in zip(trained(name, fl.backend("XLA")), trained(name, fl.backend("CPU")), strict=True):
         # sums and products in another order
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)
 
 
 class Held(nn.Module):
-    """A weight, and what a constructor may keep of it."""
+    """A weight, and views that a constructor may keep."""
 
     def __init__(self, make):
         super().__init__()
@@ -156,20 +156,20 @@ def trained_with(make, how):
         optimizer.zero_grad()
         return loss.detach()
 
-    found = []
+    results = []
     for edited in (m.w, m.b, m.w):
-        found += [step(torch.arange(3.0) + 1), numbers(m.w), numbers(m.b)]
+        results += [step(torch.arange(3.0) + 1), numbers(m.w), numbers(m.b)]
         with torch.no_grad():
             edited.mul_(1.1j)
-        found += [numbers(m.w), numbers(m.b)]
-    return found
+        results += [numbers(m.w), numbers(m.b)]
+    return results
 
 
 @pytest.mark.parametrize("how", ["deferred", "moved"])
 @pytest.mark.parametrize("make", [buffer, buffer_alone, attribute, parameter_alone])
 def test_a_model_with_a_conjugate_buffer_matches_eager(make, how):
-    for ours, eager in zip(trained_with(make, how), trained_with(make, "eager"), strict=True):
-        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)  # as above
+    for traced, eager in zip(trained_with(make, how), trained_with(make, "eager"), strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-5)  # as above
 
 
 @pytest.mark.parametrize("how", ["deferred", "moved"])

@@ -188,7 +188,7 @@ def test_a_gradient_for_a_result_is_an_error(more, compiled):
 
 
 def test_a_gradient_for_an_argument_from_a_step_is_an_error(compiled):
-    """The first step's weights would get none of it."""
+    """The first step's weights would not get a gradient from it."""
     features = fl.trace(lambda x: compiled(x))
     weight = torch.ones(3, requires_grad=True)
 
@@ -214,8 +214,8 @@ def test_requires_grad_of_results_matches_eager(compiled):
             return out.sum(), compiled(x).sum()
 
     for _ in range(3):
-        found = [t.requires_grad for t in (*step(X), *kept)]
-        assert found == [False, False, True, False, False]
+        result = [t.requires_grad for t in (*step(X), *kept)]
+        assert result == [False, False, True, False, False]
 
 
 def test_eager_gradients_are_unaffected(compiled):

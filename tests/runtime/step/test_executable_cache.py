@@ -1,4 +1,4 @@
-"""Compiled steps are found again by everything that determines their computation, and by nothing less."""
+"""Compiled steps are cached by everything that determines their computation, and by nothing else."""
 
 import contextlib
 import hashlib
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def trained(backend, rate=0.1, decay=0.0, half=None, x=X, **model):
-    """The losses of two steps of a model and a step that nothing remembers."""
+    """The losses of two steps of a new model and step."""
     torch.manual_seed(0)
     net = Net(**model)
     compiled = fl.compile(net, backend)
@@ -57,22 +57,22 @@ def trained(backend, rate=0.1, decay=0.0, half=None, x=X, **model):
 
 @pytest.fixture
 def hits(monkeypatch):
-    """Notes when a compiled function was found, in JAX's cache or in Firstloss's."""
-    found, load = [], executable_cache.Entry.load
+    """A list of cache hits, in JAX's cache or in Firstloss's."""
+    sources, load = [], executable_cache.Entry.load
 
     def note(event, **_):
         if event == "/jax/compilation_cache/cache_hits":
-            found.append("JAX's")
+            sources.append("JAX's")
 
     def loaded(entry):
         compiled = load(entry)
         if compiled is not None:
-            found.append("Firstloss's")
+            sources.append("Firstloss's")
         return compiled
 
     monkeypatch.setattr(executable_cache.Entry, "load", loaded)
     jax.monitoring.register_event_listener(note)
-    yield found
+    yield sources
     jax.monitoring.unregister_event_listener(note)
 
 
@@ -94,11 +94,11 @@ def test_equal_steps_are_found_and_others_compiled(tmp_path, hits):
     def on(**change):
         return trained(fl.backend("XLA", artifact_dir=tmp_path), **change)
 
-    def close(ours, change):
-        # float32 in another order, and half precision in which operations are rounded one by one or fused
+    def close(losses, change):
+        # float32 in another order, and half precision in which operations may be fused before rounding
         half = change.get("half") or change.get("dtype") is torch.bfloat16
         expected = trained(fl.backend("CPU"), **change)
-        torch.testing.assert_close(ours, expected, rtol=2e-2 if half else 1e-5, atol=0)
+        torch.testing.assert_close(losses, expected, rtol=2e-2 if half else 1e-5, atol=0)
 
     close(on(), {})
     for change in OTHERS:
@@ -108,7 +108,7 @@ def test_equal_steps_are_found_and_others_compiled(tmp_path, hits):
     for change in SAME:
         hits.clear()
         close(on(**change), change)
-        assert set(hits) == {"Firstloss's"}, change  # nothing is lowered, so that nobody looks in JAX's
+        assert set(hits) == {"Firstloss's"}, change  # nothing is lowered, so JAX's cache is not read
 
 
 def test_a_damaged_entry_is_recompiled(tmp_path):
@@ -146,16 +146,16 @@ def test_an_untrusted_executable_is_recompiled(damage, tmp_path, hits):
     assert files
     for file in files:
         damage(file)
-    for file in (tmp_path / "compiled").iterdir():  # what XLA has loaded from there could not be kept
+    for file in (tmp_path / "compiled").iterdir():  # an executable that XLA loaded from its cache cannot be stored
         file.unlink()
     assert trained(fl.backend("XLA", artifact_dir=tmp_path)) == expected
     assert "Firstloss's" not in hits
-    assert trained(fl.backend("XLA", artifact_dir=tmp_path)) == expected  # it has been written anew
+    assert trained(fl.backend("XLA", artifact_dir=tmp_path)) == expected  # it has been rewritten
     assert "Firstloss's" in hits
 
 
 def test_executables_from_jaxs_cache_are_not_stored(tmp_path, hits):
-    """XLA would write it, and not find its kernels when that is run."""
+    """XLA would serialize it without its kernels."""
     expected = trained(fl.backend("XLA", artifact_dir=tmp_path))
     for file in (tmp_path / "lowered").glob("*.executable"):
         file.unlink()
@@ -174,8 +174,8 @@ executable_cache.Entry.load = lambda entry: loaded.append(1) or load(entry)
 backend = fl.backend("XLA", artifact_dir=sys.argv[1], first_loss="compiled")
 @fl.trace
 def step(m):
-    found = torch.linalg.cholesky(m), torch.linalg.qr(m)[1], torch.linalg.eigvalsh(m), torch.linalg.svdvals(m)
-    return sum(each.sum() for each in (*found, torch.linalg.solve(m, m), torch.fft.rfft(m).abs(), m.topk(2)[0]))
+    factors = torch.linalg.cholesky(m), torch.linalg.qr(m)[1], torch.linalg.eigvalsh(m), torch.linalg.svdvals(m)
+    return sum(each.sum() for each in (*factors, torch.linalg.solve(m, m), torch.fft.rfft(m).abs(), m.topk(2)[0]))
 @fl.trace
 def plain(m):
     return (m @ m).exp().sum()
@@ -185,7 +185,7 @@ print(json.dumps([step(m).item(), plain(m).item(), len(loaded)]))
 
 
 def test_functions_that_call_a_library_are_lowered_in_each_process(tmp_path):
-    """JAX prepares LAPACK when a call of it is lowered: without that the process would end where it is called."""
+    """JAX initializes LAPACK when it lowers a call: otherwise the call would crash."""
 
     def process():
         done = forked.run(["-c", LIBRARIES, str(tmp_path)], capture_output=True, timeout=300)
@@ -193,8 +193,8 @@ def test_functions_that_call_a_library_are_lowered_in_each_process(tmp_path):
         return json.loads(done.stdout.splitlines()[-1])
 
     *first, none = process()
-    *again, found = process()
-    assert again == first and (none, found) == (0, 1)  # `plain`
+    *again, cache_hits = process()
+    assert again == first and (none, cache_hits) == (0, 1)  # `plain`
 
 
 def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
 
 
 def test_registered_lowerings_are_lowered_at_each_start(tmp_path, hits):
-    """It may be another function then."""
+    """Its lowering may be another function then."""
 
     @torch.library.custom_op("firstloss_compile_cache::scaled", mutates_args=())
     def scaled(x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_registered_lowerings_are_lowered_at_each_start(tmp_path, hits):
     def _(x):
         return torch.empty_like(x)
 
-    found = []
+    results = []
     for factor in (2, 3):
         fl.register_lowering(torch.ops.firstloss_compile_cache.scaled, replace=True)(
             lambda x, factor=factor: factor * x
@@ -222,11 +222,11 @@ def test_registered_lowerings_are_lowered_at_each_start(tmp_path, hits):
         with fl.backend("XLA", artifact_dir=tmp_path).device:
             pass
         step = fl.trace(lambda x: torch.ops.firstloss_compile_cache.scaled(x).sum())
-        found.append(step(torch.ones(3)).item())
-    assert found == [6, 9]
+        results.append(step(torch.ones(3)).item())
+    assert results == [6, 9]
 
 
-# Steps that differ in one thing each, most of it a number that is no input.
+# Steps that differ in one thing each, usually a constant.
 FAMILY = {
     "add": lambda x, y: x + y,
     "the other order": lambda x, y: y + x,
@@ -266,12 +266,12 @@ FAMILY = {
 }
 
 
-# As the first one: given its arguments the other way round, and with a result that nobody asks for.
+# Like the first one, but with its arguments in reverse order and an unused result.
 THE_SAME = {"the other order", "the other of two"}
 
 
 def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
-    """All of them in one folder, twice: the second time each finds its own."""
+    """All of them in one folder, twice: the second time each finds its own entry."""
     torch.manual_seed(0)
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     for again in (False, True):
@@ -283,9 +283,9 @@ def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
             def step(x, y, function=function):
                 return function(x, y)
 
-            found, expected = fl.trace(step)(x, y), function(x, y)
-            for ours, theirs in zip(*[r if isinstance(r, tuple) else (r,) for r in (found, expected)], strict=True):
-                torch.testing.assert_close(ours.detach().cpu(), theirs, rtol=1e-5, atol=1e-6)
+            actual, expected = fl.trace(step)(x, y), function(x, y)
+            for traced, eager in zip(*[r if isinstance(r, tuple) else (r,) for r in (actual, expected)], strict=True):
+                torch.testing.assert_close(traced.detach().cpu(), eager, rtol=1e-5, atol=1e-6)
             if again:
                 assert hits, name
             else:  # two signatures may be one module to JAX
@@ -294,8 +294,8 @@ def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
 
 
 def entry(signature, order=(), name="step_0"):
-    found = executable_cache.entry_of(name, signature, order)
-    return None if found is None else found.path.name
+    cached = executable_cache.entry_of(name, signature, order)
+    return None if cached is None else cached.path.name
 
 
 PARTS = st.recursive(
@@ -312,7 +312,7 @@ PARTS = st.recursive(
 
 
 def exact(part):
-    """A part by its type and its bits."""
+    """A component by its type and its bits."""
     if type(part) is tuple:
         return tuple, tuple(map(exact, part))
     return type(part), struct.pack("d", part) if type(part) is float else part
@@ -321,7 +321,7 @@ def exact(part):
 @given(PARTS, PARTS)
 @settings(deadline=None)
 def test_keys_depend_on_the_signature(a, b):
-    """Numbers that are equal and not the same have two, and so has what is cut into tuples otherwise."""
+    """Equal but not identical constants have different keys, and so do tuples with another nesting."""
     fl.backend("XLA")
     assert (entry(a) == entry(b)) is (exact(a) == exact(b))
     assert entry((a, b)) != entry(((a, b),))
@@ -337,7 +337,7 @@ def test_keys_depend_on_the_machine_and_settings(tmp_path, monkeypatch):
     with torch.backends.mkldnn.flags(enabled=False):
         keys.add(entry((1,)))
     assert len(keys) == 6
-    assert entry((object(),)) is None and entry(([1],)) is None  # what cannot be written down in full
+    assert entry((object(),)) is None and entry(([1],)) is None  # cannot be serialized completely
 
 
 def test_another_process_with_the_same_flags_finds_it(tmp_path):
@@ -360,6 +360,6 @@ def test_another_process_with_the_same_flags_finds_it(tmp_path):
         return json.loads(done.stdout.splitlines()[-1])
 
     first, none = process()
-    again, found = process()
-    assert again == first and none == 0 and found > 0
+    again, cache_hits = process()
+    assert again == first and none == 0 and cache_hits > 0
     assert process(XLA_FLAGS="--xla_cpu_max_isa=AVX")[1] == 0  # as on another machine

@@ -1,4 +1,4 @@
-"""Gradients set by code between steps, in any memory layout, against eager."""
+"""Gradients assigned between steps, in any memory layout, match eager PyTorch."""
 
 import warnings
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 
-# Of one weight of shape (3, 2), before the i-th step: a new tensor each time.
+# For a weight of shape (3, 2), before the i-th step: a new tensor each time.
 GRADIENTS = {
     "whole": lambda i: torch.full((3, 2), i + 1.0),
     "transposed": lambda i: torch.full((2, 3), i + 1.0).t(),
@@ -39,15 +39,15 @@ def test_a_step_reads_the_current_gradient(gradient, parameter, trace, tmp_path)
         fl.compile(model, backend)
         optimizer = torch.optim.SGD([model.weight], lr=0.5)
         step = trace(lambda: optimizer.step())
-        found = []
+        results = []
         for i in range(5):
             model.weight.grad = gradient(i)
             step()
-            found.append(model.weight.detach().tolist())
-        return found
+            results.append(model.weight.detach().tolist())
+        return results
 
     eager = train(fl.backend("CPU"))
-    assert train(fl.backend("XLA", artifact_dir=tmp_path)) == eager  # sums of whole numbers
+    assert train(fl.backend("XLA", artifact_dir=tmp_path)) == eager  # sums of integers
 
 
 def clip(parameters, optimizer):
@@ -77,7 +77,7 @@ MADE_ANEW = {
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("anew", MADE_ANEW.values(), ids=MADE_ANEW)
 def test_gradients_may_be_views_of_one_vector(anew, step, trace, tmp_path):
-    """As those of data-parallel training, which exchanges them all at once."""
+    """As in data-parallel training, which reduces all of them at once."""
 
     def train(backend):
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_gradients_may_be_views_of_one_vector(anew, step, trace, tmp_path):
         size = sum(p.numel() for p in parameters)
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         traced = trace(lambda: step(parameters, optimizer))
-        found = []
+        results = []
         for i in range(6):
             if anew(i):
                 vector, begin = torch.zeros(size, dtype=torch.float64), 0
@@ -95,12 +95,12 @@ def test_gradients_may_be_views_of_one_vector(anew, step, trace, tmp_path):
                     p.grad = vector[begin : begin + p.numel()].view(p.shape)
                     begin += p.numel()
             vector.copy_(torch.arange(size) * 0.1 * (i + 1))
-            if i == 5:  # one of them leaves
+            if i == 5:  # one of them is removed
                 parameters[0].grad = torch.ones(parameters[0].shape, dtype=torch.float64)
             traced()
-            found += [*vector.tolist(), *(x for p in parameters for x in (p.sum().item(), p.grad.sum().item()))]
-        return found
+            results += [*vector.tolist(), *(x for p in parameters for x in (p.sum().item(), p.grad.sum().item()))]
+        return results
 
     eager = train(fl.backend("CPU"))
-    # A norm and sums of a few numbers in another order, in float64, in six steps.
+    # A norm and sums of a few numbers in another order, in float64, over six steps.
     assert train(fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(eager, rel=1e-12, abs=1e-14)

@@ -53,7 +53,7 @@ def run(backend, steps=3, before=lambda net: None, step_of=None, **options):
 
 
 def in_bfloat16(model, optimizer):
-    """A step of automatic mixed precision."""
+    """A step with automatic mixed precision."""
 
     def train(x, y):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -84,24 +84,24 @@ def small_step(net, backend):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """A list with one item for each loss that came from PyTorch's kernels."""
-    found = []
+    """A list with one item for each loss computed by PyTorch's kernels."""
+    losses = []
     compute = first_loss.FirstLoss.compute
 
-    def counted(self, *given):
-        results = compute(self, *given)
-        found.append(len(results))
+    def counted(self, *args):
+        results = compute(self, *args)
+        losses.append(len(results))
         return results
 
     monkeypatch.setattr(first_loss.FirstLoss, "compute", counted)
-    return found
+    return losses
 
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# A batch norm's running averages are written by the forward pass.
+# A batch norm's running averages are updated in the forward pass.
 OPTIONS = {"plain": {}, "batch norm": {"norm": nn.BatchNorm1d}, "mixed precision": {"step_of": in_bfloat16}}
 
 
@@ -116,7 +116,7 @@ def test_the_first_loss_is_that_of_eager_pytorch_bit_for_bit(name, computed, tmp
     assert torch.equal(first[0], eager[0])
     assert equal(weights, same)
     assert all(map(torch.equal, first[1:], compiled[1:]))
-    # XLA adds in another order; a product in bfloat16 may be rounded to its neighbour, 2**-8 away
+    # XLA sums in another order; a bfloat16 product may round to its neighbour, 2**-8 away
     close = 2**-8 if name == "mixed precision" else 1e-5
     torch.testing.assert_close(compiled[0], eager[0], rtol=close, atol=0)
 
@@ -170,8 +170,8 @@ def test_new_weights_get_their_loss_from_kernels(options, expected, computed, tm
 def accumulating(model, optimizer):
     def step(x, y):
         total = torch.zeros(())
-        for part, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
-            loss = (model(part) - wanted + 0.1 * torch.randn_like(part)).square().mean()
+        for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = (model(part) - target + 0.1 * torch.randn_like(part)).square().mean()
             loss.backward()
             total = total + loss.detach()
         optimizer.step()
@@ -183,17 +183,17 @@ def accumulating(model, optimizer):
 
 @pytest.mark.parametrize("step_of", [None, accumulating], ids=["one batch", "accumulated over two"])
 def test_random_numbers_are_those_of_the_compiled_step(step_of, computed, tmp_path):
-    """Dropout's masks and noise, each draw its own."""
+    """Dropout masks and noise, each drawn separately."""
     first, weights = run(fl.backend("XLA", artifact_dir=tmp_path), dropout=0.5, step_of=step_of)
     compiled, same = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"), dropout=0.5, step_of=step_of)
     assert computed == [1]
-    torch.testing.assert_close(first[0], compiled[0], rtol=1e-5, atol=0)  # XLA adds in another order
+    torch.testing.assert_close(first[0], compiled[0], rtol=1e-5, atol=0)  # XLA sums in another order
     assert equal(weights, same)
     assert all(map(torch.equal, first[1:], compiled[1:]))
 
 
 def test_accumulated_gradients_come_from_the_compiled_step(computed, tmp_path):
-    """One step adds to the gradients, another uses them: the first of the first comes from kernels."""
+    """One step accumulates gradients, another uses them: only the first loss of the first comes from kernels."""
 
     def trained(**options):
         backend = fl.backend("XLA", artifact_dir=tmp_path, **options)
@@ -222,7 +222,7 @@ def test_accumulated_gradients_come_from_the_compiled_step(computed, tmp_path):
 
     first, compiled = trained(), trained(first_loss="compiled")
     assert computed == [1]
-    assert first[0] == pytest.approx(compiled[0], rel=1e-5)  # XLA adds in another order
+    assert first[0] == pytest.approx(compiled[0], rel=1e-5)  # XLA sums in another order
     assert first[1:] == compiled[1:]
 
 
@@ -234,7 +234,7 @@ def test_only_the_first_step_uses_kernels(computed, tmp_path):
 
 
 def test_an_operation_without_a_kernel_is_compiled(monkeypatch, tmp_path):
-    def refuse(self, *given):
+    def refuse(self, *args):
         raise NotImplementedError("no kernel")
 
     monkeypatch.setattr(first_loss.FirstLoss, "compute", refuse)
@@ -245,14 +245,14 @@ def test_an_operation_without_a_kernel_is_compiled(monkeypatch, tmp_path):
 
 
 def test_an_interrupt_leaves_the_state_unchanged(monkeypatch, tmp_path):
-    """The weights are those before the step, and training goes on."""
+    """The weights are those before the step, and training continues."""
     compute = first_loss.FirstLoss.compute
     interrupts = [KeyboardInterrupt()]
 
-    def interrupted(self, *given):
+    def interrupted(self, *args):
         if interrupts:
             raise interrupts.pop()
-        return compute(self, *given)
+        return compute(self, *args)
 
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     torch.manual_seed(0)
@@ -288,17 +288,17 @@ def test_a_step_that_fails_after_its_loss_leaves_the_state(monkeypatch, tmp_path
     first = step(torch.ones(8, 16)).item()
     with pytest.raises(RuntimeError, match="no memory left"):
         net.blocks[0].up.weight.sum().item()
-    again = step(torch.ones(8, 16)).item()  # the same step: nothing was changed
-    assert again == pytest.approx(first, rel=1e-5)  # XLA adds in another order
+    again = step(torch.ones(8, 16)).item()  # the same step: nothing has changed
+    assert again == pytest.approx(first, rel=1e-5)  # XLA sums in another order
     assert step(torch.ones(8, 16)).item() < again
 
 
 @pytest.mark.parametrize("returned", ["number", "several", "large"])
 def test_only_the_step_is_compiled(returned, backend, monkeypatch):
-    """What goes in and comes out of the kernels is copied without JAX's operations, of which each is compiled."""
+    """Inputs and results of the kernels are copied without JAX operations, each of which would be compiled."""
     from jax._src import compiler
 
-    jax.clear_caches()  # of earlier tests
+    jax.clear_caches()  # the cached note is wrong: the error is raised later
     compile_or_get, names = compiler.compile_or_get_cached, []
 
     def noted(client, computation, *rest, **options):
@@ -309,13 +309,13 @@ def test_only_the_step_is_compiled(returned, backend, monkeypatch):
 
     def step_of(model, optimizer):
         def step(x, y):
-            found = model(x)
-            loss = (found - y).square().mean()
+            logits = model(x)
+            loss = (logits - y).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            wide = found.repeat(64, 64) if returned == "large" else found.sum(0).bfloat16()
-            return loss if returned == "number" else (loss, found, wide, found.argmax(1))
+            wide = logits.repeat(64, 64) if returned == "large" else logits.sum(0).bfloat16()
+            return loss if returned == "number" else (loss, logits, wide, logits.argmax(1))
 
         return lambda x, y: step(x, y) if returned == "number" else step(x, y)[0]
 
@@ -331,7 +331,7 @@ def test_an_unknown_mode_is_refused(tmp_path):
 
 
 def test_the_process_exits_cleanly_while_a_step_runs(tmp_path):
-    """Its results are held until the very end; the device's threads must not run on when their code is gone."""
+    """Its results are alive until the very end; the device's threads must not run after their code is freed."""
     script = f"""
 import torch
 from torch import nn

@@ -53,7 +53,7 @@ DOES = [nothing, drop, edit, bind, zero, clear, keep, read]
 @pytest.mark.parametrize("does", DOES, ids=lambda does: does.__name__)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_gradients_of_frozen_weights_match_eager(does, frozen, returned, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: the same bits, and quickly
+    monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: the same bits, and fast
 
     def run(backend):
         torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_gradients_of_frozen_weights_match_eager(does, frozen, returned, tmp_pat
             loss, more, gradient = step(torch.full((2, 3), float(i)))
             now = model[0].weight.grad
             yield loss, more, now, now is None or before is None or now.data_ptr() == before.data_ptr()
-            if now is not None and i == 3:  # whoever shows its memory sees that
+            if now is not None and i == 3:  # views of its memory show the change
                 now.add_(1)
                 yield gradient, before, getattr(model, "kept", None)
 
@@ -95,11 +95,11 @@ def test_gradients_of_frozen_weights_match_eager(does, frozen, returned, tmp_pat
         ]
 
     expected = seen(fl.backend("CPU"))
-    found = seen(fl.backend("XLA", artifact_dir=tmp_path))
-    for a, b in zip(expected, found, strict=True):
+    actual = seen(fl.backend("XLA", artifact_dir=tmp_path))
+    for a, b in zip(expected, actual, strict=True):
         for x, y in zip(a, b, strict=True):
             if isinstance(x, torch.Tensor):
-                # Eager PyTorch's kernels on both sides; a mean's sum may be taken in another order.
+                # Eager PyTorch's kernels on both sides; a mean may be summed in another order.
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
             else:
                 assert x == y and type(x) is type(y)
@@ -109,7 +109,7 @@ def test_gradients_of_frozen_weights_match_eager(does, frozen, returned, tmp_pat
 @pytest.mark.parametrize("freezes", ["the step", "others", "in turns"])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_gradients_of_weights_unfrozen_in_the_step_match_eager(freezes, cleared, by_kernels) -> None:
-    """It wanted none, and had none, when the step was traced."""
+    """When the step was traced, the weight did not require a gradient and had none."""
 
     def run(backend):
         torch.manual_seed(0)
@@ -129,16 +129,16 @@ def test_gradients_of_weights_unfrozen_in_the_step_match_eager(freezes, cleared,
                 model.weight.requires_grad_(False)
             return loss
 
-        found = []
+        results = []
         for i in range(8):
             step(torch.full((2, 4), float(i)))
             gradient = model.weight.grad
-            found.append((None if gradient is None else gradient.clone(), kept["gradient"] is gradient))
+            results.append((None if gradient is None else gradient.clone(), kept["gradient"] is gradient))
             if freezes == "others":
                 model.weight.requires_grad_(False)
             if cleared == "between" or cleared == "now and then" and i % 3:
                 model.weight.grad = None
-        return found
+        return results
 
-    for ours, theirs in zip(run(fl.backend("XLA")), run(fl.backend("CPU")), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for traced, eager in zip(run(fl.backend("XLA")), run(fl.backend("CPU")), strict=True):
+        torch.testing.assert_close(traced, eager)

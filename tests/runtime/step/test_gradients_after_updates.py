@@ -1,4 +1,4 @@
-"""What PyTorch's optimizers leave in the gradients, which may differ between loops and foreach operations."""
+"""PyTorch's optimizers may change gradients, differently in for-loops and foreach operations."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _cases():
         options = {**options, "maximize": (False, True), "foreach": (None, True)}
         for values in itertools.product(*options.values()):
             chosen = dict(zip(options, values, strict=True))
-            if not (chosen.get("nesterov") and not chosen["momentum"]):  # which SGD refuses
+            if not (chosen.get("nesterov") and not chosen["momentum"]):  # refused by SGD
                 words = [f"{k}={v}" for k, v in chosen.items() if v]
                 yield pytest.param(cls, chosen, id=" ".join([cls.__name__, *words]))
 
 
 @pytest.mark.parametrize(("cls", "options"), _cases())
 def test_gradients_match_eager(cls, options, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: bit for bit, and quickly
+    monkeypatch.setattr(compiling, "compile_step", interpreted)  # by PyTorch's kernels: bit-identical, and fast
 
     def run(backend):
         torch.manual_seed(0)
@@ -47,14 +47,14 @@ def test_gradients_match_eager(cls, options, tmp_path, monkeypatch) -> None:
             backend, lambda: nn.Linear(4, 3, dtype=torch.float64), lambda weights: cls(weights, lr=0.01, **options)
         )
         step = training_step(compiled, optimizer)
-        found = []
+        actual = []
         for x in batches(3, dtype=torch.float64):
             step(x)
-            found += [p.grad.detach().clone() for p in model.parameters()]
-            found += [p.detach().clone() for p in model.parameters()]
-        return found
+            actual += [p.grad.detach().clone() for p in model.parameters()]
+            actual += [p.detach().clone() for p in model.parameters()]
+        return actual
 
-    expected, found = on_both(run, tmp_path)
-    # Some optimizers compute corrections from float32 counts, in Python or in tensors: 2e-8 apart after two steps.
-    # An update that lands in a gradient is of the gradient's own size.
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    expected, actual = on_both(run, tmp_path)
+    # Some optimizers compute corrections from float32 counts, in Python or in tensors: 2e-8 apart after two steps. An
+    # update stored in a gradient is of the gradient's own size.
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)

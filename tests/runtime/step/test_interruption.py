@@ -26,7 +26,7 @@ class Boom(BaseException):
 
 
 class Interrupting:
-    """Raises in the n-th line of Firstloss that runs in the block; `lines` counts them."""
+    """Raises at the n-th line of Firstloss that runs in the block; `lines` counts them."""
 
     def __init__(self, at=None, among=lambda frame: True):
         self.at, self.among = at, among
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    """Layers that are alike: cut into segments, where so few are worth it."""
+    """Identical layers: split into segments if so few count."""
 
     def __init__(self, layers=6, width=8):
         super().__init__()
@@ -78,7 +78,7 @@ class Deep(nn.Module):
 
 
 class Training:
-    """A model, an optimizer and a step, on the backend or in eager PyTorch; gradients are kept on purpose."""
+    """A model, an optimizer and a step, on the backend or in eager PyTorch; gradients are kept."""
 
     def __init__(self, make, features, name, clear=False, tmp_path=None):
         self.backend = fl.backend(name, **({} if tmp_path is None else {"artifact_dir": tmp_path}))
@@ -100,17 +100,17 @@ class Training:
         self.x = torch.sin(torch.arange(16.0 * features) * 1.7).reshape(16, features)
 
     def state(self):
-        """All that a step changes, as it is now."""
+        """Everything that a step changes."""
         entries = [e for p in self.model.parameters() for _, e in sorted(self.optimizer.state.get(p, {}).items())]
         if not any(torch.as_tensor(e).any() for e in entries):
-            entries = []  # made before the first step, and as it makes them
+            entries = []  # created before the first step, as the step creates them
         grads = [p.grad for p in self.model.parameters()]
         tensors = [*self.model.state_dict().values(), *entries, *grads]
         return [None if t is None else torch.as_tensor(t).detach().clone() for t in tensors]
 
 
 def same(a, b, close=False):
-    """Bit for bit; `close` for eager PyTorch, which adds in another order than XLA."""
+    """Whether they are bit-identical; with `close`, equal to eager PyTorch, which sums in another order than XLA."""
     if len(a) != len(b) or any((x is None) != (y is None) for x, y in zip(a, b, strict=True)):
         return False
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None]
@@ -119,7 +119,7 @@ def same(a, b, close=False):
 
 
 def states_of(name, make, features, steps, clear=False, tmp_path=None):
-    """What an undisturbed training has after each number of steps."""
+    """The state after each number of steps of uninterrupted training."""
     training = Training(make, features, name, clear, tmp_path)
     states = [training.state()]
     for _ in range(steps):
@@ -129,7 +129,7 @@ def states_of(name, make, features, steps, clear=False, tmp_path=None):
 
 
 def undisturbed():
-    """Nothing of a trace or a call is left behind in the process."""
+    """A trace or call leaves nothing behind in the process."""
     import jax
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -157,13 +157,13 @@ def kind(request, monkeypatch):
     real = segmentation.cut
 
     def cut(*args, **options):
-        found = real(*args, **options)
-        pieces.append(1 if found is None else len(found.segments))
-        return found
+        cut_program = real(*args, **options)
+        pieces.append(1 if cut_program is None else len(cut_program.segments))
+        return cut_program
 
     monkeypatch.setattr(segmentation, "cut", cut)
     if request.param == "segments":
-        monkeypatch.setattr(segments, "_SAVED", 60)  # calls that are worth it: so that a short model is cut
+        monkeypatch.setattr(segments, "_SAVED", 60)  # calls worth a segment: so that a short model is split
         monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     yield request.param
     assert pieces and all((count > 3) == (request.param == "segments") for count in pieces)
@@ -171,7 +171,7 @@ def kind(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_checks_in_between(monkeypatch):
-    """A step is traced again now and then, by the clock; each call here is to run the same lines."""
+    """A step is sometimes retraced to check it, depending on the clock; each call here must run the same lines."""
     monkeypatch.setattr(cache, "_CHECKING", 1e-9)
 
 
@@ -180,12 +180,12 @@ def sampled(lines, count):
 
 
 def steady(training):
-    """How many lines a call runs, and how many calls it took: the first ones find out how to compare what was read."""
+    """The number of lines of a call, and of the calls until then: the first ones determine how to compare reads."""
     lines = []
     while len(lines) < 4 or len(set(lines[-3:])) > 1:
         with Interrupting() as counted:
             training.step(training.x)
-        training.state()  # the host reads what the next call works on
+        training.state()  # the host reads the next call's input
         lines.append(counted.lines)
     return lines[-1], len(lines)
 
@@ -193,26 +193,26 @@ def steady(training):
 @pytest.mark.parametrize("clear", [False, True])
 def test_an_interrupt_at_any_line_leaves_a_consistent_state(kind, clear, tmp_path):
     make, features = KINDS[kind]
-    ours = Training(make, features, "XLA", clear, tmp_path)
-    lines, done = steady(ours)
+    traced = Training(make, features, "XLA", clear, tmp_path)
+    lines, done = steady(traced)
     places = sampled(lines, scale.of(14, 30))
     outcomes = set()
     states = states_of("XLA", make, features, done + len(places) + 1, clear, tmp_path)
     eager = states_of("CPU", make, features, 4, clear)
-    fl.backend(ours.backend)
+    fl.backend(traced.backend)
     for at in places:
         with pytest.raises(Boom), Interrupting(at):
-            ours.step(ours.x)
+            traced.step(traced.x)
         undisturbed()
-        now = ours.state()
+        now = traced.state()
         after = same(now, states[done + 1])
         assert after or same(now, states[done]), f"at line {at} of {lines}"
         outcomes.add(after)
         done += after
-    ours.step(ours.x)
-    assert same(ours.state(), states[done + 1])
+    traced.step(traced.x)
+    assert same(traced.state(), states[done + 1])
     assert same(states[4], eager[4], close=True)
-    assert outcomes == {False, True}  # else this has tested nothing
+    assert outcomes == {False, True}  # otherwise this test checks nothing
 
 
 def alarm(*_):
@@ -228,7 +228,7 @@ def alarms():
 
 
 def interrupted(alarms, seconds, call):
-    """Whether `call` was interrupted, `seconds` after it began."""
+    """Whether `call` was interrupted `seconds` after it began."""
     try:
         try:
             alarms(seconds)
@@ -242,49 +242,49 @@ def interrupted(alarms, seconds, call):
 
 def test_a_signal_at_any_moment_leaves_a_consistent_state(kind, alarms, tmp_path):
     make, features = KINDS[kind]
-    ours = Training(make, features, "XLA", True, tmp_path)
+    traced = Training(make, features, "XLA", True, tmp_path)
     count = 60
     for _ in range(3):
-        ours.step(ours.x).item()
+        traced.step(traced.x).item()
     begin = time.perf_counter()
-    ours.step(ours.x).item()
+    traced.step(traced.x).item()
     lasts = time.perf_counter() - begin
     states = states_of("XLA", make, features, count + 5, True, tmp_path)
-    fl.backend(ours.backend)
+    fl.backend(traced.backend)
     rng, done, hits = random.Random(0), 4, 0
     for _ in range(count):
-        hits += interrupted(alarms, rng.uniform(2e-5, 1.2 * lasts), lambda: ours.step(ours.x))
+        hits += interrupted(alarms, rng.uniform(2e-5, 1.2 * lasts), lambda: traced.step(traced.x))
         undisturbed()
-        now = ours.state()
+        now = traced.state()
         after = same(now, states[done + 1])
         assert after or same(now, states[done])
         done += after
-    assert hits > 5  # on a machine that is not too busy, most of them
+    assert hits > 5  # most of them, unless the machine is very busy
 
 
 def test_an_interrupt_in_the_first_call_leaves_a_consistent_state(kind, tmp_path):
-    """While the step is traced, lowered, compiled or first run: the state is as it was, and the next call works."""
+    """While the step is traced, lowered, compiled or first run: the state is unchanged, and the next call works."""
     make, features = KINDS[kind]
     with Interrupting() as counted:
         Training(make, features, "XLA", False, tmp_path).step(torch.ones(16, features))
     states = states_of("XLA", make, features, 3, False, tmp_path)
     eager = states_of("CPU", make, features, 3, False)
-    ours, done = Training(make, features, "XLA", False, tmp_path), 0
+    traced, done = Training(make, features, "XLA", False, tmp_path), 0
     ends_at = (0.02, 0.3, 0.7, 0.97, 0.997), (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97, 0.99, 0.997, 0.9995)
     ends = [int(counted.lines * part) for part in scale.of(*ends_at)]
     for at in ends:
-        ours, done = Training(make, features, "XLA", False, tmp_path), 0
+        traced, done = Training(make, features, "XLA", False, tmp_path), 0
         with Interrupting(at) as counted:
             try:
-                ours.step(ours.x)
+                traced.step(traced.x)
                 done = 1
             except Boom:
                 pass
         undisturbed()
-        now = ours.state()
+        now = traced.state()
         done = int(same(now, states[1]))
         assert done or same(now, states[0]), f"at line {at}"
         for _ in range(3 - done):
-            ours.step(ours.x)
-        assert same(ours.state(), states[3]), f"at line {at}"
+            traced.step(traced.x)
+        assert same(traced.state(), states[3]), f"at line {at}"
     assert same(states[3], eager[3], close=True)

@@ -1,4 +1,4 @@
-"""Kept tensors and arguments that are given another shape, another tensor's memory or its place, in a step and between
+"""Kept tensors and arguments that get another shape, another tensor's memory or its identity, in a step and between
 two: as in eager PyTorch, or refused at the line."""
 
 import random
@@ -16,7 +16,7 @@ from tests import scale
 STEPS = 7
 NAMES = ("k", "q", "r")
 
-# What is done to them, each by two of them or of what the caller holds, in a step or between two.
+# Changes, each of two tensors or of one that the caller holds, in a step or between two.
 CHANGES = [
     "at.{a}.data = at.{b}.data",
     "at.{a}.data = at.{b}",
@@ -58,7 +58,7 @@ def program(seed):
         inside.insert(rng.randrange(3), fill(rng.choice(CHANGES)))
     between = {rng.randrange(1, STEPS): fill(rng.choice(CHANGES)) for _ in range(rng.choice((1, 1, 2)))}
     text = str((inside, between))
-    if "share_memory" in text and "resize" in text:  # PyTorch itself ends in a segmentation fault
+    if "share_memory" in text and "resize" in text:  # PyTorch itself crashes
         return program(seed + 100_000)
     return inside, between
 
@@ -71,7 +71,7 @@ def run(seed, backend):
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.5)
     at = types.SimpleNamespace(**{name: torch.full((4,), float(i + 1)) for i, name in enumerate(NAMES)})
-    lent, given = torch.arange(8.0) / 8, torch.zeros(4)
+    lent, other = torch.arange(8.0) / 8, torch.zeros(4)
     changes = compile("\n".join(inside), __file__, "exec")
 
     @fl.trace
@@ -86,16 +86,16 @@ def run(seed, backend):
             read = sum((n + 1) * tensor.sum() for n, tensor in enumerate((at.k, at.q, at.r, lent, batch)))
         return loss.detach() * read
 
-    found = []
+    results = []
     generator = torch.Generator().manual_seed(1)
     for i in range(STEPS):
         x = torch.randn(3, 4, generator=generator)
-        given.copy_(x[0])
-        found.append(step(x, given).clone())
+        other.copy_(x[0])
+        results.append(step(x, other).clone())
         with torch.no_grad():
-            exec(between.get(i, "pass"), {"at": at, "lent": lent, "batch": given, "torch": torch})
-        found += [tensor.detach().clone() for tensor in (at.k, at.q, at.r, lent, given)]
-    return found
+            exec(between.get(i, "pass"), {"at": at, "lent": lent, "batch": other, "torch": torch})
+        results += [tensor.detach().clone() for tensor in (at.k, at.q, at.r, lent, other)]
+    return results
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -105,15 +105,15 @@ def test_reassigned_memory_matches_eager(first, by_kernels):
     for seed in range(first, first + 10):
         try:
             expected = run(seed, fl.backend("CPU"))
-        except (RuntimeError, IndexError):  # eager PyTorch will not have it
+        except (RuntimeError, IndexError):  # eager PyTorch raises
             continue
         try:
-            found = run(seed, fl.backend("XLA"))
+            actual = run(seed, fl.backend("XLA"))
         except FirstlossError as error:
             assert "test_memory_reassignment.py:" in str(error)
             continue
         agreed += 1
-        # float32, the same operations; what is added in another order is off by some of its units
+        # float32, the same operations; sums in another order differ in the last places
         how = {"rtol": 1e-4, "atol": 1e-5, "msg": lambda text, seed=seed: f"{program(seed)}: {text}"}
-        torch.testing.assert_close(found, expected, **how)
+        torch.testing.assert_close(actual, expected, **how)
     assert agreed

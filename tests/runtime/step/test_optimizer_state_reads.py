@@ -1,4 +1,4 @@
-"""Optimizer state that the step reads before the optimizer steps: as a gradient, in its own code, by a view."""
+"""Optimizer state that the step reads before the optimizer steps: as a gradient, in the step's own code, by a view."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import firstloss as fl
 
 
 class Own(torch.optim.Optimizer):
-    """Keeps gradients themselves."""
+    """Keeps gradients as state."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -102,7 +102,7 @@ def test_state_read_before_the_optimizer_steps_matches_eager(make, between, befo
         state = [t.numpy().copy() for entries in optimizer.state.values() for t in entries.values()]
         return losses, [*state, model.weight.detach().numpy(), *(t.numpy() for t in held)]
 
-    (ours, kept_ours), (eager, kept_eager) = run(fl.backend("XLA")), run(fl.backend("CPU"))
-    np.testing.assert_allclose(ours, eager, rtol=1e-5)  # float32, other kernels
+    (traced, kept_ours), (eager, kept_eager) = run(fl.backend("XLA")), run(fl.backend("CPU"))
+    np.testing.assert_allclose(traced, eager, rtol=1e-5)  # float32, other kernels
     for a, b in zip(kept_ours, kept_eager, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

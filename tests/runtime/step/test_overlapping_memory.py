@@ -1,5 +1,5 @@
-"""A weight, a gradient, the optimizer's state, a buffer or a kept tensor comes to lie in the memory of another one,
-before the first step or between two: as in eager PyTorch, or refused at the line."""
+"""A weight, a gradient, optimizer state, a buffer or a kept tensor gets memory of another tensor, before the first step
+or between two: as in eager PyTorch, or refused at the line."""
 
 import itertools
 import types
@@ -25,7 +25,7 @@ class Net(nn.Module):
         return self.b(torch.tanh(self.a(x))) + self.moving
 
 
-# What lends its memory: vectors of four.
+# Tensors whose memory is shared: vectors of four.
 GIVERS = {
     "the weight itself": lambda run: run.model.a.bias.detach(),
     "another weight": lambda run: run.model.b.bias.detach(),
@@ -96,7 +96,7 @@ class Run:
 
 
 def cases():
-    """All of them before the first step, by one optimizer, and between two by another one: in turns."""
+    """All of them before the first step with one optimizer, and between two with another, alternating."""
     for i, (giver, taker, optimizer, late) in enumerate(itertools.product(GIVERS, TAKERS, OPTIMIZERS, (False, True))):
         marks = [] if i % 4 == 1 else [pytest.mark.sweep]
         yield pytest.param(giver, taker, optimizer, late, marks=marks)
@@ -107,17 +107,17 @@ def test_newly_shared_memory_matches_eager_or_is_refused(giver, taker, optimizer
     def train(backend):
         run = Run(backend, optimizer)
         generator = torch.Generator().manual_seed(1)
-        found = []
+        results = []
         for i in range(STEPS):
             x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 4, generator=generator)
-            if i == 0:  # gradients and state are there before the first traced step
+            if i == 0:  # gradients and state exist before the first traced step
                 F.mse_loss(run.model(x), y).backward()
                 run.optimizer.step()
             if i == (AFTER if late else 0):
                 taker(run, GIVERS[giver](run))
-            found.append(run.step(x, y).detach().clone())
+            results.append(run.step(x, y).detach().clone())
         rest = [run.model.state_dict(), [p.grad for p in run.model.parameters()], run.place.kept]
-        return found, rest, [run.state(p) for p in run.model.parameters()]
+        return results, rest, [run.state(p) for p in run.model.parameters()]
 
     row = giver in ("a row of a gradient", "a row of state") and taker is data and not late
     itself = giver in ("a buffer", "a kept tensor") or giver == "the weight itself" and taker is data
@@ -125,5 +125,5 @@ def test_newly_shared_memory_matches_eager_or_is_refused(giver, taker, optimizer
         with pytest.raises(TraceError, match=r"test_overlapping_memory.py:\d+: .* memory"):
             train(fl.backend("XLA"))
         return
-    # float32, the same operations; what is added in another order is off by some of its units
+    # float32, the same operations; sums in another order differ in the last places
     torch.testing.assert_close(train(fl.backend("XLA")), train(fl.backend("CPU")), rtol=1e-4, atol=1e-5)

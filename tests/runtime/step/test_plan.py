@@ -1,4 +1,4 @@
-"""The arithmetic of plans for shapes and meshes of any size; plan_cases.py compares with real devices."""
+"""The arithmetic of plans for any shapes and meshes; plan_cases.py compares with real devices."""
 
 import math
 
@@ -37,10 +37,10 @@ def placements(draw):
 def test_bytes_per_device_match_jaxs_shards(placement, itemsize):
     shape, spec, axes = placement
     sharding = NamedSharding(AbstractMesh(tuple(axes.values()), tuple(axes)), PartitionSpec(*(e or None for e in spec)))
-    found = local_bytes(shape, itemsize, spec, axes)
-    assert found == math.prod(sharding.shard_shape(shape)) * itemsize
+    result = local_bytes(shape, itemsize, spec, axes)
+    assert result == math.prod(sharding.shard_shape(shape)) * itemsize
     copies = math.prod(size for axis, size in axes.items() if not any(axis in entry for entry in spec))
-    assert found * math.prod(axes.values()) == math.prod(shape) * itemsize * copies
+    assert result * math.prod(axes.values()) == math.prod(shape) * itemsize * copies
 
 
 def ring(kind, parts):
@@ -79,14 +79,14 @@ def planned(folder, model, axes, *batch, optimizer=torch.optim.AdamW, specs=None
         module = model()
     if specs:
         fl.shard(module, specs, axes)
-    compiled, made = fl.compile(module, backend), optimizer(module.parameters(), lr=0.1)
+    compiled, built = fl.compile(module, backend), optimizer(module.parameters(), lr=0.1)
 
     @fl.trace
     def step(*batch):
         loss = compiled(*batch).square().sum()
         loss.backward()
-        made.step()
-        made.zero_grad()
+        built.step()
+        built.zero_grad()
         return loss
 
     return step.plan(*batch)
@@ -105,23 +105,23 @@ def test_a_perceptrons_plan_matches_formulas(tmp_path_factory, widths, axes, row
     weights = [a * b for a, b in zip(widths, widths[1:], strict=False)]
     shared = [n // math.prod(shardings_of(axes, a, b)) for n, a, b in zip(weights, widths, widths[1:], strict=False)]
     assert plan.bytes_of("weights") == plan.gradients == 4 * sum(shared)
-    assert plan.bytes_of("state") == 8 * sum(shared) + 4 * len(shared)  # two moments, and a count of steps
+    assert plan.bytes_of("state") == 8 * sum(shared) + 4 * len(shared)  # two moments, and a step count
     assert plan.bytes_of("batch") == 4 * rows * widths[0]
-    # Forward, the weight's gradient and, but for the first layer, the input's.
+    # Forward, the weight's gradient and, except for the first layer, the input's.
     assert plan.matmul_flops == 2 * rows * (3 * sum(weights) - weights[0])
     gathered = sum(one.bytes for one in plan.sent() if one.kind == "all-gather")
-    cut = [n if mine < n else 0 for n, mine in zip(weights, shared, strict=True)]
-    # Transposed for the forward pass, and for the input's gradient, which the first layer does not need, as it is.
+    cut = [n if share < n else 0 for n, share in zip(weights, shared, strict=True)]
+    # Transposed for the forward pass, unchanged for the input's gradient, which the first layer does not need.
     assert gathered == 4 * (2 * sum(cut) - cut[0])
     assert sum(one.bytes for one in plan.sent() if one.kind == "reduce-scatter") == 4 * sum(cut)
     reduced = sum(one.bytes for one in plan.sent() if one.kind == "all-reduce")
     whole = sum(weights) - sum(cut)
-    if devices > 1 and all(mine in (n, n // devices) for n, mine in zip(weights, shared, strict=True)):
+    if devices > 1 and all(share in (n, n // devices) for n, share in zip(weights, shared, strict=True)):
         assert reduced == 4 * whole + 4  # and the loss
 
 
 def shardings_of(axes, *shape):
-    """Into how many parts FSDP's policy cuts a weight along each dimension."""
+    """The number of parts into which FSDP's policy splits a weight along each dimension."""
     if math.prod(shape) < 4096:
         return [1]
     spec = shardings.by_default(shape[::-1], axes)
@@ -195,7 +195,7 @@ def test_seconds_match_a_computation_by_hand(tmp_path):
 
 W = 512
 F32 = 4
-# What a step of one argument x of W x W computes: bytes read and written, operations.
+# A step of one argument x of W x W: bytes read and written, operations.
 TRAFFIC = {
     "product": (lambda x: x @ x.sin().cos(), F32 * (2 * W * W + 2 * W * W + W * W)),  # x; x again, sin(x); x @ that
     "fused, one after the other": (lambda x: ((x * 2 + 1).relu() - x).exp(), F32 * 2 * W * W),
@@ -207,7 +207,7 @@ TRAFFIC = {
 }
 
 
-BY_ROWS = ("fused, one after the other", "fused with a sum")  # cut over the devices, so is all that is read
+BY_ROWS = ("fused, one after the other", "fused with a sum")  # split over the devices, and so are all reads
 
 
 @pytest.mark.parametrize("name, ways", [*((name, 1) for name in TRAFFIC), *((name, 8) for name in BY_ROWS)])

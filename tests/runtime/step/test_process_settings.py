@@ -1,4 +1,4 @@
-"""A step that sets process-wide dtypes and modes: what it computes, and what is set after each call."""
+"""A step that sets process-wide dtypes and modes: its results, and the settings after each call."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def as_before():
 
 
 def both(backend, losses):
-    """What `losses(trace, compile)` gives, traced and in eager PyTorch."""
+    """`losses(trace, compile)`, traced and in eager PyTorch."""
     before = ModesLeft()
-    ours = losses(fl.trace, lambda model: fl.compile(model, backend))
+    traced = losses(fl.trace, lambda model: fl.compile(model, backend))
     before.undo()
     fl.backend("CPU")
-    return ours, losses(lambda step: step, lambda model: model)
+    return traced, losses(lambda step: step, lambda model: model)
 
 
 SETTERS = {
@@ -40,7 +40,7 @@ SETTERS = {
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("name", SETTERS)
 def test_settings_made_by_a_step_apply_in_it_and_after_each_call(name, again, backend):
-    """Set back before each call or not: as in eager PyTorch, although a compiled step runs no Python."""
+    """Whether reset before each call or not: as in eager PyTorch, although a compiled step runs no Python."""
     weight = nn.Parameter(torch.ones(4, 8))
 
     def look(x):
@@ -48,10 +48,10 @@ def test_settings_made_by_a_step_apply_in_it_and_after_each_call(name, again, ba
             half = x @ x.T
         with torch.autocast("cpu"):
             torchs = x @ x.T
-        made = torch.full((), 1 / 3)
-        return half, torchs, F.linear(x, weight), made
+        filled = torch.full((), 1 / 3)
+        return half, torchs, F.linear(x, weight), filled
 
-    def found(trace, _):
+    def dtypes_and_modes(trace, _):
         @trace
         def sets(x):
             before = look(x)
@@ -69,8 +69,8 @@ def test_settings_made_by_a_step_apply_in_it_and_after_each_call(name, again, ba
         start.undo()
         return out
 
-    ours, theirs = both(backend, found)
-    assert ours == theirs
+    traced, eager = both(backend, dtypes_and_modes)
+    assert traced == eager
 
 
 def test_a_step_that_fails_sets_nothing(backend):
@@ -118,24 +118,24 @@ def test_gradients_accumulate_though_a_step_sets_its_half_dtype(backend):
             out += [accumulate(*first).item(), *(value.item() for value in update(*second))]
         return out
 
-    ours, theirs = both(backend, losses)
-    # Sums in another order, a few of which are rounded to 8 bits the other way.
-    assert ours == pytest.approx(theirs, rel=2**-8)
+    traced, eager = both(backend, losses)
+    # Sums in another order, some of which round to 8 bits in the other direction.
+    assert traced == pytest.approx(eager, rel=2**-8)
 
 
 def test_another_default_device_is_another_step(backend):
-    """Set, or given in a region: tensors that the step makes are made there."""
+    """Set globally or in a region: the step's factory functions use it."""
     x = torch.ones(2)
     step = fl.trace(lambda x: x * 2 if torch.ones(2).device.type == "cpu" else x * 3)
-    found = [step(x)[0].item()]
+    values = [step(x)[0].item()]
     torch.set_default_device("meta")
-    found.append(step(x)[0].item())
+    values.append(step(x)[0].item())
     torch.set_default_device(None)
-    found.append(step(x)[0].item())
+    values.append(step(x)[0].item())
     with torch.device("meta"):
-        found.append(step(x)[0].item())
-    found.append(step(x)[0].item())
-    assert found == [2.0, 3.0, 2.0, 3.0, 2.0]
+        values.append(step(x)[0].item())
+    values.append(step(x)[0].item())
+    assert values == [2.0, 3.0, 2.0, 3.0, 2.0]
 
 
 def test_a_default_device_set_by_a_step_stays_set(backend):

@@ -1,4 +1,4 @@
-"""A step whose Python changes is detected, and gives eager PyTorch's result or an error."""
+"""Changes of the state that a step's Python reads are detected, and give eager PyTorch's result or an error."""
 
 import codecs
 import copy
@@ -27,7 +27,7 @@ outside = torch.zeros(())
 
 
 def line_of(function, text):
-    """The place, as "file:line", of the line of `function` that contains `text`."""
+    """The location, as "file:line", of the line of `function` that contains `text`."""
     lines, begin = inspect.getsourcelines(function)
     return f"{__file__}:{next(begin + i for i, line in enumerate(lines) if text in line)}"
 
@@ -37,14 +37,14 @@ def values(step, *arguments, count=1):
 
 
 def quiet(step, *arguments, count=1):
-    """As `values`, where nothing may be said."""
+    """Like `values`, without any warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", GraphChangeWarning)
         return values(step, *arguments, count=count)
 
 
 def traces(step):
-    """How many distinct compiled steps there are."""
+    """The number of distinct compiled steps."""
     return compiled_steps.compilations(step)
 
 
@@ -55,7 +55,8 @@ def _reset(backend):
     table[:] = [1.0]
 
 
-# -- the reference's own ----------------------------------------------------------------------------------------------
+# -- the reference's own examples
+# ---------------------------------------------------------------------------------------
 
 
 def bad_function(input1: torch.Tensor, input2: torch.Tensor) -> torch.Tensor:
@@ -75,12 +76,12 @@ def better_function(input1: torch.Tensor, input2: torch.Tensor, step: torch.Tens
 
 def test_a_counter_in_a_branch_is_not_frozen():
     step = fl.trace(lambda x: bad_function(x * 2, x * 3))
-    with pytest.warns(GraphChangeWarning) as told:
+    with pytest.warns(GraphChangeWarning) as record:
         assert values(step, X, count=6) == [[2.0, 4.0]] * 3 + [[3.0, 6.0]] * 3
-    first, parted = [str(w.message) for w in told]
+    first, parted = [str(w.message) for w in record]
     assert "the global counter" in first and "(1, now 2)" in first and "traced at each call" in first
     for text in (first, parted):
-        assert line_of(bad_function, "if counter < 4") in text  # where it is read
+        assert line_of(bad_function, "if counter < 4") in text  # the line that reads it
         assert line_of(bad_function, "counter += 1") in text
         assert "torch.where" in text
     assert "recompiled" in parted
@@ -102,7 +103,8 @@ def test_a_tensor_counter_is_traced_once():
     assert number.item() == 6 and traces(step) == 1
 
 
-# -- where Python keeps what a step reads -----------------------------------------------------------------------------
+# -- places where Python stores what a step reads
+# -----------------------------------------------------------------------
 
 
 class Settings:
@@ -166,12 +168,12 @@ def test_outside_changes_apply_from_the_next_call(edit, after, backend, monkeypa
     EDITS[edit](layer)
     expected = layer(X).clone()
     assert not torch.allclose(expected, torch.tensor(before[0]))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        got = values(step, X, count=3)
-    assert got[0] == got[1] == got[2]
-    torch.testing.assert_close(torch.tensor(got[0]), expected)
-    assert len([w for w in told if w.category is GraphChangeWarning]) == (edit != "another buffer")
+        actual = values(step, X, count=3)
+    assert actual[0] == actual[1] == actual[2]
+    torch.testing.assert_close(torch.tensor(actual[0]), expected)
+    assert len([w for w in record if w.category is GraphChangeWarning]) == (edit != "another buffer")
 
 
 def test_closure_variables_are_guarded():
@@ -228,17 +230,17 @@ def test_training_and_evaluation_in_any_order_are_each_compiled_once(backend):
 
 @pytest.mark.parametrize("cleared", ["before", "after"])
 def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
-    """Whichever is made or trained in between, and whether the others hold gradients by then."""
+    """Whichever is created or trained in between, and whether or not the others have gradients by then."""
     traced, compiled = [], []
     trace, compile_ = tracing.trace_step, compiling.compile_step
     monkeypatch.setattr(tracing, "trace_step", lambda *a: traced.append(1) or trace(*a))
     monkeypatch.setattr(compiling, "compile_step", lambda *a: compiled.append(1) or compile_(*a))
 
     def pair():
-        ours = nn.Linear(2, 2)
-        reference = copy.deepcopy(ours)
+        net = nn.Linear(2, 2)
+        reference = copy.deepcopy(net)
         return (
-            *steps(fl.compile(ours, backend), ours, fl.trace(check=False)),
+            *steps(fl.compile(net, backend), net, fl.trace(check=False)),
             *steps(reference, reference, lambda step: step),
         )
 
@@ -263,12 +265,12 @@ def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
 
     def run(train, evaluate, train_eagerly, evaluate_eagerly):
         before = len(traced), len(compiled)
-        for ours, eager in ((train, train_eagerly), (evaluate, evaluate_eagerly)):
-            torch.testing.assert_close(torch.tensor(quiet(ours, X)[0]), eager(X))
+        for net, eager in ((train, train_eagerly), (evaluate, evaluate_eagerly)):
+            torch.testing.assert_close(torch.tensor(quiet(net, X)[0]), eager(X))
         return len(traced) - before[0], len(compiled) - before[1]
 
     first = pair()
-    again = (1 if cleared == "before" else 0, 0)  # now there are gradients; the same Program: not compiled
+    again = (1 if cleared == "before" else 0, 0)  # gradients exist by now; the same Program: not compiled
     assert run(*first) == (2, 2)
     assert run(*first) == again
     second = pair()
@@ -322,7 +324,7 @@ def test_a_model_can_be_compiled_after_the_step_cleared_its_gradients(backend, b
 
 
 def test_freezing_a_weight_makes_another_step(backend):
-    """Of a model that came before another as well."""
+    """Also if another model was created before it."""
     model = nn.Linear(2, 2)
     compiled = fl.compile(model, backend)
 
@@ -345,7 +347,8 @@ def test_freezing_a_weight_makes_another_step(backend):
     assert [g.item() for g in step(X)] == expected
 
 
-# -- what changes and does not matter ---------------------------------------------------------------------------------
+# -- changes that do not matter
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_counter_that_decides_nothing_does_not_retrace(backend, traced):
@@ -368,7 +371,7 @@ def test_a_counter_that_decides_nothing_does_not_retrace(backend, traced):
         return model(x)
 
     quiet(step, X, count=5)
-    assert len(traced) == 2  # the first call finds `count` in the class, and makes one of the instance's
+    assert len(traced) == 2  # the first call finds `count` in the class, and creates an instance attribute
     assert calls == len(log) == model.count == 5
 
 
@@ -436,7 +439,7 @@ def test_a_global_rebound_to_a_tensor_is_state():
 
 
 class Mean:
-    """A metric: no module, and its sums are rebound at each update."""
+    """A metric that is not a module, and rebinds its sums at each update."""
 
     def __init__(self):
         self.total = torch.zeros(())
@@ -453,12 +456,12 @@ class Mean:
 
 
 def test_sums_of_a_metric_are_state():
-    ours, theirs = Mean(), Mean()
-    step = fl.trace(lambda x: ours.update(x))
+    traced, eager = Mean(), Mean()
+    step = fl.trace(lambda x: traced.update(x))
     for i in range(4):
         step(X + i)
-        theirs.update(X + i)
-        assert ours.values() == theirs.values()
+        eager.update(X + i)
+        assert traced.values() == eager.values()
     assert traces(step) == 1
 
 
@@ -479,7 +482,8 @@ def test_a_growing_tensor_is_retraced(backend):
     assert model.cache.tolist() == [1.0, 2.0] * 3
 
 
-# -- what cannot be seen ----------------------------------------------------------------------------------------------
+# -- reads that cannot be guarded
+# ---------------------------------------------------------------------------------------
 
 
 def test_an_open_file_that_the_step_holds_is_read_at_each_call():
@@ -495,9 +499,9 @@ def test_a_file_read_is_found_at_the_second_call(tmp_path):
     step = fl.trace(lambda x: x * float(file.read_text()))
     assert quiet(step, X) == [[1.0, 2.0]]
     file.write_text("2")
-    with pytest.warns(GraphChangeWarning) as told:
+    with pytest.warns(GraphChangeWarning) as record:
         assert step(X).tolist() == [2.0, 4.0]
-    texts = [str(warning.message) for warning in told]
+    texts = [str(warning.message) for warning in record]
     assert re.search(r"aten.mul.* before, aten.mul.* now.*torch.where", texts[0], re.DOTALL)
     assert re.search(r"is traced at each call.*test_retracing.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
 
@@ -507,7 +511,7 @@ def test_unguarded_changes_are_found_by_spot_checks(monkeypatch):
     step = fl.trace(lambda x: x if b"\xff".decode("ascii", "strange") == "a" else -x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
 
-    monkeypatch.setattr(cache, "_CHECKING", 1e9)  # all the time there is
+    monkeypatch.setattr(cache, "_CHECKING", 1e9)  # unlimited time
     codecs.register_error("strange", lambda error: ("b", error.end))
     with pytest.raises(GraphChangedError, match="4 steps ago"):
         step(X)
@@ -566,7 +570,7 @@ def test_a_new_shape_is_padded():
     assert traces(step) == 1
     with pytest.warns(GraphChangeWarning, match="recompiled"):
         torch.testing.assert_close(step(rows(6)).clone(), loss(rows(6)))
-    for n in (8, 5, 3):  # 6 was rounded up to 8
+    for n in (8, 5, 3):  # 6 is rounded up to 8
         torch.testing.assert_close(torch.tensor(quiet(step, rows(n))[0]), loss(rows(n)))
     assert traces(step) == 2
 
@@ -624,7 +628,8 @@ def test_reading_a_value_in_a_step_names_the_line(kind, capsys, caplog):
         READS[kind](x)
         return x
 
-    if kind in ("print", "logging"):  # what eager would print is not known yet; this says so, and nothing keeps it
+    # the value that eager would print is unknown; the text says so, and nothing holds on to it
+    if kind in ("print", "logging"):
         assert step(X).tolist() == X.tolist()
         assert "traced tensor" in (capsys.readouterr().out + caplog.text)
         return
@@ -663,23 +668,23 @@ def test_a_sparse_tensor_of_rows_is_refused_at_its_line():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
 def test_an_argument_that_is_not_dense_is_refused_at_its_line(kind):
-    given = {
+    arguments = {
         "sparse": lambda: torch.eye(2).to_sparse(),
         "nested": lambda: torch.nested.nested_tensor([X, X[:1]]),
         "quantized": lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),
     }[kind]()
     with pytest.raises(fl.errors.TraceError, match=f"{__file__}:.*dense.*{kind}"):
-        fl.trace(lambda x, given: x.sum())(X, given)
+        fl.trace(lambda x, arguments: x.sum())(X, arguments)
 
 
-@pytest.mark.parametrize("made", [lambda x: x, lambda x: x + 1, lambda x: torch.ones(2, 2)])
-def test_a_view_beyond_its_storage_is_refused_at_its_line(made):
+@pytest.mark.parametrize("base", [lambda x: x, lambda x: x + 1, lambda x: torch.ones(2, 2)])
+def test_a_view_beyond_its_storage_is_refused_at_its_line(base):
     with pytest.raises(fl.errors.CaptureError, match=f"{__file__}:.*as_strided.*16"):
-        fl.trace(lambda x: made(x).as_strided((2, 2), (1, 2), 2) * x.sum())(torch.ones(2, 2))
+        fl.trace(lambda x: base(x).as_strided((2, 2), (1, 2), 2) * x.sum())(torch.ones(2, 2))
 
 
 def test_moving_a_counter_to_the_backend_is_not_a_change(backend):
-    """It is a tensor of the host's when it is first met, before the weights, and the backend's ever after."""
+    """It is on the host when first used, before the weights, and on the backend from then on."""
     model = nn.Linear(2, 2)
     compiled, count = fl.compile(model, backend), torch.zeros(())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -712,7 +717,7 @@ def test_a_reflected_comparison_with_a_counter_is_not_a_change(backend):
 
 
 def test_computed_names_are_guarded_for_weights_in_any_state(tmp_path):
-    """The same graph for weights in another state: what its Python reads is looked for there, too."""
+    """The same graph for weights in another state: its Python's reads are resolved there too."""
 
     def run(backend):
         torch.manual_seed(0)
@@ -733,15 +738,15 @@ def test_computed_names_are_guarded_for_weights_in_any_state(tmp_path):
             return loss.detach()
 
         for i in range(8):
-            if i == 4:  # the optimizer does not clear that of the frozen weight
+            if i == 4:  # the optimizer does not clear the gradient of the frozen weight
                 for p in model.parameters():
                     p.grad = torch.ones_like(p)
             yield step(torch.full((2, 3), float(i)))
             yield globals()["worked_out"].clone()
 
     expected = list(run(fl.backend("CPU")))
-    found = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA adds in another order
+    actual = list(run(fl.backend("XLA", artifact_dir=tmp_path)))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)  # XLA sums in another order
 
 
 def test_a_warning_is_issued_once_at_the_line_of_the_call():

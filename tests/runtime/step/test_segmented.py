@@ -13,8 +13,8 @@ from firstloss.program.graph import Value
 from firstloss.runtime.step.arguments import Arguments
 from tests import compiled_steps
 
-# Both compute the same operations in float32; compiled apart, other ones are fused, and multiply-adds round otherwise.
-# The backward pass of a batch norm subtracts nearly equal sums, which makes ten times as much of it.
+# Both compute the same operations in float32; compiled separately, they are fused differently, and multiply-adds round
+# differently. The backward pass of a batch norm subtracts nearly equal sums, which magnifies this by ten.
 CLOSE = 2e-6
 CLOSE_NORMED = 2e-5
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Alike blocks, an embedding tied to the head, and weights that some blocks share."""
+    """Identical blocks, an embedding tied to the head, and weights shared by some blocks."""
 
     def __init__(self, layers=10, width=16, dropout=0.0):
         super().__init__()
@@ -52,7 +52,7 @@ class Deep(nn.Module):
 
 
 class Stages(nn.Module):
-    """Convolutions in stages of other widths, each of alike blocks with batch norms."""
+    """Stages of convolutions with different widths, each of identical blocks with batch norms."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +146,7 @@ def close(a, b, bound):
     return float((a.double() - b.double()).abs().max() if b.numel() else 0.0) <= bound * scale
 
 
-# Of what "sgd" computes, "accumulating" computes all, and of what "adamw" does, "dropout".
+# "accumulating" includes everything that "sgd" computes, and "dropout" what "adamw" does.
 IN_SWEEP = ("sgd", "adamw")
 
 
@@ -171,9 +171,9 @@ def test_segments_match_the_step_compiled_as_a_whole(case, tmp_path, monkeypatch
 def test_compiled_functions_do_not_grow_with_the_layers():
     def functions(layers):
         step = Captured(layers)
-        found = segments.cut(step.program)
-        assert found is not None
-        return {s.function: len(s.calls) for s in found.segments}
+        segmented = segments.cut(step.program)
+        assert segmented is not None
+        return {s.function: len(s.calls) for s in segmented.segments}
 
     few, many = functions(30), functions(60)
     assert sum(many.values()) <= 2 * sum(few.values())
@@ -181,7 +181,7 @@ def test_compiled_functions_do_not_grow_with_the_layers():
 
 @pytest.mark.parametrize("before, after", [(0, 0), (5, 3), (2, 11)])
 def test_segments_are_whole_layers_if_there_is_a_choice(before, after):
-    """Nothing of a layer is left at the ends, to be compiled once more with what comes before the layers and after."""
+    """No part of a layer is left at the ends, to be compiled again with what surrounds the layers."""
     layers, period = 24, 30
 
     def value():
@@ -196,7 +196,7 @@ def test_segments_are_whole_layers_if_there_is_a_choice(before, after):
 
 
 class Captured:
-    """The Program of a step of `Deep`, nothing compiled."""
+    """The Program of a step of `Deep`, without compiling."""
 
     def __init__(self, layers):
         from firstloss.runtime.step import compiling
@@ -206,7 +206,7 @@ class Captured:
             model = Deep(layers)
         optimizer = adamw(model.parameters())
         compiled = fl.compile(model, backend)
-        compile_step, compiling.compile_step = compiling.compile_step, lambda *given: None
+        compile_step, compiling.compile_step = compiling.compile_step, lambda *args: None
         try:
             run = fl.trace(lambda batch: plain(compiled, optimizer, batch))
             with pytest.raises(AttributeError):  # there is nothing to call
@@ -232,12 +232,12 @@ def test_calls_are_ordered_by_their_dependencies():
 
     program = Captured(12).program
     calls = split_foreach_calls(program.nodes)
-    there = set(program.inputs.values())
-    made = {value for call in calls for value in call.outputs}
+    available = set(program.inputs.values())
+    outputs = {value for call in calls for value in call.outputs}
     for call in calls:
-        assert all(value in there for value in call.inputs if value in made)
-        there.update(call.outputs)
-    assert made == {value for node in program.nodes for value in node.outputs}
+        assert all(value in available for value in call.inputs if value in outputs)
+        available.update(call.outputs)
+    assert outputs == {value for node in program.nodes for value in node.outputs}
 
 
 def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, monkeypatch):
@@ -254,7 +254,7 @@ def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, mo
     lower = functions._lowered
 
     def refuse(name, function, edges):
-        if function.reused:  # it renews the state: only what comes after the loss does
+        if function.reused:  # it updates the state: only operations after the loss do
             raise fl.errors.LoweringError("no rule")
         return lower(name, function, edges)
 
@@ -272,7 +272,7 @@ def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch)
 
     monkeypatch.setattr(segments, "_SAVED", 60)
     monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
-    # One that counts nothing: only what comes after the loss renews state.
+    # A step count that is constant: only operations after the loss update state.
     monkeypatch.setattr(Block, "forward", lambda self, x: x + self.down(F.gelu(self.up(self.norm(x)))))
     lower, order = functions._lowered, []
 
@@ -299,17 +299,17 @@ def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch)
     refused = False
     loss, before, _, model = start()
     assert "renewing" in before
-    weight = model.embed.weight.detach().cpu().clone()  # which waits for the whole step
+    weight = model.embed.weight.detach().cpu().clone()  # waits for the whole step
     again, _, run, model = start()
     assert again == loss and torch.equal(model.embed.weight.detach().cpu(), weight)
-    refused = True  # the note was wrong: the error comes later, and comes
+    refused = True  # the cached note is wrong: the error is raised later
     again, _, run, model = start()
     assert again == loss
     with pytest.raises(fl.errors.LoweringError, match="no rule"):
         model.embed.weight.tolist()
     with pytest.raises(fl.errors.LoweringError, match="no rule"):
         run(tokens())
-    held = model.embed.weight.detach().cpu().clone()  # those before the step: nothing has been done
+    held = model.embed.weight.detach().cpu().clone()  # the state before the step: nothing has been changed
     refused = False
     run(tokens())
     assert not torch.equal(model.embed.weight.detach().cpu(), held)

@@ -29,13 +29,13 @@ def constant_leaf(model, x):
 
 
 def detached_argument(model, x):
-    given = x.detach().requires_grad_()
-    return given, model[0](given)
+    leaf = x.detach().requires_grad_()
+    return leaf, model[0](leaf)
 
 
 def computed_leaf(model, x):
-    given = (x * 2).detach().requires_grad_()
-    return given, model[0](given)
+    leaf = (x * 2).detach().requires_grad_()
+    return leaf, model[0](leaf)
 
 
 def no_gradient(model, x):
@@ -89,19 +89,19 @@ def test_a_kept_tensor_has_its_gradient_and_attributes(make, attribute, kept, by
             place.held = tensor if kept == "left" else [tensor]
             return loss
 
-        found, older = [], []
+        results, older = [], []
         generator = torch.Generator().manual_seed(1)
         for _ in range(STEPS):
             x, y = torch.randn(5, 4, generator=generator), torch.randn(5, 3, generator=generator)
             result = step(x, y)
             tensor = {"returned": result, "left": place.held}[kept] if kept != "in a list" else place.held[0]
             older.append(tensor)
-        for tensor in older:  # all steps later, each is what it was
+        for tensor in older:  # each is unchanged by later steps
             aux = getattr(tensor, "aux", None)
             gradient = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
-            found.append([tensor.detach(), gradient, tensor.requires_grad, aux is tensor])
-            found.append(aux if aux is not tensor else None)
-        return found
+            results.append([tensor.detach(), gradient, tensor.requires_grad, aux is tensor])
+            results.append(aux if aux is not tensor else None)
+        return results
 
     torch.testing.assert_close(run(fl.backend("XLA")), run(fl.backend("CPU")))
 

@@ -1,4 +1,4 @@
-"""Threads that trace, train, construct and compute concurrently get what each would get alone in eager PyTorch."""
+"""Threads that trace, train, construct and compute concurrently get the results of each alone in eager PyTorch."""
 
 import threading
 
@@ -10,7 +10,7 @@ import firstloss as fl
 
 
 def side_by_side(works):
-    """Run all at once, each in a thread; raises what one of them raised."""
+    """Run all at once, each in a thread; re-raises their errors."""
     errors, start = [], threading.Barrier(len(works))
 
     def run(work):
@@ -42,7 +42,7 @@ OPTIMIZERS = {
 
 
 def training(backend, model, optimizer, seed):
-    """A function that does one step; weights do not depend on what other threads draw."""
+    """A function that does one step; weights do not depend on other threads' draws."""
     with backend.device:
         net = MODELS[model]()
         generator = torch.Generator().manual_seed(seed)
@@ -71,10 +71,10 @@ def test_models_can_be_trained_concurrently(where, tmp_path):
     def losses(name):
         out = [[] for _ in CASES]
         backend = fl.backend(name, artifact_dir=tmp_path)
-        made = [] if "in the" in where else [training(backend, *case, i) for i, case in enumerate(CASES)]
+        trainings = [] if "in the" in where else [training(backend, *case, i) for i, case in enumerate(CASES)]
 
         def work(i):
-            run, net = made[i] if made else training(backend, *CASES[i], i)
+            run, net = trainings[i] if trainings else training(backend, *CASES[i], i)
             for k in range(5):
                 out[i].append(run(k))
             out[i] += [float(t.sum()) for t in net.state_dict().values()]
@@ -87,12 +87,12 @@ def test_models_can_be_trained_concurrently(where, tmp_path):
             side_by_side(works)
         return out
 
-    for ours, eager in zip(losses("XLA"), losses("CPU"), strict=True):
-        assert ours == pytest.approx(eager, rel=1e-3, abs=1e-4)  # XLA adds in another order
+    for traced, eager in zip(losses("XLA"), losses("CPU"), strict=True):
+        assert traced == pytest.approx(eager, rel=1e-3, abs=1e-4)  # XLA sums in another order
 
 
 def test_other_work_can_run_during_a_trace(tmp_path):
-    """A thread that draws, computes and trains eagerly sees nothing of the trace beside it."""
+    """A thread that draws, computes and trains eagerly is not affected by a concurrent trace."""
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     run, _ = training(backend, "deep", "adamw", 0)
     tracing, done = threading.Event(), threading.Event()
@@ -104,14 +104,14 @@ def test_other_work_can_run_during_a_trace(tmp_path):
         out = []
         for k in range(20):
             drawn = torch.rand(5)
-            made = torch.tensor([[1.0, k], [2.0, 3.0]]).tolist()
+            values = torch.tensor([[1.0, k], [2.0, 3.0]]).tolist()
             loss = eager(torch.full((2, 3), 0.1 * k)).sum() + torch.randn(())
             loss.backward()
             optimizer.step()
             out.append(
                 (
                     drawn.tolist(),
-                    made,
+                    values,
                     loss.item(),
                     bool(torch.compiler.is_compiling()),
                     torch.get_rng_state().sum().item(),
@@ -122,21 +122,21 @@ def test_other_work_can_run_during_a_trace(tmp_path):
     torch.manual_seed(7)
     expected = ordinary()
     torch.manual_seed(7)
-    found = []
+    actual = []
 
     def beside():
         tracing.wait()
-        found.append(ordinary())
+        actual.append(ordinary())
         done.set()
 
     compiled = fl.trace(lambda x: (tracing.set(), done.wait(60), x.sum())[-1], check=False)
     side_by_side([beside, lambda: compiled(torch.ones(3))])
-    assert found[0][0] == expected[0] and torch.equal(found[0][1], expected[1])
+    assert actual[0][0] == expected[0] and torch.equal(actual[0][1], expected[1])
     run(0)
 
 
 def test_constructors_can_run_concurrently():
-    """Each of many deferred models has numbers of its own from the one stream, and the stream goes on behind them."""
+    """Each of many deferred models has its own numbers from the single stream, and the stream continues after them."""
     models = [None] * 4
 
     def construct(i):
@@ -146,14 +146,14 @@ def test_constructors_can_run_concurrently():
     torch.manual_seed(3)
     side_by_side([lambda i=i: construct(i) for i in range(len(models))])
     after = torch.rand(4)
-    ours = sorted(fl.materialize_module(model).weight.sum().item() for model in models)
+    sums = sorted(fl.materialize_module(model).weight.sum().item() for model in models)
     torch.manual_seed(3)
     eager = sorted(nn.Linear(50, 50, bias=False).weight.sum().item() for _ in models)
-    assert ours == eager and torch.equal(after, torch.rand(4))
+    assert sums == eager and torch.equal(after, torch.rand(4))
 
 
 class Loads(threading.local):
-    """Attributes of each thread's own, which begin with those that it is given."""
+    """Attributes local to each thread, initialized from the arguments."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -170,17 +170,17 @@ def test_thread_local_reads_are_per_thread(make, tmp_path):
         def step(x):
             return (weight * x).sum() * getattr(local, "scale", 1.0)
 
-        found = []
+        actual = []
 
         def call():
-            found.append(step(torch.ones(2)).item())
+            actual.append(step(torch.ones(2)).item())
 
         for number in range(6):
             if number == 3:
                 local.scale = 5.0
             call()
             side_by_side([call])
-        return found
+        return actual
 
     expected = losses(fl.backend("CPU"))
     assert len(set(expected)) == 3

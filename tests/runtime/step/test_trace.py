@@ -1,4 +1,7 @@
-"""The rules of traced steps, on a model of a few weights."""
+"""The rules of traced steps, on a model with a few weights.
+
+Comparisons with eager PyTorch allow for float32 sums in another order: 1e-6.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from tests import compiled_steps
 
 
 def line_of(function, text):
-    """The place, as "file:line", of the line of `function` that contains `text`."""
+    """The location, as "file:line", of the line of `function` that contains `text`."""
     import inspect
 
     lines, begin = inspect.getsourcelines(function)
@@ -105,7 +108,7 @@ def test_a_real_model_is_moved(backend):
     weight = model.weight
     step, _ = make_step(model, backend)
     assert model.weight is weight
-    for _ in range(3):  # the loss gets 30 times smaller, and what the weights were rounded by does not
+    for _ in range(3):  # the loss decreases 30 times, but the rounding error of the weights does not
         assert float(step(X, Y)) == pytest.approx(eager_step(reference, 0.1), rel=1e-5)
 
 
@@ -155,7 +158,7 @@ def test_kept_gradients_accumulate(backend, model):
 
 
 class Counted(torch.optim.Optimizer):
-    """The reference's custom optimizer: it makes its state inside step(), under a condition."""
+    """The reference's custom optimizer: it creates its state inside step(), under a condition."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -173,16 +176,19 @@ class Counted(torch.optim.Optimizer):
 
 def test_state_created_inside_the_step_is_kept(backend, model):
     reference = eager_linear()
-    theirs = Counted(reference.parameters())
-    step, ours = make_step(model, backend, Counted(model.parameters()))
+    eager = Counted(reference.parameters())
+    step, optimizer = make_step(model, backend, Counted(model.parameters()))
     for _ in range(4):
         float(step(X, Y))
         F.mse_loss(reference(X), Y).backward()
-        theirs.step()
-        theirs.zero_grad()
+        eager.step()
+        eager.zero_grad()
     torch.testing.assert_close(model.weight.clone(), reference.weight.detach(), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(
-        ours.state[model.weight]["momentum"].clone(), theirs.state[reference.weight]["momentum"], rtol=1e-5, atol=1e-9
+        optimizer.state[model.weight]["momentum"].clone(),
+        eager.state[reference.weight]["momentum"],
+        rtol=1e-5,
+        atol=1e-9,
     )
 
 
@@ -229,7 +235,7 @@ def test_reading_a_value_is_refused_at_the_users_line(kind, backend, model):
     with pytest.raises(fl.errors.ValueReadError) as caught:
         step(X)
     assert f"{__file__}:" in str(caught.value) and "torch.where" in str(caught.value)
-    # nothing of the failed trace is left
+    # the failed trace left nothing behind
     assert model.weight.grad is None
     assert not any(optimizer.state[p] for p in model.parameters())
     assert isinstance(optimizer.param_groups[0]["lr"], float)
@@ -340,10 +346,10 @@ def test_a_function_may_have_attributes_with_our_names(backend):
     def step(x):
         return x * 2
 
-    ours = {name for name in vars(fl.trace(lambda x: x)) if not name.startswith("__")}
-    for name in ours:
+    public = {name for name in vars(fl.trace(lambda x: x)) if not name.startswith("__")}
+    for name in public:
         setattr(step, name, object())
     step.note = "theirs"
     traced = fl.trace(step)
-    assert {"_step", "_cache"} <= ours and traced.note == "theirs"
+    assert {"_step", "_cache"} <= public and traced.note == "theirs"
     assert traced(torch.ones(2)).tolist() == [2, 2]

@@ -1,7 +1,7 @@
-"""Ordinary programs are traced twice, at the first call and to verify at the second, and never again.
+"""Ordinary programs are traced twice, at the first call and to verify it at the second, and never again.
 
-What such a program counts, logs and keeps around its step, and inside it for the caller to read, decides nothing that
-the step does; a guard too many would trace at each call, which costs a hundred times what a step does.
+Counters, logs and caches around and inside the step do not affect it; one guard too many would retrace at each call,
+which costs a hundred times as much as a step.
 """
 
 import collections
@@ -32,7 +32,7 @@ ONCE = 2  # the first call, and the verification at the second
 
 @pytest.fixture(autouse=True)
 def _no_more_verifications(monkeypatch):
-    monkeypatch.setattr(cache, "_CHECKING", 1e-9)  # none because of the time that has passed
+    monkeypatch.setattr(cache, "_CHECKING", 1e-9)  # none because of the time elapsed
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +56,10 @@ def batches(count=STEPS):
 
 
 def loop_class():
-    """Each test has its own, whose methods no other test has traced."""
+    """Each test has its own class, whose methods no other test has traced."""
 
     class Loop:
-        """A trainer such as people write, with all that it keeps in `self`, which is an argument of the step."""
+        """A typical trainer, with all its state in `self`, which is an argument of the step."""
 
         def __init__(self, backend, scheduled=False, accumulate=1):
             self.model, self.optimizer, self.compiled = build(backend)
@@ -139,7 +139,7 @@ def test_gradient_accumulation_in_a_class_is_traced_twice(backend, traced):
         loop.after(loop.micro_step(x))
         if i % 4 == 3:
             loop.update()
-    # The step that makes the gradients is another than the one that adds to them.
+    # The step that creates the gradients differs from the one that adds to them.
     assert len(traced) <= 3 * ONCE
 
 
@@ -203,7 +203,7 @@ def test_a_scheduled_learning_rate_does_not_retrace(backend, traced, scheduler, 
 
 
 def test_a_scheduler_inside_the_step_does_not_retrace(backend, traced):
-    """As firstloss's own schedulers are meant to be used, and PyTorch's may be."""
+    """Firstloss's own schedulers are meant to be used like this, and PyTorch's may be."""
     _, optimizer, compiled = build(backend)
     scheduler = fl.optim.lr_scheduler.LinearLR(optimizer, 0.1, 0.01, STEPS)
 
@@ -221,7 +221,8 @@ def test_a_scheduler_inside_the_step_does_not_retrace(backend, traced):
     assert len(traced) == ONCE
 
 
-# -- what is kept around a step and in it ------------------------------------------------------------------------------
+# -- state kept around a step and in it
+# ---------------------------------------------------------------------------------
 
 
 def train_step(backend, inside=lambda loss, x: None):
@@ -267,8 +268,8 @@ def a_list_that_grows():
 @kept_inside
 def a_dict_of_metrics():
     metrics = {}
-    found = lambda: set(metrics) == {"loss", "mean"}  # noqa: E731
-    return lambda loss, x: metrics.update(loss=loss.detach(), mean=x.mean()), found
+    is_complete = lambda: set(metrics) == {"loss", "mean"}  # noqa: E731
+    return lambda loss, x: metrics.update(loss=loss.detach(), mean=x.mean()), is_complete
 
 
 @kept_inside
@@ -365,24 +366,24 @@ def counts_in_a_list_and_in_an_attributes_dict():
 
 @kept_inside
 def a_print_in_a_closure():
-    shown = []
+    printed = []
 
     @fl.step_closure
     def show(loss):
-        shown.append(loss.item())
+        printed.append(loss.item())
 
-    return lambda loss, x: show(loss), lambda: len(shown) == STEPS
+    return lambda loss, x: show(loss), lambda: len(printed) == STEPS
 
 
 @kept_inside
 def what_the_runtime_looks_up():
-    """It keeps names that it has once looked up in globals of its own: no reading of the step's."""
+    """The runtime caches names that it has looked up in globals of its own, which are not reads of the step."""
     return lambda loss, x: torch_names.__getattr__("decomposition_table"), lambda: True
 
 
 @kept_inside
 def what_is_written_in_the_step():
-    """To write a message one looks at the clock and the process; that decides nothing."""
+    """Logging reads the clock and the process, which does not affect the step."""
     log = logging.getLogger("written in the step")
 
     def keep(loss, x):
@@ -409,7 +410,7 @@ def bert():
 
 @pytest.mark.parametrize("make", [llama, bert])
 def test_a_library_model_is_traced_twice(backend, traced, make):
-    """Whose code asks for settings, imports, and keeps tables of its own."""
+    """Its code reads settings, imports, and caches."""
     with backend.device:
         model = make()
     compiled, optimizer = fl.compile(model, backend), torch.optim.AdamW(model.parameters())
@@ -429,8 +430,8 @@ def test_a_library_model_is_traced_twice(backend, traced, make):
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_kept_values_do_not_retrace(backend, traced, name):
-    keep, right = INSIDE[name]()
-    step = train_step(backend, keep)
+    keep_value, right = INSIDE[name]()
+    step = train_step(backend, keep_value)
     for x in batches():
         step(x)
     assert right()
@@ -438,7 +439,7 @@ def test_kept_values_do_not_retrace(backend, traced, name):
 
 
 def test_averaged_weights_do_not_retrace(backend, traced):
-    """An EMA of the weights, as diffusers and timm keep it."""
+    """An EMA of the weights, as in diffusers and timm."""
     model, optimizer, compiled = build(backend)
     with backend.device:
         average = small_training.layers()
@@ -531,7 +532,7 @@ def step_of_globals(x):
 
 
 def test_a_loop_at_module_level_is_traced_twice(backend, traced):
-    """A script: the loop's variables are globals beside those that the step reads."""
+    """In a script, the loop's variables are globals, next to those that the step reads."""
     global iteration, batch, loss, running, compiled, optimizer
     _, optimizer, compiled = build(backend)
     running = 0.0
@@ -545,7 +546,7 @@ def test_a_loop_at_module_level_is_traced_twice(backend, traced):
 
 
 def test_a_script_is_traced_twice(backend, traced):
-    """The same where everything, the step too, is made by the script itself, in a namespace of its own."""
+    """The same if the script itself creates everything, including the step, in a namespace of its own."""
     script = """
 import time, random, torch, firstloss as fl
 from torch import nn
@@ -596,10 +597,10 @@ class Net(nn.Module):
 
 class Keeps(Callback):
     def __init__(self):
-        self.found = []
+        self.logged = []
 
     def on_metrics(self, trainer, metrics, step):
-        self.found.append(dict(metrics))
+        self.logged.append(dict(metrics))
 
 
 def test_the_trainer_does_not_retrace(tmp_path, traced):
@@ -619,5 +620,5 @@ def test_the_trainer_does_not_retrace(tmp_path, traced):
         seed=0,
     )
     trainer.fit(data)
-    assert len(keeps.found) >= STEPS // 5
+    assert len(keeps.logged) >= STEPS // 5
     assert len(traced) == ONCE

@@ -11,7 +11,7 @@ import firstloss as fl
 from tests.tiny_llama import llama
 
 STEPS = 6
-# Both sides compute in float32 and add in different orders; over a few steps the losses drift apart by some 1e-7.
+# Both sides compute in float32 and sum in different orders; the losses drift apart by about 1e-7 over a few steps.
 LOSS = 1e-5
 
 
@@ -143,15 +143,15 @@ def test_losses_and_weights_match_eager(case, backend):
     batches = [batch() for _ in range(STEPS)]
     expected, losses = train_eagerly(make, batches, loss_of, optimizer_of)
     model, traced, _ = train_traced(backend, make, batches, loss_of, optimizer_of)
-    for ours, theirs in zip(traced, losses, strict=True):
-        assert math.isclose(ours, theirs, rel_tol=LOSS)
+    for actual, eager in zip(traced, losses, strict=True):
+        assert math.isclose(actual, eager, rel_tol=LOSS)
     state = model.state_dict()
     assert list(state) == list(expected.state_dict())
     if optimizer_of is adamw:
-        return  # Adam divides by the gradient's own size: where it is rounding noise, the weights are too
-    for name, theirs in expected.state_dict().items():
-        # as for the losses, some 1e-7 of the weights' own size, 0.02 to 1
-        torch.testing.assert_close(fl.errors and state[name].clone(), theirs, rtol=1e-4, atol=1e-6)
+        return  # Adam divides by the gradient's own size: where the gradient is only rounding noise, the update is too
+    for name, eager in expected.state_dict().items():
+        # as for the losses, about 1e-7 of the weights' size, 0.02 to 1
+        torch.testing.assert_close(fl.errors and state[name].clone(), eager, rtol=1e-4, atol=1e-6)
 
 
 def test_dropout_draws_new_masks_reproducibly(backend):
@@ -166,5 +166,5 @@ def test_dropout_draws_new_masks_reproducibly(backend):
     first = losses()
     assert len(set(first)) == 3
     assert losses() == first
-    # the expected loss of a fresh model is log(256) = 5.55; dropout scales what it keeps, so it stays near
+    # an untrained model's expected loss is log(256) = 5.55; dropout rescales, so it stays near
     assert all(abs(loss - 5.55) < 0.3 for loss in first)

@@ -50,9 +50,9 @@ class Adam(AdamBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an Adam: this one, PyTorch's, or `cerebras.pytorch`'s."""
-        found = with_our_names(state_dict, {"correct_bias": True})
-        groups = [_coupled(group) for group in found["param_groups"]]
-        super().load_state_dict({**found, "param_groups": groups})
+        renamed = with_our_names(state_dict, {"correct_bias": True})
+        groups = [_coupled(group) for group in renamed["param_groups"]]
+        super().load_state_dict({**renamed, "param_groups": groups})
 
 
 def _coupled(group: dict[str, Any]) -> dict[str, Any]:

@@ -319,8 +319,8 @@ def _free(folder: str) -> int:
         folder = os.path.dirname(folder)
     if not hasattr(os, "statvfs"):
         return shutil.disk_usage(folder).free
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
 
 
 @contextmanager

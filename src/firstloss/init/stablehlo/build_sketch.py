@@ -186,9 +186,9 @@ class _Builder:
         numbers: dict[Value, int] = {}
         inputs: list[Any] = []
         nodes = slice_for([ref.value])
-        made = {value for node in nodes for value in node.outputs}
+        computed = {value for node in nodes for value in node.outputs}
         for value in [v for node in nodes for v in (*node.reads(), *(r.value for r in node.writes))] + [ref.value]:
-            if value not in made and value not in numbers:
+            if value not in computed and value not in numbers:
                 numbers[value] = len(inputs)
                 if value.real is None:
                     inputs.append((value.shape, value.dtype))

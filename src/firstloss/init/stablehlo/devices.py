@@ -33,8 +33,8 @@ def run(
     program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None, engine: str | None = None
 ) -> dict[str, jax.Array]:
     """See `InitProgram.run`."""
-    made = plan(program, mesh, shardings)
-    devices = concrete(mesh, made)
+    sharding_plan = plan(program, mesh, shardings)
+    devices = concrete(mesh, sharding_plan)
     platform = (devices.devices.flat[0] if devices is not None else jax.devices()[0]).platform
     chosen = engine or ("torch" if platform == "cpu" else "xla")
     if chosen not in ("torch", "xla") or (chosen == "torch" and platform != "cpu"):
@@ -44,36 +44,39 @@ def run(
         )
     with timeline.span("materialize"), jax.enable_x64(True):
         if chosen == "torch":
-            arrays = make_on_host({w.name: (w.recipe.ref, sharding_of(w, devices)) for w in made.weights})
+            arrays = make_on_host({w.name: (w.recipe.ref, sharding_of(w, devices)) for w in sharding_plan.weights})
         else:
-            arrays = _on_devices(made, devices)
+            arrays = _on_devices(sharding_plan, devices)
     return {name: arrays[recipe.name] for name, recipe in program.recipes.items()}
 
 
-def concrete(mesh: Any, made: ShardingPlan) -> Mesh | None:
+def concrete(mesh: Any, sharding_plan: ShardingPlan) -> Mesh | None:
     """The mesh with devices; None for one device.
 
     Raises:
         ShardingError: if there are too few devices.
     """
-    if not made.axes:
+    if not sharding_plan.axes:
         return None
     if isinstance(mesh, Mesh):
         return mesh
-    mark = next((w.recipe.mark for w in made.weights if w.recipe.mark is not None), None)
+    mark = next((w.recipe.mark for w in sharding_plan.weights if w.recipe.mark is not None), None)
     if mesh is None and mark is not None and isinstance(mark.mesh, Mesh):
         return mark.mesh
     devices = jax.devices()
-    if made.devices > len(devices):
-        sizes = ", ".join(f"{name}={size}" for name, size in made.axes.items())
-        sharded = next((w for w in made.weights if any(w.sharding.spec)), made.weights[0])
+    if sharding_plan.devices > len(devices):
+        sizes = ", ".join(f"{name}={size}" for name, size in sharding_plan.axes.items())
+        sharded = next((w for w in sharding_plan.weights if any(w.sharding.spec)), sharding_plan.weights[0])
         raise ShardingError(
-            f"{here()}: {sharded.name}: the spec {partition_spec(sharded)} is for a mesh of {made.devices} devices "
-            f"({sizes}), but there are {len(devices)} ({devices[0].platform}). Use a smaller mesh; on a CPU, call "
-            f"jax.config.update('jax_num_cpu_devices', {made.devices}) before JAX is first used. to_stablehlo and plan "
-            "accept a mesh of any size"
+            f"{here()}: {sharded.name}: the spec {partition_spec(sharded)} is for a mesh of {sharding_plan.devices} "
+            f"devices ({sizes}), but there are {len(devices)} ({devices[0].platform}). Use a smaller mesh; on a CPU, "
+            f"call jax.config.update('jax_num_cpu_devices', {sharding_plan.devices}) before JAX is first used. "
+            "to_stablehlo and plan accept a mesh of any size"
         )
-    return Mesh(np.array(devices[: made.devices]).reshape(tuple(made.axes.values())), tuple(made.axes))
+    return Mesh(
+        np.array(devices[: sharding_plan.devices]).reshape(tuple(sharding_plan.axes.values())),
+        tuple(sharding_plan.axes),
+    )
 
 
 def sharding_of(weight: Weight, mesh: Mesh | None) -> Sharding:
@@ -84,10 +87,10 @@ def sharding_of(weight: Weight, mesh: Mesh | None) -> Sharding:
 class Units:
     """The distinct functions of a plan, compiled in parallel: one for each key, for all devices of the mesh."""
 
-    def __init__(self, made: ShardingPlan, mesh: Mesh | None) -> None:
-        self._made = made
+    def __init__(self, sharding_plan: ShardingPlan, mesh: Mesh | None) -> None:
+        self._made = sharding_plan
         self._mesh = mesh
-        self._streams = Streams(made)
+        self._streams = Streams(sharding_plan)
         device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
         self._functions = Functions(0 if device.platform == "cpu" else LANE_WORDS)
         self._everywhere = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -110,12 +113,12 @@ class Units:
     def compile(self, weight: Weight) -> Any:
         """The executable for all weights with the key of `weight`."""
         with jax.enable_x64(True):
-            made, mesh = self._made, self._mesh
+            sharding_plan, mesh = self._made, self._mesh
             function = self._functions.function_of(weight)
 
             def shard(origins: Any, jumps: Any, positions: Any) -> Any:
-                where = {axis: lax.convert_element_type(lax.axis_index(axis), np.int64) for axis in made.axes}
-                begin = starts(weight.recipe.shape, weight.sharding.spec, made.axes, where)
+                where = {axis: lax.convert_element_type(lax.axis_index(axis), np.int64) for axis in sharding_plan.axes}
+                begin = starts(weight.recipe.shape, weight.sharding.spec, sharding_plan.axes, where)
                 offsets = tuple(b for b, entry in zip(begin, weight.sharding.spec, strict=True) if entry)
                 return function(origins, jumps, positions, offsets)
 
@@ -127,16 +130,16 @@ class Units:
 
     def distinct(self) -> dict[Any, Weight]:
         """A weight for each function, in descending order of size."""
-        found: dict[Any, Weight] = {}
+        weights_by_key: dict[Any, Weight] = {}
         for weight in sorted(self._made.weights, key=lambda w: -math.prod(w.local)):
             if weight.sketch is not None:
-                found.setdefault(weight.key, weight)
-        return found
+                weights_by_key.setdefault(weight.key, weight)
+        return weights_by_key
 
 
-def _on_devices(made: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
-    units = Units(made, mesh)
-    host = [weight for weight in made.weights if weight.sketch is None]
+def _on_devices(sharding_plan: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
+    units = Units(sharding_plan, mesh)
+    host = [weight for weight in sharding_plan.weights if weight.sketch is None]
     line = here()
     for weight in host:
         message = f"{weight.name}: {weight.why}: it is computed on the host and sent"
@@ -147,7 +150,7 @@ def _on_devices(made: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
         out.update(make_on_host({w.name: (w.recipe.ref, sharding_of(w, mesh)) for w in host}))
         for key, future in compiled.items():  # in the same order in all processes
             executable = future.result()
-            for weight in made.weights:
+            for weight in sharding_plan.weights:
                 if weight.sketch is not None and weight.key == key:
                     out[weight.name] = executable(*units.arguments(weight))
     return out
@@ -155,12 +158,12 @@ def _on_devices(made: ShardingPlan, mesh: Mesh | None) -> dict[str, jax.Array]:
 
 def peak_bytes(program: Recipes, mesh: Any, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
     """See `InitProgram.peak_bytes`."""
-    made = plan(program, mesh, shardings)
+    sharding_plan = plan(program, mesh, shardings)
     with jax.enable_x64(True):
-        units = Units(made, concrete(mesh, made))
-        found = {key: units.compile(weight).memory_analysis() for key, weight in units.distinct().items()}
-    weights = sum(found[w.key].output_size_in_bytes for w in made.weights if w.sketch is not None)
+        units = Units(sharding_plan, concrete(mesh, sharding_plan))
+        analyses = {key: units.compile(weight).memory_analysis() for key, weight in units.distinct().items()}
+    weights = sum(analyses[w.key].output_size_in_bytes for w in sharding_plan.weights if w.sketch is not None)
     return {
         "weights": weights,
-        "temporary": max((analysis.temp_size_in_bytes for analysis in found.values()), default=0),
+        "temporary": max((analysis.temp_size_in_bytes for analysis in analyses.values()), default=0),
     }

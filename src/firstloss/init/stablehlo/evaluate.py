@@ -84,9 +84,9 @@ class _Evaluator:
         assert isinstance(source, WordSource)
         if rounds_before is not None:
             position = position + rounds_before * np.int64(fill.words)
-        made = kernel(fill.name, fill.dtype, dict(fill.arguments))
-        assert made is not None
-        return part_of_fill(made, box, fill.words, source, position, starts)
+        fill_kernel = kernel(fill.name, fill.dtype, dict(fill.arguments))
+        assert fill_kernel is not None
+        return part_of_fill(fill_kernel, box, fill.words, source, position, starts)
 
     def _truncated(self, tree: Truncated, box: ShardGeometry, starts: Sequence[Any]) -> Any:
         low, high = (cast(bound, to_jax(tree.fill.dtype)) for bound in (tree.low, tree.high))
@@ -126,8 +126,8 @@ class _Evaluator:
                 arrays.extend(function_of(step.template)(*operands))
                 continue
             box = ShardGeometry(step.size, step.size)
-            made = self.tree(step.fill, box, [np.int64(0)] * len(step.size))
-            arrays.append(made if step.view is None else write_view(operands[0], made, step.view))
+            content = self.tree(step.fill, box, [np.int64(0)] * len(step.size))
+            arrays.append(content if step.view is None else write_view(operands[0], content, step.view))
         result = arrays[tree.result]
         return result if tree.view is None else read_view(result, tree.view)
 

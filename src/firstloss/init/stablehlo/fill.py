@@ -168,8 +168,8 @@ def _in_lanes(kernel: FillKernel, heads: Any, count: int, source: WordSource) ->
     if lanes < 2:
         return draw(heads, count, kernel.emit, kernel.words_each, kernel.block)[0]
     step = source.lane_words.bit_length() - 1
-    found = jnp.concatenate([spread(heads[i], lanes, step, source.table) for i in range(heads.shape[0])])
-    out = draw(found, each, kernel.emit, kernel.words_each, kernel.block)[0].reshape(heads.shape[0], lanes * each)
+    windows = jnp.concatenate([spread(heads[i], lanes, step, source.table) for i in range(heads.shape[0])])
+    out = draw(windows, each, kernel.emit, kernel.words_each, kernel.block)[0].reshape(heads.shape[0], lanes * each)
     return out[:, :count]
 
 

@@ -38,14 +38,14 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
     parts: list[tuple[Ref, list[WantedPart]]] = []
     on_cpu = [key for key, (_, sharding) in wanted.items() if _is_on_cpu(sharding)]
     specs = [ArraySpec(ref.size, to_jax(ref.dtype), sharding) for ref, sharding in map(wanted.__getitem__, on_cpu)]
-    made = dict(zip(on_cpu, allocate(specs), strict=True))
-    out.update((key, array) for key, (array, _) in made.items())
+    allocated = dict(zip(on_cpu, allocate(specs), strict=True))
+    out.update((key, array) for key, (array, _) in allocated.items())
     with DisableTorchDispatch():
         for key, (ref, sharding) in wanted.items():
             shape, dtype = ref.size, ref.dtype
-            if key in made:
+            if key in allocated:
                 local = sharding.shard_shape(shape)
-                memory = {device: tensor_at(at, local, dtype) for device, at in made[key][1].items()}
+                memory = {device: tensor_at(at, local, dtype) for device, at in allocated[key][1].items()}
             else:
                 boxes = sharding.addressable_devices_indices_map(shape)
                 memory = {device: torch.empty(_box(shape, i).size, dtype=dtype) for device, i in boxes.items()}
@@ -69,8 +69,8 @@ def _box(shape: tuple[int, ...], index: tuple[slice, ...]) -> Box:
 
 
 def _parts(shape: tuple[int, ...], sharding: Sharding, memory: dict[Any, torch.Tensor]) -> list[WantedPart]:
-    found: dict[Box, WantedPart] = {}
+    parts_by_box: dict[Box, WantedPart] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = _box(shape, index or ())
-        found.setdefault(box, WantedPart(box, [])).into.append(memory[device])
-    return list(found.values())
+        parts_by_box.setdefault(box, WantedPart(box, [])).into.append(memory[device])
+    return list(parts_by_box.values())

@@ -44,10 +44,10 @@ class Functions:
 
     def function_of(self, weight: Weight) -> Callable:
         """The function for a weight."""
-        found = self._made.get(weight.key)
-        if found is None:
-            found = self._made[weight.key] = self._make(weight)
-        return found
+        function = self._made.get(weight.key)
+        if function is None:
+            function = self._made[weight.key] = self._make(weight)
+        return function
 
     def _make(self, weight: Weight) -> Callable:
         sketch, local = weight.sketch, weight.local
@@ -108,15 +108,15 @@ def _origin(stream: Stream) -> Any:
 
 def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:
     """See `InitProgram.to_stablehlo`."""
-    made = plan(program, mesh, shardings)
-    for weight in made.weights:
+    sharding_plan = plan(program, mesh, shardings)
+    for weight in sharding_plan.weights:
         if weight.sketch is None:
             raise LoweringError(
                 f"{weight.name}: {weight.why}, so it cannot be part of a module. program.run() computes it on the "
                 "host; or initialize it with uniform_ or normal_ of at least 16 elements, or remove it"
             )
     with jax.enable_x64(True):
-        return _text(made, abstract(made.axes))
+        return _text(sharding_plan, abstract(sharding_plan.axes))
 
 
 def abstract(axes: Axes) -> AbstractMesh | None:
@@ -130,17 +130,19 @@ def partition_spec(weight: Weight) -> PartitionSpec:
     return PartitionSpec(*[entry if len(entry) > 1 else entry[0] if entry else None for entry in weight.sharding.spec])
 
 
-def shard_maker(made: ShardingPlan, streams: Streams, functions: Functions, jumps: Any) -> Callable[[], dict[str, Any]]:
+def shard_maker(
+    sharding_plan: ShardingPlan, streams: Streams, functions: Functions, jumps: Any
+) -> Callable[[], dict[str, Any]]:
     """A function that computes one device's shard of every weight, to be called inside shard_map."""
 
     def make() -> dict[str, Any]:
-        where = {axis: lax.convert_element_type(lax.axis_index(axis), np.int64) for axis in made.axes}
+        where = {axis: lax.convert_element_type(lax.axis_index(axis), np.int64) for axis in sharding_plan.axes}
         offsets: dict[Any, tuple[Any, ...]] = {}  # shared by weights with the same geometry
         out = {}
-        for weight in made.weights:
+        for weight in sharding_plan.weights:
             geometry = weight.recipe.shape, weight.sharding.spec
             if geometry not in offsets:
-                begin = starts(*geometry, made.axes, where)
+                begin = starts(*geometry, sharding_plan.axes, where)
                 offsets[geometry] = tuple(b for b, entry in zip(begin, weight.sharding.spec, strict=True) if entry)
             function = functions.function_of(weight)
             out[weight.name] = function(streams.origins(weight), jumps, streams.positions(weight), offsets[geometry])
@@ -149,32 +151,32 @@ def shard_maker(made: ShardingPlan, streams: Streams, functions: Functions, jump
     return make
 
 
-def _text(made: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
-    streams = Streams(made)
+def _text(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
+    streams = Streams(sharding_plan)
     functions = Functions()
 
     def constructor() -> dict[str, Any]:
-        return shard_maker(made, streams, functions, streams.table if streams.jumps else None)()
+        return shard_maker(sharding_plan, streams, functions, streams.table if streams.jumps else None)()
 
-    specs = {weight.name: partition_spec(weight) for weight in made.weights}
+    specs = {weight.name: partition_spec(weight) for weight in sharding_plan.weights}
     if mesh is not None:
         constructor = jax.shard_map(constructor, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False)
     lowered = jax.jit(constructor).trace().lower(lowering_platforms=("cpu",))
-    return _named(lowered, made)
+    return _named(lowered, sharding_plan)
 
 
-def _named(lowered: Any, made: ShardingPlan) -> str:
+def _named(lowered: Any, sharding_plan: ShardingPlan) -> str:
     """The module's text, with the names of the weights and the number of devices."""
     from ...compat.jax_names import ir
 
     module = lowered.compiler_ir("stablehlo")
     with module.context:
-        count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), made.devices)
+        count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), sharding_plan.devices)
         module.operation.attributes["mhlo.num_partitions"] = count
         module.operation.attributes["sym_name"] = ir.StringAttr.get("constructor")
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
         results = ir.ArrayAttr(main.attributes["res_attrs"]) if "res_attrs" in main.attributes else []
-        names = sorted(weight.name for weight in made.weights)  # as jax orders the leaves of a dict
+        names = sorted(weight.name for weight in sharding_plan.weights)  # as jax orders the leaves of a dict
         attributes = []
         for name, old in zip(names, results, strict=True):
             fields = {entry.name: entry.attr for entry in ir.DictAttr(old)}

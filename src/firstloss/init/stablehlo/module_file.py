@@ -112,17 +112,17 @@ def _select_devices(
 ) -> list[jax.Device]:
     """As many distinct devices as the mesh has."""
     count = int(np.prod(list(axes.values()), dtype=int))
-    found = list(jax.devices() if devices is None else devices)
-    if len(found) < count:
+    selected = list(jax.devices() if devices is None else devices)
+    if len(selected) < count:
         sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ShardingError(
-            f"{os.fspath(path)} was written for a mesh of {count} devices ({sizes}), but there are {len(found)}. Write "
-            "it again for a smaller mesh, or run it on as many devices"
+            f"{os.fspath(path)} was written for a mesh of {count} devices ({sizes}), but there are {len(selected)}. "
+            "Write it again for a smaller mesh, or run it on as many devices"
         )
-    found = found[:count]
-    if len(set(found)) < count:
+    selected = selected[:count]
+    if len(set(selected)) < count:
         raise ShardingError(f"{os.fspath(path)}: a device is given twice. Pass {count} different ones")
-    return found
+    return selected
 
 
 def _execute(module: Any, devices: list[jax.Device]) -> list[list[jax.Array]]:

@@ -99,7 +99,7 @@ class ShardingPlan:
         mesh = " x ".join(f"{name} {size}" for name, size in self.axes.items()) or "one device"
         return (
             f"{len(self.weights)} weights on {self.devices} devices ({mesh}): each holds {self.bytes:,} bytes, draws "
-            f"{self.draws:,} words from {self.jumps} places, and runs {self.compile_units} compiled functions"
+            f"{self.draws:,} words from {self.jumps} positions, and runs {self.compile_units} compiled functions"
         )
 
 
@@ -136,8 +136,8 @@ def plan(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None
             sharding = WeightSharding(tuple(() for _ in shape))
         else:
             sharding = WeightSharding(by_default(shape, axes))
-        found, why = _sketch_or_reason(recipe)
-        weights.append(Weight(name, recipe, sharding, local_shape(shape, sharding.spec, axes), found, why))
+        weight_sketch, why = _sketch_or_reason(recipe)
+        weights.append(Weight(name, recipe, sharding, local_shape(shape, sharding.spec, axes), weight_sketch, why))
     moved = {w.sharding.moved: w.name for w in reversed(weights) if w.sharding.moved}
     for reason, name in moved.items():
         message = f"{name}: {reason}. The shards of a jax.Array are equal."
@@ -167,10 +167,10 @@ def _requested_specs(
         return {name: (mark.spec, mark.source) for name, mark in marks.items()}
     if not axes:
         raise ShardingError(f"{line}: shardings have no meaning without a mesh. Pass the mesh, too")
-    found = match(program.recipes, shardings, line)
+    specs = match(program.recipes, shardings, line)
     # A tied weight may be matched by any of its names; the first match applies.
     out: dict[str, tuple[Sequence[Any], Line]] = {}
-    for name, spec in found.items():
+    for name, spec in specs.items():
         checked(name, program.recipes[name].shape, spec, axes, line)
         out.setdefault(program.recipes[name].name, (spec, line))
     return out
@@ -179,19 +179,19 @@ def _requested_specs(
 def _sketch_or_reason(recipe: Recipe) -> tuple[Sketch | None, str]:
     """The weight's sketch, or the reason why there is none."""
     try:
-        found = sketch(recipe.ref)
-        if found.pure or found.origins or recipe.numel > _SMALL:
-            return found, ""
+        result = sketch(recipe.ref)
+        if result.pure or result.origins or recipe.numel > _SMALL:
+            return result, ""
     except Unsketchable as error:
         if recipe.numel > _SMALL:
             return None, str(error)
     return known(constant(compute([recipe.ref])[0]), recipe.dtype), ""
 
 
-def _words(found: Sketch, local: tuple[int, ...]) -> int:
-    order = found.order
-    box = ShardGeometry(found.shape, tuple(local[d] for d in order))
-    return sum(_words_in(tree, box) for tree in [found.tree])
+def _words(weight_sketch: Sketch, local: tuple[int, ...]) -> int:
+    order = weight_sketch.order
+    box = ShardGeometry(weight_sketch.shape, tuple(local[d] for d in order))
+    return sum(_words_in(tree, box) for tree in [weight_sketch.tree])
 
 
 def _words_in(tree: Any, box: ShardGeometry) -> int:
@@ -200,9 +200,9 @@ def _words_in(tree: Any, box: ShardGeometry) -> int:
     if type(tree) is RandomFill:
         if not tree.words:  # the counter policy draws only the shard
             return math.prod(box.local)
-        made = kernel(tree.name, tree.dtype, dict(tree.arguments))
-        assert made is not None
-        return words_drawn(box, made.words_each)
+        fill_kernel = kernel(tree.name, tree.dtype, dict(tree.arguments))
+        assert fill_kernel is not None
+        return words_drawn(box, fill_kernel.words_each)
     if type(tree) is Masked:
         return _words_in(tree.new, box) + _words_in(tree.old, box)
     if type(tree) is Apply:

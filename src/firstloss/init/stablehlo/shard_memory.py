@@ -46,12 +46,12 @@ def allocate(specs: Sequence[ArraySpec]) -> list[tuple[jax.Array, dict[jax.Devic
     registered_with_xla()  # not concurrently
     with ThreadPoolExecutor(2, thread_name_prefix="firstloss-compile") as pool:
         allocators = list(pool.map(_allocator, [results for _, results in calls]))
-    made: dict[ArraySpec, list[jax.Array]] = {}
+    arrays_by_spec: dict[ArraySpec, list[jax.Array]] = {}
     for (repeats, results), allocator in zip(calls, allocators, strict=True):
         for _ in range(repeats):
             for spec, array in zip(results, allocator(), strict=True):
-                made.setdefault(spec, []).append(array)
-    arrays = [made[spec].pop() for spec in specs]
+                arrays_by_spec.setdefault(spec, []).append(array)
+    arrays = [arrays_by_spec[spec].pop() for spec in specs]
     jax.block_until_ready(arrays)
     out = []
     ranges = []

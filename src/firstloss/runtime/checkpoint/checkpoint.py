@@ -257,15 +257,15 @@ def _load_folder(target: str) -> Any:
         raise CheckpointError(f"{path} is of format {content['format']!r}; this version reads {_FORMAT!r}")
     files = []
     for about in content["files"]:
-        place = os.path.join(target, about["name"])
+        file_path = os.path.join(target, about["name"])
         try:
-            found = TensorFile(place)
+            found = TensorFile(file_path)
         except FileNotFoundError:
-            raise CheckpointError(f"{place}, a file of the checkpoint, is missing") from None
+            raise CheckpointError(f"{file_path}, a file of the checkpoint, is missing") from None
         if found.size != about["size"]:
-            raise CheckpointError(f"{place} has {found.size:,} bytes instead of {about['size']:,}")
+            raise CheckpointError(f"{file_path} has {found.size:,} bytes instead of {about['size']:,}")
         if zlib.crc32(found.head) != about["head"]:
-            raise CheckpointError(f"{place} is damaged: the checksum of its header does not match")
+            raise CheckpointError(f"{file_path} is damaged: the checksum of its header does not match")
         files.append(found)
     tensors = Tensors(files)
     try:

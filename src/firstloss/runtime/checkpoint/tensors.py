@@ -61,10 +61,10 @@ class Tensors:
         Raises:
             CheckpointError: if the files have no such tensor, or only parts of it.
         """
-        made = self._made.get(name)
-        if made is None:
-            made = self._made[name] = self._make(name)
-        return made
+        tensor = self._made.get(name)
+        if tensor is None:
+            tensor = self._made[name] = self._make(name)
+        return tensor
 
     def _make(self, name: str) -> torch.Tensor:
         saved = self._saved.get(name)

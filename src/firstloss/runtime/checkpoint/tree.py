@@ -168,10 +168,10 @@ def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(name)
-    return found
+    return dtype
 
 
 def _as_tensor(array: np.ndarray, where: str) -> torch.Tensor:

@@ -35,7 +35,7 @@ class StepRun(Protocol):
     def advance(self) -> None:
         """Run what has not run yet. May be called again after an interrupt."""
 
-    def begun(self) -> bool:
+    def has_donated(self) -> bool:
         """After an interrupt: whether state has been donated, so that the step must be finished."""
 
     def outputs(self) -> Sequence[Sequence[Any]]:
@@ -96,7 +96,7 @@ class Transaction:
         global _open
         if _open is not self:  # already committed
             return
-        if self._run.begun():
+        if self._run.has_donated():
             for _ in range(3):  # the error may come from a signal handler rather than the step
                 try:
                     self._run.advance()

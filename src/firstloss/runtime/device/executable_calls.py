@@ -16,8 +16,9 @@ from ...compat.jax_names import ExecuteReplicated, executable_of, make_cpp_call
 from ...errors import StepMemoryError
 from ..jax_support import on_cpu, x64
 
-called = itertools.starmap  # calls functions and yields their results, all in C
-flat = itertools.chain.from_iterable
+# Calls functions and yields their results, entirely in C.
+call_each = itertools.starmap
+flatten = itertools.chain.from_iterable
 
 
 class _ThreadLocal(threading.local):
@@ -45,7 +46,7 @@ class _InFlight:
         self._arrays: collections.deque[jax.Array] = collections.deque()
 
     def wait(self) -> None:
-        """Wait until another execution may begin."""
+        """Wait until another execution may start."""
         while len(self._arrays) >= _MAX_IN_FLIGHT:
             array = self._arrays.popleft()
             if array.is_deleted():  # donated to a later execution
@@ -58,14 +59,14 @@ class _InFlight:
         self._arrays.append(array)
 
 
-begun = _InFlight()
+in_flight = _InFlight()
 
 
-class Shield:
-    """A call through JAX's Python code, made in its own thread, where nothing interrupts it.
+class UninterruptibleCall:
+    """A call through JAX's Python code, in a thread of its own, where signals do not interrupt it.
 
     From the second call on with the same argument types, a compiled function runs entirely in C++. The first call runs
-    Python code of JAX, in which an interrupt would lose the results; so they are kept here.
+    Python code of JAX, in which an interrupt would lose the results; they are stored here.
     """
 
     def __init__(self, number: int) -> None:
@@ -98,42 +99,42 @@ class Shield:
             raise error
         return results
 
-    def rescued(self) -> Any:
-        """After an interrupt: the results as a flat list; None if the call has not begun, which cancels it."""
+    def results_or_cancel(self) -> Any:
+        """After an interrupt: the results as a flat list; None if the call had not started, and is now canceled."""
         if self._decided.acquire(blocking=False):
             return None
         self._done.wait()
         return self._outcome[0]
 
 
-class _Shielded(ExecuteReplicated):
-    """JAX's Python entry point of an executable, shielded while a run is calling compiled functions."""
+class _UninterruptibleExecute(ExecuteReplicated):
+    """JAX's Python entry point of an executable, uninterruptible while a run is calling compiled functions."""
 
     __slots__ = ()
 
     def __call__(self, *args: Any) -> Any:
-        return _shield(super().__call__, args)
+        return _call_uninterrupted(super().__call__, args)
 
 
-def _shield(function: Callable[..., Any], args: tuple) -> Any:
+def _call_uninterrupted(function: Callable[..., Any], args: tuple) -> Any:
     run = this_thread.run
     if run is None:
         return function(*args)
-    run.shield = Shield(run.next_call())
-    return run.shield.call(function, args)
+    run.python_call = UninterruptibleCall(run.next_call())
+    return run.python_call.call(function, args)
 
 
 def direct(compiled: Any) -> Callable[..., Any]:
-    """A function that calls `compiled` without Python code in between; first calls are shielded."""
+    """A function that calls `compiled` without Python code in between; first calls are uninterruptible."""
     executable: Any = executable_of(compiled)
     execute = getattr(executable, "unsafe_call", None)
     if getattr(execute, "has_host_callbacks", False):
         return compiled  # nothing is donated
     if type(execute) is ExecuteReplicated:
-        execute.__class__ = _Shielded
-    if type(execute) is _Shielded and (call := make_cpp_call(compiled, executable)) is not None:
+        execute.__class__ = _UninterruptibleExecute
+    if type(execute) is _UninterruptibleExecute and (call := make_cpp_call(compiled, executable)) is not None:
         return call
-    return lambda *args: _shield(compiled, args)  # an unknown version of JAX
+    return lambda *args: _call_uninterrupted(compiled, args)  # an unknown version of JAX
 
 
 def probe_memory(executables: Iterable[Any]) -> None:

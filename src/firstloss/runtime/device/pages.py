@@ -2,8 +2,7 @@
 
 XLA can borrow memory, but accepts as a donation only what it has allocated itself, and copies the rest. So weights
 drawn before JAX is imported cannot simply be handed over. But the pages of an array can be exchanged without changing
-its
-address: Linux moves the pages of one mapping to another by editing the page table (`mremap`), 4 GB in a tenth of a
+its address: Linux moves the pages of one mapping to another by editing the page table (`mremap`), 4 GB in a tenth of a
 second.
 """
 

@@ -226,17 +226,17 @@ def lines(code: types.CodeType) -> NameLines:
     writes: dict[str, Source] = {}
     steps = _instructions(code)
     for i, step in enumerate(steps):
-        place = Source(code.co_filename, step.line)
+        source = Source(code.co_filename, step.line)
         if step.name in _STORES and isinstance(step.argument, str):
-            writes.setdefault(step.argument, place)
+            writes.setdefault(step.argument, source)
         elif step.name in _LOADS and isinstance(step.argument, str):
             use = _use(steps, i)
             if use is None:
-                reads.setdefault(step.argument, place)
+                reads.setdefault(step.argument, source)
             elif isinstance(use, Collect | ItemUpdate):
-                writes.setdefault(step.argument, place)
+                writes.setdefault(step.argument, source)
         elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
-            reads.setdefault(step.argument, place)  # getattr(self, "name")
+            reads.setdefault(step.argument, source)  # getattr(self, "name")
     return NameLines(reads, writes)
 
 
@@ -258,13 +258,13 @@ class Updates:
         self._counted: dict[int, tuple[Any, dict[Any, list[Update]]]] = {}
         self._looked_at = looked_at
 
-    def is_only_updated(self, place: tuple, before: Any, uses: list[Use]) -> bool:
+    def is_only_updated(self, key: tuple, before: Any, uses: list[Use]) -> bool:
         """Whether a number is read only by its own update, as in `n += 1`."""
         if type(before) not in _NUMBERS or not uses:
             return False
         if not all(isinstance(use, Update) for use in uses):
             return False
-        self.numbers[place] = (before, [use for use in uses if isinstance(use, Update)], len(uses) == 1)
+        self.numbers[key] = (before, [use for use in uses if isinstance(use, Update)], len(uses) == 1)
         return True
 
     def collects(self, before: Any, uses: list[Use] | None) -> bool:

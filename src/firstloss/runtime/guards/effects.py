@@ -51,20 +51,20 @@ def setting(put: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bin
     return lambda env: functools.partial(put, make(env))
 
 
-def setting_in(place: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]:
+def setting_in(container_of: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]:
     """Sets an item of a dict or a list directly, without calling overridden methods."""
 
     def apply(env: CallFrame) -> Bind:
-        container = place(env)
+        container = container_of(env)
         put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
         return functools.partial(put, container, key, make(env))
 
     return apply
 
 
-def removing_from(place: Make, name: str) -> Callable[[CallFrame], Bind]:
+def removing_from(container_of: Make, name: str) -> Callable[[CallFrame], Bind]:
     """Removes an item from a dict."""
-    return lambda env: functools.partial(place(env).pop, name, None)
+    return lambda env: functools.partial(container_of(env).pop, name, None)
 
 
 def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
@@ -112,7 +112,7 @@ class Effects:
     """The changes that a traced step has made to Python objects.
 
     Attributes:
-        places: the ids of the dicts, lists, cells and objects that have changed.
+        changed_ids: the ids of the dicts, lists, cells and objects that have changed.
         retrace_reason: a change that cannot be replayed, so that the step has to be traced at each call; None if there
             is no such change.
         bindings: replay the changes: given a call's frame, each creates a binding of that call. All of them are created
@@ -124,7 +124,7 @@ class Effects:
         Args:
             reads: what the step has read; None if the effects are only to be undone.
         """
-        self.places: set[int] = set()
+        self.changed_ids: set[int] = set()
         self.retrace_reason: str | None = None
         self._undo: list[Bind] = []
         self.bindings: list[Callable[[CallFrame], Bind]] = []
@@ -145,7 +145,7 @@ class Effects:
                 self._slot(slotted.owner, name, before, reads)
         for obj, cls in snapshot.types:
             if type(obj) is not cls:
-                self.places.add(id(obj))
+                self.changed_ids.add(id(obj))
                 self._undo.append(functools.partial(object.__setattr__, obj, "__class__", cls))
                 new = type(obj)
                 self.bindings.append(always(functools.partial(object.__setattr__, obj, "__class__", new)))
@@ -175,7 +175,7 @@ class Effects:
 
     def _again(self, obj: Any, put: Callable[[Any], Any], before: Any, after: Any) -> None:
         """A change that is replayed by setting the value after the step, and undone by setting the value before it."""
-        self.places.add(id(obj))
+        self.changed_ids.add(id(obj))
         self._undo.append(functools.partial(put, before))
         self.bindings.append(always(functools.partial(put, after)))
 
@@ -185,11 +185,11 @@ class Effects:
         if mutable_state.restore_contents(content, after):
             self._again(content, functools.partial(mutable_state.restore_contents, content), before, after)
         else:
-            self.places.add(id(content))
+            self.changed_ids.add(id(content))
             self.retrace_reason = f"it consumes or changes {with_article(type(content).__qualname__)}"
 
     def _module_name(self, table: dict, name: str, old: Any, now: Any) -> None:
-        self.places.add(id(table))
+        self.changed_ids.add(id(table))
         put: Callable[[Any], None] = functools.partial(table.__setitem__, name)
         delete = functools.partial(delete_name, table, name, table.__delitem__)
         self._undo.append(functools.partial(put, old) if old is not MISSING else delete)
@@ -211,13 +211,13 @@ class Effects:
     def _names(self, table: dict, before: dict, owner: Any, reads: GuardSources | None) -> None:
         if _unchanged(table, before):
             return
-        self.places.add(id(table))
+        self.changed_ids.add(id(table))
         put: Callable[[Any, Any], None] = table.__setitem__
         delete: Callable[[Any], None] = table.__delitem__
         if isinstance(owner, type):  # assignments to a class must go through `setattr`
             put, delete = functools.partial(type.__setattr__, owner), functools.partial(type.__delattr__, owner)
         given = self._left.holds_arguments(table)
-        place = self._left.place(table)
+        container_of = self._left.container(table)
         for name, now in list(table.items()):
             old = before.get(name, MISSING)
             if now is old:
@@ -226,24 +226,24 @@ class Effects:
                 continue
             self._undo.append(functools.partial(delete, name) if old is MISSING else functools.partial(put, name, old))
             if given:
-                self.bindings.append(setting_in(place, name, self._left.make(now)))
+                self.bindings.append(setting_in(container_of, name, self._left.make(now)))
                 continue
             self._bind((id(table), name), old, now, functools.partial(put, name), lambda n=name: table[n], reads)
         for name in before.keys() - table.keys():
             self._undo.append(functools.partial(put, name, before[name]))
             if given:
-                self.bindings.append(removing_from(place, name))
+                self.bindings.append(removing_from(container_of, name))
                 continue
             self.bindings.append(always(functools.partial(delete_name, table, name, delete)))
 
-    def _bind(self, place: tuple, old: Any, now: Any, put: Any, get: Any, reads: GuardSources | None) -> None:
-        counted = None if reads is None else reads.updates.numbers.get(place)
+    def _bind(self, key: tuple, old: Any, now: Any, put: Any, get: Any, reads: GuardSources | None) -> None:
+        counted = None if reads is None else reads.updates.numbers.get(key)
         if counted is not None and reads is not None:
             update = repeated(counted, now)
             if update is not None:
                 self.bindings.append(lambda env: functools.partial(put, update(get())))
                 return
-            reads.guard_number(place)
+            reads.guard_number(key)
         make = self._left.make(now)
         self.bindings.append(setting(put, make))
 
@@ -254,7 +254,7 @@ class Effects:
             now = MISSING
         if now is old:
             return
-        self.places.add(id(cell))
+        self.changed_ids.add(id(cell))
 
         def put(value: Any) -> None:
             if value is MISSING:
@@ -272,7 +272,7 @@ class Effects:
         now = slot_value(owner, name)
         if now is old:
             return
-        self.places.add(id(owner))
+        self.changed_ids.add(id(owner))
 
         def put(value: Any) -> None:
             if value is MISSING:
@@ -290,7 +290,7 @@ class Effects:
         now = mutable_state.value_in(variable)
         if now is old:
             return
-        self.places.add(id(variable))
+        self.changed_ids.add(id(variable))
 
         def put(value: Any) -> None:
             variable.set(value)
@@ -307,18 +307,18 @@ class Effects:
         self._undo.append(lambda: set_table(table, before))
         if self._counted(table, before, now, reads):
             return
-        self.places.add(id(table))
+        self.changed_ids.add(id(table))
         if reads is not None and not self._left.holds_arguments(table):
             reads.guard_content(table)
-        place = self._left.place(table)
+        container_of = self._left.container(table)
         if same_items(list(now), list(before)):  # rebound in place
             for key, value in now.items():
                 if value is not before[key]:
-                    self.bindings.append(setting_in(place, key, self._left.make(value)))
+                    self.bindings.append(setting_in(container_of, key, self._left.make(value)))
             return
         parts = [(self._left.make(key), self._left.make(value)) for key, value in now.items()]
         self.bindings.append(
-            lambda env: functools.partial(set_table, place(env), {key(env): make(env) for key, make in parts})
+            lambda env: functools.partial(set_table, container_of(env), {key(env): make(env) for key, make in parts})
         )
 
     def _counted(self, container: Any, before: Any, now: Any, reads: GuardSources | None) -> bool:
@@ -345,13 +345,13 @@ class Effects:
         self._undo.append(lambda: set_items(container, before))
         if reads is None or self._counted(container, before, now, reads):
             return
-        self.places.add(id(container))
+        self.changed_ids.add(id(container))
         added = added_to(container, before, now) if reads.updates.only_collected(container) else None
         if added is not None:
             makes = [self._left.make(item) for item in added]
             self.bindings.append(lambda env: adding(container, [make(env) for make in makes]))
             return
-        place = self._left.place(container)
+        container_of = self._left.container(container)
         if not self._left.holds_arguments(container):
             reads.guard_content(container)
         makes = [self._left.make(item) for item in now]
@@ -359,9 +359,9 @@ class Effects:
             changed = [(i, makes[i]) for i in range(len(now)) if now[i] is not before[i]]
 
             for i, make in changed:
-                self.bindings.append(setting_in(place, i, make))
+                self.bindings.append(setting_in(container_of, i, make))
             return
-        self.bindings.append(lambda env: functools.partial(set_items, place(env), [make(env) for make in makes]))
+        self.bindings.append(lambda env: functools.partial(set_items, container_of(env), [make(env) for make in makes]))
 
 
 def _has_run(content: Any, reads: GuardSources) -> bool:

@@ -131,7 +131,7 @@ class GuardSet:
         for guard in self._reads:
             now = guard.read()
             if now is not guard.expected and not same(guard.expected, now):
-                found.append(Change(guard.description, guard.name, guard.expected, now, guard.place))
+                found.append(Change(guard.description, guard.name, guard.expected, now, guard.container_id))
         for optimizer, before in self._optimizers:
             now = [p for group in optimizer.param_groups for p in group["params"]]
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -194,8 +194,8 @@ class GuardSet:
             return False  # one tensor has replaced two
         if not move([(old_of[i], new) for i, new in new_of.items()]):
             return False
-        places = {i: self.tensors.pop(i) for i in new_of}
-        for i, where in places.items():
+        moved = {i: self.tensors.pop(i) for i in new_of}
+        for i, where in moved.items():
             self.tensors[id(new_of[i])] = where
             for guard, key in where:
                 guard.expected[key] = new_of[i]

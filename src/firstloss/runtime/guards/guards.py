@@ -98,7 +98,7 @@ class Change(NamedTuple):
     name: str  # as mentioned in the code
     old: Any
     new: Any
-    place: int = 0  # the id of the dict, list, variable or object that holds it
+    container_id: int = 0  # the id of the dict, list, variable or object that holds it
 
 
 class TableGuard:
@@ -204,7 +204,7 @@ class ReadGuard(NamedTuple):
     expected: Any
     description: str
     name: str
-    place: int
+    container_id: int
 
 
 def describe_global(table: dict) -> Callable[[Any], str]:

@@ -114,7 +114,7 @@ class Reconstructor:
         self._is_old = lambda obj: True
         self._given = NO_ARGUMENTS  # also releases what existed before the step
 
-    def place(self, container: Any) -> Make:
+    def container(self, container: Any) -> Make:
         """A function that returns `container` at each call: itself, unless it stands for a container of arguments."""
         if id(container) not in self._given.containers:
             return _constant(container)
@@ -128,7 +128,7 @@ class Reconstructor:
     def make(self, value: Any) -> Make:
         """A function that recreates `value` at each call."""
         if id(value) in self._given.containers:
-            return self.place(value)
+            return self.container(value)
         known = self._makes.get(id(value))
         if known is not None:
             return known
@@ -356,18 +356,18 @@ def argument_view(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         else:
             tensor = tensor.contiguous().flatten().view(dtype)
     elif not is_dense(tensor):
-        places = _places(tuple(tensor.shape), size, stride, offset)
-        if places is None:
+        steps = _as_steps(tuple(tensor.shape), size, stride, offset)
+        if steps is None:
             tensor = tensor.contiguous()
         else:
-            strides, begin = places
+            strides, begin = steps
             own = tensor.stride()
             stride = tuple(sum(n * s for n, s in zip(row, own, strict=True)) for row in strides)
             offset = sum(n * s for n, s in zip(begin, own, strict=True))
     return same_memory(tensor, (size, stride, offset + int(tensor.storage_offset()), dtype))
 
 
-def _places(
+def _as_steps(
     shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> tuple[list[list[int]], list[int]] | None:
     """Strides and offset of a view as steps along each dimension of the viewed tensor; None if it merges dimensions."""

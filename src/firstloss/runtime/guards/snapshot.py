@@ -317,9 +317,9 @@ class Snapshot:
         if id(table) not in self.tables:
             self.tables[id(table)] = DictSnapshot(table, table.copy(), table.get("__name__", "?"), "globals")
         for name in names & table.keys():
-            place = (id(table), name)
-            if place not in self._mentioned:
-                self._mentioned.add(place)
+            binding = (id(table), name)
+            if binding not in self._mentioned:
+                self._mentioned.add(binding)
                 # Definitions of installed packages would lead to all of the package; their instances may be mutated.
                 if not installed or kind_of(type(table[name])) is ObjectKind.INSTANCE:
                     todo.append(table[name])

@@ -282,16 +282,16 @@ class GuardSources:
             if all(map(operator.is_, items_of(container), before)):
                 self.guard_content(container)
 
-    def guard_number(self, place: tuple) -> None:
+    def guard_number(self, key: tuple) -> None:
         """Guard a number whose update cannot be repeated."""
-        before, _, _ = self.updates.numbers.pop(place)
-        where, name = place
+        before, _, _ = self.updates.numbers.pop(key)
+        where, name = key
         if where in self._snapshot.cells:
             cell, _ = self._snapshot.cells[where]
             self._values.cells[where] = CellGuard(cell, before, "a variable that the step updates", "")
         elif where in self._snapshot.slotted:
             owner = self._snapshot.slotted[where].owner
-            self._values.read(place, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
+            self._values.read(key, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
         else:
             known = self._snapshot.tables[where]
             describe = describe_global(known.table) if known.kind == "globals" else describe_attribute(known.owner)
@@ -481,9 +481,9 @@ class _Stores:
         describe = describe_attribute(owner)
         slotted = self._snapshot.slotted.get(id(owner))
         for slot, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
-            place = id(owner), slot
-            if name in (slot, None) and slot_value(owner, slot) is before and place not in self._counted:
-                self._values.read(place, slot_reader(owner, slot), before, describe(slot), slot)
+            key = id(owner), slot
+            if name in (slot, None) and slot_value(owner, slot) is before and key not in self._counted:
+                self._values.read(key, slot_reader(owner, slot), before, describe(slot), slot)
         table = own_attributes(owner)
         if table is None:
             return

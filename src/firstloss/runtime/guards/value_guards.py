@@ -286,8 +286,8 @@ class Values:
 
     def read(self, key: Any, read: Any, expected: Any, description: str, name: str) -> None:
         if read is not None and key not in self.reads:
-            place = key if type(key) is int else key[0] if type(key) is tuple else 0
-            self.reads[key] = ReadGuard(read, expected, description, name, place)
+            container_id = key if type(key) is int else key[0] if type(key) is tuple else 0
+            self.reads[key] = ReadGuard(read, expected, description, name, container_id)
 
     def of_object(self, owner: Any) -> None:
         """Guard an object of which something was read."""

@@ -38,17 +38,17 @@ def launch_of(environ: Mapping[str, str]) -> LaunchedProcess | None:
         BackendError: if a variable is missing or not a number.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ and "JOB_COMPLETION_INDEX" in environ:
-        found = _of_torchrun(environ)
+        launch = _of_torchrun(environ)
     elif "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
-        found = _of_slurm(environ)
+        launch = _of_slurm(environ)
     else:
         return None
-    if not 0 <= found.number < found.processes:
+    if not 0 <= launch.number < launch.processes:
         raise BackendError(
-            f"{here()}: {found.launcher} says that this is process {found.number} of {found.processes}, counted "
+            f"{here()}: {launch.launcher} says that this is process {launch.number} of {launch.processes}, counted "
             "from 0. Restart all processes, or pass the numbers to fl.distributed.initialize."
         )
-    return found if found.processes > 1 else None
+    return launch if launch.processes > 1 else None
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> LaunchedProcess:
@@ -73,10 +73,10 @@ def _of_slurm(environ: Mapping[str, str]) -> LaunchedProcess:
 
 def first_node(nodes: str) -> str:
     """The first host of a list in SLURM's abbreviation: "gpu1" of "gpu[1-3,7],cpu0"."""
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
-    if found is None:
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,]*)", nodes)
+    if match is None:
         raise BackendError(f"SLURM_STEP_NODELIST={nodes!r} is not a list of hosts.")
-    return "".join(part or "" for part in found.groups())
+    return "".join(part or "" for part in match.groups())
 
 
 def _variable(environ: Mapping[str, str], name: str, launcher: str) -> str:

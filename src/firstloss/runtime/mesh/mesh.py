@@ -188,11 +188,11 @@ def _spec_of_memory(ref: Ref, spec: shardings.Spec) -> shardings.Spec | None:
         left = list(zip(ref.size, ref.stride, spec, strict=True))
         out = []
         for size, stride in zip(value.shape, value.stride, strict=True):
-            found = next((dim for dim in left if dim[0] == size and (size == 1 or dim[1] == stride)), None)
-            if found is None:
+            match = next((dim for dim in left if dim[0] == size and (size == 1 or dim[1] == stride)), None)
+            if match is None:
                 return None
-            left.remove(found)
-            out.append(found[2])
+            left.remove(match)
+            out.append(match[2])
         return tuple(out)
     if len(value.shape) == 1 and is_contiguous(ref.size, ref.stride) and not any(spec[1:]):
         return spec[:1]

@@ -52,15 +52,15 @@ class Peers:
         if client.key_value_increment(f"{self._step}/come", 1) == self._count:
             client.key_value_set(f"{self._step}/all", "")
         self._wait(f"{self._step}/all", name)
-        found = {int(key.rsplit("/", 1)[1]): text.split() for key, text in client.key_value_dir_get(folder)}
-        differing = {number: text for number, text in sorted(found.items()) if text != found[0]}
+        entries = {int(key.rsplit("/", 1)[1]): text.split() for key, text in client.key_value_dir_get(folder)}
+        differing = {number: text for number, text in sorted(entries.items()) if text != entries[0]}
         if differing:
             number, (other, _) = next(iter(differing.items()))
-            ours = found[0][0]
+            reference = entries[0][0]
             raise BackendError(
                 f"process {self._index} of {self._count}: the processes do not run the same program: process 0 has "
-                f"reached the step {ours}, and process {number} has "
-                + (other if other != ours else "other operations, shapes or numbers in it")
+                f"reached the step {reference}, and process {number} has "
+                + (other if other != reference else "other operations, shapes or numbers in it")
                 + (f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else "")
                 + ". All processes must run the same step: the same code and numbers in it, and batches of the same "
                 "shapes and dtypes. Do not call a step in only one of them (for a log or an evaluation)."
@@ -85,8 +85,8 @@ class Peers:
                     client.key_value_set_bytes(f"{key}/{n}", piece)
                 client.key_value_set(f"{key}/is", f"{len(pieces)} {text}")
             return compiled
-        count, theirs = self._wait(f"{key}/is", f"{name}, which process 0 compiles").split()
-        if theirs != text:
+        count, other_text = self._wait(f"{key}/is", f"{name}, which process 0 compiles").split()
+        if other_text != text:
             raise BackendError(
                 f"process {self._index} of {self._count}: {name} has the same operations and shapes as in process 0, "
                 "but other constants. What differs between processes (the rows that each reads) belongs in a batch "
@@ -119,8 +119,12 @@ def peers_of(mesh: Any) -> Peers | None:
     client = distributed_client() if jax.process_count() > 1 else None
     if client is None:
         return None
-    found = {device.process_index for device in mesh.devices.flat}
-    return Peers(client, jax.process_index(), len(found)) if len(found) == jax.process_count() else None
+    process_indices = {device.process_index for device in mesh.devices.flat}
+    return (
+        Peers(client, jax.process_index(), len(process_indices))
+        if len(process_indices) == jax.process_count()
+        else None
+    )
 
 
 def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: str) -> tuple[Any, bytes]:
@@ -129,9 +133,9 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     JAX's own cache files cannot be shared by processes: on a CPU another process looks for another name, and what was
     read from such a file cannot be serialized again.
     """
-    places = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
+    device_ids = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
     versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
-    name = hashlib.sha256(repr((text, options, places, versions)).encode()).hexdigest()
+    name = hashlib.sha256(repr((text, options, device_ids, versions)).encode()).hexdigest()
     path = os.path.join(jax.config.jax_compilation_cache_dir or "", f"{name}.processes")
     with contextlib.suppress(Exception), open(path, "rb") as file:  # recompile if there is no valid file
         packed = file.read()

@@ -47,7 +47,7 @@ class Edges:
         placed = {v: ArraySharding(spec_of(s, len(v.shape)), v in batch) for v, s in inputs.items()}
         specs = {value: spec_of(s, len(value.shape)) for value, s in outputs.items()}
         read_rules(cut.segments, self.whole)
-        found = propagate(cut.segments, placed, specs, mesh.axes)
+        propagated = propagate(cut.segments, placed, specs, mesh.axes)
         by_spec: dict[Spec, NamedSharding] = {}
 
         def sharding_of(spec: Spec) -> NamedSharding:
@@ -60,8 +60,12 @@ class Edges:
                 by_spec[spec] = NamedSharding(mesh.devices, PartitionSpec(*entries))
             return by_spec[spec]
 
-        self._shardings = {**{value: sharding_of(placed.spec) for value, placed in found.items()}, **inputs, **outputs}
-        self._of_batch = {value for value, placed in found.items() if placed.of_batch}
+        self._shardings = {
+            **{value: sharding_of(placed.spec) for value, placed in propagated.items()},
+            **inputs,
+            **outputs,
+        }
+        self._of_batch = {value for value, placed in propagated.items() if placed.of_batch}
         numbers: dict[Hashable, int] = {}
         segments = []
         for segment in cut.segments:

@@ -37,13 +37,13 @@ class ArrayBox(NamedTuple):
 
 def boxes(shape: tuple[int, ...], sharding: NamedSharding) -> dict[ArrayBox, list[jax.Device]]:
     """The distinct shards of an array of `shape`, each with the devices that hold it, ordered by device id."""
-    found: dict[ArrayBox, list[jax.Device]] = {}
+    devices_by_box: dict[ArrayBox, list[jax.Device]] = {}
     indices = sharding.devices_indices_map(shape)
     for device in sorted(indices, key=lambda device: device.id):
         ends = [index.indices(size)[:2] for index, size in zip(indices[device], shape, strict=True)]
         box = ArrayBox(tuple(b for b, _ in ends), tuple(e - b for b, e in ends))
-        found.setdefault(box, []).append(device)
-    return found
+        devices_by_box.setdefault(box, []).append(device)
+    return devices_by_box
 
 
 class WeightShard(NamedTuple):
@@ -74,12 +74,12 @@ def make(
         shards = [shard for value in chunk for shard in _shards(value, wanted[value])]
         memory = _Memory(shards, {value: wanted[value] for value in chunk})
         known = [shard for shard in shards if shard.value.known]
-        made = [shard for shard in shards if not shard.value.known]
+        computed = [shard for shard in shards if not shard.value.known]
         for shard in known:
             memory.store(shard, _read(shard))
         with DisableTorchDispatch():
-            parts = materialize_values([shard.part for shard in made], allocate=memory.allocate, niceness=niceness)
-        for shard in made:
+            parts = materialize_values([shard.part for shard in computed], allocate=memory.allocate, niceness=niceness)
+        for shard in computed:
             memory.store(shard, parts[shard.part])
         out |= memory.arrays()
     return out
@@ -124,10 +124,10 @@ def _chunks(values: Mapping[Value, NamedSharding]) -> Iterator[list[Value]]:
 
 
 def _shards(value: Value, sharding: NamedSharding) -> list[WeightShard]:
-    mine = sharding.addressable_devices
+    addressable = sharding.addressable_devices
     out = []
     for box, devices in boxes(tuple(value.shape), sharding).items():
-        local = [device for device in devices if device in mine]
+        local = [device for device in devices if device in addressable]
         if local:
             out.append(WeightShard(value, _part(value, box), box, local))
     return out
@@ -188,15 +188,15 @@ class _Memory:
         memory = self._first.get(part)
         return part.empty() if memory is None or not part.numel else memory
 
-    def store(self, shard: WeightShard, made: torch.Tensor) -> None:
+    def store(self, shard: WeightShard, content: torch.Tensor) -> None:
         """Copy a shard that has been made to all devices that hold it."""
         if shard.value in self._arrays:
             for device in shard.devices:
                 memory = self._views[shard.value, device]
-                if memory.data_ptr() != made.data_ptr():
-                    memory.copy_(made)
+                if memory.data_ptr() != content.data_ptr():
+                    memory.copy_(content)
             return
-        host = constant(made)
+        host = constant(content)
         with x64():
             self._parts.setdefault(shard.value, []).extend(jax.device_put(host, device) for device in shard.devices)
 

@@ -293,7 +293,7 @@ class CacheEntry:
 
     def changes_by_step(self, changes: list[Change]) -> list[Change]:
         """Those of `changes` that the step itself has made, except replaced tensors with which it can continue."""
-        own = [change for change in changes if change.place in self.step.traced.effects.places]
+        own = [change for change in changes if change.container_id in self.step.traced.effects.changed_ids]
         return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
 
     def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:

@@ -320,7 +320,7 @@ class Inputs:
         yet are moved there."""
         self._backend = backend
         self._owners = owners.inputs
-        self._places = owners.arguments
+        self._argument_index = owners.arguments
         self._numbers = numbers
         self.where: dict[Value, Any] = {}
         if backend.mesh is not None:
@@ -351,8 +351,8 @@ class Inputs:
         )
 
     def _later(self, value: Value, leaves: list[Any]) -> LazyArray | None:
-        place = self._places.get(value)
-        owner = self._owners[value] if place is None else leaves[place]
+        index = self._argument_index.get(value)
+        owner = self._owners[value] if index is None else leaves[index]
         if type(owner) is DeferredTensor and owner._ref().whole:
             storage = owner._storage
             if storage.resident is not None and storage.resident.sharding is self.where.get(
@@ -368,8 +368,8 @@ class Inputs:
         number = self._numbers.get(value)
         if number is not None:
             return np.float64(number.read())
-        place = self._places.get(value)
-        owner = self._owners[value] if place is None else leaves[place]
+        index = self._argument_index.get(value)
+        owner = self._owners[value] if index is None else leaves[index]
         sharding = self.where.get(value)
         array: jax.Array
         if isinstance(owner, DeferredStorage):
@@ -410,7 +410,7 @@ class Inputs:
 
     def _sharding(self, value: Value, mesh: Mesh) -> Any:
         owner = self._owners[value]
-        if value in self._numbers or value not in self._places and not isinstance(owner, DeferredStorage):
+        if value in self._numbers or value not in self._argument_index and not isinstance(owner, DeferredStorage):
             return mesh.whole
         if not isinstance(owner, DeferredStorage):
             return mesh.batch_sharding(tuple(value.shape))

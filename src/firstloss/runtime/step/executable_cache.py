@@ -1,8 +1,7 @@
 """A cache of compiled functions in the artifact folder, with which a second start neither lowers nor compiles them.
 
 JAX's own cache is keyed by the lowered module, so functions must be lowered to be found there. Here the key is what
-they
-are lowered from: the signature by which equal segments share a function (`lower/segments.py`), the order of its
+they are lowered from: the signature by which equal segments share a function (`lower/segments.py`), the order of its
 arguments and results, and everything else on which lowering and compiling depend. The signature comes from the step's
 Python code, which runs at each start: only the very same Program finds an entry.
 

@@ -336,10 +336,10 @@ class KernelsFirstRun:
         ]
         return (*groups, tuple(self._results))
 
-    def begun(self) -> bool:
+    def has_donated(self) -> bool:
         """After an interrupt: whether state has been donated; if not, it will not be."""
         if self._instead is not None:
-            return self._instead.begun()
+            return self._instead.has_donated()
         if self._later is None:
             return False
         if not self._later.cancel():

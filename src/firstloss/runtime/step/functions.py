@@ -1,4 +1,4 @@
-"""The functions of a step in segments: each distinct one is lowered in turn, and compiled beside the others."""
+"""The functions of a step in segments: each distinct one is lowered in order, and compiled concurrently."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from . import executable_cache
 
 
 class Function(NamedTuple):
-    """What all segments of one number call.
+    """The function called by all segments with one number.
 
     Attributes:
         like: the first of these segments.
-        argument_order: which of a segment's inputs are its arguments: first those whose memory it may reuse.
-        result_order: which of the segment's outputs are its results: first what takes the place of those.
-        reused: how many these are.
+        argument_order: the indices of a segment's inputs in argument order, donated ones first.
+        result_order: the indices of the segment's outputs in result order: first those in donated memory.
+        reused: the number of donated arguments.
     """
 
     like: Segment
@@ -41,10 +41,10 @@ class Function(NamedTuple):
 
 
 class CompiledFunctions:
-    """The distinct functions of a step, on their way to executables: lowered in turn, compiled side by side.
+    """The distinct functions of a step, as they become executables: lowered in order, compiled concurrently.
 
     Attributes:
-        called: those that have been called, by number.
+        called: the functions that have been called, by number.
     """
 
     def __init__(self, name: str, functions: Mapping[int, Function], edges: Edges | None, compiles: bool) -> None:
@@ -64,11 +64,11 @@ class CompiledFunctions:
             self._peers.agree(name, self.digest)
 
     def lower_next(self, among: Container[int] | None = None, hold: bool = False) -> bool:
-        """Lower the next function, and begin to compile it; False if none is left (`among` these).
+        """Lower the next function, and start compiling it; False if none is left (`among` these).
 
         Args:
-            hold: begin to compile it at `release` only. Where the compiler runs on the cores on which the forward pass
-                does, the loss comes first.
+            hold: start compiling it only at `release`: the loss comes first if the compiler shares its cores with the
+                forward pass.
         """
         number = next((n for n in self._todo if among is None or n in among), None)
         if number is None:
@@ -85,9 +85,9 @@ class CompiledFunctions:
         return _lowered(f"{self._name}_{number}", self._functions[number], self._edges)
 
     def _entry(self, number: int) -> executable_cache.Entry | None:
-        """Where a function is kept from one start to the next; None if it is not."""
+        """The cache entry of a function, or None if it is not cached."""
         edges = self._edges
-        if not self._compiles or edges is not None and jax.process_count() > 1:  # processes share what they compile
+        if not self._compiles or edges is not None and jax.process_count() > 1:  # processes share compiled functions
             return None
         function = self._functions[number]
         made = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
@@ -100,13 +100,13 @@ class CompiledFunctions:
         return entry
 
     def release(self) -> None:
-        """Compile what is lowered."""
+        """Start compiling the lowered functions."""
         if not self._compiles:
             self._held.clear()
         while self._held:
             number = next(iter(self._held))
             self._futures[number] = self._pool.submit(self._compile, number, self._held[number])
-            del self._held[number]  # an interrupt before has it compiled twice
+            del self._held[number]  # after an interrupt before, it is compiled twice
         if not self._todo:
             self._pool.shutdown(wait=False)
 
@@ -131,7 +131,7 @@ class CompiledFunctions:
         return self._functions[number].reused > 0
 
     def done(self, number: int) -> bool:
-        """Whether a function has been compiled, or has failed to."""
+        """Whether a function has been compiled, or has failed to compile."""
         return number in self._futures and self._futures[number].done()
 
     def __getitem__(self, number: int) -> Any:
@@ -141,12 +141,12 @@ class CompiledFunctions:
         return executable
 
     def all(self) -> list[Any]:
-        """The executables; waits for those under way."""
+        """The executables; waits for pending compilations."""
         return [future.result() for future in self._futures.values()]
 
 
 def step_key(seed: Any) -> Any:
-    """The key of a step's random numbers, from the two words that it is called with."""
+    """The key of a step's random numbers, from the two words that are its argument."""
     return jax.random.fold_in(jax.random.key(seed[0]), seed[1])
 
 
@@ -186,18 +186,18 @@ def functions_of(
     last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
     reusable: dict[int, set[tuple[int, int]]] = {}
     for n, segment in enumerate(segments):
-        places = {value: i for i, value in enumerate(segment.outputs)}
+        positions = {value: i for i, value in enumerate(segment.outputs)}
         pairs = set()
         for i, value in enumerate(segment.inputs):
             new = renewed.get(value) if isinstance(value, Value) else None
             if (
                 new is not None
-                and new in places
+                and new in positions
                 and last[value] == n
                 and value not in kept
                 and _shape(value, edges) == _shape(new, edges)
             ):
-                pairs.add((i, places[new]))
+                pairs.add((i, positions[new]))
         reusable[segment.function] = reusable.get(segment.function, pairs) & pairs
     functions: dict[int, Function] = {}
     for segment in segments:
@@ -205,8 +205,8 @@ def functions_of(
             taken = dict(sorted(reusable[segment.function]))
             given = set(taken.values())
             arguments = (*taken, *(i for i in range(len(segment.inputs)) if i not in taken))
-            # XLA on a CPU schedules for the first result first: what is made last goes there, since all that leads to
-            # it is then done in order. In the order of making, a checkpointed step takes 1.4 times the memory.
+            # XLA on a CPU schedules for the first result first: the result computed last goes there, so that everything
+            # before it is computed in order. In the original order, a checkpointed step takes 1.4 times the memory.
             others = (i for i in reversed(range(len(segment.outputs))) if i not in given)
             results = (*taken.values(), *others)
             functions[segment.function] = Function(segment, arguments, results, len(taken))

@@ -59,6 +59,11 @@ class Loop:
         self._waiting.append(Waiting(self.latest, tuple(arrays), run))
         self._run_until(self.latest - AHEAD)
 
+    def detach(self) -> None:
+        """Drop the references to the executor, which refers to this loop: its loader's workers are not to wait for the
+        garbage collector."""
+        self.owner, self.prefetch = None, lambda: None
+
     def flush(self) -> None:
         """Wait for all steps, and run what waits for them."""
         self._run_until(self.latest)
@@ -121,3 +126,4 @@ def running(loop: Loop) -> Iterator[Loop]:
         finally:
             _running.loops.remove(loop)
             under_way.remove(loop)
+            loop.detach()

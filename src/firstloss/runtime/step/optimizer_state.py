@@ -168,25 +168,25 @@ _varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]]
 
 
 class GroupEntry(NamedTuple):
-    """A number in a parameter group that a step reads at each call; `place` is its index in a tuple such as betas."""
+    """A number in a parameter group that a step reads at each call; `position` is for tuples such as betas."""
 
     group: dict[str, Any]
     key: str
-    place: int | None
+    position: int | None
 
     def read(self) -> float:
         """The current number."""
         value = self.group[self.key]
-        return float(value if self.place is None else value[self.place])
+        return float(value if self.position is None else value[self.position])
 
     def premise(self) -> Any:
         """What the trace assumes about it: that it is a number, or a tuple of a certain length, and (except for a
         learning rate) its sign, on which optimizers branch."""
         value = self.group.get(self.key)
-        if self.place is None:
+        if self.position is None:
             fits = is_number(value)
         else:
-            fits = isinstance(value, tuple) and self.place < len(value) and all(map(is_number, value))
+            fits = isinstance(value, tuple) and self.position < len(value) and all(map(is_number, value))
         if not fits:
             return None
         return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
@@ -319,10 +319,10 @@ class ParameterGroups:
             elif key == "betas":
                 self.set(group, key, (_symbolic(self._input(group, key, 0), _sign(value[0])), *value[1:]))
 
-    def _input(self, group: dict[str, Any], key: str, place: int | None = None) -> DeferredTensor:
+    def _input(self, group: dict[str, Any], key: str, index: int | None = None) -> DeferredTensor:
         label = f"{key}{len(self.inputs)}"
         made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
-        self.inputs[made._storage.value] = GroupEntry(group, key, place)
+        self.inputs[made._storage.value] = GroupEntry(group, key, index)
         return made
 
     def set(self, group: dict[str, Any], key: str, value: Any) -> None:
@@ -373,16 +373,16 @@ class ParameterGroups:
         inputs. Tensors that the step reads are compared by identity; those that it sets itself are not compared."""
         inputs: dict[Any, list[int | None]] = {}
         for h in self.inputs.values():
-            inputs.setdefault((id(h.group), h.key), []).append(h.place)
+            inputs.setdefault((id(h.group), h.key), []).append(h.position)
         found: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.inputs.values())}
         for number, optimizer in enumerate(self._seen):
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
-                    places = inputs.get((id(group), key))
-                    if key == "params" or places == [None] or _is_dead(value):
+                    indices = inputs.get((id(group), key))
+                    if key == "params" or indices == [None] or _is_dead(value):
                         continue
-                    if places is not None and isinstance(value, tuple):  # some elements are inputs
-                        value = tuple(v for place, v in enumerate(value) if place not in places)
+                    if indices is not None and isinstance(value, tuple):  # some elements are inputs
+                        value = tuple(v for i, v in enumerate(value) if i not in indices)
                     plain = type(value) in _PLAIN
                     found[number, i, key] = value if plain else _frozen(value)
         return found
@@ -400,10 +400,10 @@ class ParameterGroups:
             varying = _varying.get(optimizer, set())
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
-                    place = number, i, key
-                    if place not in self._baked or not _may_vary(optimizer, value):
+                    entry = number, i, key
+                    if entry not in self._baked or not _may_vary(optimizer, value):
                         continue
-                    if self._baked[place] != now[place]:
+                    if self._baked[entry] != now[entry]:
                         if not varying:
                             varying = _varying.setdefault(optimizer, varying)
                         varying.add((i, key))

@@ -193,10 +193,10 @@ class Optimizers:
                 f"{name}.step(closure) runs forward and backward a variable number of times, which is not possible in "
                 "a traced step. Compute the loss first, then call step() without a closure."
             )
-        for place, entries in optimizer.state.items():
+        for owner, entries in optimizer.state.items():
             if not isinstance(entries, dict):
                 raise TraceError(
-                    f"{here()}: state[{place!r}] of this {name} is of type {type(entries).__name__}, not a dict "
+                    f"{here()}: state[{owner!r}] of this {name} is of type {type(entries).__name__}, not a dict "
                     "of a weight's state. Keep it in the state of the first weight, as "
                     "state[weight]['name'] = torch.tensor(...), or in an attribute of the optimizer."
                 )
@@ -273,8 +273,8 @@ def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [t for p in weights for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
     strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided and t.numel()]
-    places = sorted(map(_extent, strided))
-    return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(places))
+    extents = sorted(map(_extent, strided))
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(extents))
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ import torch
 from ...lower.dtypes import constant
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.executable_calls import Shield, begun, called, flat, probe_memory, this_thread
+from ..device.executable_calls import UninterruptibleCall, call_each, flatten, in_flight, probe_memory, this_thread
 from ..device.lazy_array import BackgroundWork, LazyArray, ready
 from ..device.placement import start_waiting_materializations
 from ..jax_support import on_cpu, x64
@@ -23,9 +23,9 @@ from .functions import CompiledFunctions, Function, functions_of
 
 
 class _SegmentCall(NamedTuple):
-    """A call of a segment's function in a step: which, and the numbered slots that it reads, fills and frees.
+    """A call of a segment's function in a step: its number, and the slots that it reads, fills and frees.
 
-    What it fills is one range, so that its results are put there in one go: a step has some thousand of them.
+    It fills one range, so that its results are stored by one instruction: a step has a thousand of them.
     """
 
     function: int
@@ -39,18 +39,18 @@ def _filled(call: _SegmentCall) -> range:
 
 
 class SegmentedStep:
-    """Called as a whole step's executable is: with the state that the step changes, the rest, and the seed.
+    """Called like a whole step's executable: with the state that the step changes, the other inputs, and the seed.
 
-    Segments run as soon as they are compiled, so the first loss may be there while the backward pass still compiles;
-    what changes the state waits until everything is compiled. A state's old array is donated where it is used last,
-    if the new one is made there.
+    Segments run as soon as they are compiled, so the first loss may be available while the backward pass still
+    compiles; segments that change the state wait until everything is compiled. A state's old array is donated to the
+    call that uses it last, if the new one is computed there.
 
     Args:
-        state: the Values of the state, in the order in which it will be given; its new content is `outputs[0]`.
-        outputs: names of the Program's outputs, in groups as the call shall return them.
-        edges: on a mesh, the shardings of what goes from one segment to another.
-        compiles: whether it is for more than to see that all can be lowered.
-        behind: its first results are available, or will be: nothing is run before all of it is compiled.
+        state: the Values of the state, in argument order; its new content is `outputs[0]`.
+        outputs: names of the Program's outputs, in the groups that a call returns.
+        edges: on a mesh, the shardings of arrays that pass from one segment to another.
+        compiles: whether to compile; otherwise it is only lowered.
+        behind: its first results come from elsewhere, so nothing runs before all of it is compiled.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SegmentedStep:
         behind: bool = False,
     ) -> None:
         self._put = jax.device_put if edges is None else edges.put
-        self._numbers: dict[int, tuple[Any, Any]] = {}  # by slots, what was put on the mesh last
+        self._numbers: dict[int, tuple[Any, Any]] = {}  # by slot, the number put on the mesh last
         self._on_mesh = edges is not None
         self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
         self._given = len(self._slots)
@@ -85,34 +85,34 @@ class SegmentedStep:
         if behind:
             self._first = 0
         else:
-            if not self._first:  # all of it has to be there before anything is run
+            if not self._first:  # everything must be compiled before anything runs
                 start_waiting_materializations()
             self._lower_first()
         self.ran = False
 
     def _lower_first(self) -> None:
-        """Lower what the loss needs."""
+        """Lower the functions that the loss needs."""
         first = {call.function for call in self._calls[: self._first]}
         while self._compiled.lower_next(first or self._functions):
             pass
 
     def lower(self) -> None:
-        """Lower what has not been, and begin to compile it."""
+        """Lower the remaining functions, and start compiling them."""
         while self._compiled.lower_next():
             pass
         self._compiled.release()
 
     @property
     def executables(self) -> list[Any]:
-        """The compiled functions, in the order in which they are first called; waits for those under way."""
+        """The compiled functions, in the order of their first calls; waits for pending compilations."""
         return self._compiled.all()
 
     def compile_all(self) -> None:
-        """Compile what no step has asked for yet; or only lower it, where that is all that is wanted."""
+        """Compile the functions that no step has needed yet; or only lower them, without `compiles`."""
         self.lower()
         self._compiled.all()
 
-    # -- which slot holds what --
+    # -- assignment of slots --
 
     def _plan(
         self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]
@@ -124,7 +124,7 @@ class SegmentedStep:
             begin = len(self._slots)
             for i in function.result_order:
                 self._slot(segment.outputs[i])
-            assert len(self._slots) - begin == len(function.result_order), "a segment gives what has a slot already"
+            assert len(self._slots) - begin == len(function.result_order), "a result of a segment already has a slot"
             calls.append(_SegmentCall(segment.function, reads, slice(begin, len(self._slots)), ()))
         seen = {self._slot(value) for value in kept} | set(self._constants)
         for n in reversed(range(len(calls))):
@@ -145,7 +145,7 @@ class SegmentedStep:
         return slot
 
     def _calls_to(self, results: Sequence[int], reuse: set[int]) -> int:
-        """How many calls it takes until all `results` are there; none, if the old state is overwritten before."""
+        """The number of calls that compute all `results`; 0 if the old state is overwritten before."""
         wanted = set(results) - set(range(self._given)) - set(self._constants)
         for n, call in enumerate(self._calls):
             if not wanted:
@@ -158,16 +158,16 @@ class SegmentedStep:
     # -- a step --
 
     def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> SegmentedRun:
-        """An execution, to be begun by its `advance`.
+        """An execution, started by its `advance`.
 
-        The first time, `state` and `rest` may hold lazy arrays, which are waited for when the first segment needs them.
-        So the forward pass begins while the optimizer's state is still being made. And it returns as soon as the last
-        group is there: those in the others are lazy. So the first loss does not wait until the backward pass is
-        compiled.
+        The first time, `state` and `rest` may contain lazy arrays, which are waited for when a segment needs them: the
+        forward pass starts while the optimizer's state is still being created. It returns as soon as the last group of
+        outputs is available, with lazy arrays in the others: the first loss does not wait for the backward pass to
+        compile.
         """
         if not isinstance(seed, jax.Array) and (self._on_mesh or len(self._calls) > 1):
             seed = self._put(seed)
-        # One more than there are: where the last segment gives nothing, it begins there.
+        # One more slot than needed, where a last segment without results begins.
         slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given + 1)]
         if self._on_mesh:
             self._put_numbers(slots)
@@ -176,7 +176,7 @@ class SegmentedStep:
         return SegmentedRun(self, slots, seed)
 
     def _put_numbers(self, slots: list[Any]) -> None:
-        """Numbers, such as the learning rate, go to all devices once, and not with each segment that reads them."""
+        """Transfer numbers such as the learning rate to all devices once, not for each segment that reads them."""
         for slot in range(self._given):
             number = slots[slot]
             if isinstance(number, np.generic):
@@ -193,24 +193,24 @@ class SegmentedStep:
 
 
 class _NotYet:
-    """What is in the slot of an array that no segment has made yet."""
+    """Marks the slot of an array that has not been computed yet."""
 
 
 _NOT_YET: Any = _NotYet()
 
 
 class SegmentedRun:
-    """One execution of a SegmentedStep: a `Run`, as `dispatch.py` has it."""
+    """One execution of a SegmentedStep: a `StepRun` of `dispatch.py`."""
 
     def __init__(self, step: SegmentedStep, slots: list[Any], seed: Any) -> None:
         self._step = step
         self._slots = slots
         self._seed = seed
-        self.later: BackgroundWork | None = None  # of a first run: what the calls after the loss will make
-        self.shield: Shield | None = None
+        self.later: BackgroundWork | None = None  # in a first run: computes the results of the calls after the loss
+        self.python_call: UninterruptibleCall | None = None
 
     def advance(self) -> None:
-        """Run the segments that have not been run yet."""
+        """Run the segments that have not run yet."""
         step = self._step
         if self.later is not None:
             return
@@ -231,41 +231,41 @@ class SegmentedRun:
         return LazyArray(functools.partial(self.later.of, slot))
 
     def next_call(self) -> int:
-        """The number of the call that comes next."""
+        """The number of the next call."""
         calls = self._step._calls
         return next((n for n, call in enumerate(calls) if self._slots[call.fills.start] is _NOT_YET), len(calls))
 
-    def begun(self) -> bool:
-        """After an interrupt: whether state has been handed over; else it will not be."""
+    def has_donated(self) -> bool:
+        """After an interrupt: whether state has been donated; if not, it will not be."""
         if self.later is not None:
             if not self.later.cancel():
                 return True
             self.later = None
             return False
-        shield, calls = self.shield, self._step._calls
-        if shield is not None and shield.number == self.next_call():
-            results = shield.rescued()
+        call, calls = self.python_call, self._step._calls
+        if call is not None and call.number == self.next_call():
+            results = call.results_or_cancel()
             if results is not None:
-                self._slots[calls[shield.number].fills] = results
+                self._slots[calls[call.number].fills] = results
         compiled = self._step._compiled
         return any(compiled.reuses(call.function) for call in calls[: self.next_call()])
 
     def _run(self, calls: Sequence[_SegmentCall]) -> None:
-        """Run those of `calls` that have not been run: it may go on where it was interrupted."""
+        """Run those of `calls` that have not run yet, also after an interrupt."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
         known = compiled.called
-        few = self._step._on_mesh and on_cpu()
+        limited = self._step._on_mesh and on_cpu()
         this_thread.run = self
         for call in calls:
             fills = call.fills
             if slots[fills.start] is _NOT_YET:
-                if few:
-                    begun.wait()
-                # The results are in their slots when the instruction is through.
+                if limited:
+                    in_flight.wait()
+                # A single instruction calls the function and stores its results.
                 function = known.get(call.function) or compiled[call.function]
-                slots[fills] = flat(called(function, ((seed, *[slots[i] for i in call.reads]),)))
-                if few:
-                    begun.add(slots[fills.stop - 1])
+                slots[fills] = flatten(call_each(function, ((seed, *[slots[i] for i in call.reads]),)))
+                if limited:
+                    in_flight.add(slots[fills.stop - 1])
             for slot in call.frees:
                 slots[slot] = None
         this_thread.run = None
@@ -273,14 +273,14 @@ class SegmentedRun:
     def _first_run(self) -> None:
         step, slots = self._step, self._slots
         compiled = step._compiled
-        put_off = step._first > 0 and on_cpu() and lowering_markers.is_marked(compiled.digest)
+        postponed = step._first > 0 and on_cpu() and lowering_markers.is_marked(compiled.digest)
         for call in step._calls[: step._first]:
-            while not (put_off or compiled.done(call.function)) and compiled.lower_next(hold=on_cpu()):
+            while not (postponed or compiled.done(call.function)) and compiled.lower_next(hold=on_cpu()):
                 pass
             for slot in call.reads:
                 slots[slot] = ready(slots[slot])
             self._run([call])
-        while not put_off and compiled.lower_next(hold=on_cpu()):
+        while not postponed and compiled.lower_next(hold=on_cpu()):
             pass
         if step._first in (0, len(step._calls)):
             self._finish()
@@ -291,7 +291,7 @@ class SegmentedRun:
         self._run_rest_in_background(list(results.values()))
 
     def _run_rest_in_background(self, results: list[Any]) -> None:
-        """The results are available; the rest of the step follows in a thread of its own."""
+        """Run the rest of the step, whose results are available, in a background thread."""
         step, slots = self._step, self._slots
         rest = SegmentedRun(step, list(slots), self._seed)
 
@@ -299,26 +299,26 @@ class SegmentedRun:
             try:
                 jax.block_until_ready(results)
                 rest._finish()
-                mine = rest._slots
-                arrays = jax.block_until_ready({i: mine[i] for group in step._results[:-1] for i in group})
-                mine.clear()
+                computed = rest._slots
+                arrays = jax.block_until_ready({i: computed[i] for group in step._results[:-1] for i in group})
+                computed.clear()
                 return arrays
             except BaseException:
-                step._first = 0  # another time, it comes before the loss
+                step._first = 0  # next time, it runs before the loss
                 raise
 
         self.later = BackgroundWork(finish)
         self.later.begin()
 
     def all_at_once(self) -> tuple:
-        """Run all of it, and wait for it: the outputs."""
+        """Run the whole step, wait for it, and return the outputs."""
         self._finish()
         outputs = jax.block_until_ready(self.outputs())
         self._slots.clear()
         return outputs
 
     def _finish(self) -> None:
-        """The calls that the results do not need. What could fail, fails before: they overwrite the old state."""
+        """Run the calls after the results. Everything that may fail comes first, since they overwrite the old state."""
         step = self._step
         start_waiting_materializations()
         step.lower()

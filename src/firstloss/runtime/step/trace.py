@@ -64,8 +64,7 @@ def trace(
             `GraphChangedError`.
         check: trace again occasionally (at the second call, and for less than 1% of the time after that), to detect
             changes that cannot be seen from outside, which are a `GraphChangedError`. "always": run the step's Python
-            code
-            at every call, and compare it with what was compiled: always right, but slow; for tests, and to check
+            code at every call, and compare it with what was compiled: always right, but slow; for tests, and to check
             whether a step is traced correctly.
 
     A call inside another traced step becomes part of that step. It can be combined with `staticmethod` and

@@ -33,9 +33,9 @@ class ComputeNorm(Callback):
     def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
         layers: dict[str, list[torch.Tensor]] = {}
         for name, p in model.named_parameters():
-            found = _LAYER.search(name)
-            if found and p.grad is not None:
-                layers.setdefault(found[1], []).append(p.grad)
+            match = _LAYER.search(name)
+            if match and p.grad is not None:
+                layers.setdefault(match[1], []).append(p.grad)
         everything = [p.grad for p in model.parameters() if p.grad is not None]
         norms = {f"per_layer_grad_norm/layer_{layer}": _norm(gradients) for layer, gradients in layers.items()}
         trainer.log_metrics(model_wise_grad_norm=_norm(everything), **norms)
@@ -83,11 +83,11 @@ class CountParams(Callback):
     """
 
     def on_fit_start(self, trainer: Any) -> None:
-        found = self.count(trainer.model)
+        counts = self.count(trainer.model)
         os.makedirs(trainer.artifact_dir, exist_ok=True)
         with atomic_write(os.path.join(trainer.artifact_dir, "parameters.json"), "w") as file:
-            json.dump(found, file, indent=1)
-        logging.getLogger("firstloss").info("%d parameters, of which %d are trained", found["all"], found["trained"])
+            json.dump(counts, file, indent=1)
+        logging.getLogger("firstloss").info("%d parameters, of which %d are trained", counts["all"], counts["trained"])
 
     @staticmethod
     def count(model: torch.nn.Module) -> dict[str, Any]:

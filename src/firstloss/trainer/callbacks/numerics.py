@@ -67,12 +67,12 @@ class NaNChecker(Callback):
             _outputs.set([])
 
     def on_before_backward(self, trainer: Any) -> None:
-        found = _outputs.get() or []
+        checks = _outputs.get() or []
         _outputs.set(None)
-        if found:
-            finite = torch.stack([flag for _, flag in found])
+        if checks:
+            finite = torch.stack([flag for _, flag in checks])
             trainer.log_metrics(_outputs_not_finite=_first_false(finite))
-        self._names[:] = [name for name, _ in found]
+        self._names[:] = [name for name, _ in checks]
 
     def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
         scaler = trainer.precision.scaler
@@ -102,9 +102,9 @@ class NaNChecker(Callback):
 
 def _check_output(name: str) -> Any:
     def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-        found = _outputs.get()
-        if found is not None and isinstance(output, torch.Tensor) and output.is_floating_point():
-            found.append((name, output.detach().isfinite().all()))
+        checks = _outputs.get()
+        if checks is not None and isinstance(output, torch.Tensor) and output.is_floating_point():
+            checks.append((name, output.detach().isfinite().all()))
 
     return hook
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -83,7 +84,7 @@ class DataLoader:
         self._used = False
         self._epoch = 0
         self._resume: dict[str, Any] | None = None
-        self._reader: BatchReader | None = None
+        self._progress: _Progress | None = None
         _latest = self
 
     @classmethod
@@ -98,9 +99,9 @@ class DataLoader:
         """
         if isinstance(loader, DataLoader):
             return loader
-        made = cls(lambda: loader)
-        made.name = f"the loader ({type(loader).__name__})"
-        return made
+        result = cls(lambda: loader)
+        result.name = f"the loader ({type(loader).__name__})"
+        return result
 
     def __len__(self) -> int:
         """The number of batches in an epoch, if the user's loader has a length."""
@@ -132,8 +133,8 @@ class DataLoader:
         Returns:
             A dict of integers, strings, tensors and the user's loader's state, for a checkpoint.
         """
-        if self._reader is not None:
-            return self._reader.position()
+        if self._progress is not None:
+            return self._progress.position(self)
         return self._resume if self._resume is not None else {"epoch": self._epoch, "batch": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,7 +148,7 @@ class DataLoader:
         """
         if "epoch" not in state or "batch" not in state:
             raise LoaderError(f"this is not the state of a DataLoader: its keys are {sorted(state)}.")
-        self._resume, self._reader = dict(state), None
+        self._resume, self._progress = dict(state), None
         self._epoch = int(state["epoch"])
 
     def _new_loader(self) -> Any:
@@ -211,6 +212,42 @@ def is_iterator(loader: Any) -> bool:
     return hasattr(loader, "__next__")
 
 
+@dataclass
+class _Progress:
+    """How far a loop has read a DataLoader, which keeps this object and not the reader.
+
+    In a reference cycle of the two, an abandoned loop's workers would live until the next garbage collection, and torch
+    would then wait 5 s for each: the collector ends their queues before it runs the iterator's `__del__`, which sends
+    them a last message.
+
+    Attributes:
+        epoch, batch: what has been yielded.
+        first: the position before the first batch, or where the reader was closed.
+        begun: the generators' state at the beginning of the epoch; None before the first batch and once closed.
+        ahead: what has been read ahead: "batch", "end" or "error"; "closed" if nothing will be read any more.
+        now: the position before that was read.
+    """
+
+    epoch: int
+    first: dict[str, Any] | None
+    batch: int = 0
+    begun: RandomState | None = None
+    ahead: str | None = None
+    now: tuple[RandomState, Any] | None = None
+
+    def position(self, loader: DataLoader) -> dict[str, Any]:
+        """The position after the last batch yielded."""
+        if self.begun is None:
+            return self.first if self.first is not None else {"epoch": self.epoch, "batch": 0}
+        now, own = self.now if self.ahead is not None and self.now is not None else _snapshot(loader)
+        if self.ahead == "end":
+            return {"epoch": self.epoch + 1, "batch": 0, "begun": now.tensors()}
+        out = {"epoch": self.epoch, "batch": self.batch, "begun": self.begun.tensors(), "now": now.tensors()}
+        if own is not None:
+            out["loader"] = own
+        return out
+
+
 class BatchReader:
     """Reads a DataLoader's batches, one ahead if asked to.
 
@@ -223,50 +260,48 @@ class BatchReader:
         self._loader = loader
         self._to_device = to_device
         self._left = epochs
-        self._epoch = loader._epoch
         self._iterator: Iterator[Any] | None = None
-        self._batch = self._given = 0
-        self._begun: RandomState | None = None
-        self._now: tuple[RandomState, Any] | None = None  # position before the batch ahead was read
-        self._ahead: tuple[str, Any] | None = None  # ("batch", batch), ("end", None), ("error", error) or "closed"
-        self._first = loader._resume
-        loader._reader = self
+        self._given = 0
+        self._item: Any = None  # the batch ahead, or the error
+        self._progress = loader._progress = _Progress(loader._epoch, loader._resume)
 
     def __iter__(self) -> BatchReader:
         return self
 
     def __next__(self) -> Any:
         self.read_ahead()
-        assert self._ahead is not None
-        kind, item = self._ahead
-        if kind in ("end", "closed"):
+        progress = self._progress
+        item, self._item = self._item, None
+        if progress.ahead == "error":
+            progress.ahead = "closed"
+            try:
+                raise item
+            finally:
+                del item  # it holds this frame
+        if progress.ahead != "batch":
             raise StopIteration
-        if kind == "error":
-            raise item
-        self._ahead = None
-        self._batch += 1
+        progress.ahead = None
+        progress.batch += 1
         self._given += 1
         return item
 
     def at_end(self) -> bool:
         """Whether no batch is left."""
         self.read_ahead()
-        return self._ahead is not None and self._ahead[0] == "end"
+        return self._progress.ahead == "end"
 
     def close(self) -> None:
-        """Stop reading: keep the position, and drop the iterator, so that its workers end now.
-
-        Otherwise they would live until this object, which is part of a reference cycle, is collected, possibly in a
-        worker forked later ("can only test a child process").
-        """
-        self._first = self.position()
-        self._iterator, self._now = None, None
-        if self._ahead is None or self._ahead[0] == "batch":
-            self._ahead = ("closed", None)
+        """Stop reading: keep the position, and drop the iterator, so that its workers end now."""
+        progress = self._progress
+        progress.first = progress.position(self._loader)
+        self._iterator, progress.begun, progress.now = None, None, None
+        if progress.ahead in (None, "batch"):
+            progress.ahead, self._item = "closed", None
 
     def read_ahead(self) -> None:
         """Read the next batch, unless it has been read already."""
-        if self._ahead is not None:
+        progress = self._progress
+        if progress.ahead is not None:
             return
         if session.trace is not None:
             raise LoaderError(
@@ -274,36 +309,29 @@ class BatchReader:
                 "same batch forever. Loop over the loader outside, and pass the batch to the step as an argument."
             )
         try:
-            self._ahead = self._read()
+            progress.ahead, self._item = self._read()
         except LoaderError as error:
-            self._ahead = ("error", error)
+            progress.ahead, self._item = "error", error
         except Exception as error:
-            failure = LoaderError(
-                f"{self._loader.name} failed at batch {self._batch} of epoch {self._epoch} (both counted from 0): "
-                f"{_summary(error)}"
-            )
-            failure.__cause__ = error
-            self._ahead = ("error", failure)
+            progress.ahead, self._item = "error", self._failure(error)
 
-    def position(self) -> dict[str, Any]:
-        """The position after the last batch yielded."""
-        if self._iterator is None:
-            return self._first if self._first is not None else {"epoch": self._epoch, "batch": 0}
-        now, own = self._now if self._ahead is not None and self._now is not None else self._snapshot()
-        if self._ahead is not None and self._ahead[0] == "end":
-            return {"epoch": self._epoch + 1, "batch": 0, "begun": now.tensors()}
-        assert self._begun is not None
-        out = {"epoch": self._epoch, "batch": self._batch, "begun": self._begun.tensors(), "now": now.tensors()}
-        if own is not None:
-            out["loader"] = own
-        return out
+    def _failure(self, error: Exception) -> LoaderError:
+        progress = self._progress
+        failure = LoaderError(
+            f"{self._loader.name} failed at batch {progress.batch} of epoch {progress.epoch} (both counted from 0): "
+            f"{_summary(error)}"
+        )
+        failure.__cause__ = error
+        return failure
 
     def _read(self) -> tuple[str, Any]:
+        progress = self._progress
         if self._iterator is None:
-            self._iterator, self._batch, self._begun = self._loader._begin(self._epoch)
-        empty = self._batch == 0
+            self._begin()
+        empty = progress.batch == 0
         while True:
-            self._now = self._snapshot()
+            progress.now = _snapshot(self._loader)
+            assert self._iterator is not None
             try:
                 return "batch", batch_transfer.put(next(self._iterator)) if self._to_device else next(self._iterator)
             except StopIteration:
@@ -311,28 +339,33 @@ class BatchReader:
             if self._left is not None:
                 self._left -= 1
                 if self._left == 0:
-                    self._loader._epoch = self._epoch + 1
+                    self._loader._epoch = progress.epoch + 1
                     return "end", None
             if empty:
                 raise self._no_batch()
-            self._epoch += 1
-            self._loader._epoch = self._epoch
-            self._iterator, self._batch, self._begun = self._loader._begin(self._epoch)
+            progress.epoch += 1
+            self._loader._epoch = progress.epoch
+            self._begin()
             empty = True
+
+    def _begin(self) -> None:
+        progress = self._progress
+        self._iterator, progress.batch, progress.begun = self._loader._begin(progress.epoch)
 
     def _no_batch(self) -> LoaderError:
         name = self._loader.name
         if not is_iterator(self._loader.loader):
-            return LoaderError(f"{name} has no batch in epoch {self._epoch}.")
+            return LoaderError(f"{name} has no batch in epoch {self._progress.epoch}.")
         return LoaderError(
             f"{name} ended after {self._given} batches, but more are needed. It is an iterator, which can be iterated "
             "only once: let the function create a new one at each call."
         )
 
-    def _snapshot(self) -> tuple[RandomState, Any]:
-        loader = self._loader.loader
-        own = loader.state_dict() if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else None
-        return RandomState.now(loader), own
+
+def _snapshot(loader: DataLoader) -> tuple[RandomState, Any]:
+    user = loader.loader
+    own = user.state_dict() if hasattr(user, "state_dict") and hasattr(user, "load_state_dict") else None
+    return RandomState.now(user), own
 
 
 def _summary(error: BaseException) -> str:

@@ -69,9 +69,9 @@ class RandomState(NamedTuple):
 
 def _own(loader: Any) -> list[torch.Generator]:
     """The generators of the loader and its sampler."""
-    found: list[torch.Generator] = []
+    generators: list[torch.Generator] = []
     for owner in (loader, getattr(loader, "sampler", None)):
         generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(g is generator for g in found):
-            found.append(generator)
-    return found
+        if isinstance(generator, torch.Generator) and not any(g is generator for g in generators):
+            generators.append(generator)
+    return generators

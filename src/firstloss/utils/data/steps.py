@@ -90,7 +90,7 @@ def infer_batch_size(data: Any, batch_size: int | None = None) -> int | None:
     sizes = {leaf.shape[0] if leaf.dim() else 1 for leaf in flatten(data)[0] if isinstance(leaf, torch.Tensor)}
     if not sizes:
         raise ExecutorError("this batch holds no tensors.")
-    found = sizes.pop() if len(sizes) == 1 else None
-    if batch_size is not None and found != batch_size:
-        raise ExecutorError(f"a batch has {found or 'several numbers of'} rows, not {batch_size}.")
-    return found
+    size = sizes.pop() if len(sizes) == 1 else None
+    if batch_size is not None and size != batch_size:
+        raise ExecutorError(f"a batch has {size or 'several numbers of'} rows, not {batch_size}.")
+    return size

@@ -35,9 +35,9 @@ class SyntheticDataset(IterableDataset):
         self._parts, self._spec = flatten(sample_spec)
         wrong = [part for part in self._parts if not isinstance(part, torch.Tensor) and not callable(part)]
         if wrong or not self._parts:
-            found = f"an object of type {type(wrong[0]).__name__}" if wrong else "nothing"
+            description = f"an object of type {type(wrong[0]).__name__}" if wrong else "nothing"
             raise LoaderError(
-                f"sample_spec holds {found}, but should hold tensors, or functions of the sample's index: "
+                f"sample_spec holds {description}, but should hold tensors, or functions of the sample's index: "
                 '{"input_ids": torch.zeros(128, dtype=torch.long), "label": lambda i: torch.tensor(i % 10)}.'
             )
         self._num_samples = num_samples
