@@ -27,7 +27,7 @@ def child(side, args):
     models.import_llama()
     fields = {**models.LLAMA_24_LAYERS, "num_hidden_layers": int(layers) // (12 if args.tiny else 1)}
     with tempfile.TemporaryDirectory() as artifacts:
-        backend = fl.backend("XLA", artifact_dir=artifacts)
+        backend = fl.backend("XLA", artifact_dir=artifacts, first_loss="compiled")  # compile before the first loss
         with backend.device:
             model = models.llama(**fields)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

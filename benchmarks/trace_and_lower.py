@@ -30,7 +30,7 @@ def firstloss_road(fields, batch):
     from firstloss import timeline
 
     with tempfile.TemporaryDirectory() as artifacts:
-        backend = fl.backend("XLA", artifact_dir=artifacts)
+        backend = fl.backend("XLA", artifact_dir=artifacts, first_loss="compiled")  # compile before the first loss
         with backend.device:
             model = models.llama(**fields)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import random_ops
+from firstloss.capture import cuda_random_ops
 from firstloss.rng.cuda_layout import GpuProperties, advance
 
 
@@ -33,8 +33,8 @@ own = Generator(5)
 torch.cuda._lazy_init = lambda: None
 torch.cuda.current_device = lambda: 0
 torch.cuda.default_generators = (Generator(3),)
-random_ops.gpu = lambda index: H100
-random_ops.layout_is_supported = lambda index: True
+cuda_random_ops.gpu = lambda index: H100
+cuda_random_ops.layout_is_supported = lambda index: True
 
 with fl.deferred(), torch.device("cuda"):
     module = nn.Sequential(nn.Embedding(5000, 700), nn.Linear(700, 300), nn.LayerNorm(300))

@@ -176,7 +176,7 @@ def test_the_warning_names_the_line_the_module_and_what_to_call():
 @pytest.mark.parametrize("edited", [True, False], ids=["a script", "libraries alone"])
 def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, monkeypatch):
     """The warning names the line in the user's own code if there is one, not in the installed trainer."""
-    monkeypatch.setattr(source, "_INSTALLED", (str(tmp_path),) if edited else ("/",))
+    monkeypatch.setattr(source, "_installed", lambda: (str(tmp_path),) if edited else ("/",))
     use = fl.deferred_init(nn.Linear, 3, 4)
     for level in range(depth):
         space = {"inner": use}
@@ -220,12 +220,12 @@ class Mean(nn.Module):
 
 
 def test_nothing_is_computed_twice(monkeypatch):
-    from firstloss.capture import materialize_tensors
+    from firstloss.engine import cpu_engine
 
     computed = []
-    real = materialize_tensors.materialize_values
+    real = cpu_engine.materialize_values
     monkeypatch.setattr(
-        materialize_tensors, "materialize_values", lambda values, **a: computed.extend(values) or real(values, **a)
+        cpu_engine, "materialize_values", lambda values, **a: computed.extend(values) or real(values, **a)
     )
     model = fl.deferred_init(Model)
     with pytest.warns(NotMaterializedWarning):

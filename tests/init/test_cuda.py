@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import random_ops
+from firstloss.capture import cuda_random_ops
 from firstloss.rng import cuda_layout
 
 pytestmark = [
@@ -103,8 +103,8 @@ def test_a_part_is_a_slice_of_what_the_gpu_would_have_drawn():
 
 def test_uniforms_follow_the_layout():
     index = torch.cuda.current_device()
-    assert random_ops.layout_is_supported(index)
-    device = random_ops.gpu(index)
+    assert cuda_random_ops.layout_is_supported(index)
+    device = cuda_random_ops.gpu(index)
     for numel in (5, 100_003, 3_000_001):
         generator = torch.Generator("cuda").manual_seed(9)
         values = torch.empty(numel, device="cuda").uniform_(generator=generator).cpu().numpy()

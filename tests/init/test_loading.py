@@ -267,7 +267,7 @@ import os, sys, warnings, torch, torch.distributed as dist, safetensors.torch, f
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from firstloss.capture import materialize_tensors
+from firstloss.engine import cpu_engine
 sys.path.insert(0, os.environ["HERE"])
 from tests.init.test_loading import build, read_so_far
 rank, folder, world = int(sys.argv[1]), sys.argv[2], 2
@@ -279,8 +279,8 @@ def shard(model):
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-values, real = [], materialize_tensors.materialize_values
-materialize_tensors.materialize_values = lambda these, **a: values.extend(these) or real(these, **a)
+values, real = [], cpu_engine.materialize_values
+cpu_engine.materialize_values = lambda these, **a: values.extend(these) or real(these, **a)
 for kind in sys.argv[3:]:
     plain = build()
     plain.load_state_dict(safetensors.torch.load_file(path))

@@ -10,6 +10,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import materialize_tensors
+from firstloss.engine import cpu_engine
 from tests.capture.eager_comparison import assert_same, deferred, eager, tensors_of
 
 
@@ -200,9 +201,9 @@ def test_a_gradient_through_a_constructors_computation_is_an_error():
 def test_converted_weights_are_made_in_batches(monkeypatch):
     monkeypatch.setattr(materialize_tensors, "_BATCH_BYTES", 1000)
     batches, reports = [], []
-    real = materialize_tensors.materialize_values
+    real = cpu_engine.materialize_values
     made_by = lambda values, **options: batches.append(len(values)) or real(values, **options)  # noqa: E731
-    monkeypatch.setattr(materialize_tensors, "materialize_values", made_by)
+    monkeypatch.setattr(cpu_engine, "materialize_values", made_by)
     expected, _ = eager(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
     actual, _ = deferred(lambda: nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(90, 90)))
     fl.materialize_module(actual, dtype=torch.bfloat16, progress=lambda *at: reports.append(at))
@@ -213,7 +214,7 @@ def test_converted_weights_are_made_in_batches(monkeypatch):
 
 
 def test_a_missing_device_is_an_error_before_anything_is_computed(monkeypatch):
-    monkeypatch.setattr(materialize_tensors, "materialize_values", lambda *a, **k: pytest.fail("made"))
+    monkeypatch.setattr(cpu_engine, "materialize_values", lambda *a, **k: pytest.fail("made"))
     module = fl.deferred_init(nn.Linear, 3, 3)
     with pytest.raises(
         fl.errors.MaterializeError, match=r"test_materialize.py:\d+: .* device 'cuda:99'.*still deferred"

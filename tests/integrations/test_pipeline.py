@@ -5,7 +5,7 @@ import torch
 
 import firstloss as fl
 from examples import pipeline_stages
-from firstloss.capture import materialize_tensors
+from firstloss.engine import cpu_engine
 from tests.integrations.one_line import run_ranks
 
 
@@ -14,10 +14,8 @@ def test_stages_have_the_weights_of_the_whole_model(stages, monkeypatch):
     torch.manual_seed(0)
     whole = pipeline_stages.Model()
     drawn = []
-    real = materialize_tensors.materialize_values
-    monkeypatch.setattr(
-        materialize_tensors, "materialize_values", lambda values, **a: drawn.extend(values) or real(values, **a)
-    )
+    real = cpu_engine.materialize_values
+    monkeypatch.setattr(cpu_engine, "materialize_values", lambda values, **a: drawn.extend(values) or real(values, **a))
     held = [pipeline_stages.construct(stage, stages).state_dict() for stage in range(stages)]
     assert sum(value.nbytes for value in drawn) == sum(t.nbytes for t in whole.state_dict().values())
     result = {name: weight for part in held for name, weight in part.items()}

@@ -172,9 +172,12 @@ class _Noting(dict):
         super().__init__(recorder.HANDLERS)
         self.overloads = overloads
 
-    def get(self, op: Any, default: Any = None) -> Any:
+    def get(self, name: str, default: Any = None) -> Any:
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
         self.overloads.update((str(op), str(functional(op))))
-        return super().get(op, default)
+        return super().get(name, default)
 
 
 def _constant(tensor: torch.Tensor) -> Ref:

@@ -129,6 +129,7 @@ SIZES = [(128, 96, 130), (40, 1024, 65), (31, 1100, 31), (96, 700, 1024)]
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns, dtype, calls, monkeypatch):
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)  # independent of the CPU's vendor
+    monkeypatch.setattr(kernels, "_LEAST_PRODUCT", 1)
     torch.manual_seed(0)
     m, k, n = sizes
     x, y = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
@@ -152,6 +153,7 @@ def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns
 def test_a_transposed_operand_is_passed_without_a_copy(monkeypatch, tmp_path):
     """The gradient of a layer's weight is a product of transposes, computed without a copy."""
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
+    monkeypatch.setattr(kernels, "_LEAST_PRODUCT", 1)
     seen = []
     product = kernels.product
     monkeypatch.setattr(kernels, "product", lambda *args: seen.append(tuple(args[2])) or product(*args))
@@ -202,7 +204,8 @@ ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 @pytest.mark.parametrize("how", ["plain", "causal", "mask", "mask of each"])
 # batch, query and key heads, length and width: split by the batch, by heads, or not at all
 @pytest.mark.parametrize("sizes", [(4, 8, 4, 16, 32), (1, 8, 4, 20, 16), (3, 4, 4, 9, 8), (1, 3, 1, 7, 5)], ids=str)
-def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls):
+def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls, monkeypatch):
+    monkeypatch.setattr(kernels, "_LEAST_ATTENTION", 1)
     torch.manual_seed(0)
     batch, heads, kv_heads, length, width = sizes
     query = torch.randn(batch, heads, length, width).to(dtype)
@@ -216,6 +219,16 @@ def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls):
         assert_rule(ATTENTION, args, options, (out, logsumexp))
         assert_rule(ATTENTION_BACKWARD, backward, options, ATTENTION_BACKWARD(*backward, **options))
     assert set(calls) == ({"firstloss_attention", "firstloss_attention_backward"} if dtype == torch.float32 else set())
+
+
+def test_small_products_and_attention_are_left_to_xla(monkeypatch):
+    """A call costs more than a small product."""
+    monkeypatch.setattr(kernels, "_mkl", lambda: True)
+    monkeypatch.setattr(kernels, "computes", lambda dtype: True)
+    few, many = (jnp.ones((64, 64)), jnp.ones((64, 256))), (jnp.ones((512, 256)), jnp.ones((256, 256)))
+    assert not kernels.multiplies(*few, (False, False)) and kernels.multiplies(*many, (False, False))
+    small, large = jnp.ones((2, 4, 32, 16)), jnp.ones((4, 4, 128, 64))
+    assert not kernels.attends(small, small, small, None) and kernels.attends(large, large, large, None)
 
 
 HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)

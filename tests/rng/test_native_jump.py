@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from firstloss.rng import jump as jumps
-from firstloss.rng.mt19937 import N, consistent
+from firstloss.rng import stream as streams
+from firstloss.rng.mt19937 import N, consistent, extend
 
 pytestmark = pytest.mark.skipif(not jumps.has_kernel(), reason="no C compiler was there when it was built")
 
@@ -21,14 +22,25 @@ def test_the_kernel_matches_numpy(seed, n):
     assert np.array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("n", [0, 1, 226, 227, 228, 623, 624, 625, 1000, 1247, 1248, 1249, 50_000])
+def test_the_kernel_generates_the_words_of_the_recurrence(n):
+    window = consistent(np.random.default_rng(n).integers(0, 1 << 32, N, dtype=np.uint32))
+    assert np.array_equal(jumps.native_generate(window, n), extend(window, n)[n:])
+
+
 def test_numpy_is_used_without_the_kernel(monkeypatch):
     window = consistent(np.random.default_rng(1).integers(0, 1 << 32, N, dtype=np.uint32))
-    native = jumps.jump(window, 1_000_003)
-    monkeypatch.setattr(jumps, "has_kernel", lambda: False)
-    assert np.array_equal(jumps.jump(window, 1_000_003), native)
+    native = [jumps.jump(window, 1_000_003), streams.advance(window, 1003)]
+    for module in (jumps, streams):
+        monkeypatch.setattr(module, "has_kernel", lambda: False)
+        for name in ("native_jump", "native_generate"):
+            monkeypatch.delattr(module, name, raising=False)
+    assert np.array_equal(jumps.jump(window, 1_000_003), native[0])
+    assert np.array_equal(streams.advance(window, 1003), native[1])
 
 
 def test_a_state_can_lie_within_a_larger_array():
     words = np.random.default_rng(1).integers(0, 1 << 32, 2 * N, dtype=np.uint32)
     window = consistent(words[5 : 5 + N])
-    assert np.array_equal(jumps.jump(np.repeat(window, 2)[::2], 10_000), jumps.jump(window, 10_000))
+    for move in (jumps.jump, jumps.native_generate):
+        assert np.array_equal(move(np.repeat(window, 2)[::2], 10_000), move(window, 10_000))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch
-from ..engine import replay
-from ..program.graph import Value
+from ..program.graph import Ref, Value
 from . import session
 from .constants import constant_tensor
 from .op_call import OpCall
@@ -31,7 +30,14 @@ def known(tensor: Any) -> Tensor | None:
     if not _from_constants(tensor._storage.value):
         return None
     with DisableTorchDispatch():
-        return replay.compute([tensor._ref()])[0]
+        return compute([tensor._ref()])[0]
+
+
+def compute(refs: list[Ref]) -> list[Tensor]:
+    """The content of each Ref, by PyTorch's own kernels: as `engine.replay.compute`."""
+    from ..engine import replay  # not before the first use: most captures do without it
+
+    return replay.compute(refs)
 
 
 def _from_constants(value: Value) -> bool:

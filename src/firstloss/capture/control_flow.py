@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from ..compat.patches import replaces
 from ..compat.torch_names import DisableTorchFunction, pytree
 from ..errors import TraceError
-from ..program import operations
-from ..program.operations import FLOWS, Flow, Region
+from ..program import regions
 from ..program.program import Program
+from ..program.regions import FLOWS, Flow, Region
 from ..program.source import here
 from . import session
 from .tensor import DeferredTensor
@@ -106,7 +106,7 @@ def run(flow: Flow, operands: Sequence[Tensor]) -> list[Tensor]:
     number = _numbers.setdefault(_identity(flow), len(_numbers))
     FLOWS.setdefault(number, flow)
     draws = any(region.draws for region in flow.regions)
-    op = operations.region_that_draws if draws else operations.region
+    op = regions.region_that_draws if draws else regions.region
     lifted = [x for region in flow.regions for x in region.lifted]
     return op([*operands, *lifted], number)
 

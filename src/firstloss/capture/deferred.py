@@ -16,13 +16,10 @@ from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
 from ..interpreter import paused
 from ..program.source import here, is_machinery, raised_at
-from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
-from . import checkpoint_loaders as _checkpoint_loaders  # noqa: F401 - likewise
-from . import control_flow as _control_flow  # noqa: F401 - likewise
+from . import checkpoint_loaders as _checkpoint_loaders  # noqa: F401 - for its patches
 from . import direct_memory_access, first_use, session
 from . import dtensor as _dtensor  # noqa: F401 - likewise
 from . import patches as _patches  # noqa: F401 - likewise
-from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
 from .distributed import parts_of
 from .evaluation import state_of
@@ -201,10 +198,11 @@ def _redeem_tickets(result: Any) -> None:
     """Replace tickets in generators and states that the result holds, since they are invalid after the capture."""
     for module in result.modules() if isinstance(result, torch.nn.Module) else ():
         for attribute in (*buffers_of(module).values(), *vars(module).values()):
-            if isinstance(attribute, torch.Generator):
-                session.generators.load(attribute)
-            elif type(attribute) is torch.Tensor:
+            kind = type(attribute)
+            if kind is torch.Tensor:
                 session.generators.redeem(attribute)
+            elif issubclass(kind, torch.Generator):
+                session.generators.load(attribute)
     if not isinstance(result, torch.nn.Module):
         for tensor in tensors_in(result):
             session.generators.redeem(tensor)

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch
-from ..engine import replay
 from ..errors import CaptureError, TraceError
 from ..program.graph import FileValue, Ref, geometry_of, is_contiguous, is_not_strided
 from ..program.source import here
 from . import session
-from .constant_folding import known
+from .constant_folding import compute, known
 from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
 from .op_call import OpCall
@@ -33,7 +32,7 @@ class Recorded:
         """The values of `tensor`, if possible without a copy; must not be modified."""
         ref = tensor._ref()
         with DisableTorchDispatch():
-            return ref.view(ref.value.real) if ref.value.real is not None else replay.compute([ref])[0]
+            return ref.view(ref.value.real) if ref.value.real is not None else compute([ref])[0]
 
     @staticmethod
     def value(tensor: DeferredTensor) -> Tensor:
@@ -44,7 +43,7 @@ class Recorded:
                 out = torch.empty(ref.size, dtype=ref.dtype, device=ref.value.device)  # reads only this part of a file
                 ref.value.read_into(ref.offset, out.view(-1))
                 return out
-            return replay.compute([ref])[0]
+            return compute([ref])[0]
 
 
 class Traced:
@@ -204,7 +203,7 @@ def _replace_content(target: DeferredTensor, new: Tensor) -> None:
     storage = target._storage
     with DisableTorchDispatch(), torch.no_grad():
         made = storage.made[1].clone() if storage.is_made and storage.made is not None else None
-        base = replay.compute([Ref.of(storage.value)])[0] if made is None else made
+        base = compute([Ref.of(storage.value)])[0] if made is None else made
         target._ref().view(base).copy_(new)
     storage.value = constant(base, copy=False)
 
@@ -213,7 +212,7 @@ def run_on_resident(call: OpCall) -> Any:
     """Run a call on tensors on a backend: views stay views, everything else is computed on the host."""
     if call.traits.view:
         views = [DeferredTensor.wrap(call.deferred[0]._storage, *g) for g in infer(call).geometry]
-        return views[0] if call.returns_one() else views
+        return views[0] if call.traits.returns_one else views
     written = [t for t in call.written() if type(t) is DeferredTensor]
     for t in written:
         if is_pending(t):
@@ -272,7 +271,7 @@ def _call(call: OpCall, args: Any, kwargs: dict) -> Any:
 def _real_arguments(call: OpCall) -> tuple[Any, dict[str, Any]]:
     refs: list[Ref] = [t._ref() for t in call.deferred if state_of(t._storage).pending]
     with DisableTorchDispatch():
-        real = iter(replay.compute(refs)) if refs else iter(())  # together, to share work
+        real = iter(compute(refs)) if refs else iter(())  # together, to share work
 
         def made(arg: Any) -> Any:
             if type(arg) is DeferredTensor:

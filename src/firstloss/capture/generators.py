@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..errors import CaptureError
 from ..program.source import here
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # The stream that begins at a generator's state, by policy.
 POLICIES: dict[str, Callable[[NDArray[np.uint8]], Stream]] = {"eager": Stream.from_state, "counter": CounterStream}
@@ -107,10 +110,10 @@ class Generators:
         """Move `generator` to `position` of `stream`, by a ticket."""
         with self.lock:
             state = generator.get_state()
-            number = _ticket(state)
-            before = self.locate(generator)[0] if number is None else self._tickets[number][0]
-            if before is not stream and id(before) in self._origin_states:  # a DeferredOffsetStream follows
-                self._origin_states[id(stream)] = stream, self._origin_states[id(before)][1]
+            if id(stream) not in self._origin_states:  # a DeferredOffsetStream, which follows another stream
+                before = self.locate(generator)[0]
+                if id(before) in self._origin_states:
+                    self._origin_states[id(stream)] = stream, self._origin_states[id(before)][1]
             generator.set_state(self._to_ticket(state, stream, position))
             self._touched[id(generator)] = generator
 
@@ -177,5 +180,5 @@ def _ticket(state: torch.Tensor) -> int | None:
     """The number of a ticket; None for any other state."""
     if state.numel() != _STATE_BYTES:  # of a generator on another device
         return None
-    words = state.numpy().view(np.int64)
-    return int(words[_NUMBER]) if (words[_FIRST], words[_SECOND]) == _MAGIC else None
+    first, second, number = state.numpy().view(np.int64)[_FIRST : _NUMBER + 1].tolist()
+    return number if (first, second) == _MAGIC else None

@@ -18,7 +18,6 @@ from ..compat.torch_names import (
     is_parameter,
     set_creation_meta,
 )
-from ..engine.cpu_engine import materialize_values
 from ..errors import MaterializeError
 from ..program.graph import Value
 from ..program.source import here
@@ -122,7 +121,7 @@ def make(storages: list[DeferredStorage]) -> None:
     """Compute the content of `storages`, and store it there; their tensors stay deferred."""
     storages = [storage for storage in storages if not storage.is_made]
     with timeline.span("materialize"):
-        made = materialize_values([storage.value for storage in storages])
+        made = _make([storage.value for storage in storages], None, None)
     for storage in storages:
         storage.made = storage.value, made.pop(storage.value)
 
@@ -177,6 +176,8 @@ def _make(
     values: list[Value], num_threads: int | None, progress: Callable[[int, int], None] | None
 ) -> dict[Value, torch.Tensor]:
     """Materialize Values, and report progress."""
+    from ..engine.cpu_engine import materialize_values  # not before the first use: a capture does without it
+
     if progress is None:
         return materialize_values(values, num_threads=num_threads)
     lock = threading.Lock()

@@ -141,24 +141,25 @@ def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return tensor
 
 
-OPERATIONS: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
-    aten.set_.source_Tensor: _set_tensor,
-    aten.set_.source_Tensor_storage_offset: _set_tensor,
-    aten.set_.source_Storage: _set_storage,
-    aten.set_.source_Storage_storage_offset: _set_storage,
-    aten.resize_.default: _resize,
-    aten.resize_as_.default: _resize,
+# By the operation's name.
+OPERATIONS: dict[str, Callable[[OpOverload, tuple, dict], Any]] = {
+    "aten::set_.source_Tensor": _set_tensor,
+    "aten::set_.source_Tensor_storage_offset": _set_tensor,
+    "aten::set_.source_Storage": _set_storage,
+    "aten::set_.source_Storage_storage_offset": _set_storage,
+    "aten::resize_": _resize,
+    "aten::resize_as_": _resize,
     **dict.fromkeys(
         (
-            aten.t_.default,
-            aten.squeeze_.default,
-            aten.squeeze_.dim,
-            aten.squeeze_.dims,
-            aten.unsqueeze_.default,
-            aten.transpose_.default,
-            aten.as_strided_.default,
-            aten.swapaxes_.default,
-            aten.swapdims_.default,
+            "aten::t_",
+            "aten::squeeze_",
+            "aten::squeeze_.dim",
+            "aten::squeeze_.dims",
+            "aten::unsqueeze_",
+            "aten::transpose_",
+            "aten::as_strided_",
+            "aten::swapaxes_",
+            "aten::swapdims_",
         ),
         _in_place_view,
     ),

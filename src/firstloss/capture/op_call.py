@@ -20,6 +20,7 @@ from .tensor import DeferredStorage, DeferredTensor, Hooks
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+_SymFloat, _SymInt = torch.SymFloat, torch.SymInt
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -52,6 +53,9 @@ class Traits(NamedTuple):
         writes: positions (int) or keywords (str) of the arguments that it writes to.
         returns: for each return value the entry of `writes` that it aliases, or None for a new tensor.
         fill: whether it overwrites its only target without reading it.
+        arguments: the names of its arguments.
+        is_foreach: whether it is a foreach operation, on lists of tensors.
+        returns_one: whether it returns one tensor, rather than a list or tuple of them.
     """
 
     view: bool
@@ -63,6 +67,10 @@ class Traits(NamedTuple):
     generator: int | None  # the position of a positional `generator` argument
     replacement: OpOverload | None  # records a lazy conjugation or negation
     opaque: bool  # a custom operation, which may draw and may lack a meta kernel
+    namespace: str
+    arguments: tuple[str, ...]
+    is_foreach: bool
+    returns_one: bool
 
 
 @functools.cache
@@ -107,6 +115,10 @@ def traits_of(op: OpOverload) -> Traits:
         generator,
         replacement,
         op.namespace not in _KNOWN_NAMESPACES,
+        op.namespace,
+        tuple(arg.name for arg in schema.arguments),
+        schema.name.startswith("aten::_foreach_"),
+        len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType),
     )
 
 
@@ -120,7 +132,7 @@ class OpCall:
         symbolic: whether an argument is a number that is not known until the step runs.
     """
 
-    __slots__ = ("op", "traits", "args", "kwargs", "deferred", "real", "key", "on_meta", "symbolic")
+    __slots__ = ("op", "traits", "args", "kwargs", "deferred", "real", "key", "on_meta", "symbolic", "_written")
 
     def __init__(self, op: OpOverload, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> None:
         self.op = op
@@ -131,6 +143,7 @@ class OpCall:
         self.real: list[Tensor] = []
         self.on_meta = False
         self.symbolic = False
+        self._written: list[Tensor] | None = None
         key: list[Any] = [op]
         self._scan(args, key)
         if kwargs:
@@ -160,15 +173,17 @@ class OpCall:
                         "is not supported. Pass a dense tensor (`.to_dense()`)."
                     )
                 key.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype))
-            elif kind is torch.SymFloat or kind is torch.SymInt:
-                self.symbolic = True
-                key.append(kind)
             else:
                 key.append(kind)
-                key.append(arg)
+                if kind is _SymFloat or kind is _SymInt:
+                    self.symbolic = True
+                else:
+                    key.append(arg)
 
     def written(self) -> list[Tensor]:
-        """The tensors that the call writes to."""
+        """The tensors that the call writes to; the list must not be modified."""
+        if self._written is not None:
+            return self._written
         out: list[Tensor] = []
         for where in self.traits.writes:
             arg = self.argument(where)
@@ -176,16 +191,13 @@ class OpCall:
                 out.extend(arg)
             elif arg is not None:
                 out.append(arg)
+        self._written = out
         return out
 
     @property
     def is_foreach(self) -> bool:
         """Whether it is a foreach operation, on lists of tensors."""
-        return (
-            bool(self.args)
-            and type(self.args[0]) in (list, tuple)
-            and schema_of(self.op).name.startswith("aten::_foreach_")
-        )
+        return self.traits.is_foreach and bool(self.args) and type(self.args[0]) in (list, tuple)
 
     def argument(self, where: int | str) -> Any:
         """The argument at a position or of a keyword; None if it was not given."""
@@ -219,8 +231,8 @@ class OpCall:
     def plain_arguments(self) -> dict[str, Any]:
         """The numeric arguments by name, and the dtypes of tensor arguments: the `op_args` of `words_drawn.draw`."""
         out: dict[str, Any] = {}
-        for spec, arg in zip(schema_of(self.op).arguments, self.args, strict=False):
-            out[spec.name] = arg
+        for name, arg in zip(self.traits.arguments, self.args, strict=False):
+            out[name] = arg
         out.update(self.kwargs)
         out.pop("generator", None)
         plain: dict[str, Any] = {}
@@ -231,15 +243,10 @@ class OpCall:
                 plain["from_" if name == "from" else name] = arg
         return plain
 
-    def returns_one(self) -> bool:
-        """Whether it returns one tensor, rather than a list or tuple of them."""
-        returns = schema_of(self.op).returns
-        return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-
 
 def is_symbolic(arg: Any) -> bool:
     """Whether `arg` is a symbolic number."""
-    return type(arg) is torch.SymFloat or type(arg) is torch.SymInt
+    return type(arg) is _SymFloat or type(arg) is _SymInt
 
 
 def storage_of(tensor: Tensor) -> DeferredStorage:

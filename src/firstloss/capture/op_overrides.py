@@ -144,18 +144,18 @@ def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 # -- *_like and new_* factories --------------------------------------------------------------------------------------
 
 # The in-place operation that fills the result, and its further arguments.
-_LIKE: dict[Any, Callable[[tuple], tuple | None]] = {
-    aten.empty_like.default: lambda args: None,
-    aten.new_empty.default: lambda args: None,
-    aten.new_empty_strided.default: lambda args: None,
-    aten.zeros_like.default: lambda args: (aten.zero_.default,),
-    aten.new_zeros.default: lambda args: (aten.zero_.default,),
-    aten.ones_like.default: lambda args: (aten.fill_.Scalar, 1),
-    aten.new_ones.default: lambda args: (aten.fill_.Scalar, 1),
-    aten.full_like.default: lambda args: (aten.fill_.Scalar, args[1]),
-    aten.new_full.default: lambda args: (aten.fill_.Scalar, args[2]),
-    aten.rand_like.default: lambda args: (aten.uniform_.default, 0.0, 1.0),
-    aten.randn_like.default: lambda args: (aten.normal_.default, 0.0, 1.0),
+_LIKE: dict[str, Callable[[tuple], tuple | None]] = {
+    "aten::empty_like": lambda args: None,
+    "aten::new_empty": lambda args: None,
+    "aten::new_empty_strided": lambda args: None,
+    "aten::zeros_like": lambda args: (aten.zero_.default,),
+    "aten::new_zeros": lambda args: (aten.zero_.default,),
+    "aten::ones_like": lambda args: (aten.fill_.Scalar, 1),
+    "aten::new_ones": lambda args: (aten.fill_.Scalar, 1),
+    "aten::full_like": lambda args: (aten.fill_.Scalar, args[1]),
+    "aten::new_full": lambda args: (aten.fill_.Scalar, args[2]),
+    "aten::rand_like": lambda args: (aten.uniform_.default, 0.0, 1.0),
+    "aten::randn_like": lambda args: (aten.normal_.default, 0.0, 1.0),
 }
 
 
@@ -166,7 +166,7 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         return _keep_recipe(args[0], kwargs)
     if call.on_meta or _is_meta(call) or (session.trace is None and not session.depth and not pending):
         return run_for_real(call)
-    fill = _LIKE[op](args)
+    fill = _LIKE[op.name()](args)
     if fill is not None and fill[0] is aten.normal_.default and not args[0].numel():
         fill = None  # PyTorch accepts any dtype for an empty tensor
         call = OpCall(aten.empty_like.default, traits_of(aten.empty_like.default), args, kwargs)
@@ -192,24 +192,18 @@ def _keep_recipe(tensor: Tensor, kwargs: dict) -> Any:
         return Hooks.dispatch(aten._to_copy.default, (tensor,), {"dtype": dtype, **chosen})
 
 
-# Factories with an `out` argument, and the overload without it, which takes its dtype.
+# Factories with an `out` argument, by name, and the overload without it, which takes its dtype.
 _INTO_OUT = {
-    getattr(packet, name): getattr(packet, functional)
-    for packet, name, functional in (
-        (aten.arange, "out", "default"),
-        (aten.arange, "start_out", "start_step"),
-        (aten.eye, "out", "default"),
-        (aten.eye, "m_out", "m"),
-        (aten.full, "out", "default"),
-        (aten.zeros, "out", "default"),
-        (aten.ones, "out", "default"),
-        *((packet, "out", "default") for packet in (aten.linspace, aten.logspace)),
-        *(
-            (packet, f"{kind}_out", kind)
-            for packet in (aten.linspace, aten.logspace)
-            for kind in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
-        ),
-    )
+    "aten::arange.out": ("arange", "default"),
+    "aten::arange.start_out": ("arange", "start_step"),
+    "aten::eye.out": ("eye", "default"),
+    "aten::eye.m_out": ("eye", "m"),
+    **{f"aten::{name}.out": (name, "default") for name in ("full", "zeros", "ones", "linspace", "logspace")},
+    **{
+        f"aten::{name}.{kind}_out": (name, kind)
+        for name in ("linspace", "logspace")
+        for kind in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    },
 }
 
 
@@ -218,7 +212,8 @@ def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if type(out) is not DeferredTensor and session.trace is None:
         with DisableTorchDispatch():
             return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
-    made = Hooks.dispatch(_INTO_OUT[op], args, {"dtype": out.dtype, "device": out.device})
+    name, overload = _INTO_OUT[op.name()]
+    made = Hooks.dispatch(getattr(getattr(aten, name), overload), args, {"dtype": out.dtype, "device": out.device})
     if out.shape != made.shape and type(out) is DeferredTensor:
         resize(out, tuple(made.shape))
     if any(n > 1 and not s for n, s in zip(out.shape, out.stride(), strict=True)):
@@ -248,20 +243,21 @@ def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return Hooks.dispatch(aten._native_batch_norm_legit.default, args, kwargs)
 
 
-HANDLERS: dict[Any, Callable[[OpOverload, tuple, dict], Any]] = {
+# By the operation's name: most captures need few of these operations, and looking one up takes PyTorch 20 us.
+HANDLERS: dict[str, Callable[[OpOverload, tuple, dict], Any]] = {
     **dict.fromkeys(_LIKE, _like),
     **dict.fromkeys(_INTO_OUT, _into_out),
-    aten.native_batch_norm.default: _normalize,
-    aten._local_scalar_dense.default: _read_scalar,
-    aten.can_cast.default: _metadata_query,
-    aten.is_same_size.default: _metadata_query,
-    aten._has_same_storage_numel.default: _same_storage_numel,
-    aten.equal.default: _equal,
-    aten.allclose.default: _allclose,
-    aten.lift_fresh.default: _lift,
-    aten.lift_fresh_copy.default: _lift,
-    aten._has_compatible_shallow_copy_type.default: lambda op, args, kwargs: type(args[0]) is type(args[1]),
-    aten._assert_async.default: _assert_async,
-    aten._assert_async.msg: _assert_async,
+    "aten::native_batch_norm": _normalize,
+    "aten::_local_scalar_dense": _read_scalar,
+    "aten::can_cast": _metadata_query,
+    "aten::is_same_size": _metadata_query,
+    "aten::_has_same_storage_numel": _same_storage_numel,
+    "aten::equal": _equal,
+    "aten::allclose": _allclose,
+    "aten::lift_fresh": _lift,
+    "aten::lift_fresh_copy": _lift,
+    "aten::_has_compatible_shallow_copy_type": lambda op, args, kwargs: type(args[0]) is type(args[1]),
+    "aten::_assert_async": _assert_async,
+    "aten::_assert_async.msg": _assert_async,
     **OPERATIONS,
 }

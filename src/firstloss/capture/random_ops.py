@@ -1,29 +1,18 @@
-"""Record random operations: the stream position of each, and how far it advances the stream.
-
-On a GPU the generator is a seed and an offset in PyTorch's Philox stream, and is advanced past each recorded fill. So
-code that saves, restores or seeds the generator finds the same state as in eager PyTorch, and the fill is run later by
-PyTorch's own kernel on a generator with that seed and offset. All other random operations there run immediately. How
-far a fill advances the offset depends on the GPU (`rng/cuda_layout.py`): the rule is checked on this GPU first, and if
-it does not hold, fills run immediately, too.
-"""
+"""Record random operations: the stream position of each, and how far it advances the stream."""
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, schema_of
-from ..engine.counter_fill import words_of
-from ..engine.rejection import Rejection
 from ..errors import CaptureError
 from ..program.graph import Draw, Geometry, Node, dtype_name, is_contiguous
 from ..program.node_kinds import has_counter_rule, with_generator
-from ..rng import cuda_layout, words_drawn
+from ..rng import words_drawn
 from ..rng.counter_stream import CounterStream, next_draw
-from ..rng.stream import DeferredOffsetStream, PhiloxStream, Position, Stream
+from ..rng.stream import DeferredOffsetStream, Position, Stream
 from . import session
 from .op_call import OpCall
 
@@ -52,8 +41,10 @@ def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> b
     else:
         return False
     if device.type == "cuda" and not (session.generators.policy == "counter" and has_counter_rule(node.op)):
+        from .cuda_random_ops import record_on_gpu
+
         generator_argument = call.generator_argument()
-        return _record_on_gpu(node, call.traits.random or "", math.prod(size), dtype, device, generator_argument)
+        return record_on_gpu(node, call.traits.random or "", math.prod(size), dtype, device, generator_argument)
     generator = call.generator()
     counted = session.generators.policy == "counter" and has_counter_rule(node.op) and generator.device.type == "cpu"
     if not counted:
@@ -89,6 +80,8 @@ def _record_counted(
     node: Node, generator: torch.Generator, stream: CounterStream, position: Position, numel: int, dtype: torch.dtype
 ) -> None:
     """Record an operation under the counter policy, where each has its own range of the stream."""
+    from ..engine.counter_fill import words_of
+
     node.draw = Draw(stream, position, Position(position.words + words_of(numel, dtype)))
     session.generators.move(generator, stream, next_draw(position))
     if not session.depth:
@@ -97,6 +90,8 @@ def _record_counted(
 
 def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, position: Position) -> None:
     """Record a `trunc_normal_`; later operations draw from a `DeferredOffsetStream` after it."""
+    from ..engine.rejection import Rejection
+
     _, mean, std, a, b = node.args[:5]
     dtype, numel = node.writes[0].dtype, math.prod(node.writes[0].size)
     with DisableTorchDispatch():
@@ -123,67 +118,3 @@ def check_device(node: Node, device: torch.device, generator: torch.Generator) -
             f"{node.source}: {node.op} draws on device '{device}'. Random operations are captured on the CPU and on "
             f"CUDA devices only: construct on the CPU, and pass device='{device}' to firstloss.materialize_module."
         )
-
-
-_FILLS = frozenset({"normal", "uniform", "rand", "randn"})
-_DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
-# Fills of less than a block, of many blocks, and of more than are resident on the device.
-_TRIAL_SIZES = (1, 1000, 300_001, 4_000_003)
-
-
-def _record_on_gpu(
-    node: Node, name: str, numel: int, dtype: torch.dtype, device: torch.device, generator_argument: Any
-) -> bool:
-    """Give `node`, which draws `numel` elements on a GPU, its offset, and advance the generator.
-
-    Args:
-        generator_argument: the call's `generator` argument.
-
-    Returns:
-        False if it has to be run to find out how far.
-    """
-    if name not in _FILLS or dtype not in _DTYPES:
-        return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator = torch.cuda.default_generators[index] if generator_argument is None else generator_argument
-    if generator.device.type != "cuda" or not layout_is_supported(index):
-        return False
-    offset = generator.get_offset()
-    after = cuda_layout.advance(numel, gpu(index), offset, _DTYPES[dtype])
-    node.draw = Draw(_stream(generator.initial_seed()), Position(offset), Position(after))
-    if session.generators.preserve:
-        session.generators.will_draw(generator)
-    generator.set_offset(after)
-    return True
-
-
-@functools.lru_cache
-def _stream(seed: int) -> PhiloxStream:
-    return PhiloxStream(seed)
-
-
-def gpu(index: int) -> cuda_layout.GpuProperties:
-    """The properties of a GPU that determine how fills advance the offset."""
-    found = torch.cuda.get_device_properties(index)
-    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
-
-
-@functools.cache
-def layout_is_supported(index: int) -> bool:
-    """Whether fills on this GPU advance the offset as `cuda_layout` computes."""
-    with DisableTorchDispatch():
-        generator = torch.Generator(torch.device("cuda", index)).manual_seed(0)
-        for dtype, name in _DTYPES.items():
-            for numel in _TRIAL_SIZES:
-                target = torch.empty(numel, dtype=dtype, device=generator.device)
-                for fill in (target.normal_, target.uniform_):
-                    before = generator.get_offset()
-                    fill(generator=generator)
-                    if generator.get_offset() != cuda_layout.advance(numel, gpu(index), before, name):
-                        return False
-    return True

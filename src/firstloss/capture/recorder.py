@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from ..compat import patches
-from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode, schema_of
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode
 from ..errors import CaptureError
 from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, is_not_strided, span
 from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
-from . import conjugate_views, distributed, evaluation, first_use, materialize_tensors, session
+from . import conjugate_views, distributed, evaluation, first_use, materialize_tensors
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
 from .constants import constant_tensor
@@ -30,7 +30,7 @@ from .op_call import OpCall, is_symbolic, outer_geometry, ref_of, storage_of, tr
 from .op_overrides import HANDLERS
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
-from .session import enter, generators, leave, set_trace
+from .session import enter, generators, leave, set_trace, this_thread
 from .shapes import NeedsValues, as_meta, infer
 from .symbolic_scalars import check_positions, number_ref
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_foreign_subclass, is_in_file
@@ -68,36 +68,41 @@ _EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
 
 def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handle a call of `op`: record it if possible, run it if it needs values."""
-    handler = HANDLERS.get(op)
+    handler = HANDLERS.get(op.name())
     if handler is not None:
         return handler(op, args, kwargs)
-    if op.namespace == "profiler":
-        return op(*args, **kwargs)
     traits = traits_of(op)
+    if traits.namespace == "profiler":
+        return op(*args, **kwargs)
     if traits.replacement is not None:
         return conjugate_views.view_lazily(op, traits.replacement, args, kwargs)
     call = OpCall(op, traits, args, kwargs)
     if traits.writes and call.is_foreach:  # above the dispatcher PyTorch does this for single tensors only
         torch.autograd.graph.increment_version([t for t in call.written() if not t.is_inference()])
-    if op.namespace in distributed.COLLECTIVES and call.deferred and (session.depth or session.trace is not None):
+    trace, depth = this_thread.trace, this_thread.depth
+    if traits.namespace in distributed.COLLECTIVES and call.deferred and (depth or trace is not None):
         distributed.refuse(op)
-    if session.trace is None:
+    if trace is None:
+        on_backend = False
         for tensor in call.deferred:
-            if tensor._storage.trace is not None and state_of(tensor._storage) is Traced:
+            storage = tensor._storage
+            if storage.trace is not None and state_of(storage) is Traced:
                 Traced.content(tensor)  # raises
+            on_backend = on_backend or storage.resident is not None
         if not call.deferred and (call.real or call.on_meta):
-            reads_file = session.depth and op in _LOADING and any(in_file(t) is not None for t in call.real)
+            reads_file = depth and op in _LOADING and any(in_file(t) is not None for t in call.real)
             if not reads_file:
                 return run_for_real(call)
-        if any(t._storage.resident is not None for t in call.deferred):
+        if on_backend:
             return run_on_resident(call)
-        if not session.depth and op in _USED_BY_LOADERS:
-            patches.install_imported()
-        if not session.depth and first_use.needs_values(call):
-            return first_use.run(call)
+        if not depth:
+            if op in _USED_BY_LOADERS:
+                patches.install_imported()
+            if first_use.needs_values(call):
+                return first_use.run(call)
         if any(map(is_not_strided, call.real)) or (traits.opaque and not traits.view):
             return run_now(call)
-        if call.deferred and not session.depth and not traits.view and all(map(is_in_file, call.deferred)):
+        if call.deferred and not depth and not traits.view and all(map(is_in_file, call.deferred)):
             return run_from_file(call)
         if traits.writes and (real := [type(t) is not DeferredTensor for t in call.written()]) and any(real):
             return run_for_real(call) if all(real) else run_now(call)
@@ -120,7 +125,7 @@ class CaptureMode(TorchDispatchMode):
 
 
 def _record(call: OpCall) -> Any:
-    traits, trace = call.traits, session.trace
+    traits, trace = call.traits, this_thread.trace
     if call.op is DEPENDS_ON_GRAD_MODE:  # record the grad mode as its last argument
         call = OpCall(call.op, traits, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
     if call.symbolic:
@@ -149,7 +154,7 @@ def _record(call: OpCall) -> Any:
         if call.op is aten.as_strided.default:
             _refuse_beyond(storage, geometry[0])
         views = [DeferredTensor.wrap(storage, *g) for g in geometry]
-        return views[0] if call.returns_one() else views
+        return views[0] if call.traits.returns_one else views
 
     targets = call.written()
     if traits.random is not None and trace is None and len(targets) == 1 and _is_separate_draw(targets[0]):
@@ -164,7 +169,9 @@ def _record(call: OpCall) -> Any:
                 resize(target, size)
     writes = tuple(ref_of(t) for t in targets)
     overwrites = traits.fill and len(writes) == 1 and writes[0].covers and _deduplicated(call, targets[0])
-    known = {w: w for w in writes}
+    known: dict[Any, Ref] = {}  # the Refs that are written through, by Ref and by the tensor's id
+    for target, ref in zip(targets, writes, strict=True):
+        known[id(target)] = known[ref] = ref
     node_args = _with_refs(call.args, known)
     node_kwargs = {k: _with_ref(v, known) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
     node = Node(new_index(), call.op, node_args, node_kwargs, writes, overwrites, None, here())
@@ -179,12 +186,13 @@ def _record(call: OpCall) -> Any:
             node.kwargs = {**node.kwargs, "generator": None}
 
     outputs: list[Value] = []
-    for target, ref in zip(targets, writes, strict=True):
-        outputs.append(_write(storage_of(target), ref, node))
+    storages = [storage_of(target) for target in targets]
+    for storage, ref in zip(storages, writes, strict=True):
+        outputs.append(_write(storage, ref, node))
     made: list[DeferredTensor | int | None] = []
-    if geometry is not None and not all(r is not None for r in traits.returns):
+    if geometry is not None and None in traits.returns:
         device = call.device()
-        for one in geometry[sum(r is not None for r in traits.returns) :]:
+        for one in geometry[len(traits.returns) - traits.returns.count(None) :]:
             if one is None or type(one) is int:
                 made.append(one)
                 continue
@@ -201,8 +209,7 @@ def _record(call: OpCall) -> Any:
     node.outputs = tuple(outputs)
     if trace is not None and outputs:
         trace.latest = outputs[-1]
-    for target in targets:
-        storage = storage_of(target)
+    for storage in storages:
         if storage.mirrors is not None or storage.mirrored_by:
             conjugate_views.written(storage)
     return _results(call, made)
@@ -292,7 +299,7 @@ def _deduplicated(call: OpCall, target: Tensor) -> bool:
 
 def _with_dtype(call: OpCall, default: torch.dtype) -> OpCall:
     """Make the current default dtype explicit, since it may have changed when the node is run."""
-    if any(a.name == "dtype" for a in schema_of(call.op).arguments):
+    if "dtype" in call.traits.arguments:
         return OpCall(call.op, call.traits, call.args, {**call.kwargs, "dtype": default})
     if torch.Tag.pointwise not in call.op.tags or not (call.deferred or call.real):
         return call
@@ -312,22 +319,28 @@ def _results(call: OpCall, made: list[DeferredTensor | int | None]) -> Any:
     if len(returns) == 1:
         only = returns[0]
         if only is None:
-            return made[0] if call.returns_one() else made
+            return made[0] if call.traits.returns_one else made
         return call.argument(only)
     fresh = iter(made)
     return tuple(next(fresh, None) if where is None else call.argument(where) for where in returns)
 
 
-def _with_refs(args, writes: dict[Ref, Ref]) -> tuple:
-    return tuple(_with_ref(a, writes) for a in args)
+def _with_refs(args, writes: dict[Any, Ref]) -> tuple:
+    return tuple([_with_ref(a, writes) for a in args])
 
 
-def _with_ref(arg: Any, writes: dict[Ref, Ref]) -> Any:
-    if isinstance(arg, Tensor):
+def _with_ref(arg: Any, writes: dict[Any, Ref]) -> Any:
+    kind = type(arg)
+    if kind is DeferredTensor or isinstance(arg, Tensor):
+        if not writes:
+            return ref_of(arg)
+        written = writes.get(id(arg))
+        if written is not None:
+            return written
         ref = ref_of(arg)
         return writes.get(ref, ref)  # a written argument must be the identical Ref, which marks a fill's target
-    if type(arg) in (list, tuple):
-        return tuple(_with_ref(a, writes) for a in arg)
+    if kind is list or kind is tuple:
+        return _with_refs(arg, writes)
     return number_ref(arg) if is_symbolic(arg) else arg
 
 

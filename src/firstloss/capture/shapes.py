@@ -22,6 +22,7 @@ from ..program.graph import Geometry, geometry_of, is_not_strided, span
 from ..program.source import here
 from . import session
 from .op_call import OpCall, is_symbolic
+from .session import this_thread
 from .symbolic_scalars import stand_in
 
 Tensor = torch.Tensor
@@ -30,7 +31,7 @@ _MAX_FULL_SIZE = 1 << 12  # elements in total; up to this size the kernel is run
 _MIN_SIZE = 4  # larger sizes are mapped to this and the following numbers
 
 # Errors about dtypes. Any other error may be caused by the zeros or their sizes.
-_DTYPE_ERROR = re.compile(
+_DTYPE_ERROR = (
     r"dtype|scalar ?type|data type|tensors? of type|[Bb]ool(ean)? (input|tensor)|complex|can't be cast"
     r"|Integers to negative|not implemented for '|Input type|inputs to be|long tensor|same type|cannot be converted"
     r"|^Promotion for"
@@ -78,7 +79,7 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
         except Exception as error:
             dtypes = {t.dtype for t in tensors}
             only_half = len(dtypes) == 1 and dtypes.pop() in _HALVES  # which other devices may support
-            if _DTYPE_ERROR.search(str(error)) and not only_half:
+            if re.search(_DTYPE_ERROR, str(error)) and not only_half:
                 raise
         else:
             results = result if isinstance(result, (list, tuple)) else [result]
@@ -124,17 +125,17 @@ class Outcome(NamedTuple):
     default: torch.dtype | None
 
 
-_aten = torch.ops.aten
+# The tables below have operations by name: few captures need any of them, and looking one up takes PyTorch 20 us.
 
 # Operations whose meta kernels return other strides or shapes than the CPU's.
 _WRONG_META_KERNELS = {
-    _aten._linalg_svd.default,
-    _aten.linalg_svd.default,
-    _aten.linalg_eig.default,
-    _aten._fft_r2c.default,
-    _aten._fft_c2r.default,
-    _aten.max_unpool2d.default,
-    _aten.mkldnn_rnn_layer.default,
+    "aten._linalg_svd.default",
+    "aten.linalg_svd.default",
+    "aten.linalg_eig.default",
+    "aten._fft_r2c.default",
+    "aten._fft_c2r.default",
+    "aten.max_unpool2d.default",
+    "aten.mkldnn_rnn_layer.default",
 }
 
 
@@ -181,21 +182,21 @@ _EMBEDDING_BAG_DEFAULTS = (None, None, None, False, 0, False, None, False, -1)  
 
 
 # Operations with static shapes whose meta kernels are missing, or differ from the CPU's.
-_SHAPES: dict[Any, Callable[[tuple], list[Geometry]]] = {
-    _aten.multi_margin_loss_backward.default: _like(1),
-    _aten.multilabel_margin_loss_backward.default: _like(1),
-    _aten._ctc_loss.Tensor: _ctc,
-    _aten._embedding_bag.default: _embedding_bag,
-    _aten._embedding_bag_forward_only.default: _embedding_bag,
-    _aten._ctc_loss_backward.default: _like(1),
-    _aten._ctc_loss_backward.Tensor: _like(1),
-    _aten.fractional_max_pool3d_backward.default: _like(1),
-    _aten.binomial.default: _like(0),
-    _aten._sample_dirichlet.default: _like(0),
-    _aten._standard_gamma_grad.default: _like(0),
-    _aten._dirichlet_grad.default: _like(0),
-    _aten.geqrf.default: _geqrf,
-    _aten.geqrf.a: _geqrf,
+_SHAPES: dict[str, Callable[[tuple], list[Geometry]]] = {
+    "aten.multi_margin_loss_backward.default": _like(1),
+    "aten.multilabel_margin_loss_backward.default": _like(1),
+    "aten._ctc_loss.Tensor": _ctc,
+    "aten._embedding_bag.default": _embedding_bag,
+    "aten._embedding_bag_forward_only.default": _embedding_bag,
+    "aten._ctc_loss_backward.default": _like(1),
+    "aten._ctc_loss_backward.Tensor": _like(1),
+    "aten.fractional_max_pool3d_backward.default": _like(1),
+    "aten.binomial.default": _like(0),
+    "aten._sample_dirichlet.default": _like(0),
+    "aten._standard_gamma_grad.default": _like(0),
+    "aten._dirichlet_grad.default": _like(0),
+    "aten.geqrf.default": _geqrf,
+    "aten.geqrf.a": _geqrf,
 }
 
 
@@ -208,18 +209,18 @@ def _norm_in_eval(args: tuple) -> list[Geometry]:
 
 
 # The same outside of a trace, where the CPU's kernel will run instead of a lowering. (None: as the meta kernel.)
-_CPU_SHAPES: dict[Any, Callable[[tuple], list[Geometry] | None]] = {
-    _aten._native_batch_norm_legit_no_training.default: _norm_in_eval,
-    _aten._native_batch_norm_legit.default: lambda args: None if args[5] else _norm_in_eval(args),
-    _aten._native_batch_norm_legit.no_stats: lambda args: None if args[3] else _norm_in_eval(args),
-    _aten._embedding_bag.default: _embedding_bag,
-    _aten._embedding_bag_forward_only.default: _embedding_bag,
+_CPU_SHAPES: dict[str, Callable[[tuple], list[Geometry] | None]] = {
+    "aten._native_batch_norm_legit_no_training.default": _norm_in_eval,
+    "aten._native_batch_norm_legit.default": lambda args: None if args[5] else _norm_in_eval(args),
+    "aten._native_batch_norm_legit.no_stats": lambda args: None if args[3] else _norm_in_eval(args),
+    "aten._embedding_bag.default": _embedding_bag,
+    "aten._embedding_bag_forward_only.default": _embedding_bag,
 }
 
 # Operations that also return numbers, which depend on shapes only: the longest sequence.
 _NUMBERS_OF_SHAPES = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
 }
 
 _cache: dict[tuple, Outcome] = {}
@@ -227,7 +228,7 @@ _cache: dict[tuple, Outcome] = {}
 
 def infer(call: OpCall) -> Outcome:
     """The geometry of the results of `call`."""
-    key = (torch.get_default_dtype(), session.trace is None, *call.key)
+    key = (torch.get_default_dtype(), this_thread.trace is None, *call.key)
     try:
         cached = _cache.get(key)
     except TypeError:  # something in the call cannot be hashed
@@ -246,15 +247,16 @@ def _infer(call: OpCall) -> Outcome:
     if schema_of(call.op).name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
     given = result_dtypes(call) if session.trace is not None else None  # else PyTorch's kernels will run
-    if call.op in _SHAPES and session.trace is not None:
+    name = str(call.op)
+    if name in _SHAPES and session.trace is not None:
         with DisableTorchDispatch():
-            return Outcome(list(_SHAPES[call.op](call.args)), None)
-    if call.op in _CPU_SHAPES and session.trace is None and call.device().type == "cpu":
+            return Outcome(list(_SHAPES[name](call.args)), None)
+    if name in _CPU_SHAPES and session.trace is None and call.device().type == "cpu":
         with DisableTorchDispatch():
-            cpu = _CPU_SHAPES[call.op](call.args)
+            cpu = _CPU_SHAPES[name](call.args)
         if cpu is not None:
             return Outcome(cpu, None)
-    if call.op in _WRONG_META_KERNELS and session.trace is None:
+    if name in _WRONG_META_KERNELS and session.trace is None:
         raise NeedsValues(f"the meta kernel of {call.op} returns wrong strides")
     on_lists = schema_of(call.op).name.startswith("aten::_foreach_")  # foreach_pow's list may follow a number
     geometry = _infer_foreach(call) if on_lists else _run_meta_kernel(call)
@@ -326,7 +328,7 @@ def _run_meta_kernel(call: OpCall) -> list[Any]:
         if t is None:  # a gradient that is not requested
             out.append(None)
             continue
-        if type(t) is int and call.op in _NUMBERS_OF_SHAPES:
+        if type(t) is int and str(call.op) in _NUMBERS_OF_SHAPES:
             out.append(t)
             continue
         if not isinstance(t, Tensor):

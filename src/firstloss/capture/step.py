@@ -33,7 +33,9 @@ from ..program.compare import same_bytes
 from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
+from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import data_dependent, direct_memory_access, recorder, session
+from . import running_averages as _running_averages  # noqa: F401 - likewise
 from .constant_folding import known as known_value
 from .data_assignment import DataAssignments, LayoutChanges
 from .recorder import CaptureMode as _Capture

@@ -409,7 +409,10 @@ def _write_by_mask(x: Tensor, mask: Tensor, value: Tensor) -> None:
 
 def has_foreign_subclass(types: Iterable[type]) -> bool:
     """Whether there are other tensor subclasses among the types, whose __torch_dispatch__ comes first."""
-    return session.trace is None and any(not issubclass(kind, DeferredTensor) for kind in types)
+    for kind in types:
+        if kind is not DeferredTensor and not issubclass(kind, DeferredTensor):
+            return session.trace is None
+    return False
 
 
 def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = False, alone: bool = False) -> Tensor:

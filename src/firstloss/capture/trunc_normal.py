@@ -16,7 +16,6 @@ import torch
 
 from ..compat.patches import original, replaces
 from ..compat.torch_names import DisableTorchDispatch
-from ..engine.rejection import can_be_split
 from ..program import operations
 from ..program.graph import is_contiguous
 from ..rng.counter_stream import CounterStream
@@ -64,6 +63,8 @@ def trunc_normal_(
             return original(tensor, mean, std, a, b, generator=generator)  # run now: the loop reads values
         if isinstance(session.generators.locate(source)[0], CounterStream):
             return _counted(tensor, mean, std, a, b, generator)
+        from ..engine.rejection import can_be_split  # not before the first use: most captures do without it
+
         blocks = is_contiguous(tensor.shape, tensor.stride()) and can_be_split(tensor.numel(), tensor.dtype)
         if not _mostly_in_bounds(mean, std, a, b):
             return _now(tensor, mean, std, a, b, generator)

@@ -157,6 +157,7 @@ _lock = threading.RLock()
 _replacements: dict[str, Any] = {}  # functions, or properties
 deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
 _holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
+_latest: dict[str, tuple[Any, Any, Any]] = {}  # by name: an original, its replacement, and what was made of both
 _awaited: dict[str, list[Callable[[], None]]] = {}  # by module, what to do once others have imported it
 # By name, for each place: (owner, attribute, original, replacement).
 _installed: dict[str, list[tuple[Any, str, Any, Any]]] = {}
@@ -173,8 +174,8 @@ def replaces(*names: str) -> Callable[[Any], Any]:
             _replacements[name] = function
             if PATCHES[name].when == IMPORTED:
                 when_imported(PATCHES[name].module, functools.partial(_install_checked, name, function))
-            elif _holders[PATCHES[name].when]:
-                _install(name, function)
+            elif _holders[PATCHES[name].when] and name not in _installed:
+                _install(name, function, _originals(name))
         return function
 
     return register
@@ -191,11 +192,11 @@ def enter(when: str, holder: Any) -> None:
         holders = _holders[when]
         if not holders:
             names = [name for name, patch in PATCHES.items() if patch.when == when and name in _replacements]
-            for name in names:
-                _check(name)
+            originals = [_originals(name) for name in names]
             _warm_device_constructors()
-            for name in names:
-                _install(name, _replacements[name])
+            for name, found in zip(names, originals, strict=True):
+                if name not in _installed:
+                    _install(name, _replacements[name], found)
         holders.append(holder)
         deferred_installed = deferred_installed or when == DEFERRED
 
@@ -227,9 +228,9 @@ def install_imported() -> None:
                 _awaited.pop(module, None)
 
 
-def _install_checked(name: str, replacement: Callable) -> None:
-    _check(name)
-    _install(name, replacement)
+def _install_checked(name: str, replacement: Any) -> None:
+    if name not in _installed:
+        _install(name, replacement, _originals(name))
 
 
 def swap(undo: Undo, name: str, new: Any) -> None:
@@ -246,27 +247,32 @@ def lookup(path: str) -> Any:
     Raises:
         ImportError, AttributeError: if it does not exist.
     """
-    parts = path.split(".")
-    prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    imported = next((module for module in prefixes if module in sys.modules), None)
-    if imported is not None:  # avoids the import machinery, which is slow enough to matter in a trace
-        try:
-            return _walk(sys.modules[imported], path[len(imported) + 1 :])
-        except AttributeError:  # may be a module that is not imported yet
-            pass
-    for module in prefixes:
+    ways = _ways(path)
+    for module, attributes_of in ways:
+        if module in sys.modules:  # avoids the import machinery, which is slow enough to matter in a capture
+            try:
+                return attributes_of(sys.modules[module])
+            except AttributeError:  # may be a module that is not imported yet
+                break
+    for module, attributes_of in ways:
         try:
             value = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if module == parts[0] or not module.startswith(str(error.name)):
+            if "." not in module or not module.startswith(str(error.name)):
                 raise
             continue
-        return _walk(value, path[len(module) + 1 :])
+        return attributes_of(value)
     raise AssertionError(path)
 
 
-def _walk(root: Any, attributes: str) -> Any:
-    return operator.attrgetter(attributes)(root) if attributes else root
+@functools.cache
+def _ways(path: str) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Each module that `path` may begin with, the longest first, and a function that reads the rest from it."""
+    parts = path.split(".")
+    ways: list[tuple[str, Callable[[Any], Any]]] = [(path, lambda module: module)]
+    for count in range(len(parts) - 1, 0, -1):
+        ways.append((".".join(parts[:count]), operator.attrgetter(".".join(parts[count:]))))
+    return ways
 
 
 def original(name: str) -> Any:
@@ -294,34 +300,43 @@ def _warm_device_constructors() -> None:
         torch.empty(0)
 
 
-def _check(name: str) -> None:
-    try:
-        lookup(name)
-    except (ImportError, AttributeError) as error:
-        if PATCHES[name].optional:
-            return
-        import torch
+def _originals(name: str) -> list[tuple[Any, str, Any]]:
+    """Where the function `name` is: (owner, attribute, function), of each of its names.
 
-        raise CompatibilityError(
-            f"torch {torch.__version__} has no {name}, which Firstloss must replace ({PATCHES[name].why}). "
-            "Use a version of torch that Firstloss is tested with (docs/compatibility.md)."
-        ) from error
-
-
-def _install(name: str, replacement: Any) -> None:
-    if name in _installed:
-        return
-    replacements: dict[int, Any] = {}  # by the original's id
+    Raises:
+        CompatibilityError: if this PyTorch lacks it, and it must be replaced.
+    """
+    found = []
     for path in (name, *PATCHES[name].also):
         try:
-            current = lookup(path)
-        except (ImportError, AttributeError):  # `_check` has accepted that
-            continue
-        new = replacements.get(id(current)) or (_wrapper(current, replacement) if callable(current) else replacement)
-        replacements[id(current)] = new
-        owner, attribute = _owner(path)
+            owner, attribute = _owner(path)
+            found.append((owner, attribute, getattr(owner, attribute)))
+        except (ImportError, AttributeError) as error:
+            if path != name or PATCHES[name].optional:
+                continue
+            import torch
+
+            raise CompatibilityError(
+                f"torch {torch.__version__} has no {name}, which Firstloss must replace ({PATCHES[name].why}). "
+                "Use a version of torch that Firstloss is tested with (docs/compatibility.md)."
+            ) from error
+    return found
+
+
+def _install(name: str, replacement: Any, originals: list[tuple[Any, str, Any]]) -> None:
+    for owner, attribute, found in originals:
+        new = _replaced(name, found, replacement)
         _installed.setdefault(name, []).append((owner, attribute, vars(owner).get(attribute, _ABSENT), new))
         setattr(owner, attribute, staticmethod(new) if PATCHES[name].static else new)
+
+
+def _replaced(name: str, original: Any, replacement: Any) -> Any:
+    """What takes the place of `original`: the same for all names of a function, and in all captures."""
+    known = _latest.get(name)
+    if known is None or known[0] is not original or known[1] is not replacement:
+        new = _wrapper(original, replacement) if callable(original) else replacement
+        known = _latest[name] = original, replacement, new
+    return known[2]
 
 
 def _wrapper(original: Callable, replacement: Callable) -> Callable:

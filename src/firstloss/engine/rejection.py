@@ -11,11 +11,10 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..interpreter import cores
@@ -23,6 +22,9 @@ from ..program.graph import dtype_name
 from ..rng import words_drawn
 from ..rng.stream import Position, Stream
 from .sampler import StreamSampler
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _PIECE = 1 << 18
 _JUMP_PIECES = 2  # to skip more pieces, jumping is cheaper than drawing them

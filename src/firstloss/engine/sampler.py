@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..errors import MaterializeError
@@ -20,6 +19,9 @@ from ..rng import native
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
 from . import counter_fill
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _UNTHREADED = 1 << 15  # up to this many elements PyTorch starts no threads, which would oversubscribe the cores
 _FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -9,8 +9,8 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from ..program import operations
-from ..program.operations import FLOWS, Flow, Region
+from ..program import operations, regions
+from ..program.regions import FLOWS, Flow, Region
 from .dtypes import cast, to_jax
 from .registry import OF_PROGRAMS, rule
 
@@ -18,7 +18,7 @@ from .registry import OF_PROGRAMS, rule
 Run = Callable[[Region, Sequence[Any], Any], tuple[Any, ...]]
 
 
-@rule(operations.region, operations.region_that_draws)
+@rule(regions.region, regions.region_that_draws)
 def region(operands, number, rng_key=None, *, lower):
     """The operands are the shared ones, followed by those lifted for each region."""
     flow = FLOWS[number]
@@ -35,7 +35,7 @@ def region(operands, number, rng_key=None, *, lower):
     return {"cond": _cond, "while": _while, "scan": _scan}[flow.kind](run, flow, operands[:end], lifted, rng_key)
 
 
-OF_PROGRAMS.update((operations.region, operations.region_that_draws))
+OF_PROGRAMS.update((regions.region, regions.region_that_draws))
 
 
 def _cond(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:

@@ -72,7 +72,7 @@ class Pointwise(NamedTuple):
     in_place: bool
 
 
-class Opaque(NamedTuple):
+class Opaque:
     """Anything else."""
 
 

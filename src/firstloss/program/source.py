@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import sysconfig
 import warnings
 from types import FrameType
 from typing import NamedTuple
@@ -15,9 +15,6 @@ from ..compat.python_names import getframe
 # Frames in these folders are not the user's. A library that defines models (transformers, timm) is.
 _MACHINERY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _is_machinery: dict[str, bool] = {}
-
-# The folders of installed packages.
-_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 
 class Source(NamedTuple):
@@ -49,10 +46,18 @@ def script_line() -> Source:
     frame = user_frame()
     while frame is not None:
         name = frame.f_code.co_filename
-        if not is_machinery(name) and not name.startswith(_INSTALLED):
+        if not is_machinery(name) and not name.startswith(_installed()):
             return Source(name, frame.f_lineno)
         frame = frame.f_back
     return here()
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """The folders of installed packages."""
+    import sysconfig  # a capture does without it: 3 ms
+
+    return tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 
 def user_frame() -> FrameType | None:

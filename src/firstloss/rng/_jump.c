@@ -1,4 +1,4 @@
-/* The inner loops of jump.py: tabulate the combinations of a window, and sum the selected rows.
+/* The inner loops of jump.py: generate words, tabulate the combinations of a window, and sum the selected rows.
  *
  * Called through ctypes; reentrant.
  */
@@ -72,6 +72,29 @@ CLONES static void sum(const uint32_t *table, const int64_t *offsets, int64_t co
         to[4] = e;
         to[5] = f;
     }
+}
+
+/* Replace the first `count` <= 624 words of a window by those that follow it. */
+CLONES static void replace(uint32_t *words, int count) {
+    int i = 0;
+    for (; i < N - M && i < count; i++)
+        words[i] = words[i + M] ^ twist(words[i], words[i + 1]);
+    for (; i < N - 1 && i < count; i++)
+        words[i] = words[i + M - N] ^ twist(words[i], words[i + 1]);
+    if (i < count)
+        words[i] = words[i + M - N] ^ twist(words[i], words[0]);
+}
+
+/* The window `count` words after `window`, generated word by word. */
+EXPORT void firstloss_generate(const uint32_t *window, int64_t count, uint32_t *result) {
+    uint32_t words[N];
+    int rest = count % N;
+    memcpy(words, window, sizeof words);
+    for (int64_t block = 0; block < count / N; block++)
+        replace(words, N);
+    replace(words, rest);
+    memcpy(result, words + rest, (N - rest) * sizeof *words);
+    memcpy(result + N - rest, words, rest * sizeof *words);
 }
 
 /* The sum of the `count` rows at `offsets` of the combinations of `window`; `table` is scratch. See `jump` in jump.py. */

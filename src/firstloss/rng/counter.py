@@ -24,16 +24,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from firstloss import c_library
 from firstloss.rng import philox
 
-Float32: TypeAlias = NDArray[np.float32]
-Float64: TypeAlias = NDArray[np.float64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Float32: TypeAlias = "NDArray[np.float32]"
+Float64: TypeAlias = "NDArray[np.float64]"
 
 LANES = 4  # words in a Philox block
 _CHUNK = 1 << 12  # Philox blocks at a time, so that intermediates stay in the cache

@@ -6,12 +6,16 @@ that is split into pieces counts words as in any other stream.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from numpy.typing import NDArray
 
 from firstloss.rng import philox
 from firstloss.rng.mt19937 import N, Words, build_state
 from firstloss.rng.stream import Position, Stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 WORDS_PER_DRAW = 1 << 48
 _STATES = 1 << 63  # added to the draw's number for the blocks of generator states; above all draws

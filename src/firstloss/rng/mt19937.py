@@ -17,12 +17,14 @@ ATen/core/MT19937RNGEngine.h.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Words: TypeAlias = NDArray[np.uint32]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Words: TypeAlias = "NDArray[np.uint32]"
 
 N = 624  # words in a window
 M = 397  # the recurrence's middle term

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from firstloss import c_library
 from firstloss.rng.mt19937 import N, build_state, parse_state
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MIN_NORMAL = 16  # PyTorch draws fewer normals with another kernel
 
@@ -145,7 +147,7 @@ class Cursor:
         self._record = parse_state(state)
         # A freshly seeded state (`next` 0, `left` 1) holds the words before the first draw.
         self._cursor = _Cursor(drawn=N + 1 - int(self._record["left"]))
-        np.ctypeslib.as_array(self._cursor.words)[:] = self._record["words"]
+        np.frombuffer(self._cursor.words, np.uint32)[:] = self._record["words"]
 
     def normal(self, address: int, count: int, mean: float, std: float) -> None:
         """`normal_(mean, std)` on a whole tensor of `count` >= MIN_NORMAL elements."""
@@ -252,7 +254,7 @@ class Cursor:
     def state(self) -> NDArray[np.uint8]:
         """The generator's state at this position, with the cached normal of the initial state."""
         record = self._record.copy()
-        record["words"] = np.ctypeslib.as_array(self._cursor.words)
+        record["words"] = np.frombuffer(self._cursor.words, np.uint32)
         record["next"] = self._cursor.drawn
         record["left"] = N + 1 - self._cursor.drawn
         return build_state(record)

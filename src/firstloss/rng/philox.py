@@ -6,12 +6,14 @@ the stream can be computed at the same cost, as GPUs (`cuda_layout`) and sharded
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-Words: TypeAlias = NDArray[np.uint32]
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+Words: TypeAlias = "NDArray[np.uint32]"
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key in each round: the golden ratio, and sqrt(3) - 1

@@ -12,13 +12,15 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from threading import Lock
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from firstloss.rng.jump import jump
+from firstloss.rng.jump import has_kernel, jump, native_generate
 from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 ORIGIN_SPARE = -1  # `Position.spare` of the cached normal that the origin's state came with
 GENERATE_BELOW = 100_000  # words; generating fewer is cheaper than a jump
@@ -39,7 +41,9 @@ class Position(NamedTuple):
 
 def advance(window: Words, n: int) -> Words:
     """The window `n` words later. `window` must be consistent: see `mt19937.consistent`."""
-    return extend(window, n)[n:] if n < GENERATE_BELOW else jump(window, n)
+    if n >= GENERATE_BELOW:
+        return jump(window, n)
+    return native_generate(window, n) if has_kernel() else extend(window, n)[n:]
 
 
 class Stream:

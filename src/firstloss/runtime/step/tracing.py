@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...capture import control_flow as _control_flow  # noqa: F401 - for its patches
 from ...capture import direct_memory_access
 from ...capture.data_assignment import Viewer
 from ...capture.deferred import named_tensors
