@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
+from firstloss.compat.cpu_fills import uniform_leaves_out_end
 from firstloss.engine import reader, sampler
 from firstloss.rng import Position, Stream, native
 
@@ -38,6 +39,7 @@ fills = st.sampled_from(
         ("uniform", 0.0, 1.0),
         ("uniform", -1.0, 0.5),
         ("uniform", -3.0, -3.0),
+        ("uniform", 2.0**23, 2.0**23 + 4),
     ]
 )
 tensors = st.tuples(
@@ -106,6 +108,25 @@ def test_native_fills_are_recognized():
     assert not sampler.is_native("normal", contiguous[::2], 0.0, 1.0)
     assert not sampler.is_native("normal", contiguous.double(), 0.0, 1.0)
     assert not sampler.is_native("normal", torch.empty(100, device="meta"), 0.0, 1.0)
+    reaching_the_end = sampler.is_native("uniform", contiguous, 2.0**23, 2.0**23 + 4)
+    assert reaching_the_end == uniform_leaves_out_end()
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+def test_kernels_that_differ_at_the_end_are_trusted_elsewhere(monkeypatch):
+    def keeps_end(kernel):
+        def uniform(self, address, count, low, high):
+            kernel(self, address, count, low, high)
+            if native.may_round_to_end(low, high):
+                native.ctypes.c_uint32.from_address(address).value ^= 1
+
+        return uniform
+
+    monkeypatch.setattr(native.Cursor, "uniform", keeps_end(native.Cursor.uniform))
+    monkeypatch.setattr(sampler, "end_matches", sampler.end_matches.__wrapped__)
+    target = torch.empty(100)
+    assert sampler.is_native("uniform", target, -1.0, 1.0)
+    assert not sampler.is_native("uniform", target, 2.0**23, 2.0**23 + 4)
 
 
 @pytest.fixture

@@ -80,11 +80,6 @@ def test_any_mean_and_deviation_match_torch(mean, std, width):
     assert same(*both("normal", seeded(5), [1003], mean, std, width))
 
 
-# Before PyTorch 2.12 the kernels are not used (`engine/sampler.py`), since the end of the interval is not excluded.
-end_is_left_out = pytest.mark.skipif(not uniform_leaves_out_end(), reason="this PyTorch's uniforms may be the end")
-
-
-@end_is_left_out
 @settings(max_examples=150)
 @given(
     st.one_of(st.floats(-1e3, 1e3), floats),
@@ -93,17 +88,31 @@ end_is_left_out = pytest.mark.skipif(not uniform_leaves_out_end(), reason="this 
 )
 def test_any_interval_matches_torch(low, length, width):
     high = max(low, min(low + length, 3e38))
-    if high - low <= 3.4e38:
+    # Before PyTorch 2.12 the end stays where uniforms round up to it; there the engine does not use the kernel.
+    if high - low <= 3.4e38 and (uniform_leaves_out_end() or not native.may_round_to_end(low, high)):
         assert same(*both("uniform", seeded(5), [1003], low, high, width))
 
 
-@end_is_left_out
+@pytest.mark.skipif(not uniform_leaves_out_end(), reason="in this PyTorch the end stays")
 def test_uniforms_that_round_up_to_the_end_match_torch():
     actual, expected, *states = both("uniform", seeded(1), [100_000], 2.0**23, 2.0**23 + 4)
     assert same(actual, expected, *states)
     # The interval holds four floats; an eighth of all uniforms round to its end, which wraps to its beginning.
     assert actual[0].max() == 2.0**23 + 3
     assert 0.24 < (actual[0] == 2.0**23).float().mean() < 0.26
+
+
+@given(st.integers(-1000, 1000), st.integers(0, 1000), st.integers(-30, 30))
+def test_intervals_whose_end_may_be_reached(low, length, exponent):
+    low, high = (np.float32(number * 2.0**exponent) for number in (low, low + length))
+    largest = np.float32(np.longdouble(1 - 2.0**-24) * np.longdouble(high - low) + np.longdouble(low))  # 64 bits: exact
+    assert native.may_round_to_end(low, high) == (largest == high)
+
+
+def test_the_end_of_usual_intervals_is_not_reached():
+    assert not native.may_round_to_end(0.0, 1.0)
+    assert not any(native.may_round_to_end(-bound, bound) for bound in (1 / 3**0.5, 0.1, 0.02, 1 / 768**0.5))
+    assert native.may_round_to_end(2.0**23, 2.0**23 + 4)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -162,7 +162,8 @@ def is_native(name: str, target: torch.Tensor, first: float, second: float) -> b
     # Invalid arguments are left to PyTorch, for its error.
     if name == "normal":
         return first == first and second >= 0
-    return -_FLOAT32_MAX <= first <= second <= _FLOAT32_MAX and second - first <= _FLOAT32_MAX
+    valid = -_FLOAT32_MAX <= first <= second <= _FLOAT32_MAX and second - first <= _FLOAT32_MAX
+    return valid and (end_matches() or not native.may_round_to_end(first, second))
 
 
 def fill_with(name: str, target: torch.Tensor, first: float, second: float, generator: torch.Generator) -> None:
@@ -185,9 +186,9 @@ def call_with(op: Any, args: Sequence[Any], kwargs: dict[str, Any], generator: t
     return overload(*args, **{**kwargs, "generator": generator})
 
 
-# (operation, count, its two arguments). They include ragged ends, an interval whose end uniforms are rounded up to, and
-# enough numbers to detect each FMA: the rarest one changes two normals in ten thousand. Each is small enough for
-# PyTorch to compare without starting threads, which would take longer than everything else.
+# (operation, count, its two arguments). They include ragged ends, and enough numbers to detect each FMA: the rarest one
+# changes two normals in ten thousand. Each is small enough for PyTorch to compare without starting threads, which would
+# take longer than everything else.
 _TRIALS = (
     ("normal", 30_007, 0.0, 1.0),
     ("normal", 16, 0.0, 1.0),
@@ -195,7 +196,6 @@ _TRIALS = (
     ("normal", 30_000, -0.3, 0.02),
     ("uniform", 5_003, 0.0, 1.0),
     ("uniform", 10_000, -0.03, 0.07),
-    ("uniform", 3_000, 2.0**23, 2.0**23 + 3),
     ("normal", 1_003, 5.0, 1e-3),
 )
 
@@ -209,17 +209,36 @@ def trusted() -> bool:
     """
     if not native.available():
         return False
+    return _trials_match(_TRIALS, torch.float32, 20_261_120) and _epilogue_matches()
+
+
+# An interval whose end uniforms are rounded up to.
+_TRIAL_OF_THE_END = ("uniform", 3_000, 2.0**23, 2.0**23 + 3)
+
+
+@cache
+def end_matches() -> bool:
+    """Whether the native uniforms are PyTorch's, too, where they round up to the end of the interval.
+
+    PyTorch before 2.12 keeps the end, which the native kernel replaces by the beginning.
+    """
+    return trusted() and _trials_match([_TRIAL_OF_THE_END], torch.float32, 20_261_125)
+
+
+def _trials_match(trials: Sequence[tuple[str, int, float, float]], dtype: torch.dtype, seed: int) -> bool:
+    """Whether the native kernels and PyTorch's, one trial after the other, give the same bits and the same state."""
+    suffix, integers = ("_bfloat16", torch.int16) if dtype == torch.bfloat16 else ("", torch.int32)
     with torch.no_grad(), DisableTorchDispatch():  # not captured
-        generator = torch.Generator().manual_seed(20_261_120)
+        generator = torch.Generator().manual_seed(seed)
         torch.empty(77, dtype=torch.int32, device="cpu").random_(generator=generator)
         cursor = native.Cursor(generator.get_state().numpy())
-        for kind, count, first, second in _TRIALS:
-            ours, theirs = (torch.empty(count, dtype=torch.float32, device="cpu") for _ in range(2))
-            getattr(cursor, kind)(ours.data_ptr(), count, first, second)
+        for kind, count, first, second in trials:
+            ours, theirs = (torch.empty(count, dtype=dtype, device="cpu") for _ in range(2))
+            getattr(cursor, f"{kind}{suffix}")(ours.data_ptr(), count, first, second)
             getattr(theirs, f"{kind}_")(first, second, generator=generator)
-            if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
+            if not torch.equal(ours.view(integers), theirs.view(integers)):
                 return False
-        return cursor.state().tobytes() == generator.get_state().numpy().tobytes() and _epilogue_matches()
+        return cursor.state().tobytes() == generator.get_state().numpy().tobytes()
 
 
 def _epilogue_matches() -> bool:
@@ -254,18 +273,7 @@ def bfloat16_trusted() -> bool:
 
     PyTorch before 2.12 draws and rounds differently.
     """
-    if not trusted():
-        return False
-    with torch.no_grad(), DisableTorchDispatch():
-        generator = torch.Generator().manual_seed(20_261_123)
-        cursor = native.Cursor(generator.get_state().numpy())
-        for kind, count, first, second in _TRIALS_BFLOAT16:
-            ours, theirs = (torch.empty(count, dtype=torch.bfloat16, device="cpu") for _ in range(2))
-            getattr(cursor, f"{kind}_bfloat16")(ours.data_ptr(), count, first, second)
-            getattr(theirs, f"{kind}_")(first, second, generator=generator)
-            if not torch.equal(ours.view(torch.int16), theirs.view(torch.int16)):
-                return False
-        return cursor.state().tobytes() == generator.get_state().numpy().tobytes()
+    return trusted() and _trials_match(_TRIALS_BFLOAT16, torch.bfloat16, 20_261_123)
 
 
 # The margin of `native.HardCases`: twice what is enough for the math library in PyTorch's builds, on all 2^24 uniforms

@@ -77,6 +77,13 @@ def has_erfinv() -> bool:
     return lanes() == 16
 
 
+def may_round_to_end(low: float, high: float) -> bool:
+    """Whether a uniform of [low, high) may round up to `high`: the largest of [0, 1), 1 - 2^-24, scaled by an FMA."""
+    start, end = np.float32(low), np.float32(high)
+    largest = (1 - 2.0**-24) * float(end - start) + float(start)  # in double, rounded once: not across the middle below
+    return largest >= (float(np.nextafter(end, start)) + float(end)) / 2
+
+
 def mul_add_clamp(
     to: int, source: int, count: int, factor: float, term: float, low: float, high: float, width: int | None = None
 ) -> None:

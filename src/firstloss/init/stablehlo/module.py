@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from ...errors import LoweringError
 from ...lower.mt19937_jump import bits_for, rewind, table
@@ -121,7 +121,8 @@ def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any
 
 def abstract(axes: Axes) -> AbstractMesh | None:
     """A mesh without devices."""
-    return AbstractMesh(tuple(axes.values()), tuple(axes)) if axes else None
+    # Auto is JAX 0.10's default; of JAX 0.11's, Explicit, a function is lowered in a mesh context only.
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)) if axes else None
 
 
 def partition_spec(weight: Weight) -> PartitionSpec:
