@@ -19,9 +19,7 @@ from tests import forked
 
 ROOT = Path(__file__).parents[2]
 WIDE = 1100  # a weight of WIDE x WIDE has its own pages
-pytestmark = pytest.mark.skipif(
-    not pages.are_available(), reason="this system moves no pages, or there is no C compiler"
-)
+pytestmark = pytest.mark.skipif(not pages.ARE_AVAILABLE, reason="this system moves no pages, or there is no C compiler")
 
 SCRIPT = f"""
 import hashlib, json, sys, tempfile

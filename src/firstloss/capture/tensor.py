@@ -196,7 +196,7 @@ class DeferredTensor(Tensor):
 
     def detach(self):
         """As `torch.Tensor.detach`."""
-        patches.install_imported()  # the first thing that `distribute_tensor` does is to detach
+        patches.install_imported(distributed=True)  # `distribute_tensor` first detaches the tensor
         return super().detach()
 
     def item(self):

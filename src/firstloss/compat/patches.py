@@ -218,10 +218,15 @@ def when_imported(module: str, action: Callable[[], None]) -> None:
     _awaited.setdefault(module, []).append(action)
 
 
-def install_imported() -> None:
-    """Install the replacements of modules that others have imported by now; they stay."""
+def install_imported(distributed: bool = False) -> None:
+    """Install the replacements of modules that others have imported by now; they stay.
+
+    Args:
+        distributed: those of DTensor, and no others. They wait until a deferred tensor is distributed: until then, what
+            a loader initializes because a checkpoint lacks it is as without Firstloss.
+    """
     for module in tuple(_awaited):
-        if module in sys.modules:
+        if module in sys.modules and (module == DTENSOR) == distributed:
             with _lock:
                 for action in _awaited.get(module, ()):
                     action()
