@@ -244,14 +244,15 @@ def test_a_signal_at_any_moment_leaves_a_consistent_state(kind, alarms, tmp_path
     make, features = KINDS[kind]
     traced = Training(make, features, "XLA", True, tmp_path)
     count = 60
-    for _ in range(3):
-        traced.step(traced.x).item()
-    begin = time.perf_counter()
-    traced.step(traced.x).item()
-    lasts = time.perf_counter() - begin
-    states = states_of("XLA", make, features, count + 5, True, tmp_path)
+    done, lasts = 8, float("inf")  # the fastest call: on a busy machine the others take longer, and are hit more often
+    for _ in range(done):
+        begin = time.perf_counter()
+        loss = traced.step(traced.x)
+        lasts = min(lasts, time.perf_counter() - begin)
+        loss.item()
+    states = states_of("XLA", make, features, done + count + 1, True, tmp_path)
     fl.backend(traced.backend)
-    rng, done, hits = random.Random(0), 4, 0
+    rng, hits = random.Random(0), 0
     for _ in range(count):
         hits += interrupted(alarms, rng.uniform(2e-5, 1.2 * lasts), lambda: traced.step(traced.x))
         undisturbed()
@@ -259,7 +260,7 @@ def test_a_signal_at_any_moment_leaves_a_consistent_state(kind, alarms, tmp_path
         after = same(now, states[done + 1])
         assert after or same(now, states[done])
         done += after
-    assert hits > 5  # most of them, unless the machine is very busy
+    assert hits > 5  # of 60, most: otherwise this test checks little
 
 
 def test_an_interrupt_in_the_first_call_leaves_a_consistent_state(kind, tmp_path):

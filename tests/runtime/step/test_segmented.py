@@ -216,6 +216,14 @@ class Captured:
         self.program = run.program()
 
 
+def test_few_layers_are_one_function_on_a_cpu_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "_SAVED", 60)
+    assert segments.cut(Captured(10).program, least_periods=2) is not None
+    monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 11)
+    executable, _, _ = train("sgd", tmp_path, steps=1)
+    assert len(compiled_steps.segment_calls(executable)) == 1
+
+
 def test_weights_are_updated_in_place(tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_SAVED", 60)
     monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
