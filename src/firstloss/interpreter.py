@@ -116,7 +116,7 @@ def set_collecting(on: bool) -> None:
 
 def _begin() -> None:
     global _unwanted
-    _unwanted = False  # first: other threads may call is_wanted
+    _unwanted = False  # first: other threads may call is_collecting
     disable()
 
 

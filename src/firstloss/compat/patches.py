@@ -173,9 +173,9 @@ def replaces(*names: str) -> Callable[[Any], Any]:
         for name in names:
             _replacements[name] = function
             if PATCHES[name].when == IMPORTED:
-                when_imported(PATCHES[name].module, functools.partial(_install_checked, name, function))
-            elif _holders[PATCHES[name].when] and name not in _installed:
-                _install(name, function, _originals(name))
+                when_imported(PATCHES[name].module, functools.partial(_install_once, name, function))
+            elif _holders[PATCHES[name].when]:
+                _install_once(name, function)
         return function
 
     return register
@@ -233,7 +233,7 @@ def install_imported(distributed: bool = False) -> None:
                 _awaited.pop(module, None)
 
 
-def _install_checked(name: str, replacement: Any) -> None:
+def _install_once(name: str, replacement: Any) -> None:
     if name not in _installed:
         _install(name, replacement, _originals(name))
 

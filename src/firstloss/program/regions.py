@@ -54,7 +54,6 @@ def _shapes(operands: list[Tensor], number: int) -> list[Tensor]:
 
 # An operation has the number of its Flow in FLOWS: see `capture/control_flow.py`.
 _LIBRARY = torch.library.Library("firstloss", "FRAGMENT")
-_SEEDED = (torch.Tag.nondeterministic_seeded,)
 _LIBRARY.define("region(Tensor[] operands, int number) -> Tensor[]")
 _LIBRARY.define(
     "region_that_draws(Tensor[] operands, int number) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,)
