@@ -8,26 +8,25 @@ result as in PyTorch. Updating the weights of a ResNet-18 with momentum: 3.4 ms 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
 import numpy as np
-from jax import lax
 
 from ..compat.torch_names import schema_of
 from ..program.graph import Value
 from . import aten
 from .dtypes import to_jax
-from .program import LoweredCall, Template, run_calls
+from .program import AnyCall, LoweredCall, Template, run_calls
 
 # In the order of _pointwise.h.
 _OPCODES = ("copy", "neg", "abs", "sqrt", "square", "add", "sub", "mul", "div", "max", "min")
 _ARGUMENT, _NUMBER, _RESULT, _SCRATCH = range(4)
 _MOST_SCRATCH = 8
 _MOST_ARRAYS = 16
-_MOST_READERS = 4
+_MOST_READERS = 0
 # The number of elements from which on it is faster than XLA's loops.
 _LEAST_ELEMENTS = 1 << 15
 
@@ -45,9 +44,7 @@ class FusedUpdate(NamedTuple):
         return self.function(*operands)
 
 
-def with_fused_updates(
-    calls: Sequence[LoweredCall], results: Iterable[Value | int]
-) -> Sequence[LoweredCall | FusedUpdate]:
+def with_fused_updates(calls: Sequence[LoweredCall], results: Iterable[Value | int]) -> Sequence[AnyCall]:
     """`calls`, in which those of an optimizer on one large weight are replaced by one, if custom calls are usable.
 
     Args:
@@ -58,15 +55,14 @@ def with_fused_updates(
     if not groups:
         return calls
     fusion = _Fusion(calls, results)
-    positions: list[tuple[float, LoweredCall | FusedUpdate]] = []
-    replaced: set[int] = set()
+    fused: list[AnyCall | None] = [*calls]
     for group in groups:
-        placed = fusion.fuse(group)
-        if placed is not None:
-            positions.append(placed)
-            replaced.update(group)
-    positions += [(i, call) for i, call in enumerate(calls) if i not in replaced]
-    return [call for _, call in sorted(positions, key=lambda placed: placed[0])]
+        update = fusion.fuse(group)
+        if update is not None:
+            fused[group[-1]] = update
+            for i in group[:-1]:
+                fused[i] = None
+    return [call for call in fused if call is not None]
 
 
 def _runs(calls: Sequence[LoweredCall]) -> Iterator[list[int]]:
@@ -131,72 +127,35 @@ class _Fusion:
         self._calls = calls
         self._results = set(results)
         self._readers: dict[Value, list[int]] = {}
-        self._maker: dict[Value, int] = {}
-        self._ancestors: list[int] = []  # of each call, with itself, as a set of bits
         self._functions: dict[tuple, Callable[..., Sequence[Any]] | None] = {}
         for i, call in enumerate(calls):
             for value in call.inputs:
                 self._readers.setdefault(value, []).append(i)
-            self._ancestors.append(self._ancestors_of(call.inputs) | 1 << i)
-            self._maker.update(dict.fromkeys(call.outputs, i))
 
-    def _ancestors_of(self, values: Iterable[Value]) -> int:
-        bits = 0
-        for value in values:
-            if value in self._maker:
-                bits |= self._ancestors[self._maker[value]]
-        return bits
-
-    def fuse(self, members: Sequence[int]) -> tuple[float, FusedUpdate] | None:
-        """One call instead of `members`, and its position among the calls; None if it has operations that the custom
-        call has not."""
+    def fuse(self, members: Sequence[int]) -> FusedUpdate | None:
+        """One call instead of `members`; None if the custom call has not all of their operations."""
         group = [self._calls[i] for i in members]
         made = list(dict.fromkeys(value for call in group for value in call.outputs))
         inputs = tuple(dict.fromkeys(v for call in group for v in call.inputs if v not in set(made)))
-        outside = {value: [i for i in self._readers.get(value, ()) if i not in members] for value in (*inputs, *made)}
-        outputs = tuple(value for value in made if outside[value] or value in self._results)
+        outputs = tuple(v for v in made if v in self._results or not set(members).issuperset(self._readers.get(v, ())))
         origins = _origins(group)
-        reused = {
+        overwritten = {
             inputs.index(origin): k
             for k, value in enumerate(outputs)
             if (origin := origins.get(value)) in inputs and origin not in self._results
         }
-        before = min((i for value in outputs for i in outside[value]), default=len(self._calls))
-        after, last = self._other_readers(inputs, [inputs[i] for i in reused], outside, before)
         numbers = {value: n for n, value in enumerate((*inputs, *made))}
         wiring = [tuple(tuple(numbers[v] for v in values) for values in (call.inputs, call.outputs)) for call in group]
         key = (
             tuple((call.kind, *numbered) for call, numbered in zip(group, wiring, strict=True)),
             tuple(numbers[value] for value in outputs),
             tuple((value.shape, value.dtype) for value in inputs),
-            tuple(reused.items()),
-            tuple((value.shape, value.dtype) for value in after),
+            tuple(overwritten.items()),
         )
         if key not in self._functions:
-            self._functions[key] = _function(group, inputs, outputs, reused, after)
+            self._functions[key] = _function(group, inputs, outputs, overwritten)
         function = self._functions[key]
-        if function is None:
-            return None
-        return max(*members, last) + 0.5, FusedUpdate(function, (*inputs, *after), outputs)
-
-    def _other_readers(
-        self, inputs: Sequence[Value], overwritten: Sequence[Value], outside: dict[Value, list[int]], before: int
-    ) -> tuple[list[Value], int]:
-        """What other calls compute from arrays that are overwritten, and the position of the last of these calls.
-
-        Args:
-            before: the position of the first call that needs the update.
-        """
-        ancestors = self._ancestors_of(inputs)
-        after: list[Value] = []
-        last = 0
-        for reader in sorted({i for value in overwritten for i in outside[value] if i < before}):
-            for value in self._calls[reader].outputs:
-                leads_here = value in inputs or any(ancestors >> i & 1 for i in self._readers.get(value, ()))
-                if not leads_here and 0 not in value.shape and len(after) < _MOST_READERS:
-                    after.append(value)
-                    last = reader
-        return after, last
+        return None if function is None else FusedUpdate(function, inputs, outputs)
 
 
 def _origins(group: Sequence[LoweredCall]) -> dict[Value, Value]:
@@ -212,18 +171,13 @@ def _origins(group: Sequence[LoweredCall]) -> dict[Value, Value]:
 
 
 def _function(
-    group: Sequence[LoweredCall],
-    inputs: Sequence[Value],
-    outputs: Sequence[Value],
-    reused: dict[int, int],
-    after: Sequence[Value],
+    group: Sequence[LoweredCall], inputs: Sequence[Value], outputs: Sequence[Value], overwritten: Mapping[int, int]
 ) -> Callable[..., Sequence[Any]] | None:
-    """The function from the arrays of `inputs` and `after` to those of `outputs`; None if the group has operations that
-    the custom call has not.
+    """The function from the inputs' arrays to the outputs'; None if the custom call lacks an operation of the group.
 
     Args:
-        reused: the results that take the memory of inputs, by the numbers of these.
-        after: values that must have been computed before.
+        overwritten: for the number of an input, that of the output that takes its memory. (XLA computes what else reads
+            the input before.)
     """
 
     def one_by_one(*operands: Any) -> tuple:
@@ -231,18 +185,14 @@ def _function(
         run_calls(group, arrays, _no_key)
         return tuple(arrays[value] for value in outputs)
 
-    shapes = [jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype)) for value in (*inputs, *after)]
-    closed = jax.make_jaxpr(one_by_one)(*shapes[: len(inputs)])
+    shapes = [jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype)) for value in inputs]
+    closed = jax.make_jaxpr(one_by_one)(*shapes)
 
     def update(*operands: Any) -> Sequence[Any]:
         program = _ElementwiseProgram()
-        given = [program.argument(x) for x in operands[: len(inputs)]]
+        given = [program.argument(x) for x in operands]
         results = program.add_jaxpr(closed.jaxpr, closed.consts, given)
-        overwritten = {k: given[i] for i, k in reused.items()}
-        # XLA copies an array before it is overwritten, unless everything else that reads it has been computed: an
-        # element of that is an operand.
-        first = [lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ()) for x in operands[len(inputs) :]]
-        return program.call(results, [value.shape for value in outputs], overwritten, first)
+        return program.call(results, [v.shape for v in outputs], {k: given[i] for i, k in overwritten.items()})
 
     update.__name__ = "_and_".join(dict.fromkeys(_short(call) for call in group))
     jitted = jax.jit(update)
@@ -328,26 +278,18 @@ class _ElementwiseProgram:
         self._instructions.append(_Instruction(name, operands))
         return [_Block(_SCRATCH, len(self._instructions) - 1)]
 
-    def call(
-        self,
-        results: Sequence[Any],
-        shapes: Sequence[tuple[int, ...]],
-        overwritten: dict[int, _Block],
-        after: Sequence[Any],
-    ) -> Any:
+    def call(self, results: Sequence[Any], shapes: Sequence[tuple[int, ...]], overwritten: dict[int, _Block]) -> Any:
         """The custom call.
 
         Args:
             results: the blocks that it returns.
             shapes: their shapes.
             overwritten: for a result, the argument whose memory it takes.
-            after: numbers that must have been computed before.
         """
         if len(set(results)) < len(results) or any(type(x) is not _Block or x.storage != _SCRATCH for x in results):
             raise _Untranslatable
         numbers: list[Any] = []
         words = self._words([x.number for x in results], overwritten, numbers)
-        numbers += after
         if max(len(self._arguments), len(numbers), len(results)) > _MOST_ARRAYS:
             raise _Untranslatable
         kinds = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
