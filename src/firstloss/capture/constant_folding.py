@@ -43,9 +43,9 @@ def compute(refs: list[Ref]) -> list[Tensor]:
 def _from_constants(value: Value) -> bool:
     """Whether `value` depends on constants only; depth first, since an input is usually found soon."""
     seen: set[int] = set()
-    todo = [value]
-    while todo:
-        value = todo.pop()
+    stack = [value]
+    while stack:
+        value = stack.pop()
         if value.known:
             continue
         node = value.node
@@ -53,7 +53,7 @@ def _from_constants(value: Value) -> bool:
             return False
         if node.index not in seen:
             seen.add(node.index)
-            todo.extend(node.reads())
+            stack.extend(node.reads())
     return True
 
 
@@ -92,12 +92,12 @@ def _constant(result: Any) -> Any:
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor | None:
-    found = known(mask)
-    if found is None:
+    content = known(mask)
+    if content is None:
         return None
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     x = Hooks.dispatch(aten.expand.default, (x, shape), {})
-    return _index_by_masks(x, [_constant(found.expand(shape).clone())])
+    return _index_by_masks(x, [_constant(content.expand(shape).clone())])
 
 
 def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
@@ -111,6 +111,6 @@ def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
         if mask is None:
             return None
         with DisableTorchDispatch():
-            found = mask.nonzero().unbind(1)
-        positions.extend(_constant(position.clone()) for position in found)
+            true_positions = mask.nonzero().unbind(1)
+        positions.extend(_constant(position.clone()) for position in true_positions)
     return Hooks.dispatch(aten.index.Tensor, (x, positions), {})

@@ -65,10 +65,10 @@ def _validated(condition: torch.Tensor) -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
-    found = VALIDATIONS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
-    if found is None:
+    validation = VALIDATIONS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+    if validation is None:
         return None
-    valid, message = found
+    valid, message = validation
     Hooks.assert_later(condition if valid else condition.logical_not(), message)
     return valid
 
@@ -213,15 +213,15 @@ def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         with DisableTorchDispatch():
             return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
     name, overload = _INTO_OUT[op.name()]
-    made = Hooks.dispatch(getattr(getattr(aten, name), overload), args, {"dtype": out.dtype, "device": out.device})
-    if out.shape != made.shape and type(out) is DeferredTensor:
-        resize(out, tuple(made.shape))
+    result = Hooks.dispatch(getattr(getattr(aten, name), overload), args, {"dtype": out.dtype, "device": out.device})
+    if out.shape != result.shape and type(out) is DeferredTensor:
+        resize(out, tuple(result.shape))
     if any(n > 1 and not s for n, s in zip(out.shape, out.stride(), strict=True)):
         raise CaptureError(
             f"{here()}: {op} writes to an expanded tensor of shape {list(out.shape)}, whose elements share memory. "
             "Write to a clone of it."
         )
-    Hooks.dispatch(aten.copy_.default, (out, made), {})
+    Hooks.dispatch(aten.copy_.default, (out, result), {})
     return out
 
 

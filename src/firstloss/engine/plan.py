@@ -60,11 +60,11 @@ class RangePlanner:
 
     def can_run(self, value: Value, partial: bool) -> bool:
         """Whether there is a plan for a part of `value`, or for all of it; otherwise it is made node by node."""
-        found = self._runnable.get((value, partial))
-        if found is None:
-            found = is_dense(value) and _can_run(self.plan(value, partial), value)
-            self._runnable[value, partial] = found
-        return found
+        runnable = self._runnable.get((value, partial))
+        if runnable is None:
+            runnable = is_dense(value) and _can_run(self.plan(value, partial), value)
+            self._runnable[value, partial] = runnable
+        return runnable
 
     def first_draw(self, value: Value) -> int:
         """The index of the first node of the recipe that draws: a proxy for its order in the stream."""

@@ -62,8 +62,10 @@ def _number(name: str) -> Callable[[Pointwise], dict[str, float] | None]:
 
 
 def _bounds(edit: Pointwise) -> dict[str, float] | None:
-    given = dict(zip(("min", "max"), edit.args[1:], strict=False)) | edit.kwargs
-    numbers = {field: given[name] for field, name in (("low", "min"), ("high", "max")) if given.get(name) is not None}
+    arguments = dict(zip(("min", "max"), edit.args[1:], strict=False)) | edit.kwargs
+    numbers = {
+        field: arguments[name] for field, name in (("low", "min"), ("high", "max")) if arguments.get(name) is not None
+    }
     return numbers if all(math.isfinite(number) for number in numbers.values()) else None
 
 
@@ -264,10 +266,10 @@ class Reader:
     def _operand(self, ref: Ref, first: int, last: int, count: int) -> torch.Tensor:
         """Elements [first, last) of an operand of `count` elements; all of an operand of one element."""
         if math.prod(ref.size) == 1 != count or last - first == count:
-            made = torch.empty(ref.size, dtype=ref.dtype)
-            self.materialize(ref, None, made)
+            operand = torch.empty(ref.size, dtype=ref.dtype)
+            self.materialize(ref, None, operand)
             # Type promotion depends on whether it has zero dimensions.
-            return made.reshape(-1) if made.numel() == 1 != count and made.dim() else made
+            return operand.reshape(-1) if operand.numel() == 1 != count and operand.dim() else operand
         part = torch.empty(last - first, dtype=ref.dtype)
         self.window(ref.value, ref.offset + first, ref.offset + last, part)
         return part

@@ -130,9 +130,9 @@ def _promoted(keys: tuple, default: torch.dtype) -> np.dtype:
         else:
             dtype = _TO_TORCH[dtype]
         ranks[rank] = dtype if ranks[rank] is None else torch.promote_types(ranks[rank], dtype)
-    found = _outrank(ranks[0], _outrank(ranks[1], ranks[2]))
-    assert found is not None, "no operands"
-    return to_jax(found)
+    dtype_of_all = _outrank(ranks[0], _outrank(ranks[1], ranks[2]))
+    assert dtype_of_all is not None, "no operands"
+    return to_jax(dtype_of_all)
 
 
 def promoted(*args: Any) -> np.dtype:

@@ -40,8 +40,8 @@ def filled_size(numel: int, size: Sequence[int]) -> tuple[int, ...]:
     """`size` with a -1 replaced by the inferred size."""
     if -1 not in size:
         return tuple(size)
-    known = -math.prod(size)
-    return tuple((numel // known if known else 0) if s == -1 else s for s in size)
+    others = -math.prod(size)
+    return tuple((numel // others if others else 0) if s == -1 else s for s in size)
 
 
 @rule(aten.view.default, aten.view_copy.default, aten._unsafe_view.default, aten.reshape.default)
@@ -232,8 +232,8 @@ def unfold(self, dimension, size, step):
         return lax.reshape(self, (size,))
     count = (self.shape[d] - size) // step + 1
     windows = step * np.arange(count)[:, None] + np.arange(size)
-    taken = jnp.take(self, windows, axis=d)
-    return jnp.moveaxis(taken, d + 1, -1)
+    values = jnp.take(self, windows, axis=d)
+    return jnp.moveaxis(values, d + 1, -1)
 
 
 # --- Strides ----------------------------------------------------------------------------------------------------------

@@ -65,13 +65,13 @@ class Owners:
         """Determine what the traced step changes. Without `move_to_device` everything stays where it is."""
         changes = self._tracing.changes
         for value in changes:
-            found = self.inputs[value]
+            owner = self.inputs[value]
             outside = value not in self.arguments
-            if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _is_sole_owner(found):
+            if move_to_device is not None and isinstance(owner, torch.Tensor) and outside and _is_sole_owner(owner):
                 # It moves to the backend; otherwise each step would have to be waited for.
-                move_to_device([found])
-                found = self.inputs[value] = found._storage  # type: ignore[attr-defined]
-            self.changed[value] = found._storage if type(found) is DeferredTensor else found
+                move_to_device([owner])
+                owner = self.inputs[value] = owner._storage  # type: ignore[attr-defined]
+            self.changed[value] = owner._storage if type(owner) is DeferredTensor else owner
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
         self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
@@ -109,17 +109,17 @@ class Owners:
         """Whether one of `tensors`, or its gradient, is an input."""
         ids = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
         storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
-        return any(id(found) in ids or id(found) in storages for found in self.inputs.values())
+        return any(id(owner) in ids or id(owner) in storages for owner in self.inputs.values())
 
-    def external_inputs(self, given: Container[Value]) -> list[Owner | None]:
-        """The inputs, changed ones first; None for those `given` at each call."""
+    def external_inputs(self, per_call: Container[Value]) -> list[Owner | None]:
+        """The inputs, changed ones first; None for those passed `per_call`."""
         values = (*self.changed, *self.read)
-        return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
+        return [None if v in per_call or v in self.arguments else self.inputs[v] for v in values]
 
     def shared(self, arguments: Arguments) -> set[int]:
         """The indices of arguments that the step also reaches in another way, or that share memory with others, if any
         of them is written to."""
-        found: set[int] = set()
+        indices: set[int] = set()
         data = list(arguments.data())
         for i, leaf in data:
             storages = []
@@ -131,9 +131,9 @@ class Owners:
                 if self._storages is None:
                     self._storages = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
                 if not self._storages.isdisjoint(map(id, storages)):
-                    found.add(i)
+                    indices.add(i)
         if not self._writes_external:
-            return found
+            return indices
         by_memory: dict[int, list[int]] = {}
         for i, leaf in data:
             by_memory.setdefault(storage_key(leaf), []).append(i)
@@ -141,15 +141,15 @@ class Owners:
         for key, numbers in by_memory.items():
             alone = len({id(arguments.leaves[i]) for i in numbers}) == 1
             if key in written and not alone or self._tracing.shares(arguments.leaves[numbers[0]]):
-                found.update(numbers)
-        return found
+                indices.update(numbers)
+        return indices
 
     # -- replacement --
 
     def move(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Replace the first tensor of each pair by the second, which is like it; returns whether the step can continue
         with that."""
-        owners = {id(found): value for value, found in self.inputs.items()}
+        owners = {id(owner): value for value, owner in self.inputs.items()}
         moved: list[tuple[Value, torch.Tensor]] = []
         for old, new in pairs:
             if id(self._origin(old)) in self._tracing.read or old is new:
@@ -190,8 +190,8 @@ class Owners:
 
     def _origin(self, tensor: torch.Tensor) -> Any:
         """The object at the time of the trace."""
-        known = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
-        return tensor if known is None else known[0]
+        entry = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
+        return tensor if entry is None else entry[0]
 
 
 def differ(a: Owner, b: Owner) -> bool:
@@ -255,9 +255,9 @@ class Gradients:
             if parameter.grad is not before:
                 self._left.append(parameter)
                 effects.add(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
-        for tensor, wanted in self._wanted.items():
-            if tensor.requires_grad != wanted:
-                effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
+        for tensor, requires_grad in self._wanted.items():
+            if tensor.requires_grad != requires_grad:
+                effects.add(_wanting(tensor, requires_grad), always(_wanting(tensor, not requires_grad)))
 
     def _record_new_gradients(self) -> None:
         """Record gradients of weights that required none before the step and have one now: the step unfreezes them."""
@@ -268,9 +268,9 @@ class Gradients:
         self._record_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
-        for tensor, wanted in self._wanted.items():
-            if tensor.requires_grad != wanted:
-                tensor.requires_grad_(wanted)
+        for tensor, requires_grad in self._wanted.items():
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
 
     def fit(self, inputs: dict[Value, Owner]) -> bool:
         """Whether the step can be called with the current gradients: each must have the layout that it had in the
@@ -338,9 +338,9 @@ def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[
     return put
 
 
-def _wanting(tensor: torch.Tensor, wanted: bool) -> Callable[[], None]:
+def _wanting(tensor: torch.Tensor, requires_grad: bool) -> Callable[[], None]:
     def want() -> None:
-        tensor.requires_grad_(wanted)
+        tensor.requires_grad_(requires_grad)
 
     return want
 

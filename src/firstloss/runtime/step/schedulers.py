@@ -74,10 +74,10 @@ class Schedulers:
         with Undo() as undo, undo:
             undo(self._mend)
             for kind in vars(torch.optim.lr_scheduler).values():
-                own = vars(kind).get("step") if isinstance(kind, type) else None
-                if own is not None and not hasattr(own, "_firstloss"):
-                    undo(setattr, kind, "step", own)
-                    kind.step = noting(own)
+                method = vars(kind).get("step") if isinstance(kind, type) else None
+                if method is not None and not hasattr(method, "_firstloss"):
+                    undo(setattr, kind, "step", method)
+                    kind.step = noting(method)
             yield
             for call in self._calls:
                 if reads(call.scheduler) != call.reads:
@@ -181,5 +181,5 @@ def _restore_state(table: dict, before: dict) -> None:
 
 
 def _optimizer_of(scheduler: Any) -> torch.optim.Optimizer | None:
-    found: torch.optim.Optimizer | None = object.__getattribute__(scheduler, "__dict__").get("optimizer")
-    return found
+    optimizer: torch.optim.Optimizer | None = object.__getattribute__(scheduler, "__dict__").get("optimizer")
+    return optimizer

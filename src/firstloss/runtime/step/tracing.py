@@ -131,11 +131,11 @@ class _Trace:
 
     def run(self, step: Callable[..., Any], arguments: Arguments) -> TracedProgram:
         """Trace `step`."""
-        given, result, raised = self._run(step, arguments)
+        stand_ins, result, raised = self._run(step, arguments)
         self.modes.traced()
         self.trace.refuse_overlaps()
         self.trace.new_memory.settle()
-        traced = self._settle(given, result, raised)
+        traced = self._settle(stand_ins, result, raised)
         self.optimizers.settled()
         shared = traced.owners.shared(arguments)
         if shared:
@@ -154,8 +154,8 @@ class _Trace:
         raised = None
         with Undo() as undo, undo, self.trace.active(), self.optimizers.watched(recording):
             recording.begin(undo)
-            given = TracedArguments(arguments, self.trace)
-            args, kwargs = given.take()
+            stand_ins = TracedArguments(arguments, self.trace)
+            args, kwargs = stand_ins.take()
             snapshot.add_root((args, kwargs))
             try:
                 result = [step(*args, **kwargs)]
@@ -165,23 +165,23 @@ class _Trace:
                 if direct_memory_access.is_unallocated(error):
                     raise
                 raised, result = error, [None]
-        given.check(self.name)
+        stand_ins.check(self.name)
         self.optimizers.check()
         backend = self._backend
         if backend.mesh is not None:
             backend.mesh.follow(backend.parameters(), self.optimizers.seen)
         backend.move_to_device(self.optimizers.schedule_state)
         backend.move_to_device(self.optimizers.state.new, behind=True)
-        return given, result, raised
+        return stand_ins, result, raised
 
-    def _settle(self, given: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
+    def _settle(self, stand_ins: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
         """Determine inputs and outputs: results, changed state, and side effects in Python, which are undone and
         repeated at the end of each call. `result` is emptied, so that nothing keeps tensors alive."""
         trace, backend, snapshot = self.trace, self._backend, self._around.snapshot
         left = Reconstructor(
-            lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory)
+            lambda tensor: is_traced(tensor, trace), snapshot.holds, stand_ins.given(trace, snapshot.shares_memory)
         )
-        made = left.make(result.pop())
+        make_result = left.make(result.pop())
         returned = len(left.tensors)
         for owner in trace.inputs.values():
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
@@ -194,17 +194,17 @@ class _Trace:
                 )
         weights = {id(p) for p in backend.parameters()}
         effects = self.effects = self._around.effects(left, weights)
-        owners = Owners(trace, given.inputs)
+        owners = Owners(trace, stand_ins.inputs)
         self.gradients.traced(trace.inputs, effects, left)
         self.optimizers.traced(effects, left, owners.move)
         if trace.set_final_generator_state is not None:
             effects.add(lambda: None, always(trace.set_final_generator_state))
-        given.follow(effects, left)
+        stand_ins.follow(effects, left)
         for viewer in trace.new_memory.viewers:
             left.make(viewer.whole)  # keep all of the memory
             effects.add(lambda: None, _restore_viewed_memory(viewer, left.make(viewer.shows)))
         handed_out = [
-            (storage, left.make(kept)) for storage, kept in trace.new_memory.weights.items() if kept is not None
+            (storage, left.make(memory)) for storage, memory in trace.new_memory.weights.items() if memory is not None
         ]
         effects.undo()
         viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
@@ -229,7 +229,7 @@ class _Trace:
             program=program,
             owners=owners,
             outputs=outputs,
-            result=made,
+            result=make_result,
             effects=effects,
             modes=self.modes,
             optimizers=self.optimizers,
