@@ -34,14 +34,14 @@ class Viewer(NamedTuple):
         tensor: the view.
         before: the weight's storage, which it was a view of before the step.
         geometry: the view's.
-        shows: a traced tensor with the same geometry, on the copy of the old memory.
+        view: a traced tensor with the same geometry, on the copy of the old memory.
         whole: a traced tensor of that whole copy.
     """
 
     tensor: weakref.ref[DeferredTensor]
     before: DeferredStorage
     geometry: Geometry
-    shows: DeferredTensor
+    view: DeferredTensor
     whole: DeferredTensor
 
 
@@ -106,8 +106,8 @@ class DataAssignments:
             before = old_memory._storage
             for tensor in others:
                 geometry = geometry_of(tensor)
-                shows = DeferredTensor.wrap(before, *geometry)
-                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, shows, old_memory))
+                view = DeferredTensor.wrap(before, *geometry)
+                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, view, old_memory))
                 set_storage(tensor, before, geometry)
         if is_exported:
             self._exported.add(storage)
@@ -146,9 +146,9 @@ class DataAssignments:
 
     def restore_viewers(self) -> None:
         """Rebind the other views to the storages from before the step."""
-        for tensor, before, geometry, shows, _ in self.viewers:
+        for tensor, before, geometry, view, _ in self.viewers:
             viewer = tensor()
-            if viewer is not None and viewer._storage is shows._storage:
+            if viewer is not None and viewer._storage is view._storage:
                 set_storage(viewer, before, geometry)
 
     def outdated(self) -> bool:

@@ -203,7 +203,7 @@ def _record(call: OpCall) -> Any:
             storage = DeferredStorage(value)
             storage.trace = trace
             if trace is not None:
-                trace.made.append(weakref.ref(storage))
+                trace.result_storages.append(weakref.ref(storage))
             results.append(DeferredTensor.wrap(storage, size, stride, offset, dtype))
             outputs.append(value)
     node.outputs = tuple(outputs)

@@ -90,7 +90,7 @@ class StepTrace(recorder._Tracing):
 
     def __init__(self) -> None:
         self.inputs: dict[Value, DeferredStorage | torch.Tensor] = {}
-        self.made: list[weakref.ref[DeferredStorage]] = []
+        self.result_storages: list[weakref.ref[DeferredStorage]] = []
         self.mirrors: list[torch.Tensor] = []
         self._before: list[tuple[DeferredStorage, Value, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}  # by storage_key

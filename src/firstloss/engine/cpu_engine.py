@@ -275,7 +275,7 @@ def _sources(value: Value, planner: RangePlanner, depth: int = 8) -> Iterator[Re
         for edit in step.edits:
             yield Ref.of(edit.target.value)
         if step.node.writes and not step.node.overwrites:
-            yield Ref.of(step.does.target.value)
+            yield Ref.of(step.kind.target.value)
         for ref in _reads(step):
             yield ref
             if not _is_part(ref) and planner.can_run(ref.value, False):
@@ -284,10 +284,10 @@ def _sources(value: Value, planner: RangePlanner, depth: int = 8) -> Iterator[Re
 
 def _reads(step: RangeStep) -> list[Ref]:
     """The reads, by a step, of Values that have to be made."""
-    does = step.does
-    if isinstance(does, Fill):
+    kind = step.kind
+    if isinstance(kind, Fill):
         return []
-    operands = does.sources if isinstance(does, Copy) else does.args[1 if does.in_place else 0 :]
+    operands = kind.sources if isinstance(kind, Copy) else kind.args[1 if kind.in_place else 0 :]
     refs = (a for a in operands if type(a) is Ref)
     return [ref for ref in refs if not ref.value.known and not is_unwritten(ref.value.node)]
 
@@ -309,8 +309,8 @@ def _hoisted(nodes: list[Node], requested: set[Value], planner: RangePlanner) ->
         chain = [node]
         while value not in requested and len(users.get(value, ())) == 1:
             (user,) = users[value]
-            does = kind_of(user)
-            if not isinstance(does, Pointwise) or not does.in_place:
+            kind = kind_of(user)
+            if not isinstance(kind, Pointwise) or not kind.in_place:
                 break
             plan = planner.plan(user.outputs[0], False)
             if plan.base is not None or len(plan.steps) != 1 or len(plan.steps[0].edits) != len(chain):

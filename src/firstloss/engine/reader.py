@@ -191,9 +191,9 @@ class Reader:
         """
         plan = self.planner.plan(ref.value, True)
         step = plan.steps[0] if len(plan.steps) == 1 else None
-        if step is None or not isinstance(step.does, Fill) or step.edits or step.node.draw is None:
+        if step is None or not isinstance(step.kind, Fill) or step.edits or step.node.draw is None:
             return False
-        fill, draw = step.does, step.node.draw
+        fill, draw = step.kind, step.node.draw
         if draw.rejection is not None:
             return False
         row, count = math.prod(ref.size[1:]), math.prod(fill.target.size)
@@ -215,8 +215,8 @@ class Reader:
 
     def _run(self, step: RangeStep, begin: int, end: int, out: torch.Tensor) -> None:
         """Run one step on elements [begin, end) of the storage, in `out`."""
-        does = step.does
-        target = does.target
+        kind = step.kind
+        target = kind.target
         count = math.prod(target.size)
         if is_contiguous(target.size, target.stride):
             first, last = max(begin - target.offset, 0), min(end - target.offset, count)  # of the target's elements
@@ -228,12 +228,12 @@ class Reader:
                 return
             first, last = 0, count
             into = out.as_strided(target.size, target.stride, target.offset + out.storage_offset())
-        if isinstance(does, Fill):
-            self._fill(step, does, first, last, count, into)
-        elif isinstance(does, Copy):
-            self._copy(does, first, last, count, into)
+        if isinstance(kind, Fill):
+            self._fill(step, kind, first, last, count, into)
+        elif isinstance(kind, Copy):
+            self._copy(kind, first, last, count, into)
         else:
-            self._edit(does, first, last, count, into)
+            self._edit(kind, first, last, count, into)
 
     def _copy(self, copy: Copy, first: int, last: int, count: int, into: torch.Tensor) -> None:
         if copy.dim is not None:

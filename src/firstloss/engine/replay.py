@@ -117,10 +117,10 @@ class Replay:
         if isinstance(stream, PhiloxStream):
             generator = torch.Generator(node.outputs[0].device)
         else:
-            does = kind_of(node)
-            if isinstance(stream, CounterStream) and isinstance(does, Fill) and has_counter_rule(node.op):
+            kind = kind_of(node)
+            if isinstance(stream, CounterStream) and isinstance(kind, Fill) and has_counter_rule(node.op):
                 target = args[0] if node.writes else node.outputs[0].empty()
-                counter_fill.fill(does.name, target, *does.pair, stream, position)
+                counter_fill.fill(kind.name, target, *kind.pair, stream, position)
                 return target
             generator = self._generator
         generator.set_state(torch.from_numpy(stream.state_at(position)))

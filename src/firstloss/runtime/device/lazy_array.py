@@ -87,12 +87,12 @@ def copied_later(content: torch.Tensor) -> LazyArray:
 def share_later(content: torch.Tensor) -> LazyArray:
     """A LazyArray of `content`, whose memory becomes the array without a copy; it must not change while that lives."""
 
-    def lent() -> jax.Array:
+    def shared_array() -> jax.Array:
         from ..jax_support import share_memory
 
         return share_memory(content)
 
-    return LazyArray(lent, content)
+    return LazyArray(shared_array, content)
 
 
 def to_device_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array | LazyArray:

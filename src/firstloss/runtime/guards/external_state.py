@@ -37,7 +37,7 @@ class ExternalCall(NamedTuple):
     line: Source | None  # the line of the user's code that called it
 
 
-class Outside:
+class ExternalCalls:
     """The external calls of one trace.
 
     Attributes:

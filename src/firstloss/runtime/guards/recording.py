@@ -20,7 +20,7 @@ from ...compat.python_names import getframe
 from ...interpreter import Undo
 from ...program.source import Source
 from . import bytecode
-from .external_state import Outside
+from .external_state import ExternalCalls
 from .native import native
 from .object_kinds import (
     INSTALLED_FOLDERS,
@@ -64,7 +64,7 @@ class Recording:
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict]] | None = None
         self.whole: list[dict] = []
-        self.outside = Outside()
+        self.outside = ExternalCalls()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
         self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
         self._profile = profile and (native is not None or sys.getprofile() is None)  # another profiler is active
@@ -188,7 +188,7 @@ def _recorder(table: dict, thread: int, depth: int = 1) -> Callable[[Any, str], 
     return record
 
 
-def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
+def _profiler(codes: dict, whole: list, outside: ExternalCalls) -> Callable:
     dull: set[Any] = set()
 
     def record(frame: types.FrameType, event: str, argument: Any) -> None:

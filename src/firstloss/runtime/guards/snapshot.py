@@ -121,7 +121,7 @@ class Snapshot:
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.states: dict[int, dict[Any, Any]] = {}
         self.seed = torch.initial_seed()
-        self.ours: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.firstloss_objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.cached: list[types.FunctionType] = []
         self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
@@ -224,7 +224,7 @@ class Snapshot:
             return
         elif kind is ObjectKind.OURS:
             plain = {k: v for k, v in vars(obj).items() if kind_of(type(v)) is ObjectKind.LEAF}
-            self.ours[id(obj)] = (obj, plain)
+            self.firstloss_objects[id(obj)] = (obj, plain)
             return
         self._instance(obj, stack)
 

@@ -160,7 +160,7 @@ class Values:
         elif kind is ObjectKind.OPAQUE:
             self._opaque(value, description, inside, name)
         elif kind is ObjectKind.OURS:
-            self._ours(value)
+            self._firstloss_object(value)
         elif kind is ObjectKind.UNKNOWN and not self._in_class:
             self.unwatchable[id(value)] = (value, description)
         if kind in (
@@ -234,9 +234,9 @@ class Values:
         for item in items:
             self.value(item, description, name)
 
-    def _ours(self, value: Any) -> None:
+    def _firstloss_object(self, value: Any) -> None:
         """An object of this package: its plain attributes, except those that the step changes."""
-        _, before = self._snapshot.ours.get(id(value), (value, {}))
+        _, before = self._snapshot.firstloss_objects.get(id(value), (value, {}))
         table = vars(value)
         expected = self.table(table, describe_attribute(value), None).expected
         expected.update({k: v for k, v in before.items() if same(v, table.get(k, MISSING))})

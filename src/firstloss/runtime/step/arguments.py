@@ -247,7 +247,7 @@ class TracedArguments:
             shares_memory,
         )
 
-    def follow(self, effects: Effects, left: Reconstructor) -> None:
+    def follow(self, effects: Effects, reconstructor: Reconstructor) -> None:
         """Repeat at each call what the step does to its arguments, other than writing to them."""
         for stand_in, i in self._stand_ins:
             leaf = self._before[i]
@@ -258,7 +258,7 @@ class TracedArguments:
             if stand_in.grad is not gradient:
                 attributes["grad"] = stand_in.grad
             for name, value in attributes.items():
-                effects.add(lambda: None, _on_argument(i, name, left.make(value)))
+                effects.add(lambda: None, _on_argument(i, name, reconstructor.make(value)))
 
 
 def _on_argument(number: int, name: str, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
@@ -338,9 +338,9 @@ class Shapes:
                 if target in kinds:
                     return Arguments(args_and_kwargs, leaves, spec, padded), target
                 kind, new = target, kind
-                self._say(self._change(kinds[-1], new, args, kwargs))
+                self._warn(self._change(kinds[-1], new, args, kwargs))
         elif kinds:
-            self._say(self._change(kinds[-1], kind, args, kwargs))
+            self._warn(self._change(kinds[-1], kind, args, kwargs))
         certain = any(type(leaf[1]) is Itself for leaf in kind)  # may be other objects at each call
         self._kinds[spec] = (kind,) if certain else (*kinds, kind)
         return Arguments(args_and_kwargs, leaves, spec, padded), kind
@@ -387,7 +387,7 @@ class Shapes:
         )
         return "; ".join(changed) + advice
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         warn(GraphChangeWarning(f"{here()}: {self._step} is recompiled for {text}."))
 
 

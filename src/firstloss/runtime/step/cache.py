@@ -202,11 +202,11 @@ class Request(NamedTuple):
         """The roots of everything that the step's Python code can reach."""
         return (self.step, *self.arguments.guarded(), *self.backend.models)
 
-    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
+    def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
         """Trace the step, and compile it.
 
         Args:
-            around: observes the Python side of the trace.
+            observer: observes the Python side of the trace.
             find: finds an equivalent earlier step, whose executable is reused; or raises.
         """
         from . import compiling  # imported late, because it imports JAX
@@ -214,12 +214,12 @@ class Request(NamedTuple):
 
         backend = self.backend
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, backend, around)
+            traced = tracing.trace_step(self.step, self.arguments, backend, observer)
             try:
-                self._refuse_twice(around)
+                self._refuse_twice(observer)
                 same = find(traced)
             except BaseException:
-                tracing.abandon(traced, around)
+                tracing.abandon(traced, observer)
                 raise
             traced.modes.undo()  # set again after the step has run
         inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
@@ -230,9 +230,9 @@ class Request(NamedTuple):
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
-    def _refuse_twice(self, around: TraceObserver) -> None:
+    def _refuse_twice(self, observer: TraceObserver) -> None:
         """Reject a second trace at one call if the first may have changed files that the second reads."""
-        calls = around.guards.external_calls if self.retried and around.guards is not None else ()
+        calls = observer.guards.external_calls if self.retried and observer.guards is not None else ()
         for function, line in calls:
             raise TraceError(
                 f"{line or here()}: {getattr(self.step, '__name__', 'the step')} calls {function}(), and edits an "
@@ -244,15 +244,15 @@ class Request(NamedTuple):
 class CacheEntry:
     """A compiled step, and the guards of its trace."""
 
-    def __init__(self, step: CompiledStep, around: TraceObserver, seconds: float) -> None:
-        assert around.guards is not None
+    def __init__(self, step: CompiledStep, observer: TraceObserver, seconds: float) -> None:
+        assert observer.guards is not None
         self.step = step
-        self.guards = around.guards
-        self.modules = around.snapshot.modules
-        self.optimizers = around.snapshot.optimizers
+        self.guards = observer.guards
+        self.modules = observer.snapshot.modules
+        self.optimizers = observer.snapshot.optimizers
         # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
         # again, and records the code.
-        self.noted = around.noted
+        self.records_code = observer.records_code
         self.uses = 0
         self._unseen: str | None = None
         self.again = 0  # how often it was retraced for its own changes
@@ -377,9 +377,9 @@ class CacheEntries:
                 if entry.step.traced.does_the_same(traced):
                     twin.append(entry)
                     return entry.step
-            if last is not None and not outdated and not self._meant(why) and traced.raised is None:
+            if last is not None and not outdated and not self._only_modes(why) and traced.raised is None:
                 difference = first_difference(last.step.traced.program, traced.program)
-                self._reports.parting(
+                self._reports.report_difference(
                     reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], difference
                 )
             return None
@@ -391,7 +391,7 @@ class CacheEntries:
             entry.again = last.again + 1
             if entry.again > 1:
                 self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
-        if twin and entry.noted:
+        if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
         if twin and twin[0] in self._entries:
             self._entries[self._entries.index(twin[0])] = entry
@@ -401,7 +401,7 @@ class CacheEntries:
         return entry
 
     @staticmethod
-    def _meant(why: list[Change]) -> bool:
+    def _only_modes(why: list[Change]) -> bool:
         """Whether the only change is a module's mode: train() and eval() are intended to change the step."""
         return bool(why) and all(change.name == "training" for change in why)
 
@@ -422,7 +422,7 @@ class CacheEntries:
                 return entry.step
             if entry.uses == 1:  # nothing wrong has run: the first step was that of its own trace
                 unseen.append(True)
-                self._reports.parting(["it cannot be seen"], difference)
+                self._reports.report_difference(["it cannot be seen"], difference)
                 return None
             raise GraphChangedError(
                 f"{self._name} does something else now than when it was traced, {entry.uses} "
@@ -447,7 +447,7 @@ class CacheEntries:
     def _report_each_time(self, entry: CacheEntry) -> None:
         """Report why the step is traced at each call, if it is."""
         if entry.traced_each_time is not None:
-            self._reports.each_time(entry.traced_each_time, entry.seconds)
+            self._reports.report_each_time(entry.traced_each_time, entry.seconds)
 
     def _traced(
         self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
@@ -455,9 +455,9 @@ class CacheEntries:
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
         records_code = not first or bool(self._entries) or not self._check or request.retried
-        around = TraceObserver(request.roots(), self._functions, records_code)
+        observer = TraceObserver(request.roots(), self._functions, records_code)
         begin = time.perf_counter()
-        entry = CacheEntry(request.compiled(around, find), around, time.perf_counter() - begin)
+        entry = CacheEntry(request.compiled(observer, find), observer, time.perf_counter() - begin)
         if entry.guards.unknown:
             self._functions += functions_of(entry.guards.unknown)
             if len(self._functions) > _MOST_FUNCTIONS:

@@ -135,19 +135,19 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 class GraphRequest(Request):
     """A call of a step that is to be replayed."""
 
-    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
+    def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
         """Trace the step, and plan its replay.
 
         Raises:
             TraceError: if it cannot be replayed.
         """
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, self.backend, around)
+            traced = tracing.trace_step(self.step, self.arguments, self.backend, observer)
             try:
                 same = find(traced)
                 executable = _planned(traced, self.backend) if same is None else same.executable
             except BaseException:
-                tracing.abandon(traced, around)
+                tracing.abandon(traced, observer)
                 raise
             traced.modes.undo()
         return GraphedStep(traced, executable)

@@ -52,7 +52,9 @@ class OptimizerStates:
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, saved)]
         self._before.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
 
-    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+    def traced(
+        self, effects: Effects, reconstructor: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]
+    ) -> None:
         """Record state that `step()` has bound to other tensors: each call binds a new one, which the next call reads.
 
         Args:
@@ -70,14 +72,16 @@ class OptimizerStates:
             elif new is not old and isinstance(new, torch.Tensor):
                 effects.add(
                     functools.partial(operator.setitem, entries, key, old),
-                    functools.partial(self._bind, entries, key, left.make(new), move),
+                    functools.partial(self._bind, entries, key, reconstructor.make(new), move),
                 )
 
         for optimizer, old_entries in self._before:
             for p, entries in list(optimizer.state.items()):
                 for key in [key for key in entries if key not in old_entries.get(p, ())]:
                     undo = functools.partial(_forget_entry, optimizer, p, key, p in old_entries)
-                    effects.add(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
+                    effects.add(
+                        undo, functools.partial(_new_entry, optimizer, p, key, reconstructor.make(entries[key]))
+                    )
 
     def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: CallFrame) -> Bind:
         new = make(env)

@@ -82,15 +82,17 @@ class Optimizers:
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # (state, its step count)
 
-    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+    def traced(
+        self, effects: Effects, reconstructor: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]
+    ) -> None:
         """Record the optimizers' side effects.
 
         Args:
             move: tells the step which tensor has replaced another.
         """
-        self.schedulers.traced(effects, left)
+        self.schedulers.traced(effects, reconstructor)
         self.groups.traced(effects)
-        self.state.traced(effects, left, move)
+        self.state.traced(effects, reconstructor, move)
 
     def settled(self) -> None:
         """End the trace."""
@@ -232,7 +234,7 @@ class Optimizers:
         self._rehearsing = True
         hooks = _hooks_of_all()
         is_stock = type(optimizer).__module__.startswith("torch.optim") and not hooks
-        around = None if is_stock else Snapshot([optimizer, *hooks])
+        snapshot = None if is_stock else Snapshot([optimizer, *hooks])
         groups = [(group, dict(group)) for group in optimizer.param_groups]
         try:
             with _without_hooks(optimizer):
@@ -251,8 +253,8 @@ class Optimizers:
                 for key in group.keys() - before.keys():
                     del group[key]
                 group.update(before)
-            if around is not None:  # the optimizer's own code has not counted steps
-                Effects(around, None, Reconstructor(lambda tensor: False, around.holds)).undo()
+            if snapshot is not None:  # the optimizer's own code has not counted steps
+                Effects(snapshot, None, Reconstructor(lambda tensor: False, snapshot.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self.groups.make_input(optimizer, i, key)

@@ -232,12 +232,12 @@ class Gradients:
             others: tensors whose `requires_grad` may change.
         """
         self._before = {p: p.grad for p in weights}
-        self._wanted = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
-        self._left: list[torch.Tensor] = []  # weights whose gradients the step leaves or clears
+        self._requires_grad = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
+        self._with_new_gradients: list[torch.Tensor] = []  # weights whose gradients the step leaves or clears
         # By the input that is their memory: weights, and their gradients' views of it.
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
-    def traced(self, inputs: dict[Value, Owner], effects: Effects, left: Reconstructor) -> None:
+    def traced(self, inputs: dict[Value, Owner], effects: Effects, reconstructor: Reconstructor) -> None:
         """Record the trace's results, with these `inputs`; a gradient left by the step is a side effect like others."""
         self._record_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
@@ -253,22 +253,25 @@ class Gradients:
         self._read = {value: by_owner[id(owner)] for value, owner in inputs.items() if id(owner) in by_owner}
         for parameter, before in self._before.items():
             if parameter.grad is not before:
-                self._left.append(parameter)
-                effects.add(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
-        for tensor, requires_grad in self._wanted.items():
+                self._with_new_gradients.append(parameter)
+                effects.add(_setter(parameter, before), _maker(parameter, reconstructor.make(parameter.grad)))
+        for tensor, requires_grad in self._requires_grad.items():
             if tensor.requires_grad != requires_grad:
-                effects.add(_wanting(tensor, requires_grad), always(_wanting(tensor, not requires_grad)))
+                effects.add(
+                    _requires_grad_setter(tensor, requires_grad),
+                    always(_requires_grad_setter(tensor, not requires_grad)),
+                )
 
     def _record_new_gradients(self) -> None:
         """Record gradients of weights that required none before the step and have one now: the step unfreezes them."""
-        self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
+        self._before |= {t: None for t in self._requires_grad if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
         """Restore the gradients after a failed trace."""
         self._record_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
-        for tensor, requires_grad in self._wanted.items():
+        for tensor, requires_grad in self._requires_grad.items():
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
 
@@ -323,7 +326,7 @@ class Gradients:
 
     def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The gradients that a call will replace, for `back_to`."""
-        return [(parameter, parameter.grad) for parameter in self._left]
+        return [(parameter, parameter.grad) for parameter in self._with_new_gradients]
 
     def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Restore the gradients `before` a failed call."""
@@ -338,11 +341,11 @@ def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[
     return put
 
 
-def _wanting(tensor: torch.Tensor, requires_grad: bool) -> Callable[[], None]:
-    def want() -> None:
+def _requires_grad_setter(tensor: torch.Tensor, requires_grad: bool) -> Callable[[], None]:
+    def set_requires_grad() -> None:
         tensor.requires_grad_(requires_grad)
 
-    return want
+    return set_requires_grad
 
 
 def _maker(parameter: torch.Tensor, make: Make) -> Callable[[CallFrame], Bind]:

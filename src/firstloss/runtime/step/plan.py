@@ -45,7 +45,7 @@ class PlannedPart:
         layers: how many layers the segment has.
         updates: whether it updates weights.
         work: what a device does for one run.
-        given, made, reused: bytes of one run's inputs, outputs, and outputs in the memory of inputs.
+        input_bytes, output_bytes, reused_bytes: of one run's inputs, outputs, and outputs in the memory of inputs.
         function: the segments' function number.
     """
 
@@ -54,9 +54,9 @@ class PlannedPart:
     layers: int
     updates: bool
     work: Work
-    given: int
-    made: int
-    reused: int
+    input_bytes: int
+    output_bytes: int
+    reused_bytes: int
     function: int
 
 

@@ -42,15 +42,15 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         )
     with Undo() as undo, undo, session.tracing:
         paused_until(undo)
-        around = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
-        traced = tracing.trace_step(step, arguments, backend, around)
+        observer = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
+        traced = tracing.trace_step(step, arguments, backend, observer)
         try:
             if traced.raised is not None:
                 raise traced.raised
             inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
             return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
         finally:
-            tracing.abandon(traced, around)
+            tracing.abandon(traced, observer)
 
 
 class _Planner:
@@ -111,9 +111,9 @@ class _Planner:
             layers=layers,
             updates=function.reused > 0,
             work=work_of(segment, placed, self._axes, reused=reused, scatters=self._scatters, jaxprs=self._jaxprs),
-            given=sum(map(self._size, segment.inputs)),
-            made=sum(map(self._size, segment.outputs)),
-            reused=sum(map(self._size, reused)),
+            input_bytes=sum(map(self._size, segment.inputs)),
+            output_bytes=sum(map(self._size, segment.outputs)),
+            reused_bytes=sum(map(self._size, reused)),
             function=number,
         )
 
@@ -238,12 +238,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def _name_of(weights: Sequence[str]) -> tuple[str, int]:
     """A name for the modules with these weights, and the number of their layers."""
-    tops = dict.fromkeys(_top(name) for name in weights)
+    tops = dict.fromkeys(_layer_of(name) for name in weights)
     numbers = {_NUMBER.search(name).group() for name in weights if _NUMBER.search(name)}  # type: ignore[union-attr]
     return ", ".join(tops) or "without weights", max(len(numbers), 1)
 
 
-def _top(name: str) -> str:
+def _layer_of(name: str) -> str:
     """`model.layers.*` for `model.layers.3.mlp.up.weight`; `model.embed` for `model.embed.weight`."""
     match = _NUMBER.search(name)
     if match is not None:

@@ -26,7 +26,7 @@ class Reports:
         self._refuse = refuse
         self._reported: set[str] = set()
 
-    def parting(self, why: list[str], difference: Difference | None) -> None:
+    def report_difference(self, why: list[str], difference: Difference | None) -> None:
         """Report that the step behaves differently now, with the reasons."""
         text = (
             f"{self._name} does something else now than when it was traced: {difference}. "
@@ -47,7 +47,7 @@ class Reports:
             f"same. {ADVICE}"
         )
 
-    def each_time(self, why: str, seconds: float) -> None:
+    def report_each_time(self, why: str, seconds: float) -> None:
         """Report why the step is traced at each call."""
         if why not in self._reported:
             self._reported.add(why)

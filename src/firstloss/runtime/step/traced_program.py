@@ -79,7 +79,7 @@ class Outputs:
 
     def __init__(
         self,
-        left: Reconstructor,
+        reconstructor: Reconstructor,
         returned: int,
         tracing: StepTrace,
         mesh: Mesh | None,
@@ -88,10 +88,10 @@ class Outputs:
     ) -> None:
         """
         Args:
-            left: holds the tensors; it is released.
+            reconstructor: holds the tensors; it is released.
             returned: the number of tensors that the step returns, which come first.
             viewers: the ids of storages that are kept for tensors that show a weight's former memory.
-            reachable: the tensors that outlive a step; iterated after `left` is released.
+            reachable: the tensors that outlive a step; iterated after `reconstructor` is released.
         """
         self._tracing = tracing
         self.out: list[str] = []
@@ -100,9 +100,9 @@ class Outputs:
         self.held: dict[str, DeferredStorage] = {}
         self._unseen: dict[str, DeferredStorage] = {}  # storages in `held` that have other tensors in `outgoing`
         outputs: dict[str, Ref] = {}
-        parts = [_Part.of(tensor, mesh) for tensor in left.tensors]
-        self.retrace_reason = left.retrace_reason and cannot_be_rebuilt(left.retrace_reason)
-        left.release()
+        parts = [_Part.of(tensor, mesh) for tensor in reconstructor.tensors]
+        self.retrace_reason = reconstructor.retrace_reason and cannot_be_rebuilt(reconstructor.retrace_reason)
+        reconstructor.release()
         expected = {id(t._storage) for t in reachable if is_traced(t, tracing)}
         survivors = {id(storage): storage for storage in self._survivors(expected, viewers)}
         unseen = {key: storage for key, storage in survivors.items() if key not in expected}
@@ -163,7 +163,7 @@ class Outputs:
         } | viewers
 
         def alive() -> list[DeferredStorage]:
-            storages = [storage for created in tracing.made if (storage := created()) is not None]
+            storages = [storage for created in tracing.result_storages if (storage := created()) is not None]
             created = [s for s in storages if s.trace is tracing and id(s) not in placeholders]
             return [storage for storage in created if storage.alive()]
 
