@@ -266,6 +266,7 @@ def test_hooks_run_in_the_step(tmp_path):
         assert [line for line in everything.seen if "batch" in line] == [f"batch {i}" for i in range(4)]
         assert everything.seen.count("scheduler") >= 1
         books.append(book.logged)
+    assert list(books[0]) == list(books[1]) == [1, 2, 3, 4]
     for step, expected in books[1].items():
         actual = books[0][step]
         names = ["rows", "one", "largest", "gradient", "weight", "halved", "loss"]
@@ -449,6 +450,7 @@ def test_averaged_weights_match_pytorchs(device, tmp_path):
     options = {"callbacks": [ema, Keep()], "checkpoint": Checkpoint(steps=2)}
     trainer, book = run(tmp_path, device, loop=TrainingLoop(max_steps=4), **options)
     trainer.fit(loader(), loader(count=16))
+    assert ema.averages.keys() == history[0].keys()
     for name, average in ema.averages.items():
         expected = history[0][name]
         for weights in history[1:]:
