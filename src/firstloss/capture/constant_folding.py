@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 _UNWRITTEN = (aten.empty.memory_format, aten.empty_strided.default)
 
 
-def known(tensor: Any) -> Tensor | None:
+def known_value(tensor: Any) -> Tensor | None:
     """The value of a tensor that the active step has computed from constants only; None for any other."""
     if type(tensor) is not DeferredTensor or tensor._storage.trace is not session.trace:
         return None
@@ -65,7 +65,7 @@ def fold_call(call: OpCall) -> Any:
         return _masked_select(*call.args[:2])
     if call.op is aten.index.Tensor:
         return _index_by_masks(*call.args[:2])
-    values = [known(t) for t in call.deferred]
+    values = [known_value(t) for t in call.deferred]
     if call.real or not values or any(v is None for v in values):
         return None
     fresh = iter(values)
@@ -92,7 +92,7 @@ def _constant(result: Any) -> Any:
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor | None:
-    content = known(mask)
+    content = known_value(mask)
     if content is None:
         return None
     shape = torch.broadcast_shapes(x.shape, mask.shape)
@@ -107,7 +107,7 @@ def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             positions.append(index)
             continue
-        mask = known(index)
+        mask = known_value(index)
         if mask is None:
             return None
         with DisableTorchDispatch():

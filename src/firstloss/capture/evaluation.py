@@ -11,7 +11,7 @@ from ..errors import CaptureError, TraceError
 from ..program.graph import FileValue, Ref, geometry_of, is_contiguous, is_not_strided
 from ..program.source import here
 from . import session
-from .constant_folding import compute, known
+from .constant_folding import compute, known_value
 from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
 from .op_call import OpCall
@@ -124,7 +124,7 @@ aten = torch.ops.aten
 def value_of(tensor: DeferredTensor) -> Tensor:
     """A copy of the content of `tensor`; the tensor stays deferred."""
     if session.trace is not None:
-        real = known(tensor)
+        real = known_value(tensor)
         if real is None:
             session.trace.refuse_read(aten._local_scalar_dense.default)
         assert real is not None

@@ -36,7 +36,7 @@ from ..rng.stream import Position
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import data_dependent, direct_memory_access, recorder, session
 from . import running_averages as _running_averages  # noqa: F401 - likewise
-from .constant_folding import known as known_value
+from .constant_folding import known_value
 from .data_assignment import DataAssignments, LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor

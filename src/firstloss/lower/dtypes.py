@@ -159,14 +159,14 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def known(x: Any, number: Number) -> bool:
+def equals_number(x: Any, number: Number) -> bool:
     """Whether `x` is the Python number `number`; False for a scalar array, whose value is known only at run time."""
     return is_number(x) and x == number
 
 
 def times(x: Any, factor: Any) -> Any:
     """`x * factor` in the dtype of `x`, for a number or a scalar array."""
-    return x if known(factor, 1) else x * cast(factor, x.dtype)
+    return x if equals_number(factor, 1) else x * cast(factor, x.dtype)
 
 
 def rounded(x: Any, dtype: np.dtype) -> Any:

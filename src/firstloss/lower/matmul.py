@@ -11,7 +11,7 @@ from . import aten as kernels
 from . import precision
 from .activations import gelu, relu
 from .decompose import OF_LIBRARIES
-from .dtypes import cast, is_integer, is_number, known, opmath, times, where
+from .dtypes import cast, equals_number, is_integer, is_number, opmath, times, where
 from .registry import OF_ORDERS, rule
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def matmul(x, y):
 def _plus(self, product, beta, alpha):
     """`beta * self + alpha * product`; if `beta` is 0, NaN in `self` is ignored."""
     product = times(product, alpha)
-    if known(beta, 0):
+    if equals_number(beta, 0):
         return product
     sum = times(cast(self, product.dtype), beta) + product
     return sum if is_number(beta) else where(beta == 0, product, sum)
