@@ -55,23 +55,23 @@ def _while(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequenc
         (going_on,) = run(condition, [*state[1:], *lifted[0]], _round(key, state[0]))
         return jnp.reshape(going_on, ()) != 0
 
-    def once(state: Any) -> Any:
+    def iteration(state: Any) -> Any:
         return state[0] + 1, *run(body, [*state[1:], *lifted[1]], _round(key, state[0]))
 
-    return lax.while_loop(is_going_on, once, (jnp.int32(0), *shared))[1:]
+    return lax.while_loop(is_going_on, iteration, (jnp.int32(0), *shared))[1:]
 
 
 def _scan(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
     (body,) = flow.regions
     init, xs = shared[: flow.carried], shared[flow.carried :]
 
-    def once(carried: Any, along: Any) -> Any:
+    def iteration(carried: Any, along: Any) -> Any:
         number, *slices = along
         out = run(body, [*carried, *slices, *lifted[0]], _round(key, number))
         return out[: flow.carried], out[flow.carried :]
 
     numbers = jnp.arange(xs[0].shape[0], dtype=jnp.int32)
-    carried, ys = lax.scan(once, tuple(init), (numbers, *xs), reverse=flow.reverse)
+    carried, ys = lax.scan(iteration, tuple(init), (numbers, *xs), reverse=flow.reverse)
     return *carried, *ys
 
 

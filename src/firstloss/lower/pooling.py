@@ -26,12 +26,12 @@ aten = torch.ops.aten
 # --- Maximum ----------------------------------------------------------------------------------------------------------
 
 
-def _over(plane: np.ndarray, x):
+def _over_planes(plane: np.ndarray, x):
     """A value for each window, broadcast over all planes of `x`."""
     return lax.broadcast_in_dim(plane, x.shape, range(x.ndim - plane.ndim, x.ndim))
 
 
-def _once(positions):
+def _computed_once(positions):
     """Return `positions`, computed once: through a reduction, which XLA on a CPU never duplicates.
 
     XLA considers comparisons and selections cheap, and would recompute them in the backward pass, once for every
@@ -53,24 +53,24 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
     initialized: Any = False  # which windows have had an element inside the input
     for offset in windows.offsets():
         x, inside = windows.slice(padded, offset), windows.inside(offset)
-        position = _over(windows.positions(offset), x)
+        position = _over_planes(windows.positions(offset), x)
         if best is None:
             best, positions, initialized = x, position, inside
             continue
         take = (x > best) | (x != x)
         if not np.all(initialized):
-            take |= _over(~initialized, x)
+            take |= _over_planes(~initialized, x)
         if not np.all(inside):
-            take &= _over(inside, x)
+            take &= _over_planes(inside, x)
         best, positions, initialized = where(take, x, best), where(take, position, positions), initialized | inside
-    return best, cast(_once(positions), np.dtype(np.int64))
+    return best, cast(_computed_once(positions), np.dtype(np.int64))
 
 
 @rule(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
     windows = Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     g = cast(grad_output, opmath(grad_output.dtype))
-    positions = (_over(windows.positions(offset), g) for offset in windows.offsets())
+    positions = (_over_planes(windows.positions(offset), g) for offset in windows.offsets())
     return windows.unsliced(where(cast(indices, position.dtype) == position, g, 0) for position in positions)
 
 

@@ -256,7 +256,7 @@ class CompiledStep:
                         buffer.lose(error)
                     elif buffer.newest is new:
                         buffer.set(old)
-                self.traced.gradients.back_to(gradients)
+                self.traced.gradients.restore(gradients)
                 if key is not None:
                     self._backend.keys.rewind(key)
                 self._ran = False

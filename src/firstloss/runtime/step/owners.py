@@ -325,10 +325,10 @@ class Gradients:
         return others
 
     def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The gradients that a call will replace, for `back_to`."""
+        """The gradients that a call will replace, for `restore`."""
         return [(parameter, parameter.grad) for parameter in self._with_new_gradients]
 
-    def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def restore(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Restore the gradients `before` a failed call."""
         for parameter, gradient in before:
             parameter.grad = gradient
