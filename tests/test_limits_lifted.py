@@ -16,7 +16,7 @@ from tests import forked
 
 torch.manual_seed(0)
 X, Y = torch.randn(6, 8), torch.randn(6, 8)
-CLOSE = {"rel": 1e-5}  # a few steps in float32, summed in another order
+CLOSE = {"rel": 1e-5}  # a few steps in float32, summed in another order. Measured: 4e-6, mostly 4e-7
 
 
 class Odd(nn.Module):

@@ -112,6 +112,7 @@ def test_eager_metrics_match_their_reference(case):
     metric = make()
     for batch in batches():
         last = call(metric, *batch)
+    # float32 against the references' float64. Measured: 8e-8.
     assert float(metric) == float(last) == pytest.approx(expected(), rel=1e-6)
     metric.reset()
     with pytest.raises(MetricError, match="has not been updated"):
@@ -173,7 +174,7 @@ def test_torchmetrics_work_in_a_step(name, backend):
         for y, p, _ in batches():
             step(y, p)
             add(eager, y, p)
-        torch.testing.assert_close(metric.compute(), eager.compute(), rtol=1e-6, atol=0)
+        assert torch.equal(metric.compute(), eager.compute())  # quotients of counts
         metric.reset(), eager.reset()
 
 
@@ -202,6 +203,7 @@ def test_metrics_match_torchmetrics(seed):
             actual[name].update(labels=y, predictions=p)
             expected[name].update(p, y)
     for name in actual:
+        # float32 means of a few quotients, in another order. Measured: 9e-8.
         assert float(actual[name]) == pytest.approx(float(expected[name].compute()), rel=1e-6)
 
 

@@ -176,5 +176,5 @@ def test_cstorch_names_are_available():
     assert cstorch.amp.get_half_dtype_str() == cstorch.amp.get_floating_point_dtype_str() == "cbfloat16"
     assert cstorch.amp.is_cbfloat16_tensor(torch.ones(1, dtype=torch.float16))
     assert not cstorch.amp.is_cbfloat16_tensor(torch.ones(1))
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="grad_scaler"):
         cstorch.amp.optimizer_step(torch.ones(()), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))

@@ -238,7 +238,7 @@ def test_a_gradient_for_a_swapped_tensor_is_an_error():
         weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
         total = weight.sum()
         torch.utils.swap_tensors(weight, other)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="swap_tensors has swapped"):
         total.backward()
     assert weight.grad is None and other.grad is None
 

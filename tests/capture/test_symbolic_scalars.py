@@ -133,7 +133,7 @@ def test_an_outside_tensor_is_read_at_each_call(way, backend):
         except fl.errors.ValueReadError:  # of a comparison, which is an operation of the step
             assert way == "if"
             return
-        torch.testing.assert_close(actual.clone(), READS[way](X, number))
+        assert torch.equal(actual.clone(), READS[way](X, number))
 
 
 def test_a_number_edited_by_the_step_is_read_after_the_edit(backend):
@@ -145,7 +145,7 @@ def test_a_number_edited_by_the_step_is_read_after_the_edit(backend):
         return torch.add(x, x, alpha=number)
 
     for n in range(1, 4):
-        torch.testing.assert_close(step(X).clone(), X * (1 + 0.5 / 2**n))
+        assert torch.equal(step(X).clone(), X * (1 + 0.5 / 2**n))
 
 
 def test_reads_by_other_threads_are_not_part_of_the_trace(backend):

@@ -66,8 +66,8 @@ def test_json_has_the_numbers(capsys):
     assert report["fits"] is False and report["memory"] == 10_000
     assert report["bytes"]["peak"] == sum(report["bytes"]["at_peak"].values())
     sent = sum(row["sent"] for row in report["sent"])
-    assert report["seconds"]["links"] == {"fsdp": pytest.approx(sent / 2e9)}
-    assert report["seconds"]["compute"] == pytest.approx(report["flops"] / 1e12)
+    assert report["seconds"]["links"] == {"fsdp": sent / 2e9}
+    assert report["seconds"]["compute"] == report["flops"] / 1e12
     assert report["seconds"]["memory"] == 0
 
 
@@ -75,7 +75,7 @@ def test_memory_bandwidth_is_counted(capsys):
     arguments = ["--mesh", "fsdp=8", "--batch", "32x64", "--flops", "1T", "--link", "2GB/s"]
     without = plan(capsys, *PERCEPTRON, *arguments)
     report = plan(capsys, *PERCEPTRON, *arguments, "--hbm", "1GB/s")
-    assert report["seconds"]["memory"] == pytest.approx(report["memory_bytes"] / 1e9)
+    assert report["seconds"]["memory"] == report["memory_bytes"] / 1e9
     assert report["seconds"]["links"] == without["seconds"]["links"]
     assert report["seconds"]["apart"] > without["seconds"]["apart"] + report["seconds"]["memory"] / 2
     assert cli.main([*PERCEPTRON, *arguments, "--hbm", "1GB/s"]) == 0
@@ -192,7 +192,7 @@ def test_405_billion_parameters_can_be_planned_on_4096_devices(llama_405b, capsy
     # Attention computes scores and their weighted sum: forward, recomputed, twice that in the backward pass, plus the
     # scores once more.
     attention = 126 * tokens * 4 * 8192 * 16384 * 4.5
-    assert report["matmul_flops"] == pytest.approx(products + attention, rel=1e-3)
+    assert report["matmul_flops"] == products + attention
     layers = [part for part in report["parts"] if part["turns"] > 1]
     assert sum(part["turns"] * part["layers"] for part in layers) == 2 * 126
     assert all(math.isfinite(part["flops"]) for part in layers)

@@ -99,8 +99,9 @@ def test_a_cerebras_program_runs_on_both_backends(tmp_path):
     actual, accuracy, saved, count = program("CSX", tmp_path / "csx")
     eager, expected, eager_saved, number = program("CPU", tmp_path / "cpu")
     assert [step for step, _ in actual] == [2, 4, 6, 8] and count == number == 2
-    assert [loss for _, loss in actual] == pytest.approx([loss for _, loss in eager], abs=1e-5)
+    assert [loss for _, loss in actual] == pytest.approx([loss for _, loss in eager], rel=2e-6)
     assert accuracy == expected
+    # 8 steps in float32, summed in another order, as the losses. Measured: 1e-7.
     for name, weight in eager_saved["model"].items():
-        torch.testing.assert_close(saved["model"][name], weight, rtol=1e-4, atol=1e-5)  # 8 steps in float32
+        torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=1e-6)
     assert int(saved["schedule"]["last_epoch"]) == int(eager_saved["schedule"]["last_epoch"]) == 8

@@ -100,7 +100,7 @@ def by_the_layout(name, dtype, pair, seed, offset, numel, part, device, by_lane)
     values = []
     for element in elements(part):
         of = str(dtype).removeprefix("torch.")
-        place = cuda_layout.place(int(element), numel, device, offset, of, by_lane)
+        place = cuda_layout.element_position(int(element), numel, device, offset, of, by_lane)
         block = [int(word) for word in cuda_layout.words(seed, place.subsequence, place.offset)]
         if dtype == torch.float64:
             x, y = block[2 * place.lane : 2 * place.lane + 2]

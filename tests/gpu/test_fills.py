@@ -195,7 +195,7 @@ def expected_of(name, numel, dtype, pair, seed, offset, by_lane):
     low, high = pair
     out = np.empty(numel, np.float64)
     for element in range(numel):
-        place = cuda_layout.place(element, numel, SMALL, offset, dtype_name, by_lane)
+        place = cuda_layout.element_position(element, numel, SMALL, offset, dtype_name, by_lane)
         block = cuda_layout.words(seed, place.subsequence, place.offset).astype(np.float64)
         if dtype == torch.float64:
             x, y = (

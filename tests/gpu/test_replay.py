@@ -100,6 +100,11 @@ def trained(model, make, steps, replayed, step_of=None, batches=None):
     return losses, optimizer, traced
 
 
+# Capturable and foreach optimizers, and gradients by atomic additions, round differently than eager's. Measured on a
+# CPU, where only the optimizers differ: 7e-8 of a loss.
+CLOSE = 1e-5
+
+
 def assert_alike(expected, replayed, tolerance):
     for (name, a), (_, b) in zip(expected.state_dict().items(), replayed.state_dict().items(), strict=True):
         assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), name
@@ -120,7 +125,7 @@ def test_losses_and_weights_match_eager(replaying, name):
         actual, _, traced = trained(replayed, OPTIMIZERS[name], 6, True)
     assert replays(traced)
     assert actual[:2] == losses[:2]  # only one eager step in between
-    assert actual == pytest.approx(losses, rel=1e-5)
+    assert actual == pytest.approx(losses, rel=CLOSE)
     assert_alike(expected, replayed, 1e-5)
     if name == "AdamW, fused" and not replaying.is_gpu:
         assert actual == losses  # the same kernel
@@ -141,7 +146,7 @@ def test_dropout_matches_eager(replaying):
     torch.manual_seed(7)
     actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 5, True)
     assert replays(traced)
-    assert actual == pytest.approx(losses, rel=1e-5) and torch.equal(rng_state(), state)
+    assert actual == pytest.approx(losses, rel=CLOSE) and torch.equal(rng_state(), state)
 
 
 def test_another_shape_gets_another_plan(replaying):
@@ -151,7 +156,7 @@ def test_another_shape_gets_another_plan(replaying):
     batches = [4, 4, 3, 4, 3, 3, 4]
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 7, False, batches=batches)
     actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 7, True, batches=batches)
-    assert replays(traced) and actual == pytest.approx(losses, rel=1e-5)
+    assert replays(traced) and actual == pytest.approx(losses, rel=CLOSE)
 
 
 def left_gradients(model, compiled, optimizer):
@@ -186,7 +191,7 @@ def test_gradients_match_eager(replaying, step_of):
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 6, False, step_of)
     actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 6, True, step_of)
     assert replays(traced)
-    assert actual == pytest.approx(losses, rel=1e-5)
+    assert actual == pytest.approx(losses, rel=CLOSE)
     for a, b in zip(expected.parameters(), replayed.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6)  # after six steps
 
@@ -218,7 +223,7 @@ def test_weights_assigned_between_steps_are_used(replaying):
         model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
         losses += [traced(tokens), traced(tokens)]
         results.append([loss.item() for loss in losses])
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert results[1] == pytest.approx(results[0], rel=CLOSE)
 
 
 def reads_a_number(model, compiled, optimizer):
@@ -273,7 +278,7 @@ def test_steps_that_cannot_be_replayed_run_eagerly_with_a_warning(replaying, ste
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 6, True, step_of)
-    assert actual == pytest.approx(losses, rel=1e-5)
+    assert actual == pytest.approx(losses, rel=CLOSE)
 
 
 def test_a_users_error_matches_eager(replaying):
@@ -412,6 +417,6 @@ def test_a_step_that_cannot_be_recorded_is_replayed(replaying, monkeypatch):
     replayed = copy.deepcopy(expected)
     losses, _, _ = trained(expected, OPTIMIZERS["SGD"], 6, False)
     actual, _, traced = trained(replayed, OPTIMIZERS["SGD"], 6, True)
-    assert actual == pytest.approx(losses, rel=1e-5)
+    assert actual == pytest.approx(losses, rel=CLOSE)
     assert recorder.recorded == 1
     assert "not permitted when stream is capturing" in traced.how()

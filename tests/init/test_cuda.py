@@ -109,7 +109,7 @@ def test_uniforms_follow_the_layout():
         generator = torch.Generator("cuda").manual_seed(9)
         values = torch.empty(numel, device="cuda").uniform_(generator=generator).cpu().numpy()
         for element in {0, numel // 3, numel - 1}:
-            place = cuda_layout.place(element, numel, device)
+            place = cuda_layout.element_position(element, numel, device)
             word = cuda_layout.words(9, place.subsequence, place.offset)[place.lane]
             # curand_uniform returns (0, 1]; PyTorch maps 1 to 0.
             expected = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)

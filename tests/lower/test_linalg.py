@@ -44,7 +44,9 @@ def test_eigh_reads_one_triangle(matrices, triangle):
 
 def test_qr_has_lapacks_signs(matrices):
     for mode in ("reduced", "complete", "r"):
-        assert_rule(aten.linalg_qr.default, (matrices, mode), {}, aten.linalg_qr(matrices, mode), tolerance=1e-5)
+        assert_rule(
+            aten.linalg_qr.default, (matrices, mode), {}, aten.linalg_qr(matrices, mode), tolerance=1e-5
+        )  # LAPACK on both sides
 
 
 def test_pinv_matches_eager(matrices):

@@ -15,7 +15,8 @@ import firstloss as fl
 
 schedulers = torch.optim.lr_scheduler
 STEPS = 9
-CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+# float64 sums of a few numbers in another order, over nine steps. Measured: 4e-14 of a value, 3e-13 absolutely.
+CLOSE = {"rtol": 5e-13, "atol": 3e-12}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def plain():
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-def check(backend, make, between=lambda n, run: None, model=None, set_to_none=True, close=CLOSE, also=lambda run: {}):
+def check(backend, make, between=lambda n, run: None, model=None, set_to_none=True, also=lambda run: {}):
     """Traced and eager training have the same losses, weights and optimizer state."""
     results = []
     for where in (backend, fl.backend("CPU")):
@@ -86,9 +87,9 @@ def check(backend, make, between=lambda n, run: None, model=None, set_to_none=Tr
         losses = run.train(run.step(set_to_none), between)
         results.append((losses, run.state(), also(run)))
     (losses, state, extra), (eager_losses, eager_state, eager_extra) = results
-    torch.testing.assert_close(losses, eager_losses, **close)
-    torch.testing.assert_close(state, eager_state, check_dtype=False, **close)
-    torch.testing.assert_close(extra, eager_extra, check_dtype=False, **close)
+    torch.testing.assert_close(losses, eager_losses, **CLOSE)
+    torch.testing.assert_close(state, eager_state, check_dtype=False, **CLOSE)
+    torch.testing.assert_close(extra, eager_extra, check_dtype=False, **CLOSE)
 
 
 def sgd(parameters, **more):
@@ -291,9 +292,7 @@ def test_a_rate_that_is_a_tensor_may_be_edited_and_replaced(name, how, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
 def test_a_rate_may_have_any_dtype(dtype, backend):
-    # eager computes in float16 if the rate is float16 and on its own
-    close = {"rtol": 1e-2, "atol": 1e-4} if dtype == torch.float16 else CLOSE
-    check(backend, lambda p: torch.optim.SGD(p, lr=torch.tensor(1, dtype=dtype), momentum=0.5), close=close)
+    check(backend, lambda p: torch.optim.SGD(p, lr=torch.tensor(1, dtype=dtype), momentum=0.5))
 
 
 TENSORS = {

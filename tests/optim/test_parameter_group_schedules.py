@@ -57,7 +57,7 @@ def test_any_number_can_be_scheduled_like_the_rate(name):
 def test_arguments_are_named_after_values():
     optimizer = adam()
     weight_decay_scheduler.LinearWD(optimizer, initial_val=0.3, end_val=0.1, total_iters=2).step()
-    assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.2, rel=1e-12)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.2
     with pytest.raises(TypeError, match="initial_learning_rate"):
         weight_decay_scheduler.LinearWD(adam(), initial_learning_rate=0.3, end_val=0.1, total_iters=2)
 
@@ -87,7 +87,7 @@ def test_the_scheduled_number_must_be_named():
 
     optimizer = adam()
     Beta(optimizer, 0.5, 0.7, 2).step()
-    assert optimizer.param_groups[0]["betas"][0] == pytest.approx(0.6, rel=1e-12)
+    assert optimizer.param_groups[0]["betas"][0] == 0.6
 
 
 def test_tags_choose_groups():
@@ -110,7 +110,7 @@ def test_each_group_can_have_its_rate():
     for t in range(3):
         rate = 0.4 * (1 - t / 4)
         rates = [group["lr"] for group in optimizer.param_groups]
-        assert rates == pytest.approx([0.5 * rate, 2 * rate, rate], rel=1e-12)
+        assert rates == [0.5 * rate, 2 * rate, rate]
         assert schedule.get_last_lr() == rates
         schedule.step()
     again = scaled(adam(3))
@@ -161,10 +161,10 @@ def test_traced_schedules_match_eager(case, backend):
     eager, groups = weights(lambda step: step, lambda model: model, TRACED[case])
     traced, traced_groups = weights(fl.trace, lambda model: fl.compile(model, backend), TRACED[case])
     for a, b in zip(traced, eager, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # float32, another order of rounding
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # float32 sums in another order. Measured: 1e-7 of 0.3
     for actual, expected in zip(traced_groups, groups, strict=True):
-        assert actual["lr"] == pytest.approx(expected["lr"], rel=1e-12, abs=1e-15)
-        assert actual["weight_decay"] == pytest.approx(expected["weight_decay"], rel=1e-12, abs=1e-15)
+        assert actual["lr"] == expected["lr"]
+        assert actual["weight_decay"] == expected["weight_decay"]
 
 
 @pytest.mark.parametrize("name", RATES)

@@ -19,7 +19,8 @@ from ..compiled_steps import compilations
 pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
 
 ours, theirs = fl.optim.lr_scheduler, torch.optim.lr_scheduler
-EXACT = {"rel": 1e-12, "abs": 1e-15}
+# float64; the formulas are evaluated in another order, and PyTorch's recursively. Measured: up to 4e-15.
+EXACT = {"rel": 1e-13, "abs": 1e-15}
 STEPS = 40
 
 
@@ -186,9 +187,7 @@ def test_eager_schedules_follow_their_formula(name):
 def test_eager_schedules_match_pytorchs(name):
     optimizer, reference = sgd(), sgd()
     make = FORMULAS[name][0] if name != "OneCycleLR" else lambda o: ours.OneCycleLR(o, 0.1, 0.5, STEPS)
-    assert rates(optimizer, make(optimizer)) == pytest.approx(
-        rates(reference, PYTORCH[name](reference)), rel=1e-12, abs=1e-15
-    )
+    assert rates(optimizer, make(optimizer)) == pytest.approx(rates(reference, PYTORCH[name](reference)), **EXACT)
 
 
 def test_sequences_and_polynomials_match_pytorchs():
@@ -197,7 +196,7 @@ def test_sequences_and_polynomials_match_pytorchs():
     sequence = ours.SequentialLR(optimizer, parts, [5])
     parts = [theirs.LinearLR(reference, 0.25, 1.0, 5), theirs.PolynomialLR(reference, 12, 2.0)]
     expected = rates(reference, theirs.SequentialLR(reference, parts, [5]))
-    assert rates(optimizer, sequence) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert rates(optimizer, sequence) == pytest.approx(expected, **EXACT)
 
 
 @settings(max_examples=50)
@@ -207,7 +206,7 @@ def test_restarts_come_at_the_right_steps(t, first, factor):
     if factor == 1:
         t %= 1000 * first  # counting takes long
     expected = half_cosine(1.0, 0.0, restarts(t, first, factor))
-    assert float(schedule.value(torch.tensor(t))) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert float(schedule.value(torch.tensor(t))) == expected
 
 
 def test_traced_schedules_are_functions_of_the_step(backend):
@@ -235,8 +234,8 @@ def test_traced_schedules_are_functions_of_the_step(backend):
         expected = [formula(t) for t in range(13)]
         assert [float(u[name]) for u in used] == pytest.approx(expected[:-1], **EXACT), name
         (group,) = optimizers[name].param_groups
-        # the weight is float32, and each sum is rounded
-        assert group["params"][0].item() == pytest.approx(-sum(expected[:-1]), rel=1e-5), name
+        # the weight is float32, and each of 12 sums is rounded. Measured: 2e-7.
+        assert group["params"][0].item() == pytest.approx(-sum(expected[:-1]), rel=2e-6), name
         assert float(group["lr"]) == pytest.approx(expected[-1], **EXACT), name
         assert int(schedules[name].last_epoch) == 12
         assert type(optimizers[name].state_dict()["param_groups"][0]["lr"]) is float
@@ -287,8 +286,9 @@ def test_weight_decay_and_betas_follow_schedules_too(backend):
 
     traced, _ = train(backend, adam, several, 8)
     eager, _ = train(fl.backend("CPU"), adam, several, 8, eager=True)
-    # A traced Adam computes 1 - beta^t in float32: an error of 6e-8 / 1e-3 at first
-    assert traced == pytest.approx(eager, rel=1e-4)
+    # float32 sums in another order, over eight steps. Measured: 3e-7.
+    assert traced == pytest.approx(eager, rel=3e-6)
+    # without the schedules of weight decay and betas, losses differ by up to a third
     assert traced != pytest.approx(train(fl.backend("CPU"), adam, lambda o: several(o)[:1], 8, eager=True)[0], rel=1e-2)
 
 
@@ -300,7 +300,8 @@ def test_momentum_can_be_scheduled_from_zero(backend):
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
 
     traced, _ = train(backend, make, momentum, 6)
-    assert traced == pytest.approx(train(fl.backend("CPU"), make, momentum, 6, eager=True)[0], rel=1e-5)
+    eager, _ = train(fl.backend("CPU"), make, momentum, 6, eager=True)
+    assert traced == pytest.approx(eager, rel=2e-6)  # as above: 2e-7
 
 
 def test_a_checkpoint_resumes_the_schedule(backend):
@@ -311,7 +312,7 @@ def test_a_checkpoint_resumes_the_schedule(backend):
     assert [int(s["last_epoch"]) for s in state[2]] == [6, 6, 6]
     on_xla, _ = train(backend, adam, several, 4, resume=state)
     on_cpu, _ = train(fl.backend("CPU"), adam, several, 4, resume=state, eager=True)
-    assert on_xla == pytest.approx(on_cpu, rel=1e-4)
+    assert on_xla == pytest.approx(on_cpu, rel=3e-6)  # as above: 1e-7
 
 
 def test_a_schedule_takes_the_step_from_pytorchs_checkpoint():
@@ -322,7 +323,7 @@ def test_a_schedule_takes_the_step_from_pytorchs_checkpoint():
         reference.step()
     schedule = ours.StepLR(sgd(), 0.1, 3, 0.5)
     schedule.load_state_dict(reference.state_dict())
-    assert schedule.get_last_lr() == [pytest.approx(reference.get_last_lr()[0], rel=1e-12)]
+    assert schedule.get_last_lr() == reference.get_last_lr()
     with pytest.raises(fl.errors.ScheduleError, match="last_epoch"):
         schedule.load_state_dict({"epoch": 3})
 
@@ -353,7 +354,7 @@ def test_a_custom_schedule_defines_value():
             return 1.0 / (step.double() + 1)
 
     optimizer = sgd()
-    assert rates(optimizer, Inverse(optimizer), 4) == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+    assert rates(optimizer, Inverse(optimizer), 4) == [1, 1 / 2, 1 / 3, 1 / 4]
 
 
 def test_a_subclass_can_compute_its_lambda():
@@ -362,7 +363,7 @@ def test_a_subclass_can_compute_its_lambda():
             return [lambda step: torch.pow(torch.tensor(0.5, dtype=torch.float64), step)]
 
     optimizer = sgd()
-    assert rates(optimizer, Ours(optimizer, 0.4), 3) == pytest.approx([0.4, 0.2, 0.1])
+    assert rates(optimizer, Ours(optimizer, 0.4), 3) == [0.4, 0.2, 0.1]
 
 
 MISTAKES = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firstloss.rng.cuda_layout import GpuProperties, KernelLaunch, advance, launches, place, words
+from firstloss.rng.cuda_layout import GpuProperties, KernelLaunch, advance, element_position, launches, words
 
 V100 = GpuProperties(80, 2048)
 SMALL = GpuProperties(2, 1024)
@@ -35,7 +35,7 @@ def test_the_layout_matches_the_kernel(numel, dtype):
     assert len(layout) == numel
     for element in {0, numel - 1, numel // 2, numel // 3, *range(0, numel, 997)}:
         subsequence, offset, lane = layout[element]
-        assert place(element, numel, SMALL, 40, dtype) == (subsequence, offset + 40, lane)
+        assert element_position(element, numel, SMALL, 40, dtype) == (subsequence, offset + 40, lane)
     assert advance(numel, SMALL, 40, dtype) == 40 + 4 * calls
 
 
@@ -52,7 +52,7 @@ def by_lane(numel: int, device: GpuProperties, lanes: int) -> tuple[dict[int, tu
 def test_the_proposed_layout_matches_its_kernel(numel, dtype):
     layout, calls = by_lane(numel, SMALL, 2 if dtype == "float64" else 4)
     for element in range(0, numel, 97):
-        assert place(element, numel, SMALL, 8, dtype, by_lane=True) == (
+        assert element_position(element, numel, SMALL, 8, dtype, by_lane=True) == (
             layout[element][0],
             layout[element][1] + 8,
             layout[element][2],
@@ -92,8 +92,8 @@ def test_fills_beyond_32_bits_are_split(dtype, size, bytes):
         assert part == KernelLaunch(part.begin, part.numel, offset, 80 * 8 * 256, 2 if size == 8 else 4)
         offset += 4 * -(-part.numel // (part.threads * part.lanes))
         for element in (part.begin, part.begin + part.numel - 1):
-            alone = place(element - part.begin, part.numel, V100, part.offset, dtype)
-            assert place(element, numel, V100, 12, dtype) == alone
+            alone = element_position(element - part.begin, part.numel, V100, part.offset, dtype)
+            assert element_position(element, numel, V100, 12, dtype) == alone
     assert advance(numel, V100, 12, dtype) == offset
 
 
@@ -103,8 +103,8 @@ def uniform_block(block: np.ndarray) -> np.ndarray:
 
 def test_uniforms_match_those_of_gpus():
     # torch.manual_seed(0); torch.rand(4, device="cuda"): a fill this small uses one lane of each thread.
-    places = [place(i, 4, V100) for i in range(4)]
-    values = [uniform_block(words(0, p.subsequence, p.offset))[p.lane] for p in places]
+    positions = [element_position(i, 4, V100) for i in range(4)]
+    values = [uniform_block(words(0, p.subsequence, p.offset))[p.lane] for p in positions]
     assert np.allclose(values, [0.3990, 0.5167, 0.0249, 0.9401], atol=5e-5)  # as printed
 
 
@@ -112,7 +112,7 @@ def test_normals_match_those_of_gpus():
     # torch.manual_seed(0); torch.randn(4, device="cuda"). A block's first normal is the sine's.
     values = []
     for i in range(4):
-        p = place(i, 4, V100)
+        p = element_position(i, 4, V100)
         block = uniform_block(words(0, p.subsequence, p.offset))
         assert p.lane == 0
         values.append(np.sqrt(-2 * np.log(block[0])) * np.sin(2 * np.pi * block[1]))
@@ -125,6 +125,6 @@ def test_an_empty_fill_does_not_advance_the_generator():
 
 def test_invalid_arguments_are_errors():
     with pytest.raises(IndexError, match="element 5 of a fill of 5"):
-        place(5, 5, V100)
+        element_position(5, 5, V100)
     with pytest.raises(ValueError, match="must be a multiple of 4"):
         words(0, 0, 6)

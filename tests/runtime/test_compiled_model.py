@@ -76,7 +76,7 @@ def test_it_is_an_instance_of_the_models_class(pair):
 def test_a_plain_module_has_no_length_or_items(backend):
     compiled = fl.compile(nn.Linear(2, 2), backend)
     assert compiled
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="len"):
         len(compiled)
 
 

@@ -63,7 +63,8 @@ def test_a_model_is_constructed_on_the_device(sample):
     assert cstorch.is_deferred(model) or sample is ON_THE_DEVICE
     compiled = scope.get("compiled_model") or cstorch.compile(model, scope["backend"])
     predict = cstorch.trace(lambda x: compiled(x))
-    torch.testing.assert_close(predict(X).detach().clone(), model(X).detach())
+    # float32 sums of four products, in another order. Measured: 3e-8.
+    torch.testing.assert_close(predict(X).detach().clone(), model(X).detach(), rtol=1.3e-6, atol=3e-7)
 
 
 def test_initializing_twice_keeps_the_order_of_draws():
@@ -264,4 +265,4 @@ def test_weights_are_edited_between_executions():
         return losses[::100], [p.detach().clone() for p in model.parameters()]
 
     actual, expected = weights(cstorch.backend("CSX")), weights(cstorch.backend("CPU"))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)  # float32, and 2,000 steps
+    torch.testing.assert_close(actual, expected, rtol=3e-5, atol=1e-6)  # float32, and 2,000 steps: 3e-6

@@ -9,8 +9,8 @@ from firstloss.trainer import Callback, Checkpoint, EarlyStop, Precision, Traine
 
 from .small import Net, adamw, bits, dataset, decay, loader, trainer
 
-# XLA sums in another order than PyTorch.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+# XLA sums in another order than PyTorch. Measured: 6e-8 absolutely, and 2e-7 of a loss.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class Losses(Callback):
@@ -67,7 +67,7 @@ def test_losses_match_a_hand_written_loop(options, backend, tmp_path):
     run.logging.log_steps = 1
     run.fit(batches)
     model, loss = by_hand(4, batches, options.get("clip_grad_norm"), accumulate, options.get("clip_grad_value"))
-    assert len(losses.found) == 4 and losses.found[-1] == pytest.approx(loss, rel=1e-4)  # as CLOSE
+    assert len(losses.found) == 4 and losses.found[-1] == pytest.approx(loss, rel=2e-6)  # as CLOSE
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(run.model.state_dict()[name].clone(), tensor, **CLOSE, msg=name)
 
@@ -143,8 +143,9 @@ def test_validation_averages_over_samples(tmp_path):
     torch.manual_seed(0)
     model = Net().eval()
     expected = model(*dataset(20).tensors)
+    # a mean of three batches' means, in float32. Measured: 3e-8.
     assert metrics["val_loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
-    assert metrics["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)
+    assert metrics["val_accuracy"] == pytest.approx(expected["accuracy"].item(), rel=1e-6)  # as above
 
 
 def test_metric_objects_are_updated(backend, tmp_path):
@@ -152,7 +153,9 @@ def test_metric_objects_are_updated(backend, tmp_path):
     accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
     run = trainer(tmp_path, backend, loop=ValidationLoop(metrics={"exact": accuracy}))
     metrics = run.validate(loader(count=20), ckpt_path=None)
-    assert metrics["val_exact"] == pytest.approx(metrics["val_accuracy"])
+    assert metrics["val_exact"] == pytest.approx(
+        metrics["val_accuracy"], rel=1e-6
+    )  # a quotient, and a mean of quotients
 
 
 def test_early_stop_ends_the_run(backend, tmp_path):

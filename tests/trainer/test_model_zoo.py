@@ -266,11 +266,12 @@ def test_hooks_run_in_the_step(tmp_path):
         assert [line for line in everything.seen if "batch" in line] == [f"batch {i}" for i in range(4)]
         assert everything.seen.count("scheduler") >= 1
         books.append(book.logged)
+    assert list(books[0]) == list(books[1]) == [1, 2, 3, 4]
     for step, expected in books[1].items():
         actual = books[0][step]
         names = ["rows", "one", "largest", "gradient", "weight", "halved", "loss"]
-        assert [actual[n] for n in names] == pytest.approx([expected[n] for n in names], rel=1e-4)  # float32
-        assert expected["halved"] == pytest.approx(expected["gradient"] / 2, rel=1e-6)
+        assert [actual[n] for n in names] == pytest.approx([expected[n] for n in names], rel=3e-6)  # float32: 3e-7
+        assert expected["halved"] == expected["gradient"] / 2
         assert expected["rows"] == 8
 
 
@@ -310,8 +311,9 @@ def test_norms_and_optimizer_settings_are_logged(device, tmp_path):
     torch.manual_seed(0)
     model = Layers()
     logged = book.logged[1]
+    # float32 norms, here and below. Measured: 9e-8.
     assert logged["model_wise_params_norm"] == pytest.approx(
-        math.sqrt(sum(float(p.detach().square().sum()) for p in model.parameters())), rel=1e-5
+        math.sqrt(sum(float(p.detach().square().sum()) for p in model.parameters())), rel=1e-6
     )
     x, y = next(iter(loader(shuffle=False)))
     model(x, y).backward()
@@ -319,11 +321,11 @@ def test_norms_and_optimizer_settings_are_logged(device, tmp_path):
     assert (
         logged["model_wise_grad_norm"]
         == logged["grad_norm"]
-        == pytest.approx(math.sqrt(sum(square.values())), rel=1e-4)
+        == pytest.approx(math.sqrt(sum(square.values())), rel=1e-6)
     )
     for layer in range(2):
         expected = math.sqrt(square[f"layers.{layer}.weight"] + square[f"layers.{layer}.bias"])
-        assert logged[f"per_layer_grad_norm/layer_{layer}"] == pytest.approx(expected, rel=1e-4)
+        assert logged[f"per_layer_grad_norm/layer_{layer}"] == pytest.approx(expected, rel=1e-6)
     assert (logged["weight_decay"], logged["betas[0]"], logged["betas[1]"]) == (0.01, 0.9, 0.999)
     counted = json.loads((tmp_path / "artifacts" / "parameters.json").read_text())
     assert counted == {"all": 180, "trained": 180, "modules": {"layers": 144, "head": 36}}
@@ -449,22 +451,24 @@ def test_averaged_weights_match_pytorchs(device, tmp_path):
     options = {"callbacks": [ema, Keep()], "checkpoint": Checkpoint(steps=2)}
     trainer, book = run(tmp_path, device, loop=TrainingLoop(max_steps=4), **options)
     trainer.fit(loader(), loader(count=16))
+    assert ema.averages.keys() == history[0].keys()
     for name, average in ema.averages.items():
         expected = history[0][name]
         for weights in history[1:]:
             expected = torch.lerp(expected, weights[name], 0.5)
-        torch.testing.assert_close(average.clone(), expected, rtol=1e-5, atol=1e-6)  # float32
+        torch.testing.assert_close(average.clone(), expected, rtol=1e-6, atol=1e-7)  # float32, three interpolations
         assert torch.equal(dict(trainer.model.named_parameters())[name].detach(), history[-1][name])
     model = Net(dropout=0.0)
     model.load_state_dict({**trainer.model.state_dict(), **{n: a.clone() for n, a in ema.averages.items()}})
     model.eval()
     with torch.no_grad():
         expected = sum(float(model(x, y)["loss"]) for x, y in loader(count=16, shuffle=False)) / 2
-    assert book.logged[4]["val_loss"] == pytest.approx(expected, rel=1e-4)
+    # float32 means, in another order, here and below. Measured: 1e-7.
+    assert book.logged[4]["val_loss"] == pytest.approx(expected, rel=1e-6)
     # Another process: validate, and resume.
     other, _ = run(tmp_path, device, callbacks=[ModelEMA(decay=0.5)])
     output = other.validate(loader(count=16))
-    assert output["val_loss"] == pytest.approx(expected, rel=1e-4)
+    assert output["val_loss"] == pytest.approx(expected, rel=1e-6)
     again_ema = ModelEMA(decay=0.5)
     again, _ = run(tmp_path, device, loop=TrainingLoop(max_steps=5), callbacks=[again_ema])
     again.fit(loader())
@@ -502,6 +506,7 @@ def test_metrics_of_the_model_are_reported(device, tmp_path):
     trainer.fit(loader(), loader(count=24))
     for _ in range(2):
         output = trainer.validate(loader(count=24))
+        # a quotient, and a mean of quotients, in float32
         assert output["val_token_accuracy"] == pytest.approx(output["val_accuracy"], rel=1e-6)
 
 
@@ -513,7 +518,7 @@ def test_several_loaders_are_validated(tmp_path):
     trainer.fit(loader(), [loader(count=16), loader(count=8)])
     assert {"val_loss_0", "val_loss_1"} <= book.logged[4].keys()
     one = trainer.validate(loader(count=8))
-    assert one["val_loss"] == pytest.approx(book.logged[4]["val_loss_1"], rel=1e-6)
+    assert one["val_loss"] == pytest.approx(book.logged[4]["val_loss_1"], rel=1e-6)  # shuffled: another order of sums
 
 
 @pytest.mark.parametrize("device", BACKENDS)

@@ -28,8 +28,8 @@ def after_barrier(tree: Any) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     with torch.no_grad():
-        made = iter(barrier([x.detach() for x in tensors], _tensor_of(trace.latest, trace)))
-    out = [next(made).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        outputs = iter(barrier([x.detach() for x in tensors], _tensor_of(trace.latest, trace)))
+    out = [next(outputs).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
     return pytree.tree_unflatten(out, spec)
 
 

@@ -41,11 +41,11 @@ def is_returned(tensor: torch.Tensor) -> bool:
     return getattr(getattr(tensor.grad_fn, "error_of_history", None), "func", None) is _of_step
 
 
-def without_history(value: torch.Tensor, where: str) -> torch.Tensor:
+def without_history(value: torch.Tensor, line: str) -> torch.Tensor:
     """`value` (detached) as a non-leaf tensor that requires grad, and raises an error if a gradient reaches it."""
     with torch.enable_grad():
         anchor = torch.empty(0, dtype=value.dtype, device=value.device, requires_grad=True)
-        return _WithoutHistory.apply(anchor, (value,), functools.partial(_of_constructor, where))
+        return _WithoutHistory.apply(anchor, (value,), functools.partial(_of_constructor, line))
 
 
 def _of_step(name: str) -> TraceError:
@@ -56,9 +56,9 @@ def _of_step(name: str) -> TraceError:
     )
 
 
-def _of_constructor(where: str) -> MaterializeError:
+def _of_constructor(line: str) -> MaterializeError:
     return MaterializeError(
-        f"{where}: a gradient has come to a tensor that was computed from weights while they were deferred. "
+        f"{line}: a gradient has come to a tensor that was computed from weights while they were deferred. "
         "Its value was made, but not the history that would lead the gradient on to the weights. Compute it in "
         "forward, or after firstloss.materialize_module."
     )

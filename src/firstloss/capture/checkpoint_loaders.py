@@ -24,11 +24,11 @@ from .tensor import Hooks, is_pending
 @replaces("torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.resolve_tensor")
 def resolve_tensor(original: Any, self: Any, read_item: Any) -> Any:
     """Allocate memory for a tensor that pieces of a file are written to; together they cover all of it."""
-    found = original(self, read_item)
-    if is_pending(found) and not session.depth:
-        Hooks.allocate_real(found._storage)
-        found = original(self, read_item)
-    return found
+    target = original(self, read_item)
+    if is_pending(target) and not session.depth:
+        Hooks.allocate_real(target._storage)
+        target = original(self, read_item)
+    return target
 
 
 @replaces("accelerate.utils.modeling.retie_parameters")

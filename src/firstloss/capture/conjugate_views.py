@@ -98,9 +98,9 @@ def _make_mirrors(storage: DeferredStorage) -> None:
 
 def mirrors_of(storage: DeferredStorage) -> list[DeferredStorage]:
     """The mirrors of `storage` that have views."""
-    found = [m for ref in storage.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
-    storage.mirrored_by = [weakref.ref(m) for m in found]
-    return [m for m in found if m.trace is None or m.trace is session.trace]  # not of a step that has ended
+    mirrors = [m for ref in storage.mirrored_by if (m := ref()) is not None and (m.alive() or mirrors_of(m))]
+    storage.mirrored_by = [weakref.ref(m) for m in mirrors]
+    return [m for m in mirrors if m.trace is None or m.trace is session.trace]  # not of a step that has ended
 
 
 def move(storage: DeferredStorage, to: DeferredStorage) -> None:
@@ -115,14 +115,14 @@ def move(storage: DeferredStorage, to: DeferredStorage) -> None:
 
 def with_mirrors(storages: list[DeferredStorage]) -> list[DeferredStorage]:
     """`storages`, the storages that they mirror, and all mirrors of these: they become real together."""
-    found: dict[int, DeferredStorage] = {}
-    todo = storages[::-1]
-    while todo:
-        storage = todo.pop()
-        if id(storage) not in found:
-            found[id(storage)] = storage
-            todo += mirrors_of(storage) if storage.mirrors is None else [storage.mirrors.of, *mirrors_of(storage)]
-    return list(found.values())
+    family: dict[int, DeferredStorage] = {}
+    stack = storages[::-1]
+    while stack:
+        storage = stack.pop()
+        if id(storage) not in family:
+            family[id(storage)] = storage
+            stack += mirrors_of(storage) if storage.mirrors is None else [storage.mirrors.of, *mirrors_of(storage)]
+    return list(family.values())
 
 
 def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
@@ -131,10 +131,10 @@ def bases(mirror: DeferredStorage) -> list[tuple[DeferredTensor, torch.Tensor]]:
     The base is autograd's, if it knows one; else a new tensor of the whole storage.
     """
     root = mirror.root
-    known = ((tensor, base_of(tensor)) for tensor in mirror.alive())
+    views = ((tensor, base_of(tensor)) for tensor in mirror.alive())
     return [
         (tensor, base if type(base) is DeferredTensor and base._storage is root else _whole(root, root.value.dtype))
-        for tensor, base in known
+        for tensor, base in views
     ]
 
 
@@ -159,10 +159,10 @@ def bits_of(tensor: DeferredTensor) -> Callable[[torch.Tensor], torch.Tensor]:
     if alternating:
         size, stride, offset, _ = geometry_of(tensor)
         odd = torch.arange(offset + span(size, stride)).as_strided(size, stride, offset) % 2
-        return lambda shown: shown * (1 - 2 * (odd ^ negated)).to(shown)
+        return lambda unmirrored_tensor: unmirrored_tensor * (1 - 2 * (odd ^ negated)).to(unmirrored_tensor)
     if conjugated:
-        return (lambda shown: neg_view(shown.conj())) if negated else torch.conj
-    return neg_view if negated else lambda shown: shown
+        return (lambda unmirrored_tensor: neg_view(unmirrored_tensor.conj())) if negated else torch.conj
+    return neg_view if negated else lambda unmirrored_tensor: unmirrored_tensor
 
 
 def vector_of(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 _UNWRITTEN = (aten.empty.memory_format, aten.empty_strided.default)
 
 
-def known(tensor: Any) -> Tensor | None:
+def known_value(tensor: Any) -> Tensor | None:
     """The value of a tensor that the active step has computed from constants only; None for any other."""
     if type(tensor) is not DeferredTensor or tensor._storage.trace is not session.trace:
         return None
@@ -43,9 +43,9 @@ def compute(refs: list[Ref]) -> list[Tensor]:
 def _from_constants(value: Value) -> bool:
     """Whether `value` depends on constants only; depth first, since an input is usually found soon."""
     seen: set[int] = set()
-    todo = [value]
-    while todo:
-        value = todo.pop()
+    stack = [value]
+    while stack:
+        value = stack.pop()
         if value.known:
             continue
         node = value.node
@@ -53,7 +53,7 @@ def _from_constants(value: Value) -> bool:
             return False
         if node.index not in seen:
             seen.add(node.index)
-            todo.extend(node.reads())
+            stack.extend(node.reads())
     return True
 
 
@@ -65,7 +65,7 @@ def fold_call(call: OpCall) -> Any:
         return _masked_select(*call.args[:2])
     if call.op is aten.index.Tensor:
         return _index_by_masks(*call.args[:2])
-    values = [known(t) for t in call.deferred]
+    values = [known_value(t) for t in call.deferred]
     if call.real or not values or any(v is None for v in values):
         return None
     fresh = iter(values)
@@ -92,12 +92,12 @@ def _constant(result: Any) -> Any:
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor | None:
-    found = known(mask)
-    if found is None:
+    content = known_value(mask)
+    if content is None:
         return None
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     x = Hooks.dispatch(aten.expand.default, (x, shape), {})
-    return _index_by_masks(x, [_constant(found.expand(shape).clone())])
+    return _index_by_masks(x, [_constant(content.expand(shape).clone())])
 
 
 def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
@@ -107,10 +107,10 @@ def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             positions.append(index)
             continue
-        mask = known(index)
+        mask = known_value(index)
         if mask is None:
             return None
         with DisableTorchDispatch():
-            found = mask.nonzero().unbind(1)
-        positions.extend(_constant(position.clone()) for position in found)
+            true_positions = mask.nonzero().unbind(1)
+        positions.extend(_constant(position.clone()) for position in true_positions)
     return Hooks.dispatch(aten.index.Tensor, (x, positions), {})

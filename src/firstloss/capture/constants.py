@@ -21,13 +21,13 @@ _COPY_BYTES = 1 << 20
 def constant(tensor: Tensor, copy: bool = True) -> Value:
     """A known Value with the current content of `tensor`; `copy=False` if it will not be edited."""
     version = edits(tensor)
-    known = session.constants.get(id(tensor))
-    if known is not None and known[0] is tensor and known[1] == version:
-        return known[2]
+    entry = session.constants.get(id(tensor))
+    if entry is not None and entry[0] is tensor and entry[1] == version:
+        return entry[2]
     with DisableTorchDispatch(), torch.no_grad():
-        read = in_file(tensor) if copy and session.trace is None else None
-        if read is not None:
-            return read
+        value_in_file = in_file(tensor) if copy and session.trace is None else None
+        if value_in_file is not None:
+            return value_in_file
         detached = tensor.detach()
         if detached.is_conj() or detached.is_neg():
             detached = detached.resolve_conj().resolve_neg()

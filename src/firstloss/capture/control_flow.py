@@ -36,10 +36,10 @@ _numbers: dict[Any, int] = {}  # by `_identity`: retracing a step gives the same
 class _Lift(TorchFunctionMode):
     """Replaces tensors from outside by arguments of the region, and records them."""
 
-    def __init__(self, trace: Any, known: dict[int, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, trace: Any, lifted: dict[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self._trace = trace
-        self.known = known
+        self.lifted = lifted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map(self._local, (args, kwargs or {}))
@@ -49,13 +49,13 @@ class _Lift(TorchFunctionMode):
         if not isinstance(x, Tensor) or type(x) is DeferredTensor and x._storage.trace is self._trace:
             return x
         with DisableTorchFunction():
-            found = self.known.get(id(x))
-            if found is None:
-                local = self._trace.new_input(x, f"lifted{len(self.known)}")
+            entry = self.lifted.get(id(x))
+            if entry is None:
+                local = self._trace.new_input(x, f"lifted{len(self.lifted)}")
                 if x.requires_grad:
                     local.requires_grad_()
-                found = self.known[id(x)] = (x, local)
-            return found[1]
+                entry = self.lifted[id(x)] = (x, local)
+            return entry[1]
 
 
 def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor] = ()) -> Region:
@@ -64,18 +64,18 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
 
     tracing = StepTrace()
     with tracing.active():
-        made = [tracing.new_input(x, f"operand{i}") for i, x in enumerate(like)]
+        operands = [tracing.new_input(x, f"operand{i}") for i, x in enumerate(like)]
         outside = [tracing.new_input(x, f"lifted{i}") for i, x in enumerate(lifted)]
-        inputs = [x._storage.value for x in (*made, *outside)]
+        inputs = [x._storage.value for x in (*operands, *outside)]
         lift = _Lift(tracing, {id(x): (x, local) for x, local in zip(lifted, outside, strict=True)})
         with lift:
-            results = function(*made)
+            results = function(*operands)
         results = [results] if isinstance(results, Tensor) else list(results)
         results = [_as_local(lift, x) for x in results]
-        found = list(lift.known.values())[len(outside) :]
+        also_lifted = list(lift.lifted.values())[len(outside) :]
         outputs = {f"out{i}": x._ref() for i, x in enumerate(results)}
-    inputs += [value for value in tracing.inputs if any(tracing.inputs[value] is x for x, _ in found)]
-    locals_: list[Any] = [*made, *outside, *(local for _, local in found)]
+    inputs += [value for value in tracing.inputs if any(tracing.inputs[value] is x for x, _ in also_lifted)]
+    locals_: list[Any] = [*operands, *outside, *(local for _, local in also_lifted)]
     if any(x._storage.value is not v for x, v in zip(locals_, inputs, strict=True)):
         raise TraceError(
             f"{here()}: a branch or loop body writes to a tensor from outside of it. Return the new value instead."
@@ -90,7 +90,7 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
     if read & set(tracing.inputs) - set(inputs):
         raise TraceError(f"{here()}: a branch or loop body reads a tensor in a way that capture does not support.")
     kinds = [(tuple(x.shape), x.dtype) for x in results]
-    return Region(program, inputs, [*lifted, *(x for x, _ in found)], kinds, tracing.draws)
+    return Region(program, inputs, [*lifted, *(x for x, _ in also_lifted)], kinds, tracing.draws)
 
 
 def _as_local(lift: _Lift, x: Any) -> DeferredTensor:
@@ -115,8 +115,8 @@ def _identity(flow: Flow) -> Any:
     """Equal for flows that compute the same."""
     texts = []
     for region in flow.regions:
-        known = [v.real for node in region.program.nodes for v in node.reads() if v.real is not None]
-        constants = tuple(str(x.dtype) + str(x.tolist()) for x in known)
+        constant_tensors = [v.real for node in region.program.nodes for v in node.reads() if v.real is not None]
+        constants = tuple(str(x.dtype) + str(x.tolist()) for x in constant_tensors)
         texts.append((str(region.program), constants, len(region.inputs), tuple(region.outputs)))
     return flow.kind, tuple(texts), flow.carried, flow.scanned, flow.reverse, tuple(flow.outputs)
 
@@ -138,29 +138,29 @@ class _GeneratorState:
 
 def differentiated(function: Callable, tensors: Sequence[Tensor], lifted: Sequence[Tensor], count: int) -> Callable:
     """A function of (tensors, lifted, gradients of the outputs) that returns the gradients of tensors and lifted."""
-    wanted = [x.requires_grad for x in (*tensors, *lifted)]
+    requires_grad = [x.requires_grad for x in (*tensors, *lifted)]
 
     def backward(*args: Tensor) -> list[Tensor]:
-        inputs, grads = args[: len(wanted)], args[len(wanted) :]
+        inputs, grads = args[: len(requires_grad)], args[len(requires_grad) :]
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(w) for x, w in zip(inputs, wanted, strict=True)]
-            own, outside = leaves[: len(tensors)], leaves[len(tensors) :]
-            known = {id(x): (x, local) for x, local in zip(lifted, outside, strict=True)}
-            with _Lift(session.trace, known):
-                outputs = function(*own)
+            leaves = [x.detach().requires_grad_(w) for x, w in zip(inputs, requires_grad, strict=True)]
+            local_tensors, outside = leaves[: len(tensors)], leaves[len(tensors) :]
+            local_by_id = {id(x): (x, local) for x, local in zip(lifted, outside, strict=True)}
+            with _Lift(session.trace, local_by_id):
+                outputs = function(*local_tensors)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
             pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if isinstance(y, Tensor) and y.requires_grad]
             targets = [x for x in leaves if x.requires_grad]
-            found = iter(
+            gradients = iter(
                 torch.autograd.grad([y for y, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
                 if pairs
                 else [None] * len(targets)
             )
         out = []
         for x in leaves:
-            g = next(found) if x.requires_grad else None
+            g = next(gradients) if x.requires_grad else None
             out.append(torch.zeros_like(x) if g is None else g)
-        return [g for g, w in zip(out, wanted, strict=True) if w]
+        return [g for g, w in zip(out, requires_grad, strict=True) if w]
 
     return backward
 
@@ -211,10 +211,10 @@ class _Cond(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         pred, *tensors = ctx.saved_tensors
-        own, lifted = tensors[: ctx.count], tensors[ctx.count :]
-        backwards = [differentiated(f, own, lifted, len(grads)) for f in ctx.functions]
-        found = iter(ctx.state.with_same_draws(_record_cond, pred, backwards, [*tensors, *grads], ()))
-        return None, None, None, None, *(next(found) if x.requires_grad else None for x in tensors)
+        operands, lifted = tensors[: ctx.count], tensors[ctx.count :]
+        backwards = [differentiated(f, operands, lifted, len(grads)) for f in ctx.functions]
+        gradients = iter(ctx.state.with_same_draws(_record_cond, pred, backwards, [*tensors, *grads], ()))
+        return None, None, None, None, *(next(gradients) if x.requires_grad else None for x in tensors)
 
 
 def _record_cond(
@@ -316,32 +316,36 @@ class _Scan(torch.autograd.Function):
         n, m = ctx.n, ctx.m
         saved = ctx.saved_tensors
         carries, xs, lifted = saved[:n], saved[n : n + m], saved[n + m :]
-        wanted = ctx.grads
+        requires_grad = ctx.grads
         # All carried tensors that can have a gradient require one.
-        own = [c[0].detach().requires_grad_(c.is_floating_point() or c.is_complex()) for c in carries]
-        own += [x[0].detach().requires_grad_(w) for x, w in zip(xs, wanted[n : n + m], strict=True)]
-        backward = differentiated(ctx.body, own, lifted, len(grads))
+        operands = [c[0].detach().requires_grad_(c.is_floating_point() or c.is_complex()) for c in carries]
+        operands += [x[0].detach().requires_grad_(w) for x, w in zip(xs, requires_grad[n : n + m], strict=True)]
+        backward = differentiated(ctx.body, operands, lifted, len(grads))
         differentiable = [i for i, c in enumerate(carries) if c.is_floating_point() or c.is_complex()]
         with_grad = [x for x in lifted if x.requires_grad]
         carry_grads, output_grads = grads[:n], grads[n:]
 
         def step(*args: Tensor) -> list[Tensor]:
             g_carry, sums, rest = args[:n], args[n : n + len(with_grad)], args[n + len(with_grad) :]
-            found = backward(*rest[: n + m], *lifted, *g_carry, *rest[n + m :])
-            new = dict(zip(differentiable, found, strict=False))
+            gradients = backward(*rest[: n + m], *lifted, *g_carry, *rest[n + m :])
+            new = dict(zip(differentiable, gradients, strict=False))
             g_carry = tuple(new.get(i, g).to(g.dtype) for i, g in enumerate(g_carry))
-            g_xs = found[len(differentiable) : len(found) - len(with_grad)]
-            return [*g_carry, *(a + b for a, b in zip(sums, found[len(found) - len(with_grad) :], strict=True)), *g_xs]
+            g_xs = gradients[len(differentiable) : len(gradients) - len(with_grad)]
+            return [
+                *g_carry,
+                *(a + b for a, b in zip(sums, gradients[len(gradients) - len(with_grad) :], strict=True)),
+                *g_xs,
+            ]
 
         start = [*carry_grads, *(torch.zeros_like(x) for x in with_grad)]
         out = ctx.state.with_same_draws(_record_scan, step, start, [*carries, *xs, *output_grads], lifted, True)
-        found_xs, sums = iter(out[n + len(with_grad) :]), iter(out[n : n + len(with_grad)])
+        xs_gradients, sums = iter(out[n + len(with_grad) :]), iter(out[n : n + len(with_grad)])
         return (
             None,
             None,
             None,
-            *(g if w else None for g, w in zip(out[:n], wanted[:n], strict=True)),
-            *(next(found_xs) if w else None for w in wanted[n : n + m]),
+            *(g if w else None for g, w in zip(out[:n], requires_grad[:n], strict=True)),
+            *(next(xs_gradients) if w else None for w in requires_grad[n : n + m]),
             *(next(sums) if x.requires_grad else None for x in lifted),
         )
 
@@ -365,8 +369,8 @@ def _record_scan(
 # -- patches of torch --
 
 
-def _in_a_step(ours: Callable, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs) if session.trace is None else ours(*args[1:], **kwargs)
+def _in_a_step(replacement: Callable, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if session.trace is None else replacement(*args[1:], **kwargs)
 
 
 for _name, _ours in (("cond.CondOp", cond), ("while_loop.WhileLoopOp", while_loop), ("scan.ScanOp", scan)):

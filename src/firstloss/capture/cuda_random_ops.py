@@ -63,8 +63,8 @@ def _stream(seed: int) -> PhiloxStream:
 
 def gpu(index: int) -> cuda_layout.GpuProperties:
     """The properties of a GPU that determine how fills advance the offset."""
-    found = torch.cuda.get_device_properties(index)
-    return cuda_layout.GpuProperties(found.multi_processor_count, found.max_threads_per_multi_processor)
+    properties = torch.cuda.get_device_properties(index)
+    return cuda_layout.GpuProperties(properties.multi_processor_count, properties.max_threads_per_multi_processor)
 
 
 @functools.cache

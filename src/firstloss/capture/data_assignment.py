@@ -34,14 +34,14 @@ class Viewer(NamedTuple):
         tensor: the view.
         before: the weight's storage, which it was a view of before the step.
         geometry: the view's.
-        shows: a traced tensor with the same geometry, on the copy of the old memory.
+        view: a traced tensor with the same geometry, on the copy of the old memory.
         whole: a traced tensor of that whole copy.
     """
 
     tensor: weakref.ref[DeferredTensor]
     before: DeferredStorage
     geometry: Geometry
-    shows: DeferredTensor
+    view: DeferredTensor
     whole: DeferredTensor
 
 
@@ -57,7 +57,7 @@ class DataAssignments:
         self._trace = trace
         self.weights: dict[DeferredStorage, Any] = {}
         self.viewers: list[Viewer] = []
-        self._lent: set[DeferredStorage] = set()
+        self._exported: set[DeferredStorage] = set()
         self._real: list[tuple[torch.Tensor, Any]] = []  # weights not on a backend, and the source lines
 
     def assign(self, weight: torch.Tensor, other: Any) -> None:
@@ -66,10 +66,10 @@ class DataAssignments:
         Raises:
             TraceError: if the new memory has other views that the step cannot rebind.
         """
-        made = other if type(other) is DeferredTensor and other._storage.trace is self._trace else None
-        if made is not None and self._trace.is_external(made._storage):
-            made = None
-        if made is None and not self._is_constant(other):
+        source = other if type(other) is DeferredTensor and other._storage.trace is self._trace else None
+        if source is not None and self._trace.is_external(source._storage):
+            source = None
+        if source is None and not self._is_constant(other):
             self.refuse(weight, "is memory from outside of the step")
         if type(weight) is not DeferredTensor:
             self._real.append((weight, here()))
@@ -77,9 +77,9 @@ class DataAssignments:
             self._give_viewers_own_memory(weight)
         elif len(weight._storage.alive()) > 1:
             self.refuse(weight, "takes it from the memory of a larger tensor")
-        sharing = [] if made is None else made._storage.alive()
-        same_geometry = made is not None and geometry_of(made) == geometry_of(weight)
-        if len(sharing) > 1 and not (same_geometry and made._ref().covers):  # type: ignore[union-attr]
+        sharing = [] if source is None else source._storage.alive()
+        same_geometry = source is not None and geometry_of(source) == geometry_of(weight)
+        if len(sharing) > 1 and not (same_geometry and source._ref().covers):  # type: ignore[union-attr]
             self.refuse(weight, "is a part of a larger tensor")
         with torch.no_grad(), preserve_version_counter(weight):
             weight.copy_(other)
@@ -97,21 +97,21 @@ class DataAssignments:
         if storage.trace is not self._trace:
             self._trace.adopt(storage)
         others = [t for t in storage.alive() if t is not weight]
-        lent = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
+        is_exported = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
         old_memory: Any = None
-        if others or lent:
+        if others or is_exported:
             value = storage.value
             with torch.no_grad():
                 old_memory = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
             before = old_memory._storage
             for tensor in others:
                 geometry = geometry_of(tensor)
-                shows = DeferredTensor.wrap(before, *geometry)
-                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, shows, old_memory))
+                view = DeferredTensor.wrap(before, *geometry)
+                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, view, old_memory))
                 set_storage(tensor, before, geometry)
-        if lent:
-            self._lent.add(storage)
-        self.weights.setdefault(storage, old_memory if lent else None)
+        if is_exported:
+            self._exported.add(storage)
+        self.weights.setdefault(storage, old_memory if is_exported else None)
 
     def current_storage(self, storage: DeferredStorage) -> DeferredStorage:
         """The storage of a real tensor that shares the memory that a weight's `storage` had before the step."""
@@ -146,15 +146,15 @@ class DataAssignments:
 
     def restore_viewers(self) -> None:
         """Rebind the other views to the storages from before the step."""
-        for tensor, before, geometry, shows, _ in self.viewers:
+        for tensor, before, geometry, view, _ in self.viewers:
             viewer = tensor()
-            if viewer is not None and viewer._storage is shows._storage:
+            if viewer is not None and viewer._storage is view._storage:
                 set_storage(viewer, before, geometry)
 
     def outdated(self) -> bool:
         """Whether a weight's memory has other views than when the step was traced."""
         return any(
-            len(storage.alive()) > 1 or storage.resident.is_exported != (storage in self._lent)
+            len(storage.alive()) > 1 or storage.resident.is_exported != (storage in self._exported)
             for storage in self.weights
         )
 
@@ -177,14 +177,14 @@ class LayoutChanges:
         with DisableTorchDispatch(), torch.no_grad():
             original = tensor.detach()
         self._before.append((tensor, original, None))
-        known = trace.as_input(tensor)
-        if known is not None and known[1].value is not known[1].first:
+        as_input = trace.as_input(tensor)
+        if as_input is not None and as_input[1].value is not as_input[1].first:
             raise TraceError(
                 f"{here()}: the step has edited a tensor from outside, of shape {list(tensor.shape)}, before it "
                 "changes its shape or storage (resize_, t_, set_, .data = ...). Do that first, or create a new tensor: "
                 "x = x.t()."
             )
-        if known is not None and known[0] is tensor:
+        if as_input is not None and as_input[0] is tensor:
             trace.replace_input(tensor, original)
 
     def edit(self, storage: torch.UntypedStorage) -> None:

@@ -112,13 +112,13 @@ def _synchronous_loading() -> Iterator[None]:
 
 def _explain_no_cuda(error: Exception) -> None:
     """Replace torch's error for a constructor that requests a GPU on a machine without one."""
-    found = traceback.extract_tb(error.__traceback__)
-    if not found or not found[-1].filename.endswith(os.path.join("torch", "cuda", "__init__.py")):
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].filename.endswith(os.path.join("torch", "cuda", "__init__.py")):
         return
-    where = next((f"{f.filename}:{f.lineno}" for f in reversed(found) if not is_machinery(f.filename)), str(here()))
+    line = next((f"{f.filename}:{f.lineno}" for f in reversed(frames) if not is_machinery(f.filename)), str(here()))
     reason = str(error).splitlines()[0].rstrip(".")
     raise CaptureError(
-        f"{where}: the constructor requests a CUDA device, and this machine has none ({reason}). The random numbers of "
+        f"{line}: the constructor requests a CUDA device, and this machine has none ({reason}). The random numbers of "
         "a GPU depend on the GPU, so they can only be captured where there is one. Construct on the CPU, and move the "
         "weights: firstloss.materialize_module(module, device='cuda')."
     ) from error

@@ -11,7 +11,7 @@ from ..errors import CaptureError, TraceError
 from ..program.graph import FileValue, Ref, geometry_of, is_contiguous, is_not_strided
 from ..program.source import here
 from . import session
-from .constant_folding import compute, known
+from .constant_folding import compute, known_value
 from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
 from .op_call import OpCall
@@ -79,10 +79,10 @@ class Made:
     @staticmethod
     def content(tensor: DeferredTensor) -> Tensor:
         """As of `Recorded`."""
-        made = tensor._storage.made
-        assert made is not None
+        entry = tensor._storage.made
+        assert entry is not None
         with DisableTorchDispatch():
-            return tensor._ref().view(made[1])
+            return tensor._ref().view(entry[1])
 
     @staticmethod
     def value(tensor: DeferredTensor) -> Tensor:
@@ -124,7 +124,7 @@ aten = torch.ops.aten
 def value_of(tensor: DeferredTensor) -> Tensor:
     """A copy of the content of `tensor`; the tensor stays deferred."""
     if session.trace is not None:
-        real = known(tensor)
+        real = known_value(tensor)
         if real is None:
             session.trace.refuse_read(aten._local_scalar_dense.default)
         assert real is not None
@@ -175,11 +175,11 @@ def run_now(call: OpCall) -> Any:
     for t, new in zip(call.written(), OpCall(call.op, call.traits, tuple(args), kwargs).written(), strict=True):
         if type(t) is DeferredTensor:
             _replace_content(t, new)
-    if any(where is not None for where in call.traits.returns):
+    if any(position is not None for position in call.traits.returns):
         results = result if isinstance(result, (list, tuple)) else (result,)
         returned = tuple(
-            _as_constant(r) if where is None else call.argument(where)
-            for where, r in zip(call.traits.returns, results, strict=True)
+            _as_constant(r) if position is None else call.argument(position)
+            for position, r in zip(call.traits.returns, results, strict=True)
         )
         return returned if len(returned) > 1 else returned[0]
     if isinstance(result, (list, tuple)):
@@ -202,8 +202,8 @@ def _replace_content(target: DeferredTensor, new: Tensor) -> None:
         return
     storage = target._storage
     with DisableTorchDispatch(), torch.no_grad():
-        made = storage.made[1].clone() if storage.is_made and storage.made is not None else None
-        base = compute([Ref.of(storage.value)])[0] if made is None else made
+        content = storage.made[1].clone() if storage.is_made and storage.made is not None else None
+        base = compute([Ref.of(storage.value)])[0] if content is None else content
         target._ref().view(base).copy_(new)
     storage.value = constant(base, copy=False)
 
@@ -237,9 +237,9 @@ def run_on_resident(call: OpCall) -> Any:
         raise
     for t in written:
         t._storage.resident.end_edit()
-    for where in call.traits.returns:
-        if where is not None:
-            return call.argument(where)
+    for position in call.traits.returns:
+        if position is not None:
+            return call.argument(position)
     return result
 
 

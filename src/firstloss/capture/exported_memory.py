@@ -27,8 +27,8 @@ _storages_at: dict[int, weakref.ref[Storage]] = {}
 def record_exported_memory(storage: Storage) -> None:
     """Record that the memory of `storage` has been exported."""
     begin, _ = storage.resident.extent()
-    known = _storages_at.get(begin)
-    if known is not None and known() is storage:
+    storage_there = _storages_at.get(begin)
+    if storage_there is not None and storage_there() is storage:
         return
     for old in [old for old, ref in _storages_at.items() if ref() is None or ref() is storage]:
         del _storages_at[old]

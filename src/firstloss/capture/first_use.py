@@ -90,10 +90,10 @@ def materialize(tensor: Any) -> torch.Tensor:
 class _NeedsValues(Exception):
     """A function called by `_first_use_mode` needs the content of `storages`."""
 
-    def __init__(self, storages: list[DeferredStorage], what: str) -> None:
-        super().__init__(what)
+    def __init__(self, storages: list[DeferredStorage], reader: str) -> None:
+        super().__init__(reader)
         self.storages = storages
-        self.what = what
+        self.reader = reader
 
 
 _this_thread = threading.local()  # `in_torch_function`: whether `_first_use_mode` is active
@@ -121,7 +121,7 @@ def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: 
         finally:
             _this_thread.in_torch_function = False
         torch.default_generator.set_state(state)  # the second call repeats its draws
-        _materialize_modules(needed.storages, needed.what, keep=False)
+        _materialize_modules(needed.storages, needed.reader, keep=False)
         return _first_use_mode(cls, func, types, args, kwargs)
 
 
@@ -155,36 +155,36 @@ def enable_first_use() -> None:
     DeferredTensor.__torch_function__ = classmethod(_first_use_mode)
 
 
-def _materialize_modules(storages: list[DeferredStorage], what: str, keep: bool) -> list[DeferredStorage]:
+def _materialize_modules(storages: list[DeferredStorage], reader: str, keep: bool) -> list[DeferredStorage]:
     """Materialize the modules that `storages` belong to, with a warning.
 
     Args:
-        what: what needs the values.
+        reader: what needs the values.
         keep: compute nothing yet, and leave the tensors deferred.
 
     Returns:
         All storages to be made.
     """
     pending = [storage for storage in dict.fromkeys(storages) if state_of(storage).pending]
-    found = list(pending)
+    requested = list(pending)
     for module in _modules_of(pending):
-        named = list(_tensors_below(module))
-        own = list(dict.fromkeys(t._storage for t in named if is_pending(t)))
-        nbytes = sum(storage.value.nbytes for storage in own)
-        where, line = here(), script_line()
-        within = "" if where == line else f" (in {where})"
+        tensors = list(_tensors_below(module))
+        module_storages = list(dict.fromkeys(t._storage for t in tensors if is_pending(t)))
+        nbytes = sum(storage.value.nbytes for storage in module_storages)
+        caller, line = here(), script_line()
+        within = "" if caller == line else f" (in {caller})"
         warn(
             NotMaterializedWarning(
-                f"{line}: {what}{within} needs values of a {type(module).__name__} that is still deferred. All of its "
-                f"{len(own)} weights and buffers ({nbytes:,} bytes) are materialized now. Call "
+                f"{line}: {reader}{within} needs values of a {type(module).__name__} that is still deferred. All of "
+                f"its {len(module_storages)} weights and buffers ({nbytes:,} bytes) are materialized now. Call "
                 "firstloss.materialize_module(model), with the device that it is for, before the model is used."
             )
         )
-        found.extend(own)
-    found = list(dict.fromkeys(found))
+        requested.extend(module_storages)
+    requested = list(dict.fromkeys(requested))
     if not keep:
-        Hooks.materialize_storages(found)
-    return found
+        Hooks.materialize_storages(requested)
+    return requested
 
 
 def _tensors_below(module: torch.nn.Module) -> Iterator[DeferredTensor]:
@@ -206,14 +206,14 @@ def _modules_of(storages: list[DeferredStorage]) -> list[torch.nn.Module]:
     is_weight = any(is_parameter(t) for storage in storages for t in storage.alive())
     if not storages or not is_weight and begin < _last_search[0] + 10 * _last_search[1]:
         return []  # a search for each of many separate tensors would be slow
-    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    modules = [holders for holders in gc.get_objects() if issubclass(type(holders), torch.nn.Module)]
     children = {id(child) for module in modules for child in _children(module)}
-    wanted = sources(storages)
+    values = sources(storages)
     roots = [module for module in modules if id(module) not in children and _is_initialized(module)]
-    found = [module for module in roots if any(t._storage.value in wanted for t in _tensors_below(module))]
-    if not found:
+    holders = [module for module in roots if any(t._storage.value in values for t in _tensors_below(module))]
+    if not holders:
         _last_search = time.monotonic(), time.monotonic() - begin
-    return found
+    return holders
 
 
 def _is_initialized(module: torch.nn.Module) -> bool:
@@ -227,11 +227,11 @@ def _children(module: torch.nn.Module) -> Iterable[Any]:
 
 def sources(storages: list[DeferredStorage]) -> set[Any]:
     """The Values of `storages`, and all that they are computed from."""
-    found, todo = set(), [storage.value for storage in storages]
-    while todo:
-        value = todo.pop()
-        if value not in found:
-            found.add(value)
+    visited, stack = set(), [storage.value for storage in storages]
+    while stack:
+        value = stack.pop()
+        if value not in visited:
+            visited.add(value)
             if value.node is not None:
-                todo.extend(ref.value for ref in (*value.node.refs(), *value.node.writes))
-    return found
+                stack.extend(ref.value for ref in (*value.node.refs(), *value.node.writes))
+    return visited

@@ -98,23 +98,27 @@ def deferred_file_tensor(tensor: torch.Tensor) -> DeferredTensor | None:
     value.follow(tensor)
     with torch.no_grad():
         in_file_tensor = DeferredTensor.wrap(DeferredStorage(value), value.shape, value.stride, 0, value.dtype)
-        made: DeferredTensor = Hooks.dispatch(torch.ops.aten.clone.default, (in_file_tensor,), {})
-    session.deferred_file_tensors[begin] = tensor, made._storage
-    return made
+        parameter: DeferredTensor = Hooks.dispatch(torch.ops.aten.clone.default, (in_file_tensor,), {})
+    session.deferred_file_tensors[begin] = tensor, parameter._storage
+    return parameter
 
 
-_known: list[_Mapping] = []
+_cached_mappings: list[_Mapping] = []
 
 
 def _mapping_of(address: int, nbytes: int) -> _Mapping | None:
     """The private file mapping that contains a range of memory."""
     for reread in (False, True):
-        if reread or not _known:
-            _known[:] = _mappings()
-        location = bisect.bisect_right([m.begin for m in _known], address) - 1
-        if location >= 0 and _known[location].begin <= address and address + nbytes <= _known[location].end:
-            if reread or _known[location] in _mappings_at(_known[location]):
-                return _known[location]
+        if reread or not _cached_mappings:
+            _cached_mappings[:] = _mappings()
+        location = bisect.bisect_right([m.begin for m in _cached_mappings], address) - 1
+        if (
+            location >= 0
+            and _cached_mappings[location].begin <= address
+            and address + nbytes <= _cached_mappings[location].end
+        ):
+            if reread or _cached_mappings[location] in _mappings_at(_cached_mappings[location]):
+                return _cached_mappings[location]
     return None
 
 
@@ -129,17 +133,17 @@ def _mappings_at(mapping: _Mapping) -> list[_Mapping]:
 
 
 def _mappings() -> list[_Mapping]:
-    found = []
+    mappings = []
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
             for line in lines:
                 addresses, access, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
                 if access.startswith("r") and access.endswith("p") and path and path[0].startswith("/"):
                     begin, end = (int(a, 16) for a in addresses.split("-"))
-                    found.append(_Mapping(begin, end, int(offset, 16), path[0], int(inode)))
+                    mappings.append(_Mapping(begin, end, int(offset, 16), path[0], int(inode)))
     except OSError:
         pass
-    return sorted(found)
+    return sorted(mappings)
 
 
 def _is_unmodified(address: int, nbytes: int) -> bool:

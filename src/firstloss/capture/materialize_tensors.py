@@ -82,10 +82,10 @@ def materialize_storages(
             if progress is not None:
                 report = partial(_report, progress, before, total)
             values = [storage.value for storage in batch if not storage.is_made]
-            made = _make([value for value in values if value not in on_gpu], num_threads, report)
-            made.update((value, on_gpu.pop(value)) for value in values if value in on_gpu)
+            buffers = _make([value for value in values if value not in on_gpu], num_threads, report)
+            buffers.update((value, on_gpu.pop(value)) for value in values if value in on_gpu)
             for storage in batch:
-                buffer = storage.made[1] if storage.is_made and storage.made is not None else made.pop(storage.value)
+                buffer = storage.made[1] if storage.is_made and storage.made is not None else buffers.pop(storage.value)
                 storage.made = None
                 _make_all_real(storage, buffer, device, dtype)
                 before += storage.value.nbytes
@@ -100,13 +100,13 @@ def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Val
         target = value.device if device is None else torch.device(device)
         if target.type == "cuda":
             by_device.setdefault(target, []).append(value)
-    found: dict[Value, torch.Tensor] = {}
+    buffers: dict[Value, torch.Tensor] = {}
     for target, on_target in by_device.items():
         from ..gpu import weights
 
         index = torch.cuda.current_device() if target.index is None else target.index
-        found.update(weights.make(on_target, torch.device("cuda", index)))
-    return found
+        buffers.update(weights.make(on_target, torch.device("cuda", index)))
+    return buffers
 
 
 def allocate_real(storage: DeferredStorage) -> None:
@@ -121,13 +121,13 @@ def make(storages: list[DeferredStorage]) -> None:
     """Compute the content of `storages`, and store it there; their tensors stay deferred."""
     storages = [storage for storage in storages if not storage.is_made]
     with timeline.span("materialize"):
-        made = _make([storage.value for storage in storages], None, None)
+        buffers = _make([storage.value for storage in storages], None, None)
     for storage in storages:
-        storage.made = storage.value, made.pop(storage.value)
+        storage.made = storage.value, buffers.pop(storage.value)
 
 
-def _report(progress: Callable[[int, int], None], before: int, total: int, done: int, batch_total: int) -> None:
-    progress(before + done, total)
+def _report(progress: Callable[[int, int], None], before: int, total: int, nbytes: int, batch_total: int) -> None:
+    progress(before + nbytes, total)
 
 
 def _batches(storages: list[DeferredStorage]) -> Iterator[list[DeferredStorage]]:
@@ -182,15 +182,15 @@ def _make(
         return materialize_values(values, num_threads=num_threads)
     lock = threading.Lock()
     total = sum(value.nbytes for value in values)
-    made = 0
+    finished = 0
 
     def done(count: int) -> None:
-        nonlocal made
+        nonlocal finished
         with lock:
-            made += count
-            progress(min(made, total), total)
+            finished += count
+            progress(min(finished, total), total)
 
-    return materialize_values(values, num_threads=num_threads, done=done)
+    return materialize_values(values, num_threads=num_threads, on_progress=done)
 
 
 def _view(buffer: torch.Tensor, tensor: DeferredTensor, value: Value) -> torch.Tensor:

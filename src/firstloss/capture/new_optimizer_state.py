@@ -39,17 +39,17 @@ def find_new_state(
     try:
         with rehearsal.active():
             step()
-        made = _python_state(optimizer)
-        counts = _changes(optimizer, numbers, made)
-        found = _new_state(optimizer, old_state, rehearsal)
-        for entry in found.values():
+        new_numbers = _python_state(optimizer)
+        counts = _changes(optimizer, numbers, new_numbers)
+        new_state = _new_state(optimizer, old_state, rehearsal)
+        for entry in new_state.values():
             entry._storage.trace = None
-        if not counts and made.keys() - numbers.keys():  # constant, if another step does not change them
+        if not counts and new_numbers.keys() - numbers.keys():  # constant, if another step does not change them
             with StepTrace().active():
                 step()
-            counts = _changes(optimizer, made, _python_state(optimizer))
-            _restore_state(optimizer, found)
-        if counts and len(made) > len(numbers):
+            counts = _changes(optimizer, new_numbers, _python_state(optimizer))
+            _restore_state(optimizer, new_state)
+        if counts and len(new_numbers) > len(numbers):
             raise FirstStepDiffers  # the initial count is unknown
         for parameter, key in numbers:
             optimizer.state[parameter][key] = old_state[parameter][key]
@@ -60,13 +60,13 @@ def find_new_state(
             if parameter not in old_state:
                 del optimizer.state[parameter]
         raise
-    return found
+    return new_state
 
 
 def _new_state(
     optimizer: torch.optim.Optimizer, old_state: dict[torch.Tensor, dict[str, Any]], rehearsal: StepTrace
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
-    found: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
+    new_state: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
     for parameter, entries in optimizer.state.items():
         before = old_state.get(parameter, {})
         for key, entry in list(entries.items()):
@@ -90,8 +90,8 @@ def _new_state(
                 storage.value = _zeros(storage.value)
             else:
                 raise FirstStepDiffers
-            found[parameter, key] = entry
-    return found
+            new_state[parameter, key] = entry
+    return new_state
 
 
 def _parts(entry: Any) -> Iterator[Any]:
@@ -108,13 +108,13 @@ def _parts(entry: Any) -> Iterator[Any]:
 
 def _python_state(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], list[Any]]:
     """The leaves of an optimizer's state that are not tensors, by weight and key."""
-    found = {}
+    leaves = {}
     for parameter, entries in optimizer.state.items():
         for key, entry in entries.items():
             plain = [part for part in _parts(entry) if not isinstance(part, torch.Tensor)]
             if plain:
-                found[parameter, key] = plain
-    return found
+                leaves[parameter, key] = plain
+    return leaves
 
 
 def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
@@ -144,9 +144,9 @@ def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
 PLAIN = (int, float, bool, str, type(None))
 
 
-def _restore_state(optimizer: torch.optim.Optimizer, found: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:
+def _restore_state(optimizer: torch.optim.Optimizer, new_state: dict[tuple[torch.Tensor, str], DeferredTensor]) -> None:
     """Restore the state that the first rehearsal found, after another one."""
-    for (parameter, key), entry in found.items():
+    for (parameter, key), entry in new_state.items():
         optimizer.state[parameter][key] = entry
 
 
@@ -162,8 +162,8 @@ def _linear_from_zeros(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _zeros(like: Value) -> Value:
-    made = recorder.dispatch(
+    zeros = recorder.dispatch(
         aten.empty_strided.default, (like.shape, like.stride), {"dtype": like.dtype, "device": like.device}
     )
-    recorder.dispatch(aten.zero_.default, (made,), {})
-    return made._storage.value
+    recorder.dispatch(aten.zero_.default, (zeros,), {})
+    return zeros._storage.value

@@ -82,10 +82,10 @@ def traits_of(op: OpOverload) -> Traits:
     generator = None
     for i, arg in enumerate(schema.arguments):
         if arg.alias_info is not None and arg.alias_info.is_write:
-            where: int | str = arg.name if arg.kwarg_only else i
-            writes.append(where)
+            position: int | str = arg.name if arg.kwarg_only else i
+            writes.append(position)
             for name in arg.alias_info.before_set:
-                by_alias[name] = where
+                by_alias[name] = position
         if arg.name == "generator" and not arg.kwarg_only:
             generator = i
     returns: list[int | str | None] = []
@@ -110,7 +110,7 @@ def traits_of(op: OpOverload) -> Traits:
         tuple(writes),
         tuple(returns),
         fill,
-        bool(writes) and all(isinstance(where, str) for where in writes),
+        bool(writes) and all(isinstance(position, str) for position in writes),
         random,
         generator,
         replacement,
@@ -185,8 +185,8 @@ class OpCall:
         if self._written is not None:
             return self._written
         out: list[Tensor] = []
-        for where in self.traits.writes:
-            arg = self.argument(where)
+        for position in self.traits.writes:
+            arg = self.argument(position)
             if isinstance(arg, (list, tuple)):
                 out.extend(arg)
             elif arg is not None:
@@ -199,23 +199,23 @@ class OpCall:
         """Whether it is a foreach operation, on lists of tensors."""
         return self.traits.is_foreach and bool(self.args) and type(self.args[0]) in (list, tuple)
 
-    def argument(self, where: int | str) -> Any:
+    def argument(self, position: int | str) -> Any:
         """The argument at a position or of a keyword; None if it was not given."""
-        if isinstance(where, str):
-            return self.kwargs.get(where)
-        return self.args[where] if where < len(self.args) else None
+        if isinstance(position, str):
+            return self.kwargs.get(position)
+        return self.args[position] if position < len(self.args) else None
 
     def generator_argument(self) -> torch.Generator | None:
         """The `generator` argument of the call."""
-        found = self.kwargs.get("generator")
-        if found is None and self.traits.generator is not None and self.traits.generator < len(self.args):
-            found = self.args[self.traits.generator]
-        return found
+        generator = self.kwargs.get("generator")
+        if generator is None and self.traits.generator is not None and self.traits.generator < len(self.args):
+            generator = self.args[self.traits.generator]
+        return generator
 
     def generator(self) -> torch.Generator:
         """The generator that the call draws from; the default one of the CPU if none is given."""
-        found = self.generator_argument()
-        return torch.default_generator if found is None else found
+        argument = self.generator_argument()
+        return torch.default_generator if argument is None else argument
 
     def device(self) -> torch.device:
         """The device of the result."""
@@ -257,21 +257,21 @@ def storage_of(tensor: Tensor) -> DeferredStorage:
         if tensor.is_conj() or tensor.is_neg():
             session.trace.record_external(tensor)
             return Hooks.mirror_of(tensor)
-        found = storage_at(tensor)
-        if found is not None:  # it shares a weight's memory, by NumPy or DLPack
-            if found[0].trace is not session.trace:
-                session.trace.adopt(found[0])
+        aliased = storage_at(tensor)
+        if aliased is not None:  # it shares a weight's memory, by NumPy or DLPack
+            if aliased[0].trace is not session.trace:
+                session.trace.adopt(aliased[0])
             session.trace.record_external(tensor)
-            session.trace.aliased_storages.add(found[0])
-            return found[0]
+            session.trace.aliased_storages.add(aliased[0])
+            return aliased[0]
         return session.trace.adopt_real(tensor)
     return DeferredStorage(constant(tensor))
 
 
 def outer_geometry(tensor: Tensor) -> Geometry:
     """The geometry of a real tensor from outside a step in its `storage_of`."""
-    found = storage_at(tensor)
-    return geometry_of(tensor) if found is None else found[1]
+    aliased = storage_at(tensor)
+    return geometry_of(tensor) if aliased is None else aliased[1]
 
 
 def ref_of(tensor: Tensor) -> Ref:

@@ -20,7 +20,7 @@ from ..errors import CaptureError
 from ..program.graph import span
 from ..program.source import here
 from . import session
-from .constant_folding import known
+from .constant_folding import known_value
 from .constants import constant_tensor, edits, owned_by_torch
 from .evaluation import run_for_real, state_of, value_of
 from .metadata_mutation import OPERATIONS, resize
@@ -41,7 +41,7 @@ def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         with DisableTorchDispatch():
             return op(tensor)
     if session.trace is not None:
-        real = known(tensor)
+        real = known_value(tensor)
         if real is not None:
             return real.item()
         answer = _validated(tensor) if tensor.dtype == torch.bool else None
@@ -65,10 +65,10 @@ def _validated(condition: torch.Tensor) -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
-    found = VALIDATIONS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
-    if found is None:
+    validation = VALIDATIONS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+    if validation is None:
         return None
-    valid, message = found
+    valid, message = validation
     Hooks.assert_later(condition if valid else condition.logical_not(), message)
     return valid
 
@@ -120,7 +120,7 @@ def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """An assertion on values; a traced step checks it after each execution."""
-    if session.trace is not None and known(args[0]) is None:
+    if session.trace is not None and known_value(args[0]) is None:
         return Hooks.assert_later(*args)
     return _equal(op, args, kwargs)
 
@@ -128,7 +128,7 @@ def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Called by a derivative (of complex singular vectors) to check whether it is defined; checked after the step."""
     node = current_autograd_node() if session.trace is not None else None
-    if node is None or all(known(a) is not None for a in args[:2]):
+    if node is None or all(known_value(a) is not None for a in args[:2]):
         return _equal(op, args, kwargs)
     a, b, rtol, atol = (*args, 1e-5, 1e-8)[:4] if len(args) == 2 else (*args, 1e-8)[:4]
     distance = Hooks.dispatch(aten.abs.default, (Hooks.dispatch(aten.sub.Tensor, (a, b), {}),), {})
@@ -213,15 +213,15 @@ def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         with DisableTorchDispatch():
             return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
     name, overload = _INTO_OUT[op.name()]
-    made = Hooks.dispatch(getattr(getattr(aten, name), overload), args, {"dtype": out.dtype, "device": out.device})
-    if out.shape != made.shape and type(out) is DeferredTensor:
-        resize(out, tuple(made.shape))
+    result = Hooks.dispatch(getattr(getattr(aten, name), overload), args, {"dtype": out.dtype, "device": out.device})
+    if out.shape != result.shape and type(out) is DeferredTensor:
+        resize(out, tuple(result.shape))
     if any(n > 1 and not s for n, s in zip(out.shape, out.stride(), strict=True)):
         raise CaptureError(
             f"{here()}: {op} writes to an expanded tensor of shape {list(out.shape)}, whose elements share memory. "
             "Write to a clone of it."
         )
-    Hooks.dispatch(aten.copy_.default, (out, made), {})
+    Hooks.dispatch(aten.copy_.default, (out, result), {})
     return out
 
 

@@ -237,8 +237,8 @@ def values_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs)
     value = Hooks.value_of(x)
     with DisableTorchDispatch():
-        found = original(value, *args[1:], **kwargs)
-    return Hooks.constant_tensor(found)
+        result = original(value, *args[1:], **kwargs)
+    return Hooks.constant_tensor(result)
 
 
 @replaces("torch.compile")

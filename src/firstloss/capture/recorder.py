@@ -169,11 +169,11 @@ def _record(call: OpCall) -> Any:
                 resize(target, size)
     writes = tuple(ref_of(t) for t in targets)
     overwrites = traits.fill and len(writes) == 1 and writes[0].covers and _deduplicated(call, targets[0])
-    known: dict[Any, Ref] = {}  # the Refs that are written through, by Ref and by the tensor's id
+    written_refs: dict[Any, Ref] = {}  # the Refs that are written through, by Ref and by the tensor's id
     for target, ref in zip(targets, writes, strict=True):
-        known[id(target)] = known[ref] = ref
-    node_args = _with_refs(call.args, known)
-    node_kwargs = {k: _with_ref(v, known) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
+        written_refs[id(target)] = written_refs[ref] = ref
+    node_args = _with_refs(call.args, written_refs)
+    node_kwargs = {k: _with_ref(v, written_refs) for k, v in call.kwargs.items()} if call.kwargs else call.kwargs
     node = Node(new_index(), call.op, node_args, node_kwargs, writes, overwrites, None, here())
 
     if traits.random is not None and draws_at_all(call):
@@ -189,22 +189,22 @@ def _record(call: OpCall) -> Any:
     storages = [storage_of(target) for target in targets]
     for storage, ref in zip(storages, writes, strict=True):
         outputs.append(_write(storage, ref, node))
-    made: list[DeferredTensor | int | None] = []
+    results: list[DeferredTensor | int | None] = []
     if geometry is not None and None in traits.returns:
         device = call.device()
-        for one in geometry[len(traits.returns) - traits.returns.count(None) :]:
-            if one is None or type(one) is int:
-                made.append(one)
+        for result_geometry in geometry[len(traits.returns) - traits.returns.count(None) :]:
+            if result_geometry is None or type(result_geometry) is int:
+                results.append(result_geometry)
                 continue
-            size, stride, offset, dtype = one
+            size, stride, offset, dtype = result_geometry
             if offset or trace is not None and dense_count(size, stride) is None:
                 stride, offset = contiguous_stride(size), 0  # the kernel returns views of one buffer
             value = Value(size, stride, dtype, device, node)
             storage = DeferredStorage(value)
             storage.trace = trace
             if trace is not None:
-                trace.made.append(weakref.ref(storage))
-            made.append(DeferredTensor.wrap(storage, size, stride, offset, dtype))
+                trace.result_storages.append(weakref.ref(storage))
+            results.append(DeferredTensor.wrap(storage, size, stride, offset, dtype))
             outputs.append(value)
     node.outputs = tuple(outputs)
     if trace is not None and outputs:
@@ -212,7 +212,7 @@ def _record(call: OpCall) -> Any:
     for storage in storages:
         if storage.mirrors is not None or storage.mirrored_by:
             conjugate_views.written(storage)
-    return _results(call, made)
+    return _results(call, results)
 
 
 def _refuse_beyond(storage: DeferredStorage, geometry: Any) -> None:
@@ -312,17 +312,17 @@ def _with_dtype(call: OpCall, default: torch.dtype) -> OpCall:
     return OpCall(call.op, call.traits, tuple(cast(a) for a in call.args), call.kwargs)
 
 
-def _results(call: OpCall, made: list[DeferredTensor | int | None]) -> Any:
+def _results(call: OpCall, new: list[DeferredTensor | int | None]) -> Any:
     returns = call.traits.returns
     if not returns:
         return None
     if len(returns) == 1:
         only = returns[0]
         if only is None:
-            return made[0] if call.traits.returns_one else made
+            return new[0] if call.traits.returns_one else new
         return call.argument(only)
-    fresh = iter(made)
-    return tuple(next(fresh, None) if where is None else call.argument(where) for where in returns)
+    fresh = iter(new)
+    return tuple(next(fresh, None) if position is None else call.argument(position) for position in returns)
 
 
 def _with_refs(args, writes: dict[Any, Ref]) -> tuple:

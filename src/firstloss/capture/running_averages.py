@@ -52,9 +52,9 @@ def update_parameters(original: Any, self: AveragedModel, model: Any) -> None:
     if session.trace is None:
         original(self, model)
         return
-    ours = chain(self.module.parameters(), self.module.buffers()) if self.use_buffers else self.parameters()
-    theirs = chain(model.parameters(), model.buffers()) if self.use_buffers else model.parameters()
-    pairs = [(a.detach(), p.detach().to(a.device)) for a, p in zip(ours, theirs, strict=False)]
+    averages = chain(self.module.parameters(), self.module.buffers()) if self.use_buffers else self.parameters()
+    weights = chain(model.parameters(), model.buffers()) if self.use_buffers else model.parameters()
+    pairs = [(a.detach(), p.detach().to(a.device)) for a, p in zip(averages, weights, strict=False)]
     count = self.n_averaged
     first = count == 0
     before = [a.clone() for a, _ in pairs]
@@ -71,6 +71,6 @@ def update_parameters(original: Any, self: AveragedModel, model: Any) -> None:
     for a, p in pairs:
         a.copy_(torch.where(first, p, a))
     if not self.use_buffers:
-        for buffer, their in zip(self.module.buffers(), model.buffers(), strict=True):
-            buffer.detach().copy_(their.detach().to(buffer.device))
+        for buffer, source in zip(self.module.buffers(), model.buffers(), strict=True):
+            buffer.detach().copy_(source.detach().to(buffer.device))
     self.n_averaged += 1

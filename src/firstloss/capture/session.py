@@ -48,7 +48,7 @@ class Tracing:
     cbfloat16 = False  # float16 in the step is cbfloat16
     is_open = False  # active, in some thread
     latest: Value | None = None  # the last result of a recorded operation
-    made: list[weakref.ref[Storage]]  # the storages of the results of recorded operations
+    result_storages: list[weakref.ref[Storage]]  # the storages of the results of recorded operations
 
     mirrors: list[torch.Tensor]  # keeps the mirrors of real tensors' memory alive
     aliased_storages: weakref.WeakSet[Storage]  # on a backend, whose memory a real tensor of the step shares

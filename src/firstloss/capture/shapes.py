@@ -57,12 +57,12 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
         return None  # the forward operation has been checked
     if any(t.layout != torch.strided or t.is_quantized for t in tensors):
         return None
-    named = ((name, _dtype_of(arg)) for name, arg in call.kwargs.items())
-    key = (call.op, torch.get_default_dtype(), *map(_dtype_of, call.args), *named)
+    keyword_dtypes = ((name, _dtype_of(arg)) for name, arg in call.kwargs.items())
+    key = (call.op, torch.get_default_dtype(), *map(_dtype_of, call.args), *keyword_dtypes)
     empty = not all(t.numel() for t in tensors)  # kernels check less for empty tensors
-    found = _dtypes_cache.get(key) if not empty else None
-    if found is not None:
-        return found
+    dtypes_of_results = _dtypes_cache.get(key) if not empty else None
+    if dtypes_of_results is not None:
+        return dtypes_of_results
     sizes = {size for t in tensors for size in t.shape if size > _MIN_SIZE}
     small_sizes = {size: _MIN_SIZE + n for n, size in enumerate(sorted(sizes))}
     whole = sum(t.numel() for t in tensors) <= _MAX_FULL_SIZE
@@ -83,10 +83,10 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
                 raise
         else:
             results = result if isinstance(result, (list, tuple)) else [result]
-            found = [r.dtype if isinstance(r, Tensor) else None for r in results]
+            dtypes_of_results = [r.dtype if isinstance(r, Tensor) else None for r in results]
             if not empty:
-                _dtypes_cache[key] = found
-            return found
+                _dtypes_cache[key] = dtypes_of_results
+            return dtypes_of_results
     return None
 
 
@@ -162,20 +162,20 @@ def _ctc(args: tuple) -> list[Geometry]:
     log_probs, targets = args[:2]
     time, batch, _ = log_probs.shape
     states = 2 * (targets.shape[1] if targets.dim() == 2 else targets.numel()) + 1
-    made = (torch.empty(size, dtype=log_probs.dtype, device="meta") for size in ((batch,), (batch, time, states)))
-    return [geometry_of(x) for x in made]
+    results = (torch.empty(size, dtype=log_probs.dtype, device="meta") for size in ((batch,), (batch, time, states)))
+    return [geometry_of(x) for x in results]
 
 
 def _embedding_bag(args: tuple) -> list[Geometry]:
     """As on a CPU, whose kernel omits the bag of each index if it is not needed for the sum."""
-    given: Any = (*args, *_EMBEDDING_BAG_DEFAULTS[len(args) :])
-    weight, indices, offsets, _, mode, _, _, includes_last, padding = given
+    arguments: Any = (*args, *_EMBEDDING_BAG_DEFAULTS[len(args) :])
+    weight, indices, offsets, _, mode, _, _, includes_last, padding = arguments
     count, width = offsets.shape[0] - int(includes_last), weight.shape[1]
     is_left_out = mode == 0 and padding < 0 and weight.dtype.itemsize <= 4
     sizes = [(0,) if is_left_out else tuple(indices.shape), (count,), (count, width) if mode == 2 else (count,)]
-    made = [torch.empty((count, width), dtype=weight.dtype, device="meta")]
-    made += [torch.empty(size, dtype=indices.dtype, device="meta") for size in sizes]
-    return [geometry_of(x) for x in made]
+    results = [torch.empty((count, width), dtype=weight.dtype, device="meta")]
+    results += [torch.empty(size, dtype=indices.dtype, device="meta") for size in sizes]
+    return [geometry_of(x) for x in results]
 
 
 _EMBEDDING_BAG_DEFAULTS = (None, None, None, False, 0, False, None, False, -1)  # the operation's defaults
@@ -246,7 +246,7 @@ def _infer(call: OpCall) -> Outcome:
         return Outcome([], None)  # they have no meta kernels
     if schema_of(call.op).name.startswith("aten::quantize_per"):  # whose meta kernels return floats
         raise NeedsValues(f"{call.op} returns a quantized tensor")
-    given = result_dtypes(call) if session.trace is not None else None  # else PyTorch's kernels will run
+    result_dtypes_on_cpu = result_dtypes(call) if session.trace is not None else None  # else PyTorch's kernels will run
     name = str(call.op)
     if name in _SHAPES and session.trace is not None:
         with DisableTorchDispatch():
@@ -260,7 +260,7 @@ def _infer(call: OpCall) -> Outcome:
         raise NeedsValues(f"the meta kernel of {call.op} returns wrong strides")
     on_lists = schema_of(call.op).name.startswith("aten::_foreach_")  # foreach_pow's list may follow a number
     geometry = _infer_foreach(call) if on_lists else _run_meta_kernel(call)
-    geometry = _with_dtypes(geometry, given)
+    geometry = _with_dtypes(geometry, result_dtypes_on_cpu)
     default = None
     result = geometry[0][3] if geometry and geometry[0] is not None else None
     if result is not None and (result.is_floating_point or result.is_complex):

@@ -36,7 +36,7 @@ from ..rng.stream import Position
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import data_dependent, direct_memory_access, recorder, session
 from . import running_averages as _running_averages  # noqa: F401 - likewise
-from .constant_folding import known as known_value
+from .constant_folding import known_value
 from .data_assignment import DataAssignments, LayoutChanges
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
@@ -90,7 +90,7 @@ class StepTrace(recorder._Tracing):
 
     def __init__(self) -> None:
         self.inputs: dict[Value, DeferredStorage | torch.Tensor] = {}
-        self.made: list[weakref.ref[DeferredStorage]] = []
+        self.result_storages: list[weakref.ref[DeferredStorage]] = []
         self.mirrors: list[torch.Tensor] = []
         self._before: list[tuple[DeferredStorage, Value, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, DeferredStorage]] = {}  # by storage_key
@@ -131,18 +131,18 @@ class StepTrace(recorder._Tracing):
     def adopt_real(self, tensor: torch.Tensor) -> DeferredStorage:
         """Make a real tensor from outside an input, which is read at each step; views of one storage share an input."""
         key = storage_key(tensor)
-        known = self._real.get(key)
-        if known is None:
+        entry = self._real.get(key)
+        if entry is None:
             base = whole_storage(tensor)
             value = Value(tuple(base.shape), base.stride(), base.dtype, base.device, label=f"in{len(self.inputs)}")
             storage = DeferredStorage(value)
             storage.trace = self
             self.inputs[value] = base
-            known = self._real[key] = (base, storage)
+            entry = self._real[key] = (base, storage)
         self.record_external(tensor)
-        if _nbytes(tensor) > _nbytes(known[0]):
-            self._refuse_overlap(tensor, known[0])
-        return known[1]
+        if _nbytes(tensor) > _nbytes(entry[0]):
+            self._refuse_overlap(tensor, entry[0])
+        return entry[1]
 
     def record_external(self, tensor: torch.Tensor) -> None:
         """Note that the step uses a real tensor from outside, whose identity is guarded."""
@@ -163,17 +163,17 @@ class StepTrace(recorder._Tracing):
 
     def unwritten(self, tensor: torch.Tensor) -> bool:
         """Whether the step has not written to a real tensor from outside."""
-        known = self._real.get(storage_key(tensor))
-        return known is None or known[1].value is known[1].first
+        entry = self._real.get(storage_key(tensor))
+        return entry is None or entry[1].value is entry[1].first
 
     def outside_of(self, storage: DeferredStorage) -> torch.Tensor | None:
         """The real tensor from outside, its whole storage, that is represented by `storage`."""
-        return next((base for base, known in self._real.values() if known is storage), None)
+        return next((base for base, known_storage in self._real.values() if known_storage is storage), None)
 
     def views_of(self, tensor: torch.Tensor) -> int:
         """The number of real tensors from outside that share the storage of `tensor`."""
-        known = self.outside.get(id(tensor))
-        return 0 if known is None else sum(key == known[2] for _, _, key in self.outside.values())
+        entry = self.outside.get(id(tensor))
+        return 0 if entry is None else sum(key == entry[2] for _, _, key in self.outside.values())
 
     def is_external(self, storage: DeferredStorage) -> bool:
         """Whether `storage` existed before the step, or represents a real tensor that did."""
@@ -211,9 +211,9 @@ class StepTrace(recorder._Tracing):
         Returns:
             The tensor; a traced one if the step has written to it.
         """
-        known = self._real.get(storage_key(tensor))
-        if known is not None and known[1].value is not known[1].first:
-            return DeferredTensor.wrap(known[1], *geometry_of(tensor))
+        entry = self._real.get(storage_key(tensor))
+        if entry is not None and entry[1].value is not entry[1].first:
+            return DeferredTensor.wrap(entry[1], *geometry_of(tensor))
         with DisableTorchDispatch():
             self.read.setdefault(id(tensor), ValueRead(tensor))
         return tensor
@@ -271,8 +271,8 @@ class StepTrace(recorder._Tracing):
     def set_generator_state(self, state: torch.Tensor | None, leave: Callable[[], Any]) -> None:
         """Restore a generator state or (None) seed it, in the trace; `leave` does so after each call of the step."""
         with DisableTorchDispatch():
-            named = None if state is None else recorder.generators.named(state)
-        self._position = named[1] if named is not None and named[0] is self.stream else None
+            position = None if state is None else recorder.generators.named(state)
+        self._position = position[1] if position is not None and position[0] is self.stream else None
         self.set_final_generator_state = leave if self._position is None else None
 
     # -- around the step --

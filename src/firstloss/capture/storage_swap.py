@@ -64,12 +64,12 @@ def share_memory(tensor: Tensor, real: Tensor, is_computed: bool = False) -> Non
         become(tensor, like(tensor, real.detach(), is_computed or not is_leaf(tensor), str(here())))
 
 
-def like(tensor: Tensor, real: Tensor, is_computed: bool, where: str) -> Tensor:
+def like(tensor: Tensor, real: Tensor, is_computed: bool, line: str) -> Tensor:
     """A real tensor that shares the memory of `real`, and is a parameter if `tensor` is one.
 
-    If it `is_computed`, its history was lost at the line `where`, and a gradient that reaches it is an error.
+    If it `is_computed`, its history was lost at the line `line`, and a gradient that reaches it is an error.
     """
-    detached = without_history(real.detach(), where) if is_computed else None
+    detached = without_history(real.detach(), line) if is_computed else None
     if not is_parameter(tensor):
         return real if detached is None else detached
     real = torch.nn.Parameter(real, tensor.requires_grad and not is_computed)

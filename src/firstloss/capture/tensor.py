@@ -88,11 +88,11 @@ class DeferredStorage:
 
     def alive(self) -> list[DeferredTensor]:
         """The tensors that share this storage and still exist, each once."""
-        found = {
+        tensors = {
             id(t): (t, ref) for ref in self.tensors if (t := ref()) is not None and _deferred_storage_of(t) is self
         }
-        self.tensors[:] = [ref for _, ref in found.values()]
-        return [tensor for tensor, _ in found.values()]
+        self.tensors[:] = [ref for _, ref in tensors.values()]
+        return [tensor for tensor, _ in tensors.values()]
 
     def add(self, tensor: Tensor) -> None:
         """Register `tensor` as a view of this storage."""

@@ -105,9 +105,9 @@ def _counted(tensor: DeferredTensor, mean: float, std: float, a: float, b: float
     if max(-low, high) == 1.0 and min(-low, high) == 1.0:
         return tensor.normal_(mean, std, generator=generator)
     single = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
-    made = torch.empty(tensor.shape, dtype=single, device=tensor.device)
-    made.uniform_(low, high, generator=generator).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
-    return tensor.copy_(made)
+    values = torch.empty(tensor.shape, dtype=single, device=tensor.device)
+    values.uniform_(low, high, generator=generator).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+    return tensor.copy_(values)
 
 
 def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, generator: Any) -> torch.Tensor:
@@ -117,8 +117,8 @@ def _now(tensor: DeferredTensor, mean: float, std: float, a: float, b: float, ge
         warnings.simplefilter("ignore")
         real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         original(_NAME)(real, mean, std, a, b, generator=generator)
-        known = constant_tensor(real, copy=False)
-    tensor.copy_(known)
+        values = constant_tensor(real, copy=False)
+    tensor.copy_(values)
     return tensor
 
 

@@ -70,7 +70,7 @@ def materialize_values(
     values: Iterable[Value],
     allocate: Callable[[Value], torch.Tensor] = allocate_huge,
     num_threads: int | None = None,
-    done: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
     niceness: Sequence[int] = (),
 ) -> dict[Value, torch.Tensor]:
     """Materialize Values; returns a new buffer for each, with its layout.
@@ -78,31 +78,31 @@ def materialize_values(
     Args:
         allocate: allocates the buffer of a Value; called from several threads.
         num_threads: defaults to all cores of this process.
-        done: called from several threads with the number of bytes of each finished piece.
+        on_progress: called from several threads with the number of bytes of each finished piece.
         niceness: of the first threads, so that they yield to work that the first loss waits for.
     """
-    wanted = list(dict.fromkeys(values))
+    requested = list(dict.fromkeys(values))
     planner = RangePlanner()
-    ranged = by_range(wanted, planner)
-    nodes = slice_for((value for value in wanted if value not in ranged), stop=ranged)
-    hoisted = _hoisted(nodes, {value for value in wanted if value not in ranged}, planner)
+    ranged = by_range(requested, planner)
+    nodes = slice_for((value for value in requested if value not in ranged), stop=ranged)
+    hoisted = _hoisted(nodes, {value for value in requested if value not in ranged}, planner)
     outputs = {value: _Output(value, allocate) for value in (*ranged, *hoisted)}
     size = sum(value.numel for value in outputs) // (_TASKS_PER_THREAD * (num_threads or cores()))
     size = min(max(size // _MIN_TASK_SIZE, 1) * _MIN_TASK_SIZE, _TASK_SIZE)
-    tasks = [task for output in outputs.values() for task in _whole_value_tasks(output, planner, size, done)]
+    tasks = [task for output in outputs.values() for task in _whole_value_tasks(output, planner, size, on_progress)]
     covered = {node for chain in hoisted.values() for node in chain}
     rest = [node for node in nodes if node not in covered]
     with torch.no_grad(), DisableTorchDispatch():
         execute(tasks, WholeValueCache(make_whole), planner, num_threads, niceness)
-        made = {value: output.buffer() for value, output in outputs.items()}
-        missing = [value for value in wanted if value not in made]
+        buffers = {value: output.buffer() for value, output in outputs.items()}
+        missing = [value for value in requested if value not in buffers]
         if missing:
-            edited = set(wanted) & {ref.value for node in rest for ref in node.writes}
+            edited = set(requested) & {ref.value for node in rest for ref in node.writes}
             replay = Replay(allocate)
-            replay.buffers.update((v, buffer.clone() if v in edited else buffer) for v, buffer in made.items())
+            replay.buffers.update((v, buffer.clone() if v in edited else buffer) for v, buffer in buffers.items())
             _replay(replay, rest, num_threads, niceness)
-            made.update((value, replay.buffer(value)) for value in missing)
-        return {value: made[value] for value in wanted}
+            buffers.update((value, replay.buffer(value)) for value in missing)
+        return {value: buffers[value] for value in requested}
 
 
 def make_whole(value: Value) -> torch.Tensor:
@@ -117,11 +117,11 @@ class WantedPart(NamedTuple):
     into: list[torch.Tensor]
 
 
-def materialize_parts(wanted: Iterable[tuple[Ref, list[WantedPart]]], niceness: Sequence[int] = ()) -> None:
+def materialize_parts(parts_by_ref: Iterable[tuple[Ref, list[WantedPart]]], niceness: Sequence[int] = ()) -> None:
     """Materialize parts of Refs; parts that are adjacent in the stream are drawn together."""
     planner = RangePlanner()
     with torch.no_grad(), DisableTorchDispatch():
-        tasks = [task for ref, parts in wanted for task in _part_tasks(ref, parts, planner)]
+        tasks = [task for ref, parts in parts_by_ref for task in _part_tasks(ref, parts, planner)]
         execute(tasks, WholeValueCache(make_whole), planner, None, niceness)
 
 
@@ -196,7 +196,7 @@ class _Output:
 
 
 def _whole_value_tasks(
-    output: _Output, planner: RangePlanner, size: int, done: Callable[[int], None] | None
+    output: _Output, planner: RangePlanner, size: int, on_progress: Callable[[int], None] | None
 ) -> Iterator[Task]:
     value = output.value
     _resolve(value, planner)
@@ -207,8 +207,8 @@ def _whole_value_tasks(
             reader.make(value, output.buffer())
         else:
             reader.window(value, begin, end, flat(output.buffer(), value)[begin:end])
-        if done is not None:
-            done((end - begin) * value.dtype.itemsize)
+        if on_progress is not None:
+            on_progress((end - begin) * value.dtype.itemsize)
 
     step = size if value.numel > size and planner.can_run(value, True) else max(value.numel, 1)
     for begin in range(0, value.numel, step):
@@ -226,39 +226,39 @@ def _resolve(value: Value, planner: RangePlanner, depth: int = 8) -> None:
                 _resolve(ref.value, planner, depth - 1)
 
 
-def by_range(wanted: Sequence[Value], planner: RangePlanner) -> set[Value]:
+def by_range(requested: Sequence[Value], planner: RangePlanner) -> set[Value]:
     """The Values to make by ranges: those that share no work with others, or need only a part of another Value.
 
     Shards are no special case: `fully_shard`, `distribute_tensor` or a user's `weight[:4].clone()` copy a view of the
     whole weight, which is recorded like any operation. Only the elements that such a copy reads are made.
     """
-    found = set()
+    ranged = set()
     sources: dict[Value, list[Ref | None]] = {}
-    for value in wanted:
+    for value in requested:
         if not value.known and planner.can_run(value, False):
             reads = list(_sources(value, planner))
             if reads:
                 sources[value] = reads
             elif planner.can_run(value, True):
-                found.add(value)
+                ranged.add(value)
     if not sources:
-        return found
-    users: dict[Value, int] = dict.fromkeys(wanted, 1)
-    for node in slice_for(wanted):
+        return ranged
+    users: dict[Value, int] = dict.fromkeys(requested, 1)
+    for node in slice_for(requested):
         for value in {*node.reads(), *(ref.value for ref in node.writes if not node.overwrites)}:
             users[value] = users.get(value, 0) + 1
     parts = {value: [ref for ref in reads if ref is not None and _is_part(ref)] for value, reads in sources.items()}
-    taken: dict[Value, int] = {}
+    elements_read: dict[Value, int] = {}
     for ref in (ref for refs in parts.values() for ref in refs):
-        taken[ref.value] = taken.get(ref.value, 0) + math.prod(ref.size)
-    rest = slice_for(value for value in wanted if not parts.get(value))
+        elements_read[ref.value] = elements_read.get(ref.value, 0) + math.prod(ref.size)
+    rest = slice_for(value for value in requested if not parts.get(value))
     made_anyway = {value for node in rest for value in node.outputs}
     for value, reads in sources.items():
         alone = all(ref is not None and (_is_part(ref) or users.get(ref.value, 1) == 1) for ref in reads)
-        leaves_out = any(r.value not in made_anyway and taken[r.value] < r.value.numel for r in parts[value])
+        leaves_out = any(r.value not in made_anyway and elements_read[r.value] < r.value.numel for r in parts[value])
         if alone and (leaves_out or not parts[value] and planner.can_run(value, True)):
-            found.add(value)
-    return found
+            ranged.add(value)
+    return ranged
 
 
 def _is_part(ref: Ref) -> bool:
@@ -275,7 +275,7 @@ def _sources(value: Value, planner: RangePlanner, depth: int = 8) -> Iterator[Re
         for edit in step.edits:
             yield Ref.of(edit.target.value)
         if step.node.writes and not step.node.overwrites:
-            yield Ref.of(step.does.target.value)
+            yield Ref.of(step.kind.target.value)
         for ref in _reads(step):
             yield ref
             if not _is_part(ref) and planner.can_run(ref.value, False):
@@ -284,15 +284,15 @@ def _sources(value: Value, planner: RangePlanner, depth: int = 8) -> Iterator[Re
 
 def _reads(step: RangeStep) -> list[Ref]:
     """The reads, by a step, of Values that have to be made."""
-    does = step.does
-    if isinstance(does, Fill):
+    kind = step.kind
+    if isinstance(kind, Fill):
         return []
-    operands = does.sources if isinstance(does, Copy) else does.args[1 if does.in_place else 0 :]
+    operands = kind.sources if isinstance(kind, Copy) else kind.args[1 if kind.in_place else 0 :]
     refs = (a for a in operands if type(a) is Ref)
     return [ref for ref in refs if not ref.value.known and not is_unwritten(ref.value.node)]
 
 
-def _hoisted(nodes: list[Node], wanted: set[Value], planner: RangePlanner) -> dict[Value, list[Node]]:
+def _hoisted(nodes: list[Node], requested: set[Value], planner: RangePlanner) -> dict[Value, list[Node]]:
     """The fills among `nodes`, each with the following edits that are its only users, by the resulting Value."""
     users: dict[Value, list[Node]] = {}
     for node in nodes:
@@ -307,10 +307,10 @@ def _hoisted(nodes: list[Node], wanted: set[Value], planner: RangePlanner) -> di
         if plan.base is not None or len(plan.steps) != 1:
             continue
         chain = [node]
-        while value not in wanted and len(users.get(value, ())) == 1:
+        while value not in requested and len(users.get(value, ())) == 1:
             (user,) = users[value]
-            does = kind_of(user)
-            if not isinstance(does, Pointwise) or not does.in_place:
+            kind = kind_of(user)
+            if not isinstance(kind, Pointwise) or not kind.in_place:
                 break
             plan = planner.plan(user.outputs[0], False)
             if plan.base is not None or len(plan.steps) != 1 or len(plan.steps[0].edits) != len(chain):
@@ -326,9 +326,9 @@ def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness
 
     def run_component(component: list[Node]) -> None:
         with DisableTorchDispatch():
-            own = Replay(shared.allocate)
-            own.buffers = shared.buffers  # groups share no Value, and a dict may be written from several threads
-            own.run(component)
+            replay = Replay(shared.allocate)
+            replay.buffers = shared.buffers  # groups share no Value, and a dict may be written from several threads
+            replay.run(component)
 
     components = _components(nodes)
     if not components:
@@ -402,33 +402,33 @@ def _part_tasks(ref: Ref, parts: list[WantedPart], planner: RangePlanner) -> Ite
 
 def _make_contiguous(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
     """Elements [begin, end) of a part that is contiguous in the whole, where it begins at element `first`."""
-    own = part.into[0].view(-1)[begin:end]
-    reader.window(value, first + begin, first + end, own)
+    target = part.into[0].view(-1)[begin:end]
+    reader.window(value, first + begin, first + end, target)
     for other in part.into[1:]:
-        other.view(-1)[begin:end].copy_(own)
+        other.view(-1)[begin:end].copy_(target)
 
 
 def _make_columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
     """Rows [top, bottom) of the whole, split by columns into the parts of the group."""
     group = sorted(group, key=lambda part: part.box.begin)
     cut = cut_dimension(ref.size, [part.box for part in group])
-    own = [[into[top - part.box.begin[0] : bottom - part.box.begin[0]] for into in part.into] for part in group]
-    if cut is None or not reader.fill_columns(ref, cut, (top, bottom), [into[0] for into in own]):
-        _copy_columns(reader, ref, top, bottom, group, own)
-    for first, *others in own:
+    targets = [[into[top - part.box.begin[0] : bottom - part.box.begin[0]] for into in part.into] for part in group]
+    if cut is None or not reader.fill_columns(ref, cut, (top, bottom), [into[0] for into in targets]):
+        _copy_columns(reader, ref, top, bottom, group, targets)
+    for first, *others in targets:
         for other in others:
             other.copy_(first)
 
 
 def _copy_columns(
-    reader: Reader, ref: Ref, top: int, bottom: int, group: list[WantedPart], own: list[list[torch.Tensor]]
+    reader: Reader, ref: Ref, top: int, bottom: int, group: list[WantedPart], targets: list[list[torch.Tensor]]
 ) -> None:
     """Make the rows in blocks, and copy the columns from them."""
     row = math.prod(ref.size[1:])
     step = min(max(_ROW_BLOCK_BYTES // (row * ref.dtype.itemsize), 1), bottom - top)
     memory = torch.empty(step * row, dtype=ref.dtype)
     columns = [_narrowed(memory.view(-1, *ref.size[1:]), part.box, 1) for part in group]
-    blocks = [into[0].split(step) for into in own]
+    blocks = [into[0].split(step) for into in targets]
     for first, *rows in zip(range(top, bottom, step), *blocks, strict=True):
         count = len(rows[0])
         reader.window(ref.value, ref.offset + first * row, ref.offset + (first + count) * row, memory[: count * row])

@@ -26,7 +26,7 @@ class RangeStep(NamedTuple):
         partial: whether it can be run on a range of the storage.
     """
 
-    does: Fill | Copy | Pointwise
+    kind: Fill | Copy | Pointwise
     node: Node
     edits: tuple[Pointwise, ...]
     partial: bool
@@ -60,11 +60,11 @@ class RangePlanner:
 
     def can_run(self, value: Value, partial: bool) -> bool:
         """Whether there is a plan for a part of `value`, or for all of it; otherwise it is made node by node."""
-        found = self._runnable.get((value, partial))
-        if found is None:
-            found = is_dense(value) and _can_run(self.plan(value, partial), value)
-            self._runnable[value, partial] = found
-        return found
+        runnable = self._runnable.get((value, partial))
+        if runnable is None:
+            runnable = is_dense(value) and _can_run(self.plan(value, partial), value)
+            self._runnable[value, partial] = runnable
+        return runnable
 
     def first_draw(self, value: Value) -> int:
         """The index of the first node of the recipe that draws: a proxy for its order in the stream."""
@@ -75,7 +75,7 @@ class RangePlanner:
             draw = next((step.node for step in steps if step.node.draw is not None), None)
             if draw is not None:
                 return draw.index
-            copied = [step.does.sources[0] for step in steps if isinstance(step.does, Copy)]
+            copied = [step.kind.sources[0] for step in steps if isinstance(step.kind, Copy)]
             if not copied:
                 break
             value = copied[0].value
@@ -100,26 +100,26 @@ def _can_run(plan: RangePlan, value: Value) -> bool:
 def _find(value: Value, partial: bool, depth: int) -> RangePlan:
     steps: list[RangeStep] = []
     overwritten: list[tuple[int, int]] = []  # ranges, such as those of the second fill of a padded shard
-    at = value
+    current = value
     base: Value | None = None
     while True:
-        node = at.node
-        if at.known or node is None or is_unwritten(node):
-            base = at
+        node = current.node
+        if current.known or node is None or is_unwritten(node):
+            base = current
             break
         if _is_within(node, overwritten):
-            at = node.writes[0].value
+            current = node.writes[0].value
             continue
-        step = _step(at, node, depth)
+        step = _step(current, node, depth)
         if step is None or (partial and not step.partial) or len(steps) == _MAX_STEPS:
-            base = at
+            base = current
             break
         steps.append(step)
         if not step.node.writes or step.node.overwrites:
             break
-        if not isinstance(step.does, Pointwise) and (span := _span(step.does.target)) is not None:
+        if not isinstance(step.kind, Pointwise) and (span := _span(step.kind.target)) is not None:
             overwritten.append(span)
-        at = step.does.target.value
+        current = step.kind.target.value
     return RangePlan(base, _fused(steps[::-1]))
 
 
@@ -127,17 +127,17 @@ def _fused(steps: list[RangeStep]) -> tuple[RangeStep, ...]:
     """Merge in-place operations with scalars into the fill before them, if they cover the same elements."""
     out: list[RangeStep] = []
     for step in steps:
-        if out and _is_edit(step.does, out[-1]):
-            out[-1] = out[-1]._replace(edits=(*out[-1].edits, step.does))  # type: ignore[arg-type]
+        if out and _is_edit(step.kind, out[-1]):
+            out[-1] = out[-1]._replace(edits=(*out[-1].edits, step.kind))  # type: ignore[arg-type]
         else:
             out.append(step)
     return tuple(out)
 
 
 def _is_edit(edit: Fill | Copy | Pointwise, filled: RangeStep) -> bool:
-    if not isinstance(edit, Pointwise) or not isinstance(filled.does, Fill) or not edit.in_place:
+    if not isinstance(edit, Pointwise) or not isinstance(filled.kind, Fill) or not edit.in_place:
         return False
-    draw, target = filled.node.draw, filled.does.target
+    draw, target = filled.node.draw, filled.kind.target
     if draw is not None and draw.rejection is not None:  # the first round is not the result
         return False
     same = edit.target[1:] == target[1:] and is_contiguous(target.size, target.stride)
@@ -146,29 +146,29 @@ def _is_edit(edit: Fill | Copy | Pointwise, filled: RangeStep) -> bool:
 
 def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
     """The operation that made `value`, if it can be run on a range of the storage."""
-    does = kind_of(node)
-    if not isinstance(does, (Fill, Copy, Pointwise)) or not is_dense(value) or value.device.type != "cpu":
+    kind = kind_of(node)
+    if not isinstance(kind, (Fill, Copy, Pointwise)) or not is_dense(value) or value.device.type != "cpu":
         return None
-    target = does.target
+    target = kind.target
     if target.dtype != value.dtype:
         return None
     partial = is_contiguous(target.size, target.stride)
-    if isinstance(does, Fill):
-        if does.name in ("uniform", "normal"):
-            if node.draw is None or words_drawn.granule(does.name, dtype_name(value.dtype)) is None:
+    if isinstance(kind, Fill):
+        if kind.name in ("uniform", "normal"):
+            if node.draw is None or words_drawn.granule(kind.name, dtype_name(value.dtype)) is None:
                 return None
             partial = partial and math.prod(target.size) >= words_drawn.MIN_PIECE
-        elif does.name != "constant":
+        elif kind.name != "constant":
             return None
-        return RangeStep(does, node, (), partial)
-    if isinstance(does, Copy) and does.dim is not None:
-        same_dtype = all(ref.dtype == value.dtype for ref in does.sources)
-        return RangeStep(does, node, (), False) if same_dtype else None
-    if isinstance(does, Copy):
-        operands: tuple = does.sources
+        return RangeStep(kind, node, (), partial)
+    if isinstance(kind, Copy) and kind.dim is not None:
+        same_dtype = all(ref.dtype == value.dtype for ref in kind.sources)
+        return RangeStep(kind, node, (), False) if same_dtype else None
+    if isinstance(kind, Copy):
+        operands: tuple = kind.sources
     else:
-        operands = does.args[1:] if does.in_place else does.args
-        if not does.exact or any(type(a) is Ref for a in does.kwargs.values()):
+        operands = kind.args[1:] if kind.in_place else kind.args
+        if not kind.exact or any(type(a) is Ref for a in kind.kwargs.values()):
             return None
     if depth == 0 or any(type(a) in (list, tuple) for a in operands):
         return None
@@ -179,7 +179,7 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
             return None
         # Not partial if it reads the storage that it writes, or a source that is expensive to start in.
         partial = partial and _is_flat(ref) and _is_shallow(ref.value, depth - 1)
-    return RangeStep(does, node, (), partial)
+    return RangeStep(kind, node, (), partial)
 
 
 def _is_flat(ref: Ref) -> bool:

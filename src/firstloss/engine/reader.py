@@ -62,8 +62,10 @@ def _number(name: str) -> Callable[[Pointwise], dict[str, float] | None]:
 
 
 def _bounds(edit: Pointwise) -> dict[str, float] | None:
-    given = dict(zip(("min", "max"), edit.args[1:], strict=False)) | edit.kwargs
-    numbers = {field: given[name] for field, name in (("low", "min"), ("high", "max")) if given.get(name) is not None}
+    arguments = dict(zip(("min", "max"), edit.args[1:], strict=False)) | edit.kwargs
+    numbers = {
+        field: arguments[name] for field, name in (("low", "min"), ("high", "max")) if arguments.get(name) is not None
+    }
     return numbers if all(math.isfinite(number) for number in numbers.values()) else None
 
 
@@ -189,9 +191,9 @@ class Reader:
         """
         plan = self.planner.plan(ref.value, True)
         step = plan.steps[0] if len(plan.steps) == 1 else None
-        if step is None or not isinstance(step.does, Fill) or step.edits or step.node.draw is None:
+        if step is None or not isinstance(step.kind, Fill) or step.edits or step.node.draw is None:
             return False
-        fill, draw = step.does, step.node.draw
+        fill, draw = step.kind, step.node.draw
         if draw.rejection is not None:
             return False
         row, count = math.prod(ref.size[1:]), math.prod(fill.target.size)
@@ -213,8 +215,8 @@ class Reader:
 
     def _run(self, step: RangeStep, begin: int, end: int, out: torch.Tensor) -> None:
         """Run one step on elements [begin, end) of the storage, in `out`."""
-        does = step.does
-        target = does.target
+        kind = step.kind
+        target = kind.target
         count = math.prod(target.size)
         if is_contiguous(target.size, target.stride):
             first, last = max(begin - target.offset, 0), min(end - target.offset, count)  # of the target's elements
@@ -226,12 +228,12 @@ class Reader:
                 return
             first, last = 0, count
             into = out.as_strided(target.size, target.stride, target.offset + out.storage_offset())
-        if isinstance(does, Fill):
-            self._fill(step, does, first, last, count, into)
-        elif isinstance(does, Copy):
-            self._copy(does, first, last, count, into)
+        if isinstance(kind, Fill):
+            self._fill(step, kind, first, last, count, into)
+        elif isinstance(kind, Copy):
+            self._copy(kind, first, last, count, into)
         else:
-            self._edit(does, first, last, count, into)
+            self._edit(kind, first, last, count, into)
 
     def _copy(self, copy: Copy, first: int, last: int, count: int, into: torch.Tensor) -> None:
         if copy.dim is not None:
@@ -264,10 +266,10 @@ class Reader:
     def _operand(self, ref: Ref, first: int, last: int, count: int) -> torch.Tensor:
         """Elements [first, last) of an operand of `count` elements; all of an operand of one element."""
         if math.prod(ref.size) == 1 != count or last - first == count:
-            made = torch.empty(ref.size, dtype=ref.dtype)
-            self.materialize(ref, None, made)
+            operand = torch.empty(ref.size, dtype=ref.dtype)
+            self.materialize(ref, None, operand)
             # Type promotion depends on whether it has zero dimensions.
-            return made.reshape(-1) if made.numel() == 1 != count and made.dim() else made
+            return operand.reshape(-1) if operand.numel() == 1 != count and operand.dim() else operand
         part = torch.empty(last - first, dtype=ref.dtype)
         self.window(ref.value, ref.offset + first, ref.offset + last, part)
         return part

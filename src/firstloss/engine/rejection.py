@@ -87,14 +87,14 @@ class Rejection:
         """
         part = first_round.view(-1)
         end = begin + part.numel()
-        found = self._found
-        if found is None:
-            found = self._search([piece for piece in _pieces(self._numel) if piece[0] < end and begin < piece[1]])
-        low, high = np.searchsorted(found.indices, (begin, end))
+        corrections = self._found
+        if corrections is None:
+            corrections = self._search([piece for piece in _pieces(self._numel) if piece[0] < end and begin < piece[1]])
+        low, high = np.searchsorted(corrections.indices, (begin, end))
         # With NumPy, as elsewhere here: PyTorch would start its own threads, which spin for some time.
         bits = _BITS[part.dtype.itemsize]
-        values = torch.from_numpy(found.values[low:high]).to(part.dtype).view(bits).numpy()
-        part.view(bits).numpy()[found.indices[low:high] - begin] = values
+        values = torch.from_numpy(corrections.values[low:high]).to(part.dtype).view(bits).numpy()
+        part.view(bits).numpy()[corrections.indices[low:high] - begin] = values
 
     def _find(self) -> Corrections:
         global _cached_bytes
@@ -103,12 +103,12 @@ class Rejection:
         share = math.ceil(len(pieces) / threads)
         parts = [pieces[i : i + share] for i in range(0, len(pieces), share)]
         if len(parts) == 1:
-            found = [self._search(parts[0])]
+            results = [self._search(parts[0])]
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
-                found = list(pool.map(self._search, parts))
-        indices, values = (np.concatenate([getattr(part, name) for part in found]) for name in ("indices", "values"))
-        result = Corrections(max(part.rounds for part in found), indices, values)
+                results = list(pool.map(self._search, parts))
+        indices, values = (np.concatenate([getattr(part, name) for part in results]) for name in ("indices", "values"))
+        result = Corrections(max(part.rounds for part in results), indices, values)
         self._rounds = result.rounds
         size = result.indices.nbytes + result.values.nbytes
         if _cached_bytes + size <= _MAX_CACHED_BYTES:
@@ -167,31 +167,31 @@ class _Round:
 
     def outside(self, number: int) -> np.ndarray:
         """The indices within piece `number` of the candidates that are out of bounds."""
-        own, count = self._rejection, self._go_to(number)
-        if self._sampler.has_selection(count, own._dtype):
-            return self._sampler.normals_outside(count, own._mean, own._std, own.low, own.high)
-        return own._outside(self._drawn(count))
+        rejection, count = self._rejection, self._go_to(number)
+        if self._sampler.has_selection(count, rejection._dtype):
+            return self._sampler.normals_outside(count, rejection._mean, rejection._std, rejection.low, rejection.high)
+        return rejection._outside(self._drawn(count))
 
     def at(self, number: int, indices: np.ndarray) -> np.ndarray:
         """The candidates at `indices` within piece `number`."""
-        own, count = self._rejection, self._go_to(number)
-        if self._sampler.has_selection(count, own._dtype):
-            return self._sampler.normals_at(count, own._mean, own._std, indices)
+        rejection, count = self._rejection, self._go_to(number)
+        if self._sampler.has_selection(count, rejection._dtype):
+            return self._sampler.normals_at(count, rejection._mean, rejection._std, indices)
         return self._drawn(count)[indices]
 
     def _go_to(self, number: int) -> int:
         """Move the sampler to the beginning of piece `number`; returns the number of its elements."""
-        own = self._rejection
+        rejection = self._rejection
         if self._next is None or number - self._next > _JUMP_PIECES:
-            stream, position = own._start[0].absolute(own._start[1])
-            before = words_drawn.words_before("normal", dtype_name(own._dtype), self._pieces[number][0])
+            stream, position = rejection._start[0].absolute(rejection._start[1])
+            before = words_drawn.words_before("normal", dtype_name(rejection._dtype), self._pieces[number][0])
             words = position.words + self._before + before
             self._sampler.seek(stream, Position(words, position.spare))
         else:
             for skipped in range(self._next, number):
                 begin, end = self._pieces[skipped]
-                if self._sampler.has_selection(end - begin, own._dtype):
-                    self._sampler.normals_at(end - begin, own._mean, own._std, np.empty(0, np.int32))
+                if self._sampler.has_selection(end - begin, rejection._dtype):
+                    self._sampler.normals_at(end - begin, rejection._mean, rejection._std, np.empty(0, np.int32))
                 else:
                     self._draw(end - begin)
         self._next = number + 1
@@ -199,11 +199,11 @@ class _Round:
         return end - begin
 
     def _draw(self, count: int) -> torch.Tensor:
-        own = self._rejection
+        rejection = self._rejection
         if self._scratch is None or len(self._scratch) < count:
-            self._scratch = torch.empty(count, dtype=own._dtype)
+            self._scratch = torch.empty(count, dtype=rejection._dtype)
         out = self._scratch[:count]
-        self._sampler.fill("normal", out, own._mean, own._std)
+        self._sampler.fill("normal", out, rejection._mean, rejection._std)
         return out
 
     def _drawn(self, count: int) -> np.ndarray:

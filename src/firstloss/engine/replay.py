@@ -101,13 +101,13 @@ class Replay:
             result = node.op(*args, **kwargs) if node.draw is None else self._draw(node, node.draw, args, kwargs)
         for ref, value in zip(node.writes, node.outputs, strict=False):
             self.buffers[value] = self.buffers[ref.value]
-        made = node.outputs[len(node.writes) :]
-        if made:
-            self._store_results(node, made, new_tensors(result, len(made)))
+        new_outputs = node.outputs[len(node.writes) :]
+        if new_outputs:
+            self._store_results(node, new_outputs, new_tensors(result, len(new_outputs)))
 
-    def _store_results(self, node: Node, made: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
+    def _store_results(self, node: Node, values: Sequence[Value], tensors: Sequence[torch.Tensor | None]) -> None:
         """Store the new tensors that `node` has returned."""
-        for value, tensor in zip(made, tensors, strict=True):
+        for value, tensor in zip(values, tensors, strict=True):
             buffer = _with_predicted_layout(tensor, value, node, self._allocate_result)
             self.buffers[value] = buffer  # type: ignore[assignment] # `buffer` raises the error
 
@@ -117,10 +117,10 @@ class Replay:
         if isinstance(stream, PhiloxStream):
             generator = torch.Generator(node.outputs[0].device)
         else:
-            does = kind_of(node)
-            if isinstance(stream, CounterStream) and isinstance(does, Fill) and has_counter_rule(node.op):
+            kind = kind_of(node)
+            if isinstance(stream, CounterStream) and isinstance(kind, Fill) and has_counter_rule(node.op):
                 target = args[0] if node.writes else node.outputs[0].empty()
-                counter_fill.fill(does.name, target, *does.pair, stream, position)
+                counter_fill.fill(kind.name, target, *kind.pair, stream, position)
                 return target
             generator = self._generator
         generator.set_state(torch.from_numpy(stream.state_at(position)))
@@ -128,8 +128,8 @@ class Replay:
 
     def _fresh_target(self, node: Node) -> torch.Tensor:
         value = node.writes[0].value
-        known = self.buffers.get(value)
-        return known if known is not None else self.allocate(value)
+        buffer = self.buffers.get(value)
+        return buffer if buffer is not None else self.allocate(value)
 
     def _real(self, arg: Any) -> Any:
         if type(arg) is Ref:

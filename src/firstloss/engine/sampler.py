@@ -233,10 +233,10 @@ def _trials_match(trials: Sequence[tuple[str, int, float, float]], dtype: torch.
         torch.empty(77, dtype=torch.int32, device="cpu").random_(generator=generator)
         cursor = native.Cursor(generator.get_state().numpy())
         for kind, count, first, second in trials:
-            ours, theirs = (torch.empty(count, dtype=dtype, device="cpu") for _ in range(2))
-            getattr(cursor, f"{kind}{suffix}")(ours.data_ptr(), count, first, second)
-            getattr(theirs, f"{kind}_")(first, second, generator=generator)
-            if not torch.equal(ours.view(integers), theirs.view(integers)):
+            actual, expected = (torch.empty(count, dtype=dtype, device="cpu") for _ in range(2))
+            getattr(cursor, f"{kind}{suffix}")(actual.data_ptr(), count, first, second)
+            getattr(expected, f"{kind}_")(first, second, generator=generator)
+            if not torch.equal(actual.view(integers), expected.view(integers)):
                 return False
         return cursor.state().tobytes() == generator.get_state().numpy().tobytes()
 
@@ -247,11 +247,11 @@ def _epilogue_matches() -> bool:
     special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-44, -1e-44, 3e38, -2.0, 2.0]
     source = torch.cat([torch.tensor(special, **options), torch.arange(2000.0, **options) / 777 - 1])
     for factor, term, low, high in ((0.3, 0.1, -0.2, 0.25), (1.0, -0.0, -2.0, 0.0), (0.0, 1e-3, float("-inf"), 2.0)):
-        theirs = source.clone().mul_(factor).add_(term).clamp_(low, high)
+        expected = source.clone().mul_(factor).add_(term).clamp_(low, high)
         for offset in (0, 1):  # aligned, and not
-            ours = torch.empty(len(source) + 1, **options)[offset : offset + len(source)]
-            native.mul_add_clamp(ours.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
-            if not torch.equal(ours.view(torch.int32), theirs.view(torch.int32)):
+            actual = torch.empty(len(source) + 1, **options)[offset : offset + len(source)]
+            native.mul_add_clamp(actual.data_ptr(), source.data_ptr(), len(source), factor, term, low, high)
+            if not torch.equal(actual.view(torch.int32), expected.view(torch.int32)):
                 return False
     return True
 

@@ -29,10 +29,10 @@ def cover(first: int, last: int, count: int, unit: int, piece: int) -> list[tupl
     else:
         end = last if unit == 1 else _up(last, MIN_PIECE)
         end = max(end, begin + MIN_PIECE)
-    wanted = {_up(first, MIN_PIECE), _down(last, MIN_PIECE)}
-    wanted.update(range(_up(begin + 1, piece), end, piece))
+    boundaries = {_up(first, MIN_PIECE), _down(last, MIN_PIECE)}
+    boundaries.update(range(_up(begin + 1, piece), end, piece))
     cuts = [begin]
-    for cut in sorted(wanted):
+    for cut in sorted(boundaries):
         if cut - cuts[-1] >= MIN_PIECE and cut <= (tail if end == count else end - MIN_PIECE):
             cuts.append(cut)
     return list(zip(cuts, [*cuts[1:], end], strict=True))

@@ -80,18 +80,18 @@ class _Rewriting:
 
         args, kwargs = tuple(map(rewritten, node.args)), {key: rewritten(arg) for key, arg in node.kwargs.items()}
         writes = tuple(refs[id(ref)] for ref in node.writes)
-        made = Node(next(self._index), node.op, args, kwargs, writes, node.overwrites, node.draw, node.source)
-        made.outputs = tuple(Value(v.shape, v.stride, _wide(v.dtype), v.device, made) for v in node.outputs)
-        for old, new in zip(node.outputs, made.outputs, strict=True):
+        new_node = Node(next(self._index), node.op, args, kwargs, writes, node.overwrites, node.draw, node.source)
+        new_node.outputs = tuple(Value(v.shape, v.stride, _wide(v.dtype), v.device, new_node) for v in node.outputs)
+        for old, new in zip(node.outputs, new_node.outputs, strict=True):
             self._new[old] = self._converted(new, _ROUND, node.source) if old.dtype == torch.float16 else new
 
     def _converted(self, value: Value, op: Any, source: Source, **kwargs: Any) -> Value:
         """The result of `op` on all of `value`, in float32."""
         ref = Ref.of(value)
         node = Node(next(self._index), op, (ref,), kwargs, (), False, None, source)
-        made = Value(value.shape, value.stride, torch.float32, value.device, node)
-        node.outputs = (made,)
-        return made
+        result = Value(value.shape, value.stride, torch.float32, value.device, node)
+        node.outputs = (result,)
+        return result
 
     def _ref(self, ref: Ref) -> Ref:
         if (ref.dtype == torch.float16) != (ref.value.dtype == torch.float16):
@@ -104,11 +104,11 @@ class _Rewriting:
 
     def _value(self, value: Value) -> Value:
         if value not in self._new:  # a constant or uninitialized memory
-            found = value
+            wide = value
             if value.dtype == torch.float16:
-                found = Value(value.shape, value.stride, torch.float32, value.device)
-                found.real = None if value.real is None else value.real.float()
-            self._new[value] = found
+                wide = Value(value.shape, value.stride, torch.float32, value.device)
+                wide.real = None if value.real is None else value.real.float()
+            self._new[value] = wide
         return self._new[value]
 
 

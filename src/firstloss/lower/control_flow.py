@@ -29,8 +29,8 @@ def region(operands, number, rng_key=None, *, lower):
         end -= len(body.lifted)
 
     def run(region: Region, operands: Sequence[Any], key: Any) -> tuple[Any, ...]:
-        found = lower(region.program, dict(zip(region.inputs, operands, strict=True)), key)
-        return tuple(cast(x, to_jax(dtype)) for x, (_, dtype) in zip(found.values(), region.outputs, strict=True))
+        outputs = lower(region.program, dict(zip(region.inputs, operands, strict=True)), key)
+        return tuple(cast(x, to_jax(dtype)) for x, (_, dtype) in zip(outputs.values(), region.outputs, strict=True))
 
     return {"cond": _cond, "while": _while, "scan": _scan}[flow.kind](run, flow, operands[:end], lifted, rng_key)
 
@@ -52,26 +52,26 @@ def _while(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequenc
     condition, body = flow.regions
 
     def is_going_on(state: Any) -> Any:
-        (found,) = run(condition, [*state[1:], *lifted[0]], _round(key, state[0]))
-        return jnp.reshape(found, ()) != 0
+        (going_on,) = run(condition, [*state[1:], *lifted[0]], _round(key, state[0]))
+        return jnp.reshape(going_on, ()) != 0
 
-    def once(state: Any) -> Any:
+    def iteration(state: Any) -> Any:
         return state[0] + 1, *run(body, [*state[1:], *lifted[1]], _round(key, state[0]))
 
-    return lax.while_loop(is_going_on, once, (jnp.int32(0), *shared))[1:]
+    return lax.while_loop(is_going_on, iteration, (jnp.int32(0), *shared))[1:]
 
 
 def _scan(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence[Any]], key: Any) -> tuple[Any, ...]:
     (body,) = flow.regions
     init, xs = shared[: flow.carried], shared[flow.carried :]
 
-    def once(carried: Any, along: Any) -> Any:
+    def iteration(carried: Any, along: Any) -> Any:
         number, *slices = along
         out = run(body, [*carried, *slices, *lifted[0]], _round(key, number))
         return out[: flow.carried], out[flow.carried :]
 
     numbers = jnp.arange(xs[0].shape[0], dtype=jnp.int32)
-    carried, ys = lax.scan(once, tuple(init), (numbers, *xs), reverse=flow.reverse)
+    carried, ys = lax.scan(iteration, tuple(init), (numbers, *xs), reverse=flow.reverse)
     return *carried, *ys
 
 

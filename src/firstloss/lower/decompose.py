@@ -76,9 +76,9 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
         for leaf in flat:
             if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
                 like = torch.empty(leaf.shape, dtype=to_torch(leaf.dtype), device="meta")
-                made = tracing.new_input(like, f"in{len(arrays)}")
-                arrays[made._storage.value] = leaf
-                leaf = made
+                deferred = tracing.new_input(like, f"in{len(arrays)}")
+                arrays[deferred._storage.value] = leaf
+                leaf = deferred
             leaves.append(leaf)
         args, kwargs = spec.unflatten(leaves)
         try:

@@ -130,9 +130,9 @@ def _promoted(keys: tuple, default: torch.dtype) -> np.dtype:
         else:
             dtype = _TO_TORCH[dtype]
         ranks[rank] = dtype if ranks[rank] is None else torch.promote_types(ranks[rank], dtype)
-    found = _outrank(ranks[0], _outrank(ranks[1], ranks[2]))
-    assert found is not None, "no operands"
-    return to_jax(found)
+    dtype_of_all = _outrank(ranks[0], _outrank(ranks[1], ranks[2]))
+    assert dtype_of_all is not None, "no operands"
+    return to_jax(dtype_of_all)
 
 
 def promoted(*args: Any) -> np.dtype:
@@ -159,14 +159,14 @@ def cast(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def known(x: Any, number: Number) -> bool:
+def equals_number(x: Any, number: Number) -> bool:
     """Whether `x` is the Python number `number`; False for a scalar array, whose value is known only at run time."""
     return is_number(x) and x == number
 
 
 def times(x: Any, factor: Any) -> Any:
     """`x * factor` in the dtype of `x`, for a number or a scalar array."""
-    return x if known(factor, 1) else x * cast(factor, x.dtype)
+    return x if equals_number(factor, 1) else x * cast(factor, x.dtype)
 
 
 def rounded(x: Any, dtype: np.dtype) -> Any:

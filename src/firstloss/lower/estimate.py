@@ -44,7 +44,7 @@ Jaxprs = dict[Hashable, Any]
 
 def work_of(
     segment: Segment,
-    known: Mapping[Value, ArraySharding],
+    boundary: Mapping[Value, ArraySharding],
     axes: Axes,
     *,
     reused: Container[Value] = (),
@@ -54,12 +54,12 @@ def work_of(
     """The work of one device for `segment`.
 
     Args:
-        known: the shardings of its inputs and outputs.
+        boundary: the shardings of its inputs and outputs.
         reused: outputs that are written to the memory of inputs.
         scatters: whether XLA has reduce-scatters; on a CPU it uses all-reduces, of which each device keeps a shard.
         jaxprs: a cache for equal calls, shared by segments.
     """
-    return _Device(segment, known, axes, scatters, {} if jaxprs is None else jaxprs).work(reused)
+    return _Device(segment, boundary, axes, scatters, {} if jaxprs is None else jaxprs).work(reused)
 
 
 def local_bytes(shape: Sequence[int], itemsize: int, spec: Spec, axes: Axes) -> int:
@@ -97,14 +97,14 @@ class _Device:
     """One device and a segment."""
 
     def __init__(
-        self, segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes, scatters: bool, jaxprs: Jaxprs
+        self, segment: Segment, boundary: Mapping[Value, ArraySharding], axes: Axes, scatters: bool, jaxprs: Jaxprs
     ) -> None:
         self._segment = segment
         self._scatters = scatters
         self._jaxprs = jaxprs
-        self._known = known
+        self._boundary = boundary
         self._axes = axes
-        self._placed = within(segment, known, axes)
+        self._placed = within(segment, boundary, axes)
         self._work = Work()
         self._memory = Memory()
         self._gathered: dict[Hashable, int] = {}
@@ -125,10 +125,10 @@ class _Device:
                 jaxpr = self._jaxprs[kind] = jaxpr_of(call)
             if call.draw is not None:
                 operands.append(self._array((), 4, ArraySharding(()), "iota", ()))
-            for value, made in zip(call.outputs, interpret(jaxpr, operands, self._literal, self._apply), strict=True):
-                arrays[value] = self._settled(value, made)
+            for value, array in zip(call.outputs, interpret(jaxpr, operands, self._literal, self._apply), strict=True):
+                arrays[value] = self._settled(value, array)
         outputs = {arrays[value].node for value in self._segment.outputs if value not in reused}
-        self._memory.given |= {arrays[value].node for value in self._segment.outputs if value in reused}
+        self._memory.preallocated |= {arrays[value].node for value in self._segment.outputs if value in reused}
         self._work.scratch = self._memory.peak(outputs)
         self._work.kernels = self._memory.kernels(outputs)
         return self._work
@@ -148,9 +148,9 @@ class _Device:
         return _Array(sharding, node, node if root is None else root)
 
     def _input(self, value: Value) -> _Array:
-        made = self._array(value.shape, value.dtype.itemsize, self._known[value], "input", (), value)
-        self._memory.given.add(made.node)
-        return made
+        array = self._array(value.shape, value.dtype.itemsize, self._boundary[value], "input", (), value)
+        self._memory.preallocated.add(array.node)
+        return array
 
     def _constant(self, value: Value) -> _Array:
         return self._array(value.shape, value.dtype.itemsize, ArraySharding(((),) * len(value.shape)), "iota", ())
@@ -164,8 +164,12 @@ class _Device:
     def _apply(self, eqn: Any, operands: list[_Array]) -> list[_Array]:
         name = eqn.primitive.name
         shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in eqn.invars]
-        made = [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
-        if name in RESHAPING and operands[0].parts and self._keeps_sharding(eqn, operands[0], shapes[0], made[0]):
+        result_shapes = [tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars]
+        if (
+            name in RESHAPING
+            and operands[0].parts
+            and self._keeps_sharding(eqn, operands[0], shapes[0], result_shapes[0])
+        ):
             operand = operands[0]
             result = self._apply(eqn, [operand._replace(parts=())])[0]
             return [result._replace(parts=operand.parts, itemsize=operand.itemsize)]
@@ -173,7 +177,7 @@ class _Device:
         if name == "optimization_barrier":
             return operands
         rule = rule_of_equation(eqn)
-        cuts = self._cuts(eqn, rule, operands, shapes, made)
+        cuts = self._cuts(eqn, rule, operands, shapes, result_shapes)
         parts: tuple[str, ...] = ()
         if name == "gather":
             operands, parts = self._lookup(eqn, operands, shapes, rule, cuts)
@@ -209,7 +213,7 @@ class _Device:
                 result = result._replace(base=operands[0], along=along)
             results.append(result)
         if results:
-            self._memory.flops[results[0].node] = self._count(eqn, shapes, made, rule, cuts)
+            self._memory.flops[results[0].node] = self._count(eqn, shapes, result_shapes, rule, cuts)
         return results
 
     def _cuts(
@@ -218,12 +222,12 @@ class _Device:
         rule: ShardingRule,
         operands: Sequence[_Array],
         shapes: Sequence[tuple[int, ...]],
-        made: Sequence[tuple[int, ...]],
+        result_shapes: Sequence[tuple[int, ...]],
     ) -> dict[int, tuple[str, ...]]:
         """The sharding of the operation's iteration space: axes by factor numbers."""
         name = eqn.primitive.name
         sizes: dict[int, list[int]] = {}
-        for shape, dims in (*zip(shapes, rule.operands, strict=True), *zip(made, rule.results, strict=True)):
+        for shape, dims in (*zip(shapes, rule.operands, strict=True), *zip(result_shapes, rule.results, strict=True)):
             for size, number in zip(shape, dims, strict=True):
                 sizes.setdefault(number, []).append(size)
         whole: set[int] = set()
@@ -253,15 +257,15 @@ class _Device:
         if name in ("scatter-add", "scatter_add") and self._call is not None:
             # Each device adds what concerns its own rows.
             for value in self._call.outputs:
-                if tuple(value.shape) == made[0]:
+                if tuple(value.shape) == result_shapes[0]:
                     for number, cut in zip(rule.results[0], self._placed[value].spec, strict=True):
                         if cut and number not in cuts and not used & set(cut) and number not in rule.operands[2]:
                             cuts[number] = cut
                             used.update(cut)
         return cuts
 
-    def _keeps_sharding(self, eqn: Any, operand: _Array, shape: tuple[int, ...], made: tuple[int, ...]) -> bool:
-        cuts = self._cuts(eqn, rule_of_equation(eqn), [operand], [shape], [made])
+    def _keeps_sharding(self, eqn: Any, operand: _Array, shape: tuple[int, ...], result_shape: tuple[int, ...]) -> bool:
+        cuts = self._cuts(eqn, rule_of_equation(eqn), [operand], [shape], [result_shape])
         return sorted(cuts.values()) == sorted(cut for cut in operand.sharding.spec if cut)
 
     def _lookup(
@@ -291,7 +295,7 @@ class _Device:
         self,
         eqn: Any,
         shapes: Sequence[tuple[int, ...]],
-        made: Sequence[tuple[int, ...]],
+        result_shapes: Sequence[tuple[int, ...]],
         rule: ShardingRule,
         cuts: Mapping[int, tuple[str, ...]],
     ) -> float:
@@ -301,16 +305,16 @@ class _Device:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             steps = math.prod(shapes[0][sharding] for sharding in contracted)
             dims = {*rule.operands[0], *rule.operands[1]}
-            flops = 2.0 * math.prod(made[0]) * steps / self._share(dims, cuts)
+            flops = 2.0 * math.prod(result_shapes[0]) * steps / self._share(dims, cuts)
         elif name == "conv_general_dilated":
             kernel = math.prod(shapes[1]) // max(shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]], 1)
             dims = {*rule.operands[0], *rule.operands[1], *rule.results[0]}
-            flops = 2.0 * math.prod(made[0]) * kernel / self._share(dims, cuts)
+            flops = 2.0 * math.prod(result_shapes[0]) * kernel / self._share(dims, cuts)
         else:
-            which, dims_of = (shapes, rule.operands) if name in _REDUCTIONS else (made, rule.results)
+            counted_shapes, dims_of = (shapes, rule.operands) if name in _REDUCTIONS else (result_shapes, rule.results)
             flops = 0.0
-            if which and name not in _FREE:
-                flops = math.prod(which[0]) / self._share(set(dims_of[0]), cuts)
+            if counted_shapes and name not in _FREE:
+                flops = math.prod(counted_shapes[0]) / self._share(set(dims_of[0]), cuts)
             self._work.other_flops += flops
             return flops
         self._work.matmul_flops += flops
@@ -350,19 +354,19 @@ class _Device:
             return array
         if array.base is not None:
             base = array.base
-            wanted = tuple(() if to is None else spec[to] for to in array.along)
+            base_spec = tuple(() if to is None else spec[to] for to in array.along)
             shape = tuple(1 if to is None else aval.shape[to] for to in array.along)
-            moved = self._moved(base, _Shape(shape, aval.dtype), wanted)
-            again = self._array(
+            moved = self._moved(base, _Shape(shape, aval.dtype), base_spec)
+            broadcast_again = self._array(
                 aval.shape, _itemsize(aval), ArraySharding(spec, array.sharding.of_batch), "iota", (moved.node,)
             )
-            return again._replace(base=moved, along=array.along)
-        lost = [a for cut, new in zip(before, spec, strict=True) for a in cut if a not in new]
-        elsewhere = tuple(a for a in lost if any(a in new for new in spec))
-        axes = tuple(a for a in lost if a not in elsewhere)
+            return broadcast_again._replace(base=moved, along=array.along)
+        gathered_axes = [a for cut, new in zip(before, spec, strict=True) for a in cut if a not in new]
+        elsewhere = tuple(a for a in gathered_axes if any(a in new for new in spec))
+        axes = tuple(a for a in gathered_axes if a not in elsewhere)
         shape, itemsize = tuple(aval.shape), _itemsize(aval)
         moved = array._replace(sharding=ArraySharding(spec, array.sharding.of_batch))
-        if not lost:
+        if not gathered_axes:
             return moved
         nbytes = local_bytes(shape, itemsize, spec, self._axes)
         key = array.root, shape, itemsize, before, spec  # XLA merges equal gathers, but not transposed ones
@@ -377,12 +381,14 @@ class _Device:
     def _sliced(self, eqn: Any, array: _Array, rule: ShardingRule, cuts: Mapping[int, tuple[str, ...]]) -> _Array:
         """The operand of a slice: if it cannot stay sharded as it is, no more than the slice is sent."""
         spec = tuple(cuts.get(number, ()) for number in rule.operands[0])
-        lost = tuple(a for cut, new in zip(array.sharding.spec, spec, strict=True) for a in cut if a not in new)
-        if lost and array.base is None:
+        gathered_axes = tuple(
+            a for cut, new in zip(array.sharding.spec, spec, strict=True) for a in cut if a not in new
+        )
+        if gathered_axes and array.base is None:
             aval = eqn.outvars[0].aval
             of_result = tuple(cuts.get(number, ()) for number in rule.results[0])
             nbytes = local_bytes(aval.shape, _itemsize(aval), of_result, self._axes)
-            self._send("collective-permute", lost, nbytes, array.root)
+            self._send("collective-permute", gathered_axes, nbytes, array.root)
             return array._replace(sharding=ArraySharding(spec, array.sharding.of_batch))
         return array
 
@@ -420,23 +426,23 @@ class _Device:
             return
         ways = _ways(cut, self._axes)
         others = [(size, axes) for d, (size, axes) in enumerate(zip(result.shape, spec, strict=True)) if d != dim]
-        apart = any(size % (_ways(axes, self._axes) * ways) == 0 for size, axes in others)
+        reshardable = any(size % (_ways(axes, self._axes) * ways) == 0 for size, axes in others)
         for atom, operand in zip(eqn.invars, operands, strict=True):
             nbytes = local_bytes(atom.aval.shape, _itemsize(atom.aval), spec, self._axes)
-            if apart:
+            if reshardable:
                 self._send("all-to-all", cut, nbytes, operand.root)
             else:
                 self._send("all-gather", cut, nbytes * ways, operand.root)
-        if apart:
+        if reshardable:
             self._send("all-to-all", cut, local_bytes(result.shape, _itemsize(result), spec, self._axes), None)
 
     def _settled(self, value: Value, array: _Array) -> _Array:
         """The result `value` of a call: reduced and, if it leaves the segment, resharded as required."""
-        wanted = self._placed[value]
+        target = self._placed[value]
         shape, itemsize = value.shape, value.dtype.itemsize
         if array.parts:
             cut = {axis for entry in array.sharding.spec for axis in entry}
-            to = {axis for entry in wanted.spec for axis in entry}
+            to = {axis for entry in target.spec for axis in entry}
             scattered = tuple(axis for axis in array.parts if axis in to and axis not in cut)
             left = tuple(axis for axis in array.parts if axis not in scattered)
             nbytes = local_bytes(shape, array.itemsize, array.sharding.spec, self._axes)
@@ -445,7 +451,7 @@ class _Device:
                 self._send("all-reduce", left, nbytes // _ways(scattered, self._axes), array.root)
             else:
                 self._send("all-reduce", array.parts, nbytes, array.root)
-            spec = wanted.spec if scattered and cut <= to else array.sharding.spec
+            spec = target.spec if scattered and cut <= to else array.sharding.spec
             nbytes = local_bytes(shape, itemsize, spec, self._axes)
             in_parts = scattered and not self._scatters  # an all-reduce, of which each device keeps a shard
             received = nbytes * _ways(scattered, self._axes) if in_parts else nbytes
@@ -453,10 +459,10 @@ class _Device:
             if in_parts:
                 node = self._memory.add("dynamic_slice", nbytes, (node,))
             array = array._replace(parts=(), sharding=ArraySharding(spec, array.sharding.of_batch), node=node)
-        if value in self._known:
+        if value in self._boundary:
             aval = jax_shape(shape, itemsize)
-            array = self._moved(array, aval, self._known[value].spec)
-        return array._replace(sharding=array.sharding._replace(of_batch=wanted.of_batch or array.sharding.of_batch))
+            array = self._moved(array, aval, self._boundary[value].spec)
+        return array._replace(sharding=array.sharding._replace(of_batch=target.of_batch or array.sharding.of_batch))
 
 
 class _Shape(NamedTuple):

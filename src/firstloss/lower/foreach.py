@@ -50,7 +50,7 @@ def _traced_once(function: Callable) -> Callable:
     def jitted(template: tuple, options: tuple) -> Callable:
         def element(*arrays):
             rest = iter(arrays)
-            row = [next(rest) if known is None else known[1] for known in template]
+            row = [next(rest) if constant is None else constant[1] for constant in template]
             positional = len(row) - len(options)
             return function(*row[:positional], **dict(zip(options, row[positional:], strict=True)))
 

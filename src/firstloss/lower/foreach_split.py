@@ -22,12 +22,12 @@ _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 def split_foreach_calls(nodes: Sequence[Node]) -> list[LoweredCall]:
     """`nodes` as calls in an equivalent order: list operations are split, each weight's update as early as possible."""
     calls: list[LoweredCall] = []
-    apart: list[bool] = []
+    is_piece: list[bool] = []
     for node in nodes:
         pieces = _pieces(node) or [call_of(node)]
         calls.extend(pieces)
-        apart.extend([len(pieces) > 1] * len(pieces))
-    return [calls[i] for i in _early(calls, apart)] if any(apart) else calls
+        is_piece.extend([len(pieces) > 1] * len(pieces))
+    return [calls[i] for i in _early(calls, is_piece)] if any(is_piece) else calls
 
 
 def _pieces(node: Node) -> list[LoweredCall] | None:
@@ -42,15 +42,15 @@ def _pieces(node: Node) -> list[LoweredCall] | None:
     if count < 2 or not uniform or len(node.writes) % count or len(node.outputs) % count:
         return None
     written = {id(ref): value for ref, value in zip(node.writes, node.outputs, strict=False)}
-    made = node.outputs[len(node.writes) :]
-    known: dict[tuple, LoweredCall] = {}
-    return [_piece(node, i, count, written, made[i::count], known) for i in range(count)]
+    new_outputs = node.outputs[len(node.writes) :]
+    call_cache: dict[tuple, LoweredCall] = {}
+    return [_piece(node, i, count, written, new_outputs[i::count], call_cache) for i in range(count)]
 
 
 def _piece(
-    node: Node, i: int, count: int, written: dict[int, Value], made: tuple, known: dict[tuple, LoweredCall]
+    node: Node, i: int, count: int, written: dict[int, Value], new_outputs: tuple, call_cache: dict[tuple, LoweredCall]
 ) -> LoweredCall:
-    """Element `i` of `node`. `known` caches a call for each kind of element."""
+    """Element `i` of `node`. `call_cache` has a call for each kind of element."""
 
     def element(arg: Any) -> Any:
         return [arg[i]] if type(arg) in (list, tuple) and len(arg) == count else arg
@@ -71,59 +71,59 @@ def _piece(
             else:
                 key.append((type(ref), ref))
     writes = tuple(ref for arg in (*args, *kwargs.values()) if type(arg) is list for ref in arg if id(ref) in written)
-    outputs = (*(written[id(ref)] for ref in writes), *made)
-    call = known.get(tuple(key))
+    outputs = (*(written[id(ref)] for ref in writes), *new_outputs)
+    call = call_cache.get(tuple(key))
     if call is not None:
         return call._replace(inputs=tuple(values), outputs=outputs)
     piece = Node(node.index, node.op, args, kwargs, writes, node.overwrites, node.draw, node.source)
     piece.outputs = outputs
-    call = known[tuple(key)] = call_of(piece)
+    call = call_cache[tuple(key)] = call_of(piece)
     assert call.inputs == tuple(values)
     return call
 
 
-def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
+def _early(calls: Sequence[LoweredCall], is_piece: Sequence[bool]) -> list[int]:
     """An order of `calls` in which each group of connected pieces comes as soon as all its operands are available."""
     maker = {value: i for i, call in enumerate(calls) for value in call.outputs}
     needs = [sorted({maker[v] for v in call.inputs if v in maker}) for call in calls]
-    group = _groups(needs, apart)
+    group = _groups(needs, is_piece)
     members: dict[int, list[int]] = {}
     for i, g in enumerate(group):
-        if apart[i]:
+        if is_piece[i]:
             members.setdefault(g, []).append(i)
     waits: dict[int, int] = {}
     waiting: dict[int, list[int]] = {}  # for a call, the groups that depend on it
     for g, indices in members.items():
-        outside = {n for i in indices for n in needs[i] if not (apart[n] and group[n] == g)}
+        outside = {n for i in indices for n in needs[i] if not (is_piece[n] and group[n] == g)}
         waits[g] = len(outside)
         for n in outside:
             waiting.setdefault(n, []).append(g)
     order: list[int] = []
-    done = [False] * len(calls)
+    emitted = [False] * len(calls)
 
     def emit(call: int) -> None:
-        todo = [call]
-        while todo:
-            i = todo[-1]
-            missing = [n for n in needs[i] if not done[n]]
-            if missing and not done[i]:
-                todo.extend(reversed(missing))
+        stack = [call]
+        while stack:
+            i = stack[-1]
+            missing = [n for n in needs[i] if not emitted[n]]
+            if missing and not emitted[i]:
+                stack.extend(reversed(missing))
                 continue
-            todo.pop()
-            if done[i]:
+            stack.pop()
+            if emitted[i]:
                 continue
-            done[i] = True
+            emitted[i] = True
             order.append(i)
             for g in waiting.get(i, ()):
                 waits[g] -= 1
                 if not waits[g]:
-                    todo.extend(reversed(members[g]))
+                    stack.extend(reversed(members[g]))
 
     for i in sorted(waiting):  # the learning rate and values derived from it are available from the start
         if _ancestors(i, needs, _FEW) is not None:
             emit(i)
     for i in range(len(calls)):
-        if not apart[i]:
+        if not is_piece[i]:
             emit(i)
     for i in range(len(calls)):
         emit(i)
@@ -132,19 +132,19 @@ def _early(calls: Sequence[LoweredCall], apart: Sequence[bool]) -> list[int]:
 
 def _ancestors(call: int, needs: Sequence[Sequence[int]], most: int) -> set[int] | None:
     """`call` and everything that it depends on; None if these are more than `most`."""
-    found: set[int] = set()
-    todo = [call]
-    while todo:
-        i = todo.pop()
-        if i not in found:
-            found.add(i)
-            if len(found) > most:
+    visited: set[int] = set()
+    stack = [call]
+    while stack:
+        i = stack.pop()
+        if i not in visited:
+            visited.add(i)
+            if len(visited) > most:
                 return None
-            todo.extend(needs[i])
-    return found
+            stack.extend(needs[i])
+    return visited
 
 
-def _groups(needs: Sequence[Sequence[int]], apart: Sequence[bool]) -> list[int]:
+def _groups(needs: Sequence[Sequence[int]], is_piece: Sequence[bool]) -> list[int]:
     """The group of each piece: pieces that depend on each other are in one group."""
     parent = list(range(len(needs)))
 
@@ -156,6 +156,6 @@ def _groups(needs: Sequence[Sequence[int]], apart: Sequence[bool]) -> list[int]:
 
     for i, before in enumerate(needs):
         for n in before:
-            if apart[i] and apart[n]:
+            if is_piece[i] and is_piece[n]:
                 parent[find(i)] = find(n)
     return [find(i) for i in range(len(needs))]

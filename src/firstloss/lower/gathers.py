@@ -50,23 +50,23 @@ class Gathers(NamedTuple):
     after: tuple[tuple[LoweredCall, frozenset[Value]], ...]
 
 
-def gathers_of(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes) -> Gathers:
+def gathers_of(segment: Segment, boundary: Mapping[Value, ArraySharding], axes: Axes) -> Gathers:
     """The gathers of a segment, given the shardings of its inputs and outputs."""
-    placed = within(segment, known, axes)
+    placed = within(segment, boundary, axes)
     before: list[LoweredCall] = []
     after: list[tuple[LoweredCall, frozenset[Value]]] = []
     later: set[Value] = {value for value in segment.inputs if isinstance(value, Value) and placed[value].of_batch}
-    found: dict[Value, Gather] = {}
+    gathers: dict[Value, Gather] = {}
     for call in segment.calls:
         if call.draw is None and later.isdisjoint(call.inputs):
             before.append(call)
             continue
         later.update(call.outputs)
         # Arrays that are also gathered along other dimensions are left to XLA.
-        own = [gather for gather in _of_call(call, placed) if gather.value not in later]
-        own = [gather for gather in own if found.setdefault(gather.value, gather) == gather]
-        after.append((call, frozenset(gather.value for gather in own)))
-    return Gathers(tuple(before), tuple(found.values()), tuple(after))
+        of_call = [gather for gather in _of_call(call, placed) if gather.value not in later]
+        of_call = [gather for gather in of_call if gathers.setdefault(gather.value, gather) == gather]
+        after.append((call, frozenset(gather.value for gather in of_call)))
+    return Gathers(tuple(before), tuple(gathers.values()), tuple(after))
 
 
 def _of_call(call: LoweredCall, placed: Mapping[Value, ArraySharding]) -> list[Gather]:

@@ -106,9 +106,9 @@ def index(self, indices):
     if all(i is None for i in indices):
         return self
     moved, positions, _ = _to_front(self, indices)
-    taken = read(moved, positions, from_end=True)
+    values = read(moved, positions, from_end=True)
     start, count = _result_start(indices), positions[0].ndim
-    return jnp.moveaxis(taken, range(count), range(start, start + count))
+    return jnp.moveaxis(values, range(count), range(start, start + count))
 
 
 def _by_mask(self, indices, values, accumulate):
@@ -159,8 +159,8 @@ def index_put(self, indices, values, accumulate=False):
 @rule(aten._unsafe_masked_index.default)
 def _unsafe_masked_index(self, mask, indices, fill):
     """Indices where the mask is False may be out of range."""
-    taken = index(self, _clamped(indices, self.shape))
-    return where(mask, taken, fill)
+    values = index(self, _clamped(indices, self.shape))
+    return where(mask, values, fill)
 
 
 @rule(aten._unsafe_masked_index_put_accumulate.default)
@@ -196,8 +196,8 @@ def _rows(self, dim, index):
 @rule(aten.index_select.default)
 def index_select(self, dim, index):
     x, positions = _rows(self, dim, index)
-    taken = read(x, positions)
-    return lax.reshape(taken, ()) if self.ndim == 0 else taken
+    rows = read(x, positions)
+    return lax.reshape(rows, ()) if self.ndim == 0 else rows
 
 
 def _rows_to_write(self, dim, index, source, from_end=False):
@@ -361,8 +361,8 @@ def masked_scatter(self, mask, source):
     if 0 in (x.size, source.size):
         return x
     order = lax.cumsum(cast(lax.reshape(mask, (mask.size,)), np.dtype(np.int64))) - 1
-    taken = read(lax.reshape(source, (source.size,)), lax.max(order, lax.full_like(order, 0)))  # may be too few
-    return lax.select(mask, lax.reshape(cast(taken, x.dtype), x.shape), x)
+    values = read(lax.reshape(source, (source.size,)), lax.max(order, lax.full_like(order, 0)))  # may be too few
+    return lax.select(mask, lax.reshape(cast(values, x.dtype), x.shape), x)
 
 
 @rule(aten.masked_scatter_backward.default)
@@ -408,8 +408,8 @@ def searchsorted(sorted_sequence, self, *, out_int32=False, right=False, side=No
 def isin(elements, test_elements, *, assume_unique=False, invert=False):
     dtype = promoted(elements, test_elements)
     x, tests = jnp.asarray(cast(elements, dtype)), cast(test_elements, dtype).reshape(-1)
-    found = lax.reduce_or(lax.expand_dims(x, [x.ndim]) == tests, (x.ndim,))
-    return ~found if invert else found
+    is_in = lax.reduce_or(lax.expand_dims(x, [x.ndim]) == tests, (x.ndim,))
+    return ~is_in if invert else is_in
 
 
 @rule(aten.histc.default)

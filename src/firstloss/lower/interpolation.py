@@ -109,9 +109,9 @@ def _resize(x, kind: str, output_size, align_corners: bool, factors):
         positions, weights = _FILTERS[kind](x.shape[lead + d], output_size[d], align_corners, factors[d], dtype)
         taps = []
         for position, weight in zip(positions, weights, strict=True):
-            taken = jnp.take(x, position, axis=lead + d)
+            tap = jnp.take(x, position, axis=lead + d)
             shape = (-1,) + (1,) * (x.ndim - lead - d - 1)
-            taps.append(taken if plain else taken * weight.reshape(shape).astype(x.dtype))
+            taps.append(tap if plain else tap * weight.reshape(shape).astype(x.dtype))
         x = sum(taps[1:], taps[0])
     return x
 
@@ -132,8 +132,8 @@ def _upsample_named(kind: str, space: int) -> Callable:
     names = ["align_corners"] if kind.startswith(("linear", "cubic")) else []
     names += ["scales"] if space == 1 else ["scales_d", "scales_h", "scales_w"][-space:]
 
-    def upsample(self, output_size, *args, **named):
-        return positional(self, output_size, *args, *(named.get(name) for name in names[len(args) :]))
+    def upsample(self, output_size, *args, **kwargs):
+        return positional(self, output_size, *args, *(kwargs.get(name) for name in names[len(args) :]))
 
     return upsample
 
@@ -141,10 +141,10 @@ def _upsample_named(kind: str, space: int) -> Callable:
 def _upsample_backward(kind: str, space: int) -> Callable:
     forward = _upsample_named(kind, space)
 
-    def upsample_backward(grad_output, output_size, input_size, *args, **named):
+    def upsample_backward(grad_output, output_size, input_size, *args, **kwargs):
         g = cast(grad_output, opmath(grad_output.dtype))
         shape = jax.ShapeDtypeStruct(tuple(input_size), g.dtype)
-        return jax.linear_transpose(lambda x: forward(x, output_size, *args, **named), shape)(g)[0]
+        return jax.linear_transpose(lambda x: forward(x, output_size, *args, **kwargs), shape)(g)[0]
 
     return upsample_backward
 
@@ -227,8 +227,8 @@ def _values_at(image, positions):
     for position, length in zip(positions, image.shape[2:], strict=True):
         inside = inside & (position >= 0) & (position < length)
     whole = [_whole(position, length) for position, length in zip(positions, image.shape[2:], strict=True)]
-    taken = jax.vmap(lambda plane, index: plane[(slice(None), *index)])(image, tuple(whole))
-    return where(lax.expand_dims(inside, [1]), taken, 0)
+    values = jax.vmap(lambda plane, index: plane[(slice(None), *index)])(image, tuple(whole))
+    return where(lax.expand_dims(inside, [1]), values, 0)
 
 
 def _grid_sample(image, grid, interpolation_mode, padding_mode, align_corners):
@@ -286,7 +286,7 @@ def grid_sampler_backward(
     grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask=(True, True)
 ):
     image, points = cast(input, opmath(input.dtype)), cast(grid, opmath(grid.dtype))
-    how = (interpolation_mode, padding_mode, align_corners)
-    _, transpose = jax.vjp(lambda image, points: _grid_sample(image, points, *how), image, points)
+    options = (interpolation_mode, padding_mode, align_corners)
+    _, transpose = jax.vjp(lambda image, points: _grid_sample(image, points, *options), image, points)
     image, points = transpose(cast(grad_output, image.dtype))
     return image if output_mask[0] else None, points  # eager's kernels also compute the second in any case

@@ -16,15 +16,15 @@ from .program import LoweredCall
 T = TypeVar("T")
 
 
-def jaxpr_of(call: LoweredCall, where: Sharding | None = None) -> jex.Jaxpr:
+def jaxpr_of(call: LoweredCall, sharding: Sharding | None = None) -> jex.Jaxpr:
     """The jaxpr of a call, whose inputs are its operands and, if it draws, a random key.
 
     Args:
-        where: the mesh on which it will be lowered, as a sharding on it: JAX then traces the call only once.
+        sharding: the mesh on which it will be lowered, as a sharding on it: JAX then traces the call only once.
     """
-    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype), sharding=where) for value in call.inputs]
+    arrays = [jax.ShapeDtypeStruct(tuple(value.shape), to_jax(value.dtype), sharding=sharding) for value in call.inputs]
     if call.draw is not None:
-        arrays.append(jax.ShapeDtypeStruct(_key().shape, _key().dtype, sharding=where))
+        arrays.append(jax.ShapeDtypeStruct(_key().shape, _key().dtype, sharding=sharding))
     with jax.enable_x64(True):
         return call.jaxpr(arrays)
 
@@ -72,7 +72,7 @@ def _called_by(eqn: Any) -> jex.Jaxpr | None:
     if eqn.primitive.name in ("while", "scan", "cond"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        found = eqn.params.get(name)
-        if found is not None:
-            return getattr(found, "jaxpr", found)
+        called = eqn.params.get(name)
+        if called is not None:
+            return getattr(called, "jaxpr", called)
     return None

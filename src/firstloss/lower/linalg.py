@@ -170,8 +170,8 @@ def _lu_solve(lu, permutation, b, adjoint_=False):
         return _solve_triangular(lu, x, upper=True)
     x = _solve_triangular(lu, b, upper=True, transpose=True, conjugate=is_complex(lu.dtype))
     x = _solve_triangular(lu, x, upper=False, unit=True, transpose=True, conjugate=is_complex(lu.dtype))
-    back = jnp.argsort(permutation, axis=-1)
-    return jnp.take_along_axis(x, lax.expand_dims(back, [back.ndim]), axis=-2)
+    inverse = jnp.argsort(permutation, axis=-1)
+    return jnp.take_along_axis(x, lax.expand_dims(inverse, [inverse.ndim]), axis=-2)
 
 
 @rule(aten.linalg_lu_solve.default)

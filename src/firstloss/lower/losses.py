@@ -181,8 +181,8 @@ def _multi_margin(x, target, p, margin, weight, reduction):
     rows = lax.reshape(x, (x.size // x.shape[-1], x.shape[-1])) if x.ndim else lax.reshape(x, (1, 1))
     t = lax.reshape(target, (rows.shape[0],))
     is_target = _at_target(rows.shape, t, 1)
-    own = lax.reduce_sum(where(is_target, rows, 0), (1,))
-    z = lax.max(margin - lax.expand_dims(own, [1]) + rows, lax.full_like(rows, 0))
+    at_target = lax.reduce_sum(where(is_target, rows, 0), (1,))
+    z = lax.max(margin - lax.expand_dims(at_target, [1]) + rows, lax.full_like(rows, 0))
     z = z if p == 1 else z * z
     z = z if weight is None else z * lax.expand_dims(cast(weight, z.dtype)[t], [1])
     losses = lax.reduce_sum(where(is_target, 0, z), (1,)) / rows.shape[1]
@@ -207,8 +207,8 @@ def _multilabel_margin(x, target, reduction):
     rows = lax.reshape(x, (x.size // x.shape[-1], x.shape[-1])) if x.ndim else lax.reshape(x, (1, 1))
     t = lax.reshape(target, rows.shape)
     is_target, listed = _label_mask(rows, t)
-    own = where(listed, jnp.take_along_axis(rows, where(listed, t, 0), axis=1), 0)
-    z = 1 - lax.expand_dims(own, [2]) + lax.expand_dims(rows, [1])
+    at_targets = where(listed, jnp.take_along_axis(rows, where(listed, t, 0), axis=1), 0)
+    z = 1 - lax.expand_dims(at_targets, [2]) + lax.expand_dims(rows, [1])
     counted = lax.expand_dims(listed, [2]) & ~lax.expand_dims(is_target, [1])
     losses = lax.reduce_sum(where(counted, lax.max(z, lax.full_like(z, 0)), 0), (1, 2)) / rows.shape[1]
     losses = losses if x.ndim > 1 else lax.reshape(losses, ())
@@ -308,5 +308,5 @@ def _ctc_loss_backward(
     g = g.reshape(1, -1, 1)
     inside = lax.broadcasted_iota(np.int64, x.shape, 0) < lengths.reshape(1, -1, 1)
     gradient = where(inside, lax.exp(x) * g + occupancies, 0)
-    lost = (losses == np.inf).reshape(1, -1, 1)
-    return where(lost & inside, 0 if zero_infinity else np.nan, gradient)
+    impossible = (losses == np.inf).reshape(1, -1, 1)
+    return where(impossible & inside, 0 if zero_infinity else np.nan, gradient)

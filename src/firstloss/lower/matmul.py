@@ -11,7 +11,7 @@ from . import aten as kernels
 from . import precision
 from .activations import gelu, relu
 from .decompose import OF_LIBRARIES
-from .dtypes import cast, is_integer, is_number, known, opmath, times, where
+from .dtypes import cast, equals_number, is_integer, is_number, opmath, times, where
 from .registry import OF_ORDERS, rule
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def matmul(x, y):
 def _plus(self, product, beta, alpha):
     """`beta * self + alpha * product`; if `beta` is 0, NaN in `self` is ignored."""
     product = times(product, alpha)
-    if known(beta, 0):
+    if equals_number(beta, 0):
         return product
     sum = times(cast(self, product.dtype), beta) + product
     return sum if is_number(beta) else where(beta == 0, product, sum)
@@ -136,13 +136,13 @@ def _grouped_mm(self, mat2, offs=None, bias=None, out_dtype=None):
     if offs is None:
         return matmul(self, mat2)
     sizes = jnp.diff(offs, prepend=jnp.zeros_like(offs, shape=(1,)))
-    how = {"precision": precision.now().products, "preferred_element_type": opmath(self.dtype)}
+    options = {"precision": precision.now().products, "preferred_element_type": opmath(self.dtype)}
     if self.ndim == 2 and mat2.ndim == 3:
-        return lax.ragged_dot(self, mat2, sizes, **how)
+        return lax.ragged_dot(self, mat2, sizes, **options)
     if self.ndim == 3:
-        return lax.ragged_dot(mat2.T, jnp.swapaxes(self, 1, 2), sizes, **how).T
+        return lax.ragged_dot(mat2.T, jnp.swapaxes(self, 1, 2), sizes, **options).T
     inner = lax.RaggedDotDimensionNumbers((((1,), (0,)), ((), ())), [1], [])
-    return lax.ragged_dot_general(self, mat2, sizes, inner, **how)
+    return lax.ragged_dot_general(self, mat2, sizes, inner, **options)
 
 
 # --- transformers' own operation for a mixture of experts -------------------------------------------------------------

@@ -56,8 +56,8 @@ def kernel(name: str, dtype: torch.dtype, arguments: Mapping[str, Any]) -> FillK
 
 
 @lru_cache(maxsize=1024)
-def _kernel(name: str, dtype: torch.dtype, given: tuple[tuple[str, type, Any], ...]) -> FillKernel | None:
-    arguments = {key: value for key, _, value in given}
+def _kernel(name: str, dtype: torch.dtype, kernel_arguments: tuple[tuple[str, type, Any], ...]) -> FillKernel | None:
+    arguments = {key: value for key, _, value in kernel_arguments}
     if name == "uniform":
         return _uniform(dtype, float(arguments["low"]), float(arguments["high"]))
     if name == "normal" and dtype in _SINGLE and rounds_single("normal", dtype):

@@ -79,14 +79,14 @@ def _jump(windows: Any, polynomial: Any) -> Any:
     def digit(k: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         words, total = carry
         mask = lax.dynamic_index_in_dim(masks, k, 0, keepdims=False)
-        own = lax.pad(words[:, _BACK:], u32(0), [(0, 0, 0), (0, _TERMS, 0)])
+        padded = lax.pad(words[:, _BACK:], u32(0), [(0, 0, 0), (0, _TERMS, 0)])
 
         def terms(i: Any, total: Any) -> Any:
             begin = i * np.int32(_TERMS)
-            some = lax.dynamic_slice(own, (np.int32(0), begin), (lanes, N + _TERMS))
+            chunk = lax.dynamic_slice(padded, (np.int32(0), begin), (lanes, N + _TERMS))
             chosen = lax.dynamic_slice(mask, (begin,), (_TERMS,))
             for j in range(_TERMS):
-                total = total ^ (some[:, j : j + N] & chosen[j])
+                total = total ^ (chunk[:, j : j + N] & chosen[j])
             return total
 
         total = lax.fori_loop(np.int32(0), np.int32(N // _TERMS), terms, total)

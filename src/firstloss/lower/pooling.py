@@ -26,12 +26,12 @@ aten = torch.ops.aten
 # --- Maximum ----------------------------------------------------------------------------------------------------------
 
 
-def _over(plane: np.ndarray, x):
+def _over_planes(plane: np.ndarray, x):
     """A value for each window, broadcast over all planes of `x`."""
     return lax.broadcast_in_dim(plane, x.shape, range(x.ndim - plane.ndim, x.ndim))
 
 
-def _once(positions):
+def _computed_once(positions):
     """Return `positions`, computed once: through a reduction, which XLA on a CPU never duplicates.
 
     XLA considers comparisons and selections cheap, and would recompute them in the backward pass, once for every
@@ -50,27 +50,27 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
     padded = windows.padded(self, _lowest(self.dtype))
     best: Any = None
     positions: Any = None
-    found: Any = False  # which windows have had an element inside the input
+    initialized: Any = False  # which windows have had an element inside the input
     for offset in windows.offsets():
-        x, here = windows.slice(padded, offset), windows.inside(offset)
-        position = _over(windows.positions(offset), x)
+        x, inside = windows.slice(padded, offset), windows.inside(offset)
+        position = _over_planes(windows.positions(offset), x)
         if best is None:
-            best, positions, found = x, position, here
+            best, positions, initialized = x, position, inside
             continue
         take = (x > best) | (x != x)
-        if not np.all(found):
-            take |= _over(~found, x)
-        if not np.all(here):
-            take &= _over(here, x)
-        best, positions, found = where(take, x, best), where(take, position, positions), found | here
-    return best, cast(_once(positions), np.dtype(np.int64))
+        if not np.all(initialized):
+            take |= _over_planes(~initialized, x)
+        if not np.all(inside):
+            take &= _over_planes(inside, x)
+        best, positions, initialized = where(take, x, best), where(take, position, positions), initialized | inside
+    return best, cast(_computed_once(positions), np.dtype(np.int64))
 
 
 @rule(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
 def max_pool_with_indices_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
     windows = Windows(self.shape, kernel_size, stride, padding, dilation, ceil_mode)
     g = cast(grad_output, opmath(grad_output.dtype))
-    positions = (_over(windows.positions(offset), g) for offset in windows.offsets())
+    positions = (_over_planes(windows.positions(offset), g) for offset in windows.offsets())
     return windows.unsliced(where(cast(indices, position.dtype) == position, g, 0) for position in positions)
 
 
@@ -209,9 +209,9 @@ def avg_pool(
 
 @rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def avg_pool_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
-    how = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     g = cast(grad_output, opmath(grad_output.dtype))
-    return jax.linear_transpose(lambda x: avg_pool(x, *how), jax.ShapeDtypeStruct(self.shape, g.dtype))(g)[0]
+    return jax.linear_transpose(lambda x: avg_pool(x, *options), jax.ShapeDtypeStruct(self.shape, g.dtype))(g)[0]
 
 
 def _averages(length: int, count: int, dtype) -> np.ndarray:

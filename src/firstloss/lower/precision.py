@@ -36,5 +36,5 @@ def now() -> Precisions:
     return Precisions(_of(torch.backends.cuda.matmul.fp32_precision), _of(cudnn.conv.fp32_precision))
 
 
-def _of(asked_for: str) -> lax.Precision:
-    return lax.Precision.DEFAULT if asked_for == "tf32" else lax.Precision.HIGHEST
+def _of(setting: str) -> lax.Precision:
+    return lax.Precision.DEFAULT if setting == "tf32" else lax.Precision.HIGHEST

@@ -175,14 +175,14 @@ def unsupported(program: Program) -> dict[str, list[Node]]:
 
 
 def _array(arrays: dict[Value, Any], value: Value) -> Any:
-    found = arrays.get(value)
-    if found is None:
+    array = arrays.get(value)
+    if array is None:
         if value.real is None:
-            found = lax.full(value.shape, 0, to_jax(value.dtype))  # uninitialized memory (torch.empty)
+            array = lax.full(value.shape, 0, to_jax(value.dtype))  # uninitialized memory (torch.empty)
         else:
-            found = constant(value.real)
-        arrays[value] = found
-    return found
+            array = constant(value.real)
+        arrays[value] = array
+    return array
 
 
 def template_of(node: Node, inputs: list[Value]) -> Template:
@@ -266,21 +266,22 @@ def function_of(
         flat = list(_flatten(results))
         count = len(template.writes)
         # Functional overloads return new tensors first, then the new contents of mutated ones.
-        made, written = flat[: len(flat) - count], flat[len(flat) - count :]
+        new_tensors, mutated = flat[: len(flat) - count], flat[len(flat) - count :]
         out = []
-        for (index, view), new, (shape, dtype) in zip(template.writes, written, template.outputs, strict=False):
+        for (index, view), new, (shape, dtype) in zip(template.writes, mutated, template.outputs, strict=False):
             if view is None:
                 out.append(_checked(template, new, shape, dtype))
             else:
                 new = _checked(template, new, view.size, view.dtype)
                 out.append(write_view(arrays[index], new, view))
-        made = [m for m in made if m is not None]
+        new_tensors = [m for m in new_tensors if m is not None]
         expected = template.outputs[count:]
-        if len(made) != len(expected):
+        if len(new_tensors) != len(expected):
             raise LoweringError(
-                f"the lowering of {template.op} returns {len(made)} results, but capture recorded {len(expected)}"
+                f"the lowering of {template.op} returns {len(new_tensors)} results, but capture recorded "
+                f"{len(expected)}"
             )
-        out.extend(_checked(template, m, shape, dtype) for m, (shape, dtype) in zip(made, expected, strict=True))
+        out.extend(_checked(template, m, shape, dtype) for m, (shape, dtype) in zip(new_tensors, expected, strict=True))
         return tuple(out)
 
     call.__name__ = call.__qualname__ = str(template.op).removeprefix("aten.").replace(".", "_")
@@ -346,8 +347,8 @@ def read_view(base: Any, view: View) -> Any:
     if view.offset == 0 and memory.size == np.prod(view.size, dtype=int) and _dense(view.size, view.stride, order):
         # A reshaped or transposed whole: do not flatten it, which would lose its sharding.
         x = lax.reshape(memory, tuple(view.size[d] for d in order))
-        back = [order.index(d) for d in range(len(order))]
-        return x if back == list(range(len(back))) else lax.transpose(x, back)
+        inverse = [order.index(d) for d in range(len(order))]
+        return x if inverse == list(range(len(inverse))) else lax.transpose(x, inverse)
     return as_strided(memory, view.size, view.stride, view.offset)
 
 
@@ -363,9 +364,9 @@ def write_view(base: Any, new: Any, view: View) -> Any:
         memory = as_strided_scatter(memory, new, view.size, view.stride, view.offset)
     if view.dtype != view.base_dtype:
         memory = _reinterpret(memory, view.dtype, view.base_dtype)
-    back = _order(view.base_shape, view.base_stride)
-    shape = tuple(view.base_shape[d] for d in back)
-    return lax.transpose(lax.reshape(memory, shape), [back.index(d) for d in range(len(back))])
+    memory_order = _order(view.base_shape, view.base_stride)
+    shape = tuple(view.base_shape[d] for d in memory_order)
+    return lax.transpose(lax.reshape(memory, shape), [memory_order.index(d) for d in range(len(memory_order))])
 
 
 def _in_memory_order(base: Any, view: View) -> Any:

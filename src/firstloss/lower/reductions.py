@@ -19,7 +19,7 @@ from .registry import rule
 aten = torch.ops.aten
 
 
-def kept(reduced, like, dims, keepdim: bool):
+def keep_dims(reduced, like, dims, keepdim: bool):
     """Restore reduced dimensions with size 1 if `keepdim`."""
     return lax.expand_dims(reduced, dims) if keepdim and like.ndim else reduced
 
@@ -32,7 +32,7 @@ def _summand(self, dtype):
 def sum_(self, dim=None, keepdim=False, *, dtype=None):
     dims = axes(dim, self.ndim)
     x = _summand(self, dtype)
-    return kept(lax.reduce_or(x, dims) if x.dtype == bool else lax.reduce_sum(x, dims), self, dims, keepdim)
+    return keep_dims(lax.reduce_or(x, dims) if x.dtype == bool else lax.reduce_sum(x, dims), self, dims, keepdim)
 
 
 @rule(aten.nansum.default)
@@ -48,19 +48,19 @@ def _count(self, dims) -> int:
 def mean(self, dim=None, keepdim=False, *, dtype=None):
     dims = axes(dim, self.ndim)
     total = lax.reduce_sum(cast(self, opmath(to_jax(dtype)) if dtype else opmath(self.dtype)), dims)
-    return kept(total / _count(self, dims), self, dims, keepdim)
+    return keep_dims(total / _count(self, dims), self, dims, keepdim)
 
 
 @rule(aten.prod.default, aten.prod.dim_int)
 def prod(self, dim=None, keepdim=False, *, dtype=None):
     dims = axes(dim, self.ndim)
     x = _summand(self, dtype)
-    return kept(lax.reduce_and(x, dims) if x.dtype == bool else lax.reduce_prod(x, dims), self, dims, keepdim)
+    return keep_dims(lax.reduce_and(x, dims) if x.dtype == bool else lax.reduce_prod(x, dims), self, dims, keepdim)
 
 
 def _extreme(reduce, self, dim, keepdim):
     dims = axes(dim, self.ndim)
-    return kept(reduce(self, dims), self, dims, keepdim)
+    return keep_dims(reduce(self, dims), self, dims, keepdim)
 
 
 @rule(aten.amax.default, aten.max.default)
@@ -104,7 +104,7 @@ def _index_of_extreme(find, self, dim, keepdim):
     if self.ndim == 0:
         return np.int64(0)
     d = axis(dim, self.ndim)
-    return kept(find(x, d, np.int64), self, (d,), keepdim)
+    return keep_dims(find(x, d, np.int64), self, (d,), keepdim)
 
 
 @rule(aten.argmax.default)
@@ -145,7 +145,7 @@ def moments(x, dims, correction):
 def var_mean(self, dim=None, *, correction=None, keepdim=False):
     dims = axes(dim, self.ndim)
     average, variance = moments(cast(self, opmath(self.dtype)), dims, 1 if correction is None else correction)
-    return kept(variance, self, dims, keepdim), average if keepdim else lax.squeeze(average, dims)
+    return keep_dims(variance, self, dims, keepdim), average if keepdim else lax.squeeze(average, dims)
 
 
 @rule(aten.var.correction)
@@ -203,7 +203,7 @@ def linalg_vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
         norm = lax.sqrt(lax.reduce_sum(x * x, dims))
     else:
         norm = jnp.power(lax.reduce_sum(jnp.power(x, float(ord)), dims), 1 / ord)
-    return kept(norm, self, dims, keepdim)
+    return keep_dims(norm, self, dims, keepdim)
 
 
 @rule(aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype)
@@ -232,7 +232,7 @@ def logsumexp(self, dim, keepdim=False):
         return lax.log(sum_(lax.exp(x), dim, keepdim))
     top = lax.expand_dims(lax.reduce_max(lax.real(x) if is_complex(x.dtype) else x, dims), dims)
     top = where(lax.abs(top) == math.inf, 0, top)
-    return kept(lax.log(lax.reduce_sum(lax.exp(x - top), dims)) + lax.squeeze(top, dims), self, dims, keepdim)
+    return keep_dims(lax.log(lax.reduce_sum(lax.exp(x - top), dims)) + lax.squeeze(top, dims), self, dims, keepdim)
 
 
 # --- Cumulative reductions --------------------------------------------------------------------------------------------

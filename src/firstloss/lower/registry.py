@@ -60,16 +60,19 @@ def functional(op: OpOverload) -> OpOverload:
         packet = getattr(packets, candidate, None)
         if packet is None:
             continue
-        found = getattr(packet, overload_name(op), None)
-        if found is not None and not schema_of(found).is_mutable:
-            return found
+        overload_of_packet = getattr(packet, overload_name(op), None)
+        if overload_of_packet is not None and not schema_of(overload_of_packet).is_mutable:
+            return overload_of_packet
     # `add.out(self, other, out)`: the overload with the same arguments except `out`
-    wanted = [(a.name, str(a.type)) for a in schema_of(op).arguments if a.alias_info is None]
+    signature = [(a.name, str(a.type)) for a in schema_of(op).arguments if a.alias_info is None]
     packet = getattr(packets, name)
     for overload in packet.overloads():
-        found = getattr(packet, overload)
-        if not schema_of(found).is_mutable and [(a.name, str(a.type)) for a in schema_of(found).arguments] == wanted:
-            return found
+        overload_of_packet = getattr(packet, overload)
+        if (
+            not schema_of(overload_of_packet).is_mutable
+            and [(a.name, str(a.type)) for a in schema_of(overload_of_packet).arguments] == signature
+        ):
+            return overload_of_packet
     return op
 
 
@@ -122,6 +125,6 @@ def listed() -> frozenset[str]:
 
 def all_have_rules(program: Program) -> bool:
     """Whether each operation in `program` has a rule; decompositions do not count."""
-    known = listed()
+    with_rules = listed()
     ops = {node.op for node in program.nodes}
-    return all(str(functional(op)) in known or str(op) in known or op in RULES for op in ops)
+    return all(str(functional(op)) in with_rules or str(op) in with_rules or op in RULES for op in ops)

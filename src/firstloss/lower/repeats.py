@@ -48,8 +48,8 @@ def _best(keys: np.ndarray) -> Repeats | None:
             saved = end - begin
             if saved < period:
                 continue
-            known = -1 if best is None else best.stop - best.start - best.period
-            if saved > known or (saved == known and best is not None and period < best.period):
+            best_saved = -1 if best is None else best.stop - best.start - best.period
+            if saved > best_saved or (saved == best_saved and best is not None and period < best.period):
                 best = Repeats(begin, end + period, period)
     return best
 

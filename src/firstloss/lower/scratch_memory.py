@@ -53,13 +53,13 @@ class Memory:
     """The values computed by a segment, in order.
 
     Attributes:
-        given: the numbers of nodes that are not scratch memory.
+        preallocated: the numbers of nodes that are not scratch memory.
         flops: the floating-point operations of a node, by its number.
     """
 
     def __init__(self) -> None:
         self.nodes: list[FusionNode] = []
-        self.given: set[int] = set()
+        self.preallocated: set[int] = set()
         self.flops: dict[int, float] = {}
 
     def add(self, primitive: str, nbytes: int, reads: tuple[int, ...], reduced: tuple[str, ...] | None = None) -> int:
@@ -78,20 +78,20 @@ class Memory:
         ends: dict[int, list[int]] = {}
         for source, n in last.items():
             ends.setdefault(n, []).append(source)
-        made = {n for n in outputs if n not in self.given}
-        room = sum(nodes[n].bytes for n in made)
+        allocated = {n for n in outputs if n not in self.preallocated}
+        room = sum(nodes[n].bytes for n in allocated)
         received, computed, most = 0, 0, 0
         for n in order:
-            if n in made:
+            if n in allocated:
                 room -= nodes[n].bytes
-            elif n in last and n not in self.given:
+            elif n in last and n not in self.preallocated:
                 if nodes[n].primitive == "sent":
                     received += nodes[n].bytes
                 else:
                     computed += nodes[n].bytes
             most = max(most, received + max(0, computed - room))
             for source in ends.get(n, ()):
-                if source in made or source in self.given:
+                if source in allocated or source in self.preallocated:
                     continue
                 if nodes[source].primitive == "sent":
                     received -= nodes[source].bytes
@@ -116,17 +116,19 @@ class Memory:
             if node.primitive in _OPERANDS_IN_MEMORY:
                 for read in node.reads:
                     stored[read] = True
-        for n in (*outputs, *self.given):
+        for n in (*outputs, *self.preallocated):
             stored[n] = True
         reads: list[dict[int, int]] = []
         for node in nodes:
-            found: dict[int, int] = {}
+            bytes_by_source: dict[int, int] = {}
             for read in node.reads:
                 for source, nbytes in {read: nodes[read].bytes}.items() if stored[read] else reads[read].items():
-                    found[source] = min(found.get(source, 0) + nbytes, nodes[source].bytes)  # partial reads add up
+                    bytes_by_source[source] = min(
+                        bytes_by_source.get(source, 0) + nbytes, nodes[source].bytes
+                    )  # partial reads add up
             if node.primitive in _PARTS:
-                found = {source: min(nbytes, node.bytes) for source, nbytes in found.items()}
-            reads.append(found)
+                bytes_by_source = {source: min(nbytes, node.bytes) for source, nbytes in bytes_by_source.items()}
+            reads.append(bytes_by_source)
         return stored, reads
 
     def _order(self) -> tuple[list[int], dict[int, int]]:

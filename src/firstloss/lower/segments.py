@@ -67,19 +67,21 @@ class Segment(NamedTuple):
     signature: Hashable
 
 
-def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = (), least_periods: int = 2) -> Cut | None:
+def cut(
+    program: Program, first: Iterable[str] = (), separate: Iterable[str] = (), least_periods: int = 2
+) -> Cut | None:
     """Cut `program` where it repeats; None if too little of it does.
 
     Args:
         first: names of outputs that are needed as early as possible: it is also cut after the call that makes the last
             of these. (A loss is available long before the backward pass has been compiled.)
-        apart: names of outputs that get a Value of their own, which is neither an input nor another output.
+        separate: names of outputs that get a Value of their own, which is neither an input nor another output.
         least_periods: how often a run has to repeat.
     """
     if len(program.nodes) < _SAVED:
         return None
     calls = split_foreach_calls(program.nodes)
-    views = _output_views(program, apart)
+    views = _output_views(program, separate)
     for view in views.values():
         calls.insert(1 + max((i for i, call in enumerate(calls) if view.inputs[0] in call.outputs), default=-1), view)
     kinds: dict[Hashable, int] = {}
@@ -91,8 +93,8 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = (), 
     outputs = _outputs(program, views)
     last_use = {value: i for i, call in enumerate(calls) for value in call.inputs}
     last_use.update(dict.fromkeys(outputs.values(), len(calls)))
-    wanted = {outputs[name] for name in first}
-    bounds = [0, 1 + max((i for i, call in enumerate(calls) if not wanted.isdisjoint(call.outputs)), default=-1)]
+    early = {outputs[name] for name in first}
+    bounds = [0, 1 + max((i for i, call in enumerate(calls) if not early.isdisjoint(call.outputs)), default=-1)]
     for run in runs:
         bounds.extend(_bounds(run, calls, last_use))
     bounds = sorted({*bounds, len(calls)})
@@ -100,18 +102,22 @@ def cut(program: Program, first: Iterable[str] = (), apart: Iterable[str] = (), 
     return Cut(_shared(pieces, set(program.inputs.values()), set(outputs.values())), outputs)
 
 
-def uncut(program: Program, apart: Iterable[str] = ()) -> Cut:
+def uncut(program: Program, separate: Iterable[str] = ()) -> Cut:
     """All of `program` as one segment."""
-    views = _output_views(program, apart)
+    views = _output_views(program, separate)
     outputs = _outputs(program, views)
     calls = [*split_foreach_calls(program.nodes), *views.values()]
     return Cut(_shared([calls] if calls else [], set(program.inputs.values()), set(outputs.values())), outputs)
 
 
-def _output_views(program: Program, apart: Iterable[str]) -> dict[str, LoweredCall]:
+def _output_views(program: Program, separate: Iterable[str]) -> dict[str, LoweredCall]:
     """Calls that make Values for outputs that are views, or are to have a Value of their own."""
-    own = set(apart)
-    return {name: _view_call(ref) for name, ref in program.outputs.items() if view_of(ref) is not None or name in own}
+    separate_names = set(separate)
+    return {
+        name: _view_call(ref)
+        for name, ref in program.outputs.items()
+        if view_of(ref) is not None or name in separate_names
+    }
 
 
 def _outputs(program: Program, views: Mapping[str, LoweredCall]) -> dict[str, Value]:
@@ -169,7 +175,7 @@ def _bounds(run: Repeats, calls: Sequence[LoweredCall], last_use: dict[Value, in
 def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results: set[Value]) -> list[Segment]:
     """The pieces as segments; equal ones get the same function number and the same outputs."""
     maker = {value: n for n, piece in enumerate(pieces) for call in piece for value in call.outputs}
-    given = {*inputs, *maker}
+    arrays = {*inputs, *maker}
     used_outside: set[Value] = set(results)
     for n, piece in enumerate(pieces):
         for call in piece:
@@ -177,36 +183,36 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
     functions: dict[Hashable, int] = {}
     numbers: list[int] = []
     signatures: list[Hashable] = []
-    taken: list[tuple[Value | int, ...]] = []
+    arguments: list[tuple[Value | int, ...]] = []
     read_outside: dict[int, set[int]] = {}  # for each function, which outputs of its calls are read outside
     for piece in pieces:
-        signature, outside = _signature(piece, given)
+        signature, outside = _signature(piece, arrays)
         number = functions.setdefault(signature, len(functions))
         numbers.append(number)
         signatures.append(signature)
-        taken.append(outside)
-        made = (value for call in piece for value in call.outputs)
-        read_outside.setdefault(number, set()).update(i for i, value in enumerate(made) if value in used_outside)
+        arguments.append(outside)
+        computed = (value for call in piece for value in call.outputs)
+        read_outside.setdefault(number, set()).update(i for i, value in enumerate(computed) if value in used_outside)
     segments = []
-    for piece, number, outside, signature in zip(pieces, numbers, taken, signatures, strict=True):
-        made_values = [value for call in piece for value in call.outputs]
-        outputs = tuple(made_values[i] for i in sorted(read_outside[number]))
+    for piece, number, outside, signature in zip(pieces, numbers, arguments, signatures, strict=True):
+        computed_values = [value for call in piece for value in call.outputs]
+        outputs = tuple(computed_values[i] for i in sorted(read_outside[number]))
         segments.append(Segment(number, tuple(piece), outside, outputs, signature))
     return segments
 
 
-def _signature(piece: Sequence[LoweredCall], given: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
+def _signature(piece: Sequence[LoweredCall], arrays: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
     """The piece's computation from the arrays given to it, and these arrays in the order of first use."""
     names: dict[Any, tuple] = {}
     outside: list[Value | int] = []
     signature: list[Any] = []
-    made = 0
+    count = 0
     for call in piece:
         wires = []
         for value in call.inputs:
             wire = names.get(value)
             if wire is None:
-                if _baked(value, given):
+                if _baked(value, arrays):
                     wire = ("baked", value.shape, value.dtype, _bytes(value))
                 else:
                     wire = ("outside", len(outside), value.shape, value.dtype)
@@ -220,14 +226,14 @@ def _signature(piece: Sequence[LoweredCall], given: set[Value]) -> tuple[Hashabl
             wires.append(names[call.draw])
         signature.append((call.kind, tuple(wires)))
         for value in call.outputs:
-            names[value] = ("made", made)
-            made += 1
+            names[value] = ("made", count)
+            count += 1
     return tuple(signature), tuple(outside)
 
 
-def _baked(value: Value, given: set[Value]) -> bool:
+def _baked(value: Value, arrays: set[Value]) -> bool:
     """Whether a Value is part of the code: captured Python numbers, and uninitialized memory."""
-    if value in given:
+    if value in arrays:
         return False
     return value.real is None or value.numel <= 1
 

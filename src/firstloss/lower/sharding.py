@@ -37,91 +37,98 @@ class ArraySharding(NamedTuple):
 
 
 def propagate(
-    segments: Sequence[Segment], given: Mapping[Value, ArraySharding], wanted: Mapping[Value, Spec], axes: Axes
+    segments: Sequence[Segment], inputs: Mapping[Value, ArraySharding], outputs: Mapping[Value, Spec], axes: Axes
 ) -> dict[Value, ArraySharding]:
     """Find a sharding for each array that is passed between `segments`, or is an output.
 
-    Forward, from the inputs to the results; then backward, from the `wanted` outputs and the other operands of each
+    Forward, from the inputs to the results; then backward, from the required outputs and the other operands of each
     reader: so a gradient, a sum over the batch, is sharded like its weight. Both are done twice. Equal segments with
     equally sharded arrays are visited once.
 
     Args:
-        given: the shardings of inputs.
-        wanted: the required shardings of outputs.
+        inputs: the shardings of inputs.
+        outputs: the required shardings of outputs.
     """
     like = {segment.function: segment for segment in reversed(segments)}
-    look = functools.cache(lambda number, ins, outs, back: _propagate_through(like[number], ins, outs, back, axes))
-    found: dict[Value, ArraySharding] = {**given, **{value: ArraySharding(spec) for value, spec in wanted.items()}}
-    for back in (False, True, False, True):
-        for segment in reversed(segments) if back else segments:
-            ins = tuple(_known(found, value) for value in segment.inputs)
-            outs = tuple(_known(found, value) for value in segment.outputs)
+    propagated = functools.cache(
+        lambda number, ins, outs, backward: _propagate_through(like[number], ins, outs, backward, axes)
+    )
+    shardings: dict[Value, ArraySharding] = {
+        **inputs,
+        **{value: ArraySharding(spec) for value, spec in outputs.items()},
+    }
+    for backward in (False, True, False, True):
+        for segment in reversed(segments) if backward else segments:
+            ins = tuple(_sharding_of(shardings, value) for value in segment.inputs)
+            outs = tuple(_sharding_of(shardings, value) for value in segment.outputs)
             crossing = (*segment.inputs, *segment.outputs)
-            for value, placed in zip(crossing, look(segment.function, ins, outs, back), strict=True):
-                if isinstance(value, Value) and value not in given:
-                    found[value] = ArraySharding(wanted[value], placed.of_batch) if value in wanted else placed
-    return found
+            for value, sharding in zip(crossing, propagated(segment.function, ins, outs, backward), strict=True):
+                if isinstance(value, Value) and value not in inputs:
+                    shardings[value] = (
+                        ArraySharding(outputs[value], sharding.of_batch) if value in outputs else sharding
+                    )
+    return shardings
 
 
-def within(segment: Segment, known: Mapping[Value, ArraySharding], axes: Axes) -> dict[Value, ArraySharding]:
+def within(segment: Segment, boundary: Mapping[Value, ArraySharding], axes: Axes) -> dict[Value, ArraySharding]:
     """The shardings of everything that a segment's calls read and compute, given those of its inputs and outputs."""
-    found = dict(known)
+    shardings = dict(boundary)
     for call in segment.calls:
-        _forward(call, found, axes)
+        _forward(call, shardings, axes)
     for call in reversed(segment.calls):
-        _back(call, found, axes)
-    return {**found, **known}
+        _back(call, shardings, axes)
+    return {**shardings, **boundary}
 
 
-def _known(found: Mapping[Value, ArraySharding], value: Value | int) -> ArraySharding:
+def _sharding_of(shardings: Mapping[Value, ArraySharding], value: Value | int) -> ArraySharding:
     if isinstance(value, int):  # the index of a random draw
         return ArraySharding(())
-    return found.get(value) or ArraySharding(((),) * len(value.shape))
+    return shardings.get(value) or ArraySharding(((),) * len(value.shape))
 
 
 def _propagate_through(
-    segment: Segment, ins: Sequence[ArraySharding], outs: Sequence[ArraySharding], back: bool, axes: Axes
+    segment: Segment, ins: Sequence[ArraySharding], outs: Sequence[ArraySharding], backward: bool, axes: Axes
 ) -> tuple[ArraySharding, ...]:
     """The shardings of a segment's inputs and outputs, refined by its calls."""
     crossing = (*segment.inputs, *segment.outputs)
-    found = {v: placed for v, placed in zip(crossing, (*ins, *outs), strict=True) if isinstance(v, Value)}
+    shardings = {v: sharding for v, sharding in zip(crossing, (*ins, *outs), strict=True) if isinstance(v, Value)}
     for call in segment.calls:
-        _forward(call, found, axes)
-    for call in reversed(segment.calls) if back else ():
-        _back(call, found, axes)
-    return tuple(_known(found, value) for value in crossing)
+        _forward(call, shardings, axes)
+    for call in reversed(segment.calls) if backward else ():
+        _back(call, shardings, axes)
+    return tuple(_sharding_of(shardings, value) for value in crossing)
 
 
-def _forward(call: LoweredCall, found: dict[Value, ArraySharding], axes: Axes) -> None:
-    operands = [_known(found, value) for value in call.inputs]
+def _forward(call: LoweredCall, shardings: dict[Value, ArraySharding], axes: Axes) -> None:
+    operands = [_sharding_of(shardings, value) for value in call.inputs]
     rule = rule_of_call(call)
     # Operands that depend on the batch take precedence, then larger ones.
     order = sorted(range(len(operands)), key=lambda i: (not operands[i].of_batch, -call.inputs[i].numel))
-    asked = [(n, cut) for i in order for n, cut in zip(rule.operands[i], operands[i].spec, strict=True) if cut]
+    requests = [(n, cut) for i in order for n, cut in zip(rule.operands[i], operands[i].spec, strict=True) if cut]
     of_batch = any(operand.of_batch for operand in operands)
     for value, dims in zip(call.outputs, rule.results, strict=True):
-        spec = _known(found, value).spec
-        for number, cut in asked:
+        spec = _sharding_of(shardings, value).spec
+        for number, cut in requests:
             if number in dims:
                 spec = _cut(spec, dims.index(number), cut, value.shape, axes)
-        found[value] = ArraySharding(spec, of_batch)
+        shardings[value] = ArraySharding(spec, of_batch)
 
 
-def _back(call: LoweredCall, found: dict[Value, ArraySharding], axes: Axes) -> None:
+def _back(call: LoweredCall, shardings: dict[Value, ArraySharding], axes: Axes) -> None:
     rule = rule_of_call(call)
-    asked: dict[int, tuple[str, ...]] = {}
-    known = (*zip(call.outputs, rule.results, strict=True), *zip(call.inputs, rule.operands, strict=True))
-    for value, dims in known:
-        for number, cut in zip(dims, _known(found, value).spec, strict=True):
+    by_factor: dict[int, tuple[str, ...]] = {}
+    arrays = (*zip(call.outputs, rule.results, strict=True), *zip(call.inputs, rule.operands, strict=True))
+    for value, dims in arrays:
+        for number, cut in zip(dims, _sharding_of(shardings, value).spec, strict=True):
             if cut:
-                asked.setdefault(number, cut)
+                by_factor.setdefault(number, cut)
     for value, dims in zip(call.inputs, rule.operands, strict=True):
-        placed = _known(found, value)
-        spec = placed.spec
+        sharding = _sharding_of(shardings, value)
+        spec = sharding.spec
         for dim, number in enumerate(dims):
-            if number in asked:
-                spec = _cut(spec, dim, asked[number], value.shape, axes)
-        found[value] = placed._replace(spec=spec)
+            if number in by_factor:
+                spec = _cut(spec, dim, by_factor[number], value.shape, axes)
+        shardings[value] = sharding._replace(spec=spec)
 
 
 def _cut(spec: Spec, dim: int, cut: tuple[str, ...], shape: Sequence[int], axes: Axes) -> Spec:
@@ -141,22 +148,22 @@ _rules: dict[tuple[Template | View, tuple], ShardingRule] = {}
 _MOST = 8192
 
 
-def read_rules(segments: Sequence[Segment], where: Sharding) -> None:
-    """Read the sharding rules of the calls in `segments`, as lowered on the mesh of `where`: JAX has to trace the calls
-    for this, and does not trace them again when they are lowered."""
+def read_rules(segments: Sequence[Segment], sharding: Sharding) -> None:
+    """Read the sharding rules of the calls in `segments`, as lowered on the mesh of `sharding`: JAX has to trace the
+    calls for this, and does not trace them again when they are lowered."""
     like = {segment.function: segment for segment in reversed(segments)}
     for segment in like.values():
         for call in segment.calls:
-            rule_of_call(call, where)
+            rule_of_call(call, sharding)
 
 
-def rule_of_call(call: LoweredCall, where: Sharding | None = None) -> ShardingRule:
-    """The sharding rule of a call's operands and results; `where` as in `jaxprs.jaxpr_of`."""
+def rule_of_call(call: LoweredCall, sharding: Sharding | None = None) -> ShardingRule:
+    """The sharding rule of a call's operands and results; `sharding` as in `jaxprs.jaxpr_of`."""
     shapes = tuple((tuple(value.shape), value.dtype) for value in call.inputs)
-    found = _rules.get((call.kind, shapes))
-    if found is None:
-        rule = rule_of(jaxpr_of(call, where))
-        found = _rules[call.kind, shapes] = ShardingRule(rule.operands[: len(call.inputs)], rule.results)
+    call_rule = _rules.get((call.kind, shapes))
+    if call_rule is None:
+        rule = rule_of(jaxpr_of(call, sharding))
+        call_rule = _rules[call.kind, shapes] = ShardingRule(rule.operands[: len(call.inputs)], rule.results)
         if len(_rules) > _MOST:
             del _rules[next(iter(_rules))]
-    return found
+    return call_rule

@@ -145,10 +145,10 @@ def _dot_general(factors: _Factors, eqn: Any, operands: list[list[int]], results
     left, right = operands
     for a, b in (*zip(contracted, right_contracted, strict=True), *zip(batch, right_batch, strict=True)):
         factors.same(left[a], right[b])
-    made = [left[position] for position in batch]
-    made += [dim for position, dim in enumerate(left) if position not in (*contracted, *batch)]
-    made += [dim for position, dim in enumerate(right) if position not in (*right_contracted, *right_batch)]
-    for dim, to in zip(made, results[0], strict=True):
+    result_dims = [left[position] for position in batch]
+    result_dims += [dim for position, dim in enumerate(left) if position not in (*contracted, *batch)]
+    result_dims += [dim for position, dim in enumerate(right) if position not in (*right_contracted, *right_batch)]
+    for dim, to in zip(result_dims, results[0], strict=True):
         factors.same(dim, to)
 
 

@@ -54,8 +54,8 @@ def _median(self, dim, keepdim, skip_nan):
     else:  # the first NaN, as in the CPU kernel
         middle = where(nan > 0, length - nan, (length - 1) // 2)
     middle = lax.expand_dims(middle, [d])
-    found = (jnp.take_along_axis(x, middle, axis=d) for x in (values, positions))
-    return tuple(x if keepdim else lax.squeeze(x, [d]) for x in found)
+    medians = (jnp.take_along_axis(x, middle, axis=d) for x in (values, positions))
+    return tuple(x if keepdim else lax.squeeze(x, [d]) for x in medians)
 
 
 @rule(aten.median.dim)

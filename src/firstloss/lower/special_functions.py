@@ -79,8 +79,8 @@ def polygamma(n, self):
     if n == 1:
         mirrored = x < 0.5
         root = math.pi / lax.sin(math.pi * x)
-        known = lax.polygamma(lax.full_like(x, 1), where(mirrored, 1 - x, x))
-        return where(mirrored, root * root - known, known)
+        trigamma = lax.polygamma(lax.full_like(x, 1), where(mirrored, 1 - x, x))
+        return where(mirrored, root * root - trigamma, trigamma)
     shift = 16
     below = sum(lax.integer_pow(x + k, -(n + 1)) for k in range(shift))
     zeta = below + lax.zeta(lax.full_like(x, n + 1), x + shift)
@@ -101,7 +101,7 @@ def mvlgamma(self, p):
 def _incomplete_gamma(a: Any, x: Any, *, upper: bool) -> Any:
     """XLA's series, which is truncated too early for large `a`; there by Temme's expansion (DLMF 8.12)."""
     series, large = (lax.igammac if upper else lax.igamma), a > 100
-    found = series(where(large, 1, a), where(large, 1, x))
+    result = series(where(large, 1, a), where(large, 1, x))
     wide, y = (cast(where(large & (v < math.inf), v, 200), np.dtype(np.float64)) for v in (a, x))
     mu = (y - wide) / wide
     eta = lax.sign(mu) * lax.sqrt(2 * (mu - lax.log1p(mu)))
@@ -114,11 +114,11 @@ def _incomplete_gamma(a: Any, x: Any, *, upper: bool) -> Any:
         * (first - (1 / 540 + lax.clamp(-9.0, eta, 9.0) / 288) / wide)
     )
     half = lax.erfc((eta if upper else -eta) * lax.sqrt(wide / 2)) / 2
-    found = where(large, cast(half + rest if upper else half - rest, a.dtype), found)
+    result = where(large, cast(half + rest if upper else half - rest, a.dtype), result)
     whole, none = (0, 1) if upper else (1, 0)
-    found = where(x == math.inf, where(a == math.inf, lax.full_like(a, math.nan), whole), found)
-    found = where((a == math.inf) & (x != math.inf), none, found)
-    return where((a == 0) & (x >= 0), where(x == 0, lax.full_like(a, math.nan), whole), found)
+    result = where(x == math.inf, where(a == math.inf, lax.full_like(a, math.nan), whole), result)
+    result = where((a == math.inf) & (x != math.inf), none, result)
+    return where((a == 0) & (x >= 0), where(x == 0, lax.full_like(a, math.nan), whole), result)
 
 
 @rule(aten.igamma.default)

@@ -42,9 +42,9 @@ def registered_with_xla() -> bool:
 
 def arrays(kinds: Sequence[tuple[tuple[int, ...], np.dtype]]) -> list[jax.Array]:
     """Uninitialized arrays with these shapes and dtypes on the default device, a CPU."""
-    made = _maker(tuple(kinds))()
-    jax.block_until_ready(made)
-    return made
+    results = _maker(tuple(kinds))()
+    jax.block_until_ready(results)
+    return results
 
 
 def array_on(sharding: Sharding, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:

@@ -40,8 +40,8 @@ def filled_size(numel: int, size: Sequence[int]) -> tuple[int, ...]:
     """`size` with a -1 replaced by the inferred size."""
     if -1 not in size:
         return tuple(size)
-    known = -math.prod(size)
-    return tuple((numel // known if known else 0) if s == -1 else s for s in size)
+    others = -math.prod(size)
+    return tuple((numel // others if others else 0) if s == -1 else s for s in size)
 
 
 @rule(aten.view.default, aten.view_copy.default, aten._unsafe_view.default, aten.reshape.default)
@@ -232,8 +232,8 @@ def unfold(self, dimension, size, step):
         return lax.reshape(self, (size,))
     count = (self.shape[d] - size) // step + 1
     windows = step * np.arange(count)[:, None] + np.arange(size)
-    taken = jnp.take(self, windows, axis=d)
-    return jnp.moveaxis(taken, d + 1, -1)
+    values = jnp.take(self, windows, axis=d)
+    return jnp.moveaxis(values, d + 1, -1)
 
 
 # --- Strides ----------------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def as_strided_scatter(self, src, size, stride, storage_offset=None):
 # --- Writes through views ---------------------------------------------------------------------------------------------
 
 
-def _placed(src, length: int, dim: int, start: int, step: int):
+def _among_zeros(src, length: int, dim: int, start: int, step: int):
     """`src` at every `step`th index of dimension `dim` from `start`, zeros elsewhere."""
     extent = max(0, (src.shape[dim] - 1) * step + 1)
     edges = [(0, 0, 0)] * src.ndim
@@ -389,13 +389,13 @@ def _placed(src, length: int, dim: int, start: int, step: int):
 def slice_backward(grad_output, input_sizes, dim, start, end, step):
     d = axis(dim, len(input_sizes))
     start, _ = bounds(input_sizes[d], start, end)
-    return _placed(grad_output, input_sizes[d], d, start, step)
+    return _among_zeros(grad_output, input_sizes[d], d, start, step)
 
 
 @rule(aten.select_backward.default)
 def select_backward(grad_output, input_sizes, dim, index):
     d = axis(dim, len(input_sizes))
-    return _placed(lax.expand_dims(grad_output, [d]), input_sizes[d], d, index % input_sizes[d], 1)
+    return _among_zeros(lax.expand_dims(grad_output, [d]), input_sizes[d], d, index % input_sizes[d], 1)
 
 
 @rule(aten.slice_scatter.default)
@@ -409,7 +409,7 @@ def slice_scatter(self, src, dim=0, start=None, end=None, step=1):
     written = np.zeros(self.shape[d], bool)
     written[start:end:step] = True
     mask = lax.broadcast_in_dim(written, self.shape, [d])
-    return where(mask, _placed(src, self.shape[d], d, start, step), self)
+    return where(mask, _among_zeros(src, self.shape[d], d, start, step), self)
 
 
 @rule(aten.select_scatter.default)
@@ -449,7 +449,7 @@ def unfold_backward(grad_in, input_sizes, dim, size, step):
     total = lax.full(input_sizes, 0, grad_in.dtype)
     for i in range(size):
         part = lax.index_in_dim(grad_in, i, grad_in.ndim - 1, keepdims=False)
-        total += _placed(part, input_sizes[d], d, i, step) if count else 0
+        total += _among_zeros(part, input_sizes[d], d, i, step) if count else 0
     return total
 
 

@@ -80,14 +80,14 @@ class Windows:
             remainder = tuple(o % s for o, s in zip(offset, self.stride, strict=True))
             grids[remainder] = grids[remainder] + grid if remainder in grids else grid
         remainders = itertools.product(*map(range, self.stride))
-        dealt = jnp.stack([grids.get(r, lax.full_like(grid, 0)) for r in remainders])
-        dealt = lax.reshape(dealt, (*self.stride, *grid.shape))
+        interleaved = jnp.stack([grids.get(r, lax.full_like(grid, 0)) for r in remainders])
+        interleaved = lax.reshape(interleaved, (*self.stride, *grid.shape))
         order = [self.space + d for d in range(lead)]
         order += [d for i in space for d in (self.space + lead + i, i)]
         shape = [n * s for n, s in zip(lengths, self.stride, strict=True)]
-        dealt = lax.reshape(dealt, (*self.lead, *shape), order)
+        interleaved = lax.reshape(interleaved, (*self.lead, *shape), order)
         edges = [(-p, n + p - reach, 0) for p, n, reach in zip(self.padding, self.lengths, shape, strict=True)]
-        return lax.pad(dealt, cast(0, dealt.dtype), [(0, 0, 0)] * lead + edges)
+        return lax.pad(interleaved, cast(0, interleaved.dtype), [(0, 0, 0)] * lead + edges)
 
     def _along(self, offset) -> Iterator[np.ndarray]:
         """The input indices of the elements of `slice` along each dimension, to be broadcast against each other."""

@@ -29,7 +29,7 @@ class GpuProperties(NamedTuple):
     max_threads_per_multi_processor: int
 
 
-class Place(NamedTuple):
+class ElementPosition(NamedTuple):
     """The random number of an element.
 
     subsequence: the thread's Philox stream.
@@ -83,16 +83,16 @@ def launches(
     return kernel_launches
 
 
-def place(
+def element_position(
     element: int, numel: int, device: GpuProperties, offset: int = 0, dtype: str = "float32", by_lane: bool = False
-) -> Place:
+) -> ElementPosition:
     """The random number of element `element` of a `uniform_` or `normal_` fill of `numel` elements."""
     if not 0 <= element < numel:
         raise IndexError(f"element {element} of a fill of {numel}")
     launch = next(x for x in launches(numel, device, offset, dtype, by_lane) if element < x.begin + x.numel)
     iteration, thread = divmod(element - launch.begin, launch.threads)
     block, lane = divmod(iteration, launch.lanes)
-    return Place(thread, launch.offset + _WORDS * block, lane)
+    return ElementPosition(thread, launch.offset + _WORDS * block, lane)
 
 
 def advance(numel: int, device: GpuProperties, offset: int = 0, dtype: str = "float32", by_lane: bool = False) -> int:

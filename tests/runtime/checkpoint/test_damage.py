@@ -75,13 +75,16 @@ def test_any_flipped_bit_is_found_or_changes_nothing(saved, tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 200, 5000, 0.5, -1])
 def test_a_truncated_file_is_an_error_on_loading(saved, keep):
+    truncated = 0
     for path in (tensors_of(saved), saved / "checkpoint.json"):
         size = path.stat().st_size
         length = int(size * keep) if isinstance(keep, float) else keep if keep >= 0 else size + keep
         if length < size - (path.suffix == ".json"):  # the last byte of the JSON is a newline
             os.truncate(path, length)
+            truncated += 1
             with pytest.raises(CheckpointError, match=path.name):
                 fl.load(saved)
+    assert truncated == (1 if keep in (5000, -1) else 2)  # the JSON is shorter than 5000 bytes
 
 
 def test_a_file_truncated_after_loading_is_an_error(saved):

@@ -61,7 +61,7 @@ class Run:
 
 
 def close(traced, eager):
-    torch.testing.assert_close(traced, eager, rtol=1e-9, atol=1e-12)  # float64, about ten steps
+    torch.testing.assert_close(traced, eager, rtol=2e-12, atol=1e-14)  # float64, about ten steps: 2e-13
 
 
 def same(traced, eager):
@@ -114,7 +114,7 @@ def test_reads_match_eager(backend):
     traced.train(1), eager.train(1)
     for kind, read in READ.items():
         actual, expected = read(traced.model), read(eager.model)
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, msg=kind)
+        torch.testing.assert_close(actual, expected, rtol=2e-13, atol=2e-15, msg=kind)  # as above, after one step
 
 
 def test_printing_matches_eager(backend):
@@ -214,7 +214,8 @@ def test_data_of_another_shape_matches_eager(backend):
     model.weight.data, model.bias.data = torch.ones(3, 4), torch.zeros(3)
     expected = X.float().sum(1, keepdim=True).expand(3, 3)
     for _ in range(2):
-        torch.testing.assert_close(predict(X.float()).detach().clone(), expected)
+        # four float32 numbers, perhaps summed in another order
+        torch.testing.assert_close(predict(X.float()).detach().clone(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_weights_can_be_edited_between_runs(backend):
@@ -473,5 +474,5 @@ def test_one_step_can_train_two_models(backend):
         step = fl.trace(one) if on else one
         return [[value.item() for value in step(X)] for _ in range(4)]
 
-    # Adam's step count is a float32 tensor in a compiled step, and bias corrections are computed from it
-    torch.testing.assert_close(losses(True), losses(False), rtol=1e-5, atol=0)
+    # float64 sums in another order. Measured: 4e-16.
+    torch.testing.assert_close(losses(True), losses(False), rtol=1e-14, atol=0)

@@ -239,7 +239,7 @@ def test_the_first_loss_is_that_of_pytorchs_kernels(net, mesh, computed, tmp_pat
     compiled, same = train_a_net(backend, **options)
     assert computed == [1]
     assert torch.equal(losses[0], expected[0])
-    assert all(map(torch.equal, losses[1:], compiled[1:]))
+    assert len(losses) == len(compiled) > 1 and all(map(torch.equal, losses[1:], compiled[1:]))
     assert all(torch.equal(weights[key], same[key]) for key in same)
 
 

@@ -154,13 +154,13 @@ def test_bytes_that_go_in_and_out_of_segments_are_those_of_the_executables(run):
     assert {part.function for part in plan.parts} == functions.keys()
     for part in plan.parts:
         memory = functions[part.function].memory_analysis()
-        seed = memory.argument_size_in_bytes - part.given
+        seed = memory.argument_size_in_bytes - part.input_bytes
         assert seed in (0, 8)  # two 32-bit numbers, if random numbers are drawn
         count = result_counts[part.function]
         # several results are a table of pointers and the buffers that they point to
         pointers = 8 * count if count > 1 else 0
-        assert memory.output_size_in_bytes == part.made + pointers
-        assert memory.alias_size_in_bytes == part.reused
+        assert memory.output_size_in_bytes == part.output_bytes + pointers
+        assert memory.alias_size_in_bytes == part.reused_bytes
 
 
 def test_bytes_sent_are_those_of_the_compiled_collectives(run):

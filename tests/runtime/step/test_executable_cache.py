@@ -285,7 +285,8 @@ def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
 
             actual, expected = fl.trace(step)(x, y), function(x, y)
             for traced, eager in zip(*[r if isinstance(r, tuple) else (r,) for r in (actual, expected)], strict=True):
-                torch.testing.assert_close(traced.detach().cpu(), eager, rtol=1e-5, atol=1e-6)
+                # float32, other kernels. Measured: 7e-7 of an element, 5e-7 absolutely.
+                torch.testing.assert_close(traced.detach().cpu(), eager, rtol=5e-6, atol=1e-6)
             if again:
                 assert hits, name
             else:  # two signatures may be one module to JAX

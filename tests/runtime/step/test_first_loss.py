@@ -97,6 +97,10 @@ def computed(monkeypatch):
     return losses
 
 
+def all_equal(a, b):
+    return len(a) == len(b) > 0 and all(map(torch.equal, a, b))
+
+
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -115,7 +119,7 @@ def test_the_first_loss_is_that_of_eager_pytorch_bit_for_bit(name, computed, tmp
     assert computed == [1]
     assert torch.equal(first[0], eager[0])
     assert equal(weights, same)
-    assert all(map(torch.equal, first[1:], compiled[1:]))
+    assert all_equal(first[1:], compiled[1:])
     # XLA sums in another order; a bfloat16 product may round to its neighbour, 2**-8 away
     close = 2**-8 if name == "mixed precision" else 1e-5
     torch.testing.assert_close(compiled[0], eager[0], rtol=close, atol=0)
@@ -164,7 +168,7 @@ def test_new_weights_get_their_loss_from_kernels(options, expected, computed, tm
     compiled, same = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"), **options)
     assert computed == expected
     assert equal(weights, same)
-    assert all(map(torch.equal, first[len(expected) :], compiled[len(expected) :]))
+    assert all_equal(first[len(expected) :], compiled[len(expected) :])
 
 
 def accumulating(model, optimizer):
@@ -189,7 +193,7 @@ def test_random_numbers_are_those_of_the_compiled_step(step_of, computed, tmp_pa
     assert computed == [1]
     torch.testing.assert_close(first[0], compiled[0], rtol=1e-5, atol=0)  # XLA sums in another order
     assert equal(weights, same)
-    assert all(map(torch.equal, first[1:], compiled[1:]))
+    assert all_equal(first[1:], compiled[1:])
 
 
 def test_accumulated_gradients_come_from_the_compiled_step(computed, tmp_path):
@@ -241,7 +245,7 @@ def test_an_operation_without_a_kernel_is_compiled(monkeypatch, tmp_path):
     first, weights = run(fl.backend("XLA", artifact_dir=tmp_path))
     compiled, same = run(fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled"))
     assert equal(weights, same)
-    assert all(map(torch.equal, first, compiled))
+    assert all_equal(first, compiled)
 
 
 def test_an_interrupt_leaves_the_state_unchanged(monkeypatch, tmp_path):

@@ -114,6 +114,6 @@ def test_reassigned_memory_matches_eager(first, by_kernels):
             continue
         agreed += 1
         # float32, the same operations; sums in another order differ in the last places
-        how = {"rtol": 1e-4, "atol": 1e-5, "msg": lambda text, seed=seed: f"{program(seed)}: {text}"}
+        how = {"rtol": 1e-5, "atol": 1e-5, "msg": lambda text, seed=seed: f"{program(seed)}: {text}"}
         torch.testing.assert_close(actual, expected, **how)
     assert agreed

@@ -164,7 +164,8 @@ def test_outside_changes_apply_from_the_next_call(edit, after, backend, monkeypa
     compiled = fl.compile(layer, backend)
     step = fl.trace(lambda x: compiled(x))
     before = quiet(step, X, count=after)
-    torch.testing.assert_close(torch.tensor(before[0]), layer(X).clone())
+    # One product and a sum of a few numbers, in another order, here and below. Measured: 1.1e-7.
+    torch.testing.assert_close(torch.tensor(before[0]), layer(X).clone(), rtol=1.3e-6, atol=0)
     EDITS[edit](layer)
     expected = layer(X).clone()
     assert not torch.allclose(expected, torch.tensor(before[0]))
@@ -172,7 +173,7 @@ def test_outside_changes_apply_from_the_next_call(edit, after, backend, monkeypa
         warnings.simplefilter("always")
         actual = values(step, X, count=3)
     assert actual[0] == actual[1] == actual[2]
-    torch.testing.assert_close(torch.tensor(actual[0]), expected)
+    torch.testing.assert_close(torch.tensor(actual[0]), expected, rtol=1.3e-6, atol=0)
     assert len([w for w in record if w.category is GraphChangeWarning]) == (edit != "another buffer")
 
 
@@ -266,7 +267,8 @@ def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
     def run(train, evaluate, train_eagerly, evaluate_eagerly):
         before = len(traced), len(compiled)
         for net, eager in ((train, train_eagerly), (evaluate, evaluate_eagerly)):
-            torch.testing.assert_close(torch.tensor(quiet(net, X)[0]), eager(X))
+            # Two small sums, in another order. Measured: 2.4e-7.
+            torch.testing.assert_close(torch.tensor(quiet(net, X)[0]), eager(X), rtol=1.3e-6, atol=2.4e-6)
         return len(traced) - before[0], len(compiled) - before[1]
 
     first = pair()

@@ -103,7 +103,8 @@ def test_a_kept_tensor_has_its_gradient_and_attributes(make, attribute, kept, by
             results.append(aux if aux is not tensor else None)
         return results
 
-    torch.testing.assert_close(run(fl.backend("XLA")), run(fl.backend("CPU")))
+    # By the same kernels; a sum may be in another order. Measured: 2.4e-7.
+    torch.testing.assert_close(run(fl.backend("XLA")), run(fl.backend("CPU")), rtol=0, atol=2.4e-6)
 
 
 @pytest.mark.parametrize("make", [retained, new_leaf])

@@ -91,6 +91,7 @@ def test_the_same_shapes_run_the_same_executable(backend, model, traced):
 def test_weights_can_be_read_and_edited_between_steps(backend, model):
     reference = eager_linear()
     step, _ = make_step(model, backend)
+    # float32 sums in another order, as in the following tests. Measured: 1.1e-7.
     assert float(step(X, Y)) == pytest.approx(eager_step(reference, 0.1), rel=1e-6)
     torch.testing.assert_close(model.weight.clone(), reference.weight.detach(), rtol=1e-6, atol=1e-7)
     assert "tensor" in repr(model.weight)
@@ -187,7 +188,7 @@ def test_state_created_inside_the_step_is_kept(backend, model):
     torch.testing.assert_close(
         optimizer.state[model.weight]["momentum"].clone(),
         eager.state[reference.weight]["momentum"],
-        rtol=1e-5,
+        rtol=1e-6,
         atol=1e-9,
     )
 
@@ -203,7 +204,7 @@ def test_outside_tensors_are_read_and_written_at_each_call(backend, model):
 
     first = float(step(X))
     scale.fill_(2.0)
-    assert float(step(X)) == pytest.approx(2 * first)
+    assert float(step(X)) == 2 * first
     assert counter.item() == 2
 
 

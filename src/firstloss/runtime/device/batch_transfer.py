@@ -57,14 +57,14 @@ def _on_xla(tensor: torch.Tensor) -> torch.Tensor:
         sharding = mesh.batch_sharding(tuple(tensor.shape))
         sent = to_device_later(tensor, sharding)
         lazily = (tuple(tensor.shape), tensor.dtype, sharding) if type(sent) is LazyArray else ()
-        made = resident(sent, *lazily)
-        return made.requires_grad_(True) if tensor.requires_grad else made
+        transferred = resident(sent, *lazily)
+        return transferred.requires_grad_(True) if tensor.requires_grad else transferred
     with torch.no_grad():
-        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if is_imported() or not on_cpu():
             from ..jax_support import share_memory
 
-            made = resident(share_memory(own))
+            transferred = resident(share_memory(copy))
         else:
-            made = resident(share_later(own), tuple(own.shape), own.dtype)
-    return made.requires_grad_(True) if tensor.requires_grad else made
+            transferred = resident(share_later(copy), tuple(copy.shape), copy.dtype)
+    return transferred.requires_grad_(True) if tensor.requires_grad else transferred

@@ -240,13 +240,13 @@ class DeviceBuffer:
                         self._array = self._put(host) if written is None else written
                         self._host, self._edited, self._written = None, False, None
             elif array is None and pending is not None:
-                made = pending.result()[self.value]
+                new = pending.result()[self.value]
                 if self._pending is pending and self._array is None:
-                    self._array, self._pending = made, None
+                    self._array, self._pending = new, None
             elif type(array) is LazyArray:
-                made = array.wait()
+                new = array.wait()
                 if self._array is array:
-                    self._array = made
+                    self._array = new
             elif array is not None:
                 self.current = array if self._host is None else None
                 return array
@@ -274,8 +274,8 @@ class DeviceBuffer:
             return None
 
         def borrow() -> torch.Tensor | None:
-            made = pending.result()[value]
-            return made.borrow() if type(made) is LazyArray else None
+            result = pending.result()[value]
+            return result.borrow() if type(result) is LazyArray else None
 
         return LazyArray(lambda: ready(pending.result()[value]), borrow=borrow)
 

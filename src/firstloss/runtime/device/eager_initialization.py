@@ -61,9 +61,9 @@ class _WeightMover:
     def _move(self) -> None:
         """Move the previous module's weights, except those that other code may still write to."""
         current, self._current = self._current, []
-        own = [each for each in current if (tensor := each.tensor()) is not None and _is_sole_owner(tensor)]
-        self._shared += [each for each in current if each not in own]
-        self._backend.move_to_device(_alive(own))
+        movable = [each for each in current if (tensor := each.tensor()) is not None and _is_sole_owner(tensor)]
+        self._shared += [each for each in current if each not in movable]
+        self._backend.move_to_device(_alive(movable))
 
     def move_all(self) -> None:
         """Move all remaining weights, at the end of construction."""

@@ -35,9 +35,9 @@ def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]
             return value.empty()
         if not is_contiguous(value.shape, value.stride):
             return allocate_huge(value)
-        own = Pages(tuple(value.shape), value.dtype)
-        pages[own.tensor.data_ptr()] = own
-        return own.tensor
+        memory = Pages(tuple(value.shape), value.dtype)
+        pages[memory.tensor.data_ptr()] = memory
+        return memory.tensor
 
     buffers = materialize_values(values, allocate=allocate, niceness=niceness)
     drawn = {value: HostWeight(value, buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}

@@ -87,12 +87,12 @@ def copied_later(content: torch.Tensor) -> LazyArray:
 def share_later(content: torch.Tensor) -> LazyArray:
     """A LazyArray of `content`, whose memory becomes the array without a copy; it must not change while that lives."""
 
-    def lent() -> jax.Array:
+    def shared_array() -> jax.Array:
         from ..jax_support import share_memory
 
         return share_memory(content)
 
-    return LazyArray(lent, content)
+    return LazyArray(shared_array, content)
 
 
 def to_device_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array | LazyArray:
@@ -102,14 +102,14 @@ def to_device_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array |
 
         return put(tensor, sharding)
     with torch.no_grad():
-        own = tensor.detach().clone(memory_format=torch.contiguous_format)
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
 
     def placed() -> jax.Array:
         from ..mesh.sharded_arrays import put
 
-        return put(own, sharding)
+        return put(copy, sharding)
 
-    return LazyArray(placed, own)
+    return LazyArray(placed, copy)
 
 
 class BackgroundWork(Future):
@@ -138,11 +138,11 @@ class BackgroundWork(Future):
             from ..jax_support import x64
 
             with timeline.span("rest of the step"), x64():
-                made = finish()
+                result = finish()
         except BaseException as error:  # re-raised where the state is needed
             self.set_exception(error)
         else:
-            self.set_result(made)
+            self.set_result(result)
 
     def of(self, key: Any) -> Any:
         """Wait for a result."""

@@ -46,8 +46,8 @@ def device() -> torch.device | None:
     import jax
     import numpy as np
 
-    (found,) = jax.device_put(np.zeros((), np.float32)).devices()
-    return torch.device("cuda", found.local_hardware_id) if found.platform in ("gpu", "cuda") else None
+    (gpu,) = jax.device_put(np.zeros((), np.float32)).devices()
+    return torch.device("cuda", gpu.local_hardware_id) if gpu.platform in ("gpu", "cuda") else None
 
 
 def view(array: jax.Array) -> torch.Tensor:
@@ -85,10 +85,10 @@ def make(values: Iterable[Value]) -> dict[Value, jax.Array]:
         for value, array in arrays.items():
             with contextlib.suppress(RuntimeError, TypeError, ValueError, BufferError):  # a dtype that DLPack lacks
                 views[value] = view(array)
-        found = list(weights.make(list(views), target, allocate=views.__getitem__))
+        materialized = list(weights.make(list(views), target, allocate=views.__getitem__))
         views.clear()
         wait(target)
-    return {value: arrays[value] for value in found}
+    return {value: arrays[value] for value in materialized}
 
 
 def _empties(values: list[Value]) -> list[jax.Array]:
@@ -100,5 +100,5 @@ def _empties(values: list[Value]) -> list[jax.Array]:
 
     kinds = [(tuple(value.shape), to_jax(value.dtype)) for value in values]
     with jax.enable_x64(True):
-        made = jax.jit(lambda: [lax.empty(shape, dtype) for shape, dtype in kinds])()
-    return jax.block_until_ready(made)
+        arrays = jax.jit(lambda: [lax.empty(shape, dtype) for shape, dtype in kinds])()
+    return jax.block_until_ready(arrays)

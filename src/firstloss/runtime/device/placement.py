@@ -139,16 +139,16 @@ def _materialize_in_background(
         wait(earlier)
         if mesh is None:
             return _make(list(shardings), niceness)
-        made: dict[Value, Any] = {}
+        arrays: dict[Value, Any] = {}
         sharded = {value: sharding for value, sharding in shardings.items() if sharding is not None}
         if for_kernels and not behind and on_cpu() and process_count() == 1:
             unsharded = {value: sharded.pop(value) for value in list(sharded) if not _is_copied(value)}
-            made = host_weights.make_unsharded(unsharded, niceness)
+            arrays = host_weights.make_unsharded(unsharded, niceness)
         if sharded:
             from ..mesh import sharded_weights as mesh_placement
 
-            made |= mesh_placement.make(sharded, niceness)
-        return made
+            arrays |= mesh_placement.make(sharded, niceness)
+        return arrays
 
     materialization = _Materialization(make)
     for storage in storages:
@@ -208,11 +208,11 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         groups.setdefault(storage_address(tensor.untyped_storage()), []).append(tensor)
     mapped = MappedWeights()
     for group in groups.values():
-        found = [storage_at(tensor) for tensor in group]
-        if all(found):  # the exported memory of a weight on the backend
-            for tensor, at in zip(group, found, strict=True):
-                assert at is not None
-                _become_resident(tensor, *at)
+        aliased = [storage_at(tensor) for tensor in group]
+        if all(aliased):  # the exported memory of a weight on the backend
+            for tensor, storage_and_geometry in zip(group, aliased, strict=True):
+                assert storage_and_geometry is not None
+                _become_resident(tensor, *storage_and_geometry)
             continue
         base = _base(group)
         value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
@@ -253,9 +253,9 @@ def _base(group: list[torch.Tensor]) -> torch.Tensor:
 
 def to_backend(tensor: torch.Tensor) -> DeferredTensor:
     """A tensor on the backend that shares the memory of `tensor`, or if that is impossible, has a copy."""
-    found = storage_at(tensor)
-    if found is not None:
-        return DeferredTensor.wrap(found[0], *found[1])
+    aliased = storage_at(tensor)
+    if aliased is not None:
+        return DeferredTensor.wrap(aliased[0], *aliased[1])
     with DisableTorchDispatch(), torch.no_grad():
         base = tensor.detach()
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)

@@ -60,20 +60,20 @@ class Instruction(NamedTuple):
     offset: int
     name: str
     argument: Any
-    shown: str  # the operator, of BINARY_OP
+    symbol: str  # the operator, of BINARY_OP
     line: int
 
 
 @functools.lru_cache(maxsize=65536)
 def _instructions(code: types.CodeType) -> list[Instruction]:
-    found = []
+    instructions = []
     line = code.co_firstlineno
     for i in dis.get_instructions(code):
         if i.positions is not None and i.positions.lineno is not None:
             line = i.positions.lineno
         if i.opname not in _NOISE:
-            found.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line))
-    return found
+            instructions.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line))
+    return instructions
 
 
 def raises_again(code: types.CodeType) -> bool:
@@ -91,10 +91,10 @@ def _use(steps: list[Instruction], i: int) -> Use:
     name, after = steps[i].argument, [s for s in steps[i + 1 : i + 5] if s.name != "SWAP"][:3]
     if len(after) == 3:
         constant, combine, store = after
-        how = _COMBINE.get(combine.shown) if combine.name == "BINARY_OP" else None
-        if how is not None and constant.name in _CONSTANTS and store.name in _STORES and store.argument == name:
+        operation = _COMBINE.get(combine.symbol) if combine.name == "BINARY_OP" else None
+        if operation is not None and constant.name in _CONSTANTS and store.name in _STORES and store.argument == name:
             if "DELETE" not in store.name and isinstance(constant.argument, (int, float)):
-                return Update(how, constant.argument)
+                return Update(operation, constant.argument)
     return None
 
 
@@ -107,10 +107,10 @@ def _item_update(after: list[Instruction]) -> ItemUpdate | None:
     names = tuple("LOAD_CONST" if step.name in _CONSTANTS else step.name for step in after)
     if names != _ITEM_UPDATE:
         return None
-    key, constant, how = after[0].argument, after[4].argument, _COMBINE.get(after[5].shown)
-    if how is None or not isinstance(constant, (int, float)) or not isinstance(key, (str, int)):
+    key, constant, operation = after[0].argument, after[4].argument, _COMBINE.get(after[5].symbol)
+    if operation is None or not isinstance(constant, (int, float)) or not isinstance(key, (str, int)):
         return None
-    return ItemUpdate(key, Update(how, constant))
+    return ItemUpdate(key, Update(operation, constant))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -157,31 +157,31 @@ def stored_attributes(code: types.CodeType) -> frozenset[str]:
 def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     """The dotted paths that `code` itself sets or deletes from a global, as in `torch.nn.functional.gelu = ...`."""
     steps = _instructions(code)
-    found = []
+    paths = []
     for i, step in enumerate(steps):
         if step.name in ("STORE_ATTR", "DELETE_ATTR"):
             path = [step.argument]
             while i > 0 and steps[i := i - 1].name == "LOAD_ATTR":
                 path.append(steps[i].argument)
             if steps[i].name in _GLOBALS:
-                found.append((steps[i].argument, *reversed(path)))
-    return frozenset(found)
+                paths.append((steps[i].argument, *reversed(path)))
+    return frozenset(paths)
 
 
 def imports(code: types.CodeType, table: dict) -> list[str]:
     """The modules that `code` itself imports with the globals in `table`, and those that it may import by a computed
     name."""
-    found = []
+    modules = []
     for name, level, names in _import_statements(code):
         with contextlib.suppress(ImportError):  # a relative import outside of a package
             module = importlib.util.resolve_name("." * level + name, _package(table)) if level else name
             parts = module.split(".")
-            found += [".".join(parts[: i + 1]) for i in range(len(parts))]
-            found += [f"{module}.{name}" for name in names if f"{module}.{name}" in sys.modules]
+            modules += [".".join(parts[: i + 1]) for i in range(len(parts))]
+            modules += [f"{module}.{name}" for name in names if f"{module}.{name}" in sys.modules]
     if not _BY_NAME.isdisjoint(code.co_names) or "modules" in code.co_names and "sys" in code.co_names:
-        found += [name for name in list(sys.modules) if name != "__main__"]
-        found += [constant for constant in code.co_consts if isinstance(constant, str)]
-    return found
+        modules += [name for name in list(sys.modules) if name != "__main__"]
+        modules += [constant for constant in code.co_consts if isinstance(constant, str)]
+    return modules
 
 
 _BY_NAME = {"import_module", "__import__"}
@@ -278,10 +278,10 @@ class Updates:
             self._collected[id(before)] = before
             return True
         if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in (dict, list, defaultdict):
-            known = self._counted.setdefault(id(before), (before, {}))[1]
+            updates_by_key = self._counted.setdefault(id(before), (before, {}))[1]
             for use in uses:
                 if isinstance(use, ItemUpdate):
-                    known.setdefault(use.key, []).append(use.update)
+                    updates_by_key.setdefault(use.key, []).append(use.update)
             return True
         return False
 

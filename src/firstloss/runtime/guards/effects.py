@@ -46,9 +46,9 @@ def always(bind: Bind) -> Callable[[CallFrame], Bind]:
     return lambda env: bind
 
 
-def setting(put: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bind]:
+def setting(set_value: Callable[[Any], None], make: Make) -> Callable[[CallFrame], Bind]:
     """Sets the value that `make` returns."""
-    return lambda env: functools.partial(put, make(env))
+    return lambda env: functools.partial(set_value, make(env))
 
 
 def setting_in(container_of: Make, key: Any, make: Make) -> Callable[[CallFrame], Bind]:
@@ -56,8 +56,8 @@ def setting_in(container_of: Make, key: Any, make: Make) -> Callable[[CallFrame]
 
     def apply(env: CallFrame) -> Bind:
         container = container_of(env)
-        put = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
-        return functools.partial(put, container, key, make(env))
+        set_item = dict.__setitem__ if isinstance(container, dict) else list.__setitem__
+        return functools.partial(set_item, container, key, make(env))
 
     return apply
 
@@ -89,9 +89,9 @@ def added_to(container: Any, before: list, now: list) -> list | None:
         return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
     if getattr(container, "maxlen", None) is not None:
         for count in range(1, len(now) + 1):  # as many were appended at one end as were dropped at the other
-            kept = before[max(0, len(before) + count - container.maxlen) :]
-            if len(kept) + count == len(now) and all(map(operator.is_, kept, now)):
-                return now[len(kept) :]
+            remaining = before[max(0, len(before) + count - container.maxlen) :]
+            if len(remaining) + count == len(now) and all(map(operator.is_, remaining, now)):
+                return now[len(remaining) :]
         return None
     return now[len(before) :] if len(now) >= len(before) and all(map(operator.is_, before, now)) else None
 
@@ -119,7 +119,7 @@ class Effects:
             before the first is executed.
     """
 
-    def __init__(self, snapshot: Snapshot, reads: GuardSources | None, left: Reconstructor) -> None:
+    def __init__(self, snapshot: Snapshot, reads: GuardSources | None, reconstructor: Reconstructor) -> None:
         """
         Args:
             reads: what the step has read; None if the effects are only to be undone.
@@ -128,7 +128,7 @@ class Effects:
         self.retrace_reason: str | None = None
         self._undo: list[Bind] = []
         self.bindings: list[Callable[[CallFrame], Bind]] = []
-        self._left = left
+        self._reconstructor = reconstructor
         for table in snapshot.tables.values():
             if not (table.before or table.table):
                 continue
@@ -154,17 +154,17 @@ class Effects:
                 self._module_name(vars(module), name, old, now)
         for function, made_of in snapshot.definitions.values():
             if not same(made_of, now := definition(function)):
-                self._again(function, functools.partial(define, function), made_of, now)
+                self._replay(function, functools.partial(define, function), made_of, now)
         environment = mutable_state.environment()
         changed = mutable_state.environment_changes(snapshot.environment, environment)
         if changed:
             old_values = mutable_state.environment_changes(environment, snapshot.environment)
-            self._again(os.environ, mutable_state.set_environment, old_values, changed)
+            self._replay(os.environ, mutable_state.set_environment, old_values, changed)
         if reads is not None and reads.sets_filters and snapshot.filters != (now := mutable_state.filters()):
-            self._again(warnings, mutable_state.set_filters, snapshot.filters, now)
+            self._replay(warnings, mutable_state.set_filters, snapshot.filters, now)
         for generator, state in reads.generators if reads is not None else ():
             if not same(state, now := state_of(generator)):
-                self._again(generator, functools.partial(set_state, generator), state, now)
+                self._replay(generator, functools.partial(set_state, generator), state, now)
         for content, read, before in snapshot.opaque.values():
             if id(content) in snapshot.sequences or id(content) in snapshot.tables:
                 continue
@@ -173,27 +173,27 @@ class Effects:
             elif reads is not None and (_has_run(content, reads) or not same(before, read())):
                 self._content(content, before, read(), reads)
 
-    def _again(self, obj: Any, put: Callable[[Any], Any], before: Any, after: Any) -> None:
+    def _replay(self, obj: Any, set_value: Callable[[Any], Any], before: Any, after: Any) -> None:
         """A change that is replayed by setting the value after the step, and undone by setting the value before it."""
         self.changed_ids.add(id(obj))
-        self._undo.append(functools.partial(put, before))
-        self.bindings.append(always(functools.partial(put, after)))
+        self._undo.append(functools.partial(set_value, before))
+        self.bindings.append(always(functools.partial(set_value, after)))
 
     def _content(self, content: Any, before: Any, after: Any, reads: GuardSources) -> None:
         """The contents of an array, a buffer or a generator have changed."""
         reads.guard_content(content)
         if mutable_state.restore_contents(content, after):
-            self._again(content, functools.partial(mutable_state.restore_contents, content), before, after)
+            self._replay(content, functools.partial(mutable_state.restore_contents, content), before, after)
         else:
             self.changed_ids.add(id(content))
             self.retrace_reason = f"it consumes or changes {with_article(type(content).__qualname__)}"
 
     def _module_name(self, table: dict, name: str, old: Any, now: Any) -> None:
         self.changed_ids.add(id(table))
-        put: Callable[[Any], None] = functools.partial(table.__setitem__, name)
+        set_name: Callable[[Any], None] = functools.partial(table.__setitem__, name)
         delete = functools.partial(delete_name, table, name, table.__delitem__)
-        self._undo.append(functools.partial(put, old) if old is not MISSING else delete)
-        self.bindings.append(setting(put, self._left.make(now)) if now is not MISSING else always(delete))
+        self._undo.append(functools.partial(set_name, old) if old is not MISSING else delete)
+        self.bindings.append(setting(set_name, self._reconstructor.make(now)) if now is not MISSING else always(delete))
 
     def add(self, undo: Bind, apply: Callable[[CallFrame], Bind]) -> None:
         """Register a change that another part of the step has found."""
@@ -212,40 +212,42 @@ class Effects:
         if _unchanged(table, before):
             return
         self.changed_ids.add(id(table))
-        put: Callable[[Any, Any], None] = table.__setitem__
+        set_name: Callable[[Any, Any], None] = table.__setitem__
         delete: Callable[[Any], None] = table.__delitem__
         if isinstance(owner, type):  # assignments to a class must go through `setattr`
-            put, delete = functools.partial(type.__setattr__, owner), functools.partial(type.__delattr__, owner)
-        given = self._left.holds_arguments(table)
-        container_of = self._left.container(table)
+            set_name, delete = functools.partial(type.__setattr__, owner), functools.partial(type.__delattr__, owner)
+        holds_arguments = self._reconstructor.holds_arguments(table)
+        container_of = self._reconstructor.container(table)
         for name, now in list(table.items()):
             old = before.get(name, MISSING)
             if now is old:
                 continue
             if isinstance(name, str) and name.startswith("_firstloss"):  # ours
                 continue
-            self._undo.append(functools.partial(delete, name) if old is MISSING else functools.partial(put, name, old))
-            if given:
-                self.bindings.append(setting_in(container_of, name, self._left.make(now)))
+            self._undo.append(
+                functools.partial(delete, name) if old is MISSING else functools.partial(set_name, name, old)
+            )
+            if holds_arguments:
+                self.bindings.append(setting_in(container_of, name, self._reconstructor.make(now)))
                 continue
-            self._bind((id(table), name), old, now, functools.partial(put, name), lambda n=name: table[n], reads)
+            self._bind((id(table), name), old, now, functools.partial(set_name, name), lambda n=name: table[n], reads)
         for name in before.keys() - table.keys():
-            self._undo.append(functools.partial(put, name, before[name]))
-            if given:
+            self._undo.append(functools.partial(set_name, name, before[name]))
+            if holds_arguments:
                 self.bindings.append(removing_from(container_of, name))
                 continue
             self.bindings.append(always(functools.partial(delete_name, table, name, delete)))
 
-    def _bind(self, key: tuple, old: Any, now: Any, put: Any, get: Any, reads: GuardSources | None) -> None:
+    def _bind(self, key: tuple, old: Any, now: Any, set_value: Any, get_value: Any, reads: GuardSources | None) -> None:
         counted = None if reads is None else reads.updates.numbers.get(key)
         if counted is not None and reads is not None:
             update = repeated(counted, now)
             if update is not None:
-                self.bindings.append(lambda env: functools.partial(put, update(get())))
+                self.bindings.append(lambda env: functools.partial(set_value, update(get_value())))
                 return
             reads.guard_number(key)
-        make = self._left.make(now)
-        self.bindings.append(setting(put, make))
+        make = self._reconstructor.make(now)
+        self.bindings.append(setting(set_value, make))
 
     def _cell(self, cell: types.CellType, old: Any, reads: GuardSources | None) -> None:
         try:
@@ -298,7 +300,7 @@ class Effects:
         self._undo.append(functools.partial(put, old))
         if reads is not None:
             reads.guard_content(variable)
-        self.bindings.append(setting(put, self._left.make(now)))
+        self.bindings.append(setting(put, self._reconstructor.make(now)))
 
     def _items(self, table: dict, before: dict, reads: GuardSources | None) -> None:
         now = table_of(table)
@@ -308,25 +310,25 @@ class Effects:
         if self._counted(table, before, now, reads):
             return
         self.changed_ids.add(id(table))
-        if reads is not None and not self._left.holds_arguments(table):
+        if reads is not None and not self._reconstructor.holds_arguments(table):
             reads.guard_content(table)
-        container_of = self._left.container(table)
+        container_of = self._reconstructor.container(table)
         if same_items(list(now), list(before)):  # rebound in place
             for key, value in now.items():
                 if value is not before[key]:
-                    self.bindings.append(setting_in(container_of, key, self._left.make(value)))
+                    self.bindings.append(setting_in(container_of, key, self._reconstructor.make(value)))
             return
-        parts = [(self._left.make(key), self._left.make(value)) for key, value in now.items()]
+        parts = [(self._reconstructor.make(key), self._reconstructor.make(value)) for key, value in now.items()]
         self.bindings.append(
             lambda env: functools.partial(set_table, container_of(env), {key(env): make(env) for key, make in parts})
         )
 
     def _counted(self, container: Any, before: Any, now: Any, reads: GuardSources | None) -> bool:
         """Whether the step only updates numbers in a dict or a list; each call then repeats the updates."""
-        found = None if reads is None else reads.updates.item_updates(container, before, now)
-        if found is None:
+        item_updates = None if reads is None else reads.updates.item_updates(container, before, now)
+        if item_updates is None:
             return False
-        updates = [(key, repeated(counted, now[key])) for key, counted in found]
+        updates = [(key, repeated(counted, now[key])) for key, counted in item_updates]
         if any(update is None for _, update in updates):
             return False
 
@@ -348,13 +350,13 @@ class Effects:
         self.changed_ids.add(id(container))
         added = added_to(container, before, now) if reads.updates.only_collected(container) else None
         if added is not None:
-            makes = [self._left.make(item) for item in added]
+            makes = [self._reconstructor.make(item) for item in added]
             self.bindings.append(lambda env: adding(container, [make(env) for make in makes]))
             return
-        container_of = self._left.container(container)
-        if not self._left.holds_arguments(container):
+        container_of = self._reconstructor.container(container)
+        if not self._reconstructor.holds_arguments(container):
             reads.guard_content(container)
-        makes = [self._left.make(item) for item in now]
+        makes = [self._reconstructor.make(item) for item in now]
         if kind_of(type(container)) is ObjectKind.LIST and len(now) == len(before):
             changed = [(i, makes[i]) for i in range(len(now)) if now[i] is not before[i]]
 
@@ -372,12 +374,12 @@ def _has_run(content: Any, reads: GuardSources) -> bool:
 def restore_contents(snapshot: Snapshot) -> bool:
     """Restore arrays, buffers and the like. Returns whether nothing else has changed that cannot be restored, such as
     the position of an iterator."""
-    done = True
+    restored = True
     for content, read, before in snapshot.opaque.values():
         bound = id(content) in snapshot.sequences or id(content) in snapshot.tables  # undone with the other effects
         if not bound and not isinstance(content, contextvars.ContextVar) and not same(before, read()):
-            done = mutable_state.restore_contents(content, before) and done
-    return done
+            restored = mutable_state.restore_contents(content, before) and restored
+    return restored
 
 
 def _unchanged(table: dict, before: dict) -> bool:

@@ -34,14 +34,14 @@ class ExternalCall(NamedTuple):
     """A call of a function whose result cannot be guarded."""
 
     function: str
-    where: Source | None  # the line of the user's code that called it
+    line: Source | None  # the line of the user's code that called it
 
 
-class Outside:
+class ExternalCalls:
     """The external calls of one trace.
 
     Attributes:
-        asked: the calls whose results cannot be guarded, by the function's name.
+        calls: the calls whose results cannot be guarded, by the function's name.
         sets_by_string: user code calls `setattr` or `delattr`.
         warns: Python issues a warning.
         process_state: the C modules among `PROCESS_STATE` whose functions were called.
@@ -51,7 +51,7 @@ class Outside:
     """
 
     def __init__(self) -> None:
-        self.asked: dict[str, ExternalCall] = {}
+        self.calls: dict[str, ExternalCall] = {}
         self.sets_by_string = False
         self.warns = False
         self.process_state: set[str] = set()
@@ -63,7 +63,7 @@ class Outside:
         """Record Python code that has run, if it reads external state."""
         for code in codes:
             if code in _PYTHON_FUNCTIONS:
-                self.asked.setdefault(_PYTHON_FUNCTIONS[code], ExternalCall(_PYTHON_FUNCTIONS[code], None))
+                self.calls.setdefault(_PYTHON_FUNCTIONS[code], ExternalCall(_PYTHON_FUNCTIONS[code], None))
 
     def called(self, function: Any, frame: types.FrameType) -> bool:
         """Record a call of a C function by the code of `frame`.
@@ -94,10 +94,10 @@ class Outside:
             return False
         if not _is_external_call(function, module, frame):
             return False
-        if called not in self.asked:
-            counts, where = _called_by(frame, module in _IGNORED_IN_LIBRARIES)
+        if called not in self.calls:
+            counts, line = _called_by(frame, module in _IGNORED_IN_LIBRARIES)
             if counts:
-                self.asked[called] = ExternalCall(called, where)
+                self.calls[called] = ExternalCall(called, line)
         return True
 
 
@@ -220,8 +220,8 @@ def _name_of(function: Any) -> tuple[str, str]:
     owner = function.__self__
     if owner is None or isinstance(owner, types.ModuleType):
         module = function.__module__ or getattr(owner, "__name__", "") or ""
-        shown = {"posix": "os", "nt": "os", "_io": "io", "io": "io"}.get(module, module)
-        return module, function.__name__ if function.__name__ == "open" else f"{shown}.{function.__name__}"
+        public_name = {"posix": "os", "nt": "os", "_io": "io", "io": "io"}.get(module, module)
+        return module, function.__name__ if function.__name__ == "open" else f"{public_name}.{function.__name__}"
     cls = owner if isinstance(owner, type) else type(owner)
     return str(_defining(cls, function).__module__), f"{cls.__qualname__}.{function.__name__}"
 

@@ -36,16 +36,16 @@ class GuardSet:
         values: Values,
         lines: CodeLines,
         unknown: list[types.CodeType],
-        asked: list[ExternalCall],
+        external_calls: list[ExternalCall],
         weights: set[int],
     ) -> None:
         """
         Args:
             unknown: see the attribute.
-            asked: external calls whose results cannot be guarded.
+            external_calls: those calls whose results cannot be guarded.
             weights: the ids of tensors whose gradients are guarded elsewhere.
         """
-        self.asked = asked
+        self.external_calls = external_calls
         self.weak = values.weak
         self.unwatched = values.unwatched
         self.unwatchable = values.unwatchable
@@ -82,10 +82,10 @@ class GuardSet:
 
     def release(self) -> None:
         """Stop checking, and release everything that is guarded."""
-        kept: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._functions, self._reads]
-        kept += [self._optimizers, self._global_hooks]
+        collections: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._functions, self._reads]
+        collections += [self._optimizers, self._global_hooks]
         for collection in (
-            *kept,
+            *collections,
             self._orders,
             self._weights,
             self._hooked,
@@ -125,45 +125,45 @@ class GuardSet:
             ]
         else:
             hits = watch.changed()
-        found: list[Change] = []
+        differences: list[Change] = []
         if hits is not None:
-            found = self._differing(hits, move)
+            differences = self._differing(hits, move)
         for guard in self._reads:
             now = guard.read()
             if now is not guard.expected and not same(guard.expected, now):
-                found.append(Change(guard.description, guard.name, guard.expected, now, guard.container_id))
+                differences.append(Change(guard.description, guard.name, guard.expected, now, guard.container_id))
         for optimizer, before in self._optimizers:
             now = [p for group in optimizer.param_groups for p in group["params"]]
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 description = f"the parameters of {with_article(type(optimizer).__qualname__)}"
-                found.append(Change(description, "param_groups", before, now, id(optimizer)))
-        for where, name, hooks in self._global_hooks:
-            if (where[name] or hooks) and not same(hooks, tuple(where[name].items())):
-                found.append(Change(f"PyTorch's {name}", name, hooks, tuple(where[name].items())))
+                differences.append(Change(description, "param_groups", before, now, id(optimizer)))
+        for namespace, name, hooks in self._global_hooks:
+            if (namespace[name] or hooks) and not same(hooks, tuple(namespace[name].items())):
+                differences.append(Change(f"PyTorch's {name}", name, hooks, tuple(namespace[name].items())))
         for table, order in self._orders:
             if not same(order, tuple(table.table)):
-                found.append(table.change(MISSING, order, tuple(table.table)))
+                differences.append(table.change(MISSING, order, tuple(table.table)))
         if _hooks(self._weights) != self._hooked:
-            found.append(Change("the hooks of a tensor", "register_hook", None, None))
+            differences.append(Change("the hooks of a tensor", "register_hook", None, None))
         if self._with_facts and _facts(self._with_facts) != self._facts:
-            found.append(Change("the shape, dtype, gradient or memory of a tensor", "", None, None))
-        if not found:
+            differences.append(Change("the shape, dtype, gradient or memory of a tensor", "", None, None))
+        if not differences:
             self._start_watch()
-        return found
+        return differences
 
     def _differing(self, hits: list[tuple[str, int]], move: Any) -> list[Change]:
-        found: list[tuple[Any, tuple]] = []
+        changes: list[tuple[Any, tuple]] = []
         for kind, n in hits:
             if kind == "o":
                 owner, cls = self._classes_of[n]
-                found.append((None, (f"the class of {with_article(cls.__qualname__)}", cls, type(owner))))
+                changes.append((None, (f"the class of {with_article(cls.__qualname__)}", cls, type(owner))))
                 continue
             guard = self._guard(kind, n)
-            found += [(guard, change) for change in guard.changes()]
-        if found and not self._moved(found, move):
+            changes += [(guard, change) for change in guard.changes()]
+        if changes and not self._moved(changes, move):
             return [
                 guard.change(*change) if guard is not None else Change(change[0], "__class__", *change[1:])
-                for guard, change in found
+                for guard, change in changes
             ]
         if self._watch is not None:
             for kind, n in hits:
@@ -175,12 +175,12 @@ class GuardSet:
         kinds: dict[str, list[Any]] = {"d": self.tables, "l": self.lists, "c": self.cells, "f": self._functions}
         return kinds[kind][n]
 
-    def _moved(self, found: list[tuple[Any, tuple]], move: Any) -> bool:
+    def _moved(self, changes: list[tuple[Any, tuple]], move: Any) -> bool:
         """Whether the only change is that the compiled step's tensors were replaced by equivalent ones."""
         new_of: dict[int, torch.Tensor] = {}
         old_of: dict[int, torch.Tensor] = {}
         count: dict[int, int] = {}
-        for guard, (key, old, new) in found:
+        for guard, (key, old, new) in changes:
             if guard is None or key is MISSING or not _interchangeable(old, new):
                 return False
             if new_of.setdefault(id(old), new) is not new:
@@ -195,9 +195,9 @@ class GuardSet:
         if not move([(old_of[i], new) for i, new in new_of.items()]):
             return False
         moved = {i: self.tensors.pop(i) for i in new_of}
-        for i, where in moved.items():
-            self.tensors[id(new_of[i])] = where
-            for guard, key in where:
+        for i, holders in moved.items():
+            self.tensors[id(new_of[i])] = holders
+            for guard, key in holders:
                 guard.expected[key] = new_of[i]
         self._with_facts = [new_of.get(id(t), t) for t in self._with_facts]
         self._facts = _facts(self._with_facts)
@@ -205,15 +205,15 @@ class GuardSet:
 
 
 def _hooks(tensors: list[torch.Tensor]) -> list[Any]:
-    found: list[Any] = []
+    hooks: list[Any] = []
     for tensor in _with_any(tensors, HOOK_TABLES):
         tables = (getattr(tensor, name) for name in HOOK_TABLES)
-        found.append((id(tensor), *(tuple(table.values()) for table in tables if table)))
-    return found
+        hooks.append((id(tensor), *(tuple(table.values()) for table in tables if table)))
+    return hooks
 
 
 def _some_attribute(objects: list, names: tuple[str, ...]) -> list:
-    return [found for found in objects if any(getattr(found, name) for name in names)]
+    return [obj for obj in objects if any(getattr(obj, name) for name in names)]
 
 
 _with_any = getattr(native, "with_any", _some_attribute)
@@ -274,20 +274,20 @@ def _try_versions() -> bool:
         change()
         return bool(native.dict_version(table) != before)
 
-    def count(thing: Any) -> None:
-        thing.n += 1
+    def count(instance: Any) -> None:
+        instance.n += 1
 
     table: dict[str, Any] = {"a": 1, "b": 2}
-    found = [
+    outcomes = [
         seen(lambda: table.update(a=3), table),
         seen(lambda: table.__setitem__("c", 3), table),
         seen(lambda: table.pop("b"), table),
         seen(lambda: table.clear(), table),
     ]
-    thing: Any = Thing()
-    thing.n = 0
+    instance: Any = Thing()
+    instance.n = 0
     for _ in range(50):  # until the interpreter has specialized the bytecode
-        count(thing)
-    own = thing.__dict__
-    found += [seen(lambda: count(thing), own) for _ in range(50)]
-    return all(found)
+        count(instance)
+    attributes = instance.__dict__
+    outcomes += [seen(lambda: count(instance), attributes) for _ in range(50)]
+    return all(outcomes)

@@ -72,23 +72,23 @@ def undisguised(value: Any) -> Any:
     return value
 
 
-_known: dict[int, Namespace] = {}
+_namespaces: dict[int, Namespace] = {}
 
 
 def is_shared(expected: dict) -> bool:
     """Whether it is a dict that a namespace has held: functions, none of which is a tensor."""
-    return any(expected is namespace.expected for namespace in _known.values())
+    return any(expected is namespace.expected for namespace in _namespaces.values())
 
 
 def namespaces() -> list[Namespace]:
     """All namespaces in their present state."""
-    for where in _NAMESPACES:
+    for scope in _NAMESPACES:
         table, owner = (
-            (class_table(where), "torch.Tensor") if isinstance(where, type) else (vars(where), where.__name__)
+            (class_table(scope), "torch.Tensor") if isinstance(scope, type) else (vars(scope), scope.__name__)
         )
-        known = _known.get(id(where))
-        _known[id(where)] = Namespace(table, owner) if known is None else known.current()
-    return list(_known.values())
+        namespace = _namespaces.get(id(scope))
+        _namespaces[id(scope)] = Namespace(table, owner) if namespace is None else namespace.current()
+    return list(_namespaces.values())
 
 
 class Change(NamedTuple):
@@ -117,8 +117,8 @@ class TableGuard:
         """Yields key, old and new value of each change; the key is MISSING for the dict as a whole."""
         plain = type(self.table) is dict
         get = self.table.get if plain else lambda key, default: dict.get(self.table, key, default)
-        found = map(self.table.get, self.expected, itertools.repeat(MISSING))
-        if plain and all(map(operator.is_, found, self.expected.values())):
+        current = map(self.table.get, self.expected, itertools.repeat(MISSING))
+        if plain and all(map(operator.is_, current, self.expected.values())):
             entries: Iterable[tuple[Any, Any]] = ()  # skips a loop over thousands of names, as in PyTorch's modules
         else:
             entries = self.expected.items()

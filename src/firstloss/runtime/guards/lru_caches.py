@@ -62,7 +62,7 @@ class _Identity:
 def _parts(cached: Any) -> tuple[list[Any], dict | None]:
     """The objects that the garbage collector finds behind the function, and the cache's table."""
     referents = gc.get_referents(cached)
-    own = cached.__dict__
+    attributes = cached.__dict__
     size = cached.cache_info().currsize
-    tables = [part for part in referents if type(part) is dict and part is not own and len(part) == size]
+    tables = [part for part in referents if type(part) is dict and part is not attributes and len(part) == size]
     return referents, tables[-1] if tables else None  # cached results that are dicts come before the table

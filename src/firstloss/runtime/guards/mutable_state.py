@@ -157,10 +157,10 @@ def raising(among: Iterable[tuple]) -> tuple:
     return tuple([entry for entry in among if entry[0] == "error"])
 
 
-def set_filters(wanted: tuple) -> None:
+def set_filters(filters: tuple) -> None:
     """Restore what `filters` returned."""
     warnings.resetwarnings()  # also invalidates the record of warnings that were shown already
-    warnings.filters[:] = wanted  # type: ignore[index]  # a list at run time
+    warnings.filters[:] = filters  # type: ignore[index]  # a list at run time
 
 
 def environment_changes(before: tuple, after: tuple) -> dict[str, str | None]:
@@ -247,8 +247,8 @@ def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callab
         nonlocal last
         now = (view or whole)()
         if len(now) > _MAX_BYTES:
-            apart = len(now) // _SAMPLED
-            return len(now), now[: apart * _SAMPLED].reshape(_SAMPLED, apart)[:, :_BLOCK].tobytes()
+            stride = len(now) // _SAMPLED
+            return len(now), now[: stride * _SAMPLED].reshape(_SAMPLED, stride)[:, :_BLOCK].tobytes()
         if not bytearray.__eq__(last, now):
             last = bytearray(now)
         return last

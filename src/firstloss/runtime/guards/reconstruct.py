@@ -33,7 +33,7 @@ class CallFrame:
     """The state of one call: its new tensors, its arguments and their containers, and replacements of tensors that
     existed when the step was traced."""
 
-    __slots__ = ("fresh", "arguments", "containers", "stand_in", "made")
+    __slots__ = ("fresh", "arguments", "containers", "stand_in", "created")
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class CallFrame:
         self.arguments = arguments
         self.containers = containers
         self.stand_in = stand_in
-        self.made: dict[int, Any] = {}
+        self.created: dict[int, Any] = {}
 
 
 Make = Callable[[CallFrame], Any]
@@ -82,23 +82,26 @@ class Reconstructor:
     """
 
     def __init__(
-        self, is_traced: Callable[[Any], bool], is_old: Callable[[Any], bool], given: ArgumentStandIns = NO_ARGUMENTS
+        self,
+        is_traced: Callable[[Any], bool],
+        is_old: Callable[[Any], bool],
+        arguments: ArgumentStandIns = NO_ARGUMENTS,
     ) -> None:
         """
         Args:
             is_traced: whether a tensor was created by the step.
             is_old: whether an object existed before the step.
-            given: the stand-ins for the arguments.
+            arguments: the stand-ins for the arguments.
         """
         self.tensors: list[DeferredTensor] = []
         self.retrace_reason: str | None = None
         self._numbers: dict[int, int] = {}
         self._is_traced = is_traced
         self._is_old = is_old
-        self._given = given
+        self._arguments = arguments
         self._makes: dict[int, Make] = {}
         self._constant: set[int] = set()
-        self._kept: list[Any] = []
+        self._values: list[Any] = []
 
     def number(self, tensor: DeferredTensor) -> int:
         """The index of a traced tensor among those that are recreated."""
@@ -110,40 +113,40 @@ class Reconstructor:
     def release(self) -> None:
         """Release the tensors, once all values have been added."""
         self.tensors.clear()
-        self._kept.clear()
+        self._values.clear()
         self._is_old = lambda obj: True
-        self._given = NO_ARGUMENTS  # also releases what existed before the step
+        self._arguments = NO_ARGUMENTS  # also releases what existed before the step
 
     def container(self, container: Any) -> Make:
         """A function that returns `container` at each call: itself, unless it stands for a container of arguments."""
-        if id(container) not in self._given.containers:
+        if id(container) not in self._arguments.containers:
             return _constant(container)
-        number = self._given.containers[id(container)]
+        number = self._arguments.containers[id(container)]
         return lambda env: env.containers()[number]
 
     def holds_arguments(self, container: Any) -> bool:
         """Whether it stands for a container of arguments, which differs at each call."""
-        return id(container) in self._given.containers
+        return id(container) in self._arguments.containers
 
     def make(self, value: Any) -> Make:
         """A function that recreates `value` at each call."""
-        if id(value) in self._given.containers:
+        if id(value) in self._arguments.containers:
             return self.container(value)
-        known = self._makes.get(id(value))
-        if known is not None:
-            return known
+        cached = self._makes.get(id(value))
+        if cached is not None:
+            return cached
         kind = kind_of(type(value))
         if type(value) is UnavailableNumber:
             value.refuse()
         if kind is ObjectKind.LEAF or kind is not ObjectKind.TENSOR and self._is_old(value):
             return _constant(value)
-        self._kept.append(value)  # so that its id is not reused
+        self._values.append(value)  # so that its id is not reused
         box: list[Make] = []
         self._makes[id(value)] = lambda env: box[0](env)  # the value may contain itself
-        made = self._make(value, kind)
-        box.append(made)
-        self._makes[id(value)] = made
-        return made
+        new = self._make(value, kind)
+        box.append(new)
+        self._makes[id(value)] = new
+        return new
 
     def _make(self, value: Any, kind: ObjectKind) -> Make:
         if kind is ObjectKind.TENSOR:
@@ -176,8 +179,8 @@ class Reconstructor:
         if kind in (ObjectKind.CLASS, ObjectKind.MODULE):
             return _constant(value)
         if hasattr(value, "copy") and type(value).__module__ == "numpy":
-            kept = value.copy()
-            return lambda env: kept.copy()
+            copy = value.copy()
+            return lambda env: copy.copy()
         return self._cannot(value)
 
     def _cannot(self, value: Any) -> Make:
@@ -185,14 +188,14 @@ class Reconstructor:
         return _constant(value)
 
     def _tensor(self, value: torch.Tensor) -> Make:
-        argument = self._given.tensors.get(id(value))
+        argument = self._arguments.tensors.get(id(value))
         if argument is not None:
             return lambda env: env.arguments[argument]
         key = id(value)
         if not self._is_traced(value) and self._is_old(value):
             return lambda env: env.stand_in.get(key, value)
         new, more = self._new_tensor(value), self._attributes_and_gradient(value)
-        return self._once(value, lambda env: (new(env), lambda made: more(made, env)))
+        return self._once(value, lambda env: (new(env), lambda tensor: more(tensor, env)))
 
     def _new_tensor(self, value: torch.Tensor) -> Make:
         """A tensor created by the step, without attributes and gradient."""
@@ -202,24 +205,24 @@ class Reconstructor:
                 shows, view_of = self._new_tensor(unmirrored(value)), bits_of(value)
                 return lambda env: view_of(shows(env))
             geometry = geometry_of(value)
-            shown = self._given.storages.get(id(value._storage))
-            if shown is not None:
-                return lambda env: argument_view(env.arguments[shown], geometry)
-            outer = self._given.outside(value._storage)
+            argument = self._arguments.storages.get(id(value._storage))
+            if argument is not None:
+                return lambda env: argument_view(env.arguments[argument], geometry)
+            outer = self._arguments.outside(value._storage)
             if outer is not None:
                 key = id(outer)
                 return lambda env: same_memory(env.stand_in.get(key, outer), geometry)
             number = self.number(value)
             return lambda env: env.fresh(number)
         if type(value) is not DeferredTensor:
-            if self._given.shares_memory(value):
+            if self._arguments.shares_memory(value):
                 return lambda env: value.detach()
             with torch.no_grad():
-                kept = value.detach().clone()
-            return lambda env: kept.clone()
+                copy = value.detach().clone()
+            return lambda env: copy.clone()
         if value._storage.resident is None and value._storage.value.known:  # computed from constants
-            known = Hooks.value_of(value)
-            return lambda env: known.clone()
+            content = Hooks.value_of(value)
+            return lambda env: content.clone()
         storage, geometry = value._storage, geometry_of(value)  # a view of a weight: shows later updates
         return lambda env: DeferredTensor.wrap(storage, *geometry)
 
@@ -227,8 +230,8 @@ class Reconstructor:
         """Copies attributes and gradient of `value` to the recreated tensor."""
         parts = {key: self.make(part) for key, part in value.__dict__.items() if key != "_storage"}
         leaf = value.requires_grad and value.is_leaf
-        kept = value.grad if value.is_leaf or value.retains_grad else None
-        gradient = None if kept is None else self.make(kept)
+        gradient_before = value.grad if value.is_leaf or value.retains_grad else None
+        gradient = None if gradient_before is None else self.make(gradient_before)
 
         def copy_to(new: torch.Tensor, env: CallFrame) -> None:
             if parts:
@@ -243,16 +246,16 @@ class Reconstructor:
         return copy_to
 
     @staticmethod
-    def _once(value: Any, how: Callable[[CallFrame], tuple[Any, Callable[[Any], None]]]) -> Make:
+    def _once(value: Any, create: Callable[[CallFrame], tuple[Any, Callable[[Any], None]]]) -> Make:
         """Recreated once per call, even if it occurs in several places or contains itself."""
         key = id(value)
 
         def make(env: CallFrame) -> Any:
-            if key not in env.made:
-                new, fill = how(env)
-                env.made[key] = new
+            if key not in env.created:
+                new, fill = create(env)
+                env.created[key] = new
                 fill(new)
-            return env.made[key]
+            return env.created[key]
 
         return make
 
@@ -303,8 +306,8 @@ class Reconstructor:
         try:
             base.__new__(cls)
         except TypeError:
-            made = self._cannot(value)
-            return lambda env: (made(env), lambda new: None)
+            refuse = self._cannot(value)
+            return lambda env: (refuse(env), lambda new: None)
         return lambda env: (base.__new__(cls), lambda new: fill(new, env))
 
     def _function(self, value: types.FunctionType) -> Make:
@@ -313,11 +316,11 @@ class Reconstructor:
             return _constant(value)
 
         def make(env: CallFrame) -> Any:
-            made = types.FunctionType(
+            function = types.FunctionType(
                 value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(c(env) for c in cells)
             )
-            made.__kwdefaults__ = value.__kwdefaults__
-            return functools.update_wrapper(made, value)
+            function.__kwdefaults__ = value.__kwdefaults__
+            return functools.update_wrapper(function, value)
 
         return make
 
@@ -361,9 +364,9 @@ def argument_view(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
             tensor = tensor.contiguous()
         else:
             strides, begin = steps
-            own = tensor.stride()
-            stride = tuple(sum(n * s for n, s in zip(row, own, strict=True)) for row in strides)
-            offset = sum(n * s for n, s in zip(begin, own, strict=True))
+            tensor_stride = tensor.stride()
+            stride = tuple(sum(n * s for n, s in zip(row, tensor_stride, strict=True)) for row in strides)
+            offset = sum(n * s for n, s in zip(begin, tensor_stride, strict=True))
     return same_memory(tensor, (size, stride, offset + int(tensor.storage_offset()), dtype))
 
 
@@ -382,11 +385,11 @@ def _as_steps(
 
 def _digits(number: int, shape: tuple[int, ...]) -> list[int]:
     """A distance between elements in row-major order, as steps along each dimension."""
-    found = []
+    digits = []
     for step, size in zip(contiguous_stride(shape), shape, strict=True):
         steps, number = divmod(number, step) if size > 1 else (0, number)
-        found.append(steps)
-    return found
+        digits.append(steps)
+    return digits
 
 
 class _Constant:
@@ -424,5 +427,5 @@ class UnavailableNumber:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [value for value in (*args, *(kwargs or {}).values()) if type(value) is cls]
-        return found[0].refuse() if found else NotImplemented
+        numbers = [value for value in (*args, *(kwargs or {}).values()) if type(value) is cls]
+        return numbers[0].refuse() if numbers else NotImplemented

@@ -20,7 +20,7 @@ from ...compat.python_names import getframe
 from ...interpreter import Undo
 from ...program.source import Source
 from . import bytecode
-from .external_state import Outside
+from .external_state import ExternalCalls
 from .native import native
 from .object_kinds import (
     INSTALLED_FOLDERS,
@@ -64,7 +64,7 @@ class Recording:
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict]] | None = None
         self.whole: list[dict] = []
-        self.outside = Outside()
+        self.outside = ExternalCalls()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
         self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
         self._profile = profile and (native is not None or sys.getprofile() is None)  # another profiler is active
@@ -77,9 +77,11 @@ class Recording:
             "__setattr__": functools.partial(_recording_set, _recorder(self.stores, thread, depth=2)),
             "__delattr__": functools.partial(_recording_delete, _recorder(self.stores, thread, depth=2)),
         }
-        plain = [(cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods]
-        for cls, name, own, method in plain:
-            undo(_restore_classes, cls, name, own)
+        methods_before = [
+            (cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods
+        ]
+        for cls, name, own_method, method in methods_before:
+            undo(_restore_classes, cls, name, own_method)
             with contextlib.suppress(TypeError, AttributeError):  # an immutable class
                 setattr(cls, name, methods[name](method))
         if native is not None:
@@ -95,8 +97,10 @@ class Recording:
 
     def times_read(self, owner: Any) -> int:
         """How often an attribute of an object has been read, except by `step`."""
-        found = [sites for (which, name), (_, sites) in self.reads.items() if which == id(owner) and name != "step"]
-        return sum(sum(sites.values()) for sites in found)
+        sites_of_reads = [
+            sites for (owner_id, name), (_, sites) in self.reads.items() if owner_id == id(owner) and name != "step"
+        ]
+        return sum(sum(sites.values()) for sites in sites_of_reads)
 
     def forget(self) -> None:
         """Drop the records, which refer to objects that the step has created."""
@@ -123,10 +127,10 @@ def _overrides_lookup(cls: type) -> bool:
     return isinstance(method, types.FunctionType) and not is_closed(method.__module__)
 
 
-def _restore_classes(cls: type, name: str, own: Any) -> None:
+def _restore_classes(cls: type, name: str, own_method: Any) -> None:
     """Restore the method that `cls` itself defined, if any."""
-    if own is not None:
-        setattr(cls, name, own)
+    if own_method is not None:
+        setattr(cls, name, own_method)
     elif name in cls.__dict__:
         delattr(cls, name)
 
@@ -162,7 +166,7 @@ def _recording_delete(record: Callable[[Any, str], None], delete: Callable) -> C
     return __delattr__
 
 
-def _recorder(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
+def _recorder(table: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
     """A function that records a read or a store: of which object, and by which instruction of the code `depth` frames
     up."""
 
@@ -176,15 +180,15 @@ def _recorder(found: dict, thread: int, depth: int = 1) -> Callable[[Any, str], 
         if threading.get_ident() != thread or code.co_filename.startswith(_RUNTIME):
             return
         key = id(owner), name
-        if key not in found:
-            found[key] = (owner, {})
-        sites, site = found[key][1], (code, frame.f_lasti)
+        if key not in table:
+            table[key] = (owner, {})
+        sites, site = table[key][1], (code, frame.f_lasti)
         sites[site] = sites.get(site, 0) + 1
 
     return record
 
 
-def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
+def _profiler(codes: dict, whole: list, outside: ExternalCalls) -> Callable:
     dull: set[Any] = set()
 
     def record(frame: types.FrameType, event: str, argument: Any) -> None:
@@ -200,11 +204,11 @@ def _profiler(codes: dict, whole: list, outside: Outside) -> Callable:
 
 def functions_of(codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
     """The functions with these code objects."""
-    wanted = list(codes)
-    if not wanted:
+    code_objects = list(codes)
+    if not code_objects:
         return []
-    known = set(map(id, wanted))
-    return [f for f in gc.get_referrers(*wanted) if type(f) is types.FunctionType and id(f.__code__) in known]
+    ids = set(map(id, code_objects))
+    return [f for f in gc.get_referrers(*code_objects) if type(f) is types.FunctionType and id(f.__code__) in ids]
 
 
 # User code that mentions one of these may read all attributes of an object.
@@ -247,18 +251,18 @@ class Executed:
         executed += [(inner, f.__globals__) for f in self.cached for inner in bytecode.with_inner(f.__code__)]
         self.code = executed
         self.lines = CodeLines([code for code, _ in executed])
-        own = [code for code, table in executed if not is_installed(table.get("__name__"))]
-        self.mentioned = {name for code in own for name in _names(code)}
-        self.any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in own)
+        user_code = [code for code, table in executed if not is_installed(table.get("__name__"))]
+        self.mentioned = {name for code in user_code for name in _names(code)}
+        self.any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in user_code)
         self.reads_past_classes = any(
-            not _PAST_LOOKUP.isdisjoint(_names(code)) for code in own if code.co_name not in _PAST_LOOKUP
+            not _PAST_LOOKUP.isdisjoint(_names(code)) for code in user_code if code.co_name not in _PAST_LOOKUP
         )
-        self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in own)
-        self._own = own
+        self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in user_code)
+        self._user_code = user_code
 
     def reads_handled_exception(self) -> bool:
         """Whether user code may inspect the exception that is being handled, or raise it again."""
-        return any(not _HANDLED.isdisjoint(code.co_names) or bytecode.raises_again(code) for code in self._own)
+        return any(not _HANDLED.isdisjoint(code.co_names) or bytecode.raises_again(code) for code in self._user_code)
 
 
 class CodeLines:
@@ -267,22 +271,24 @@ class CodeLines:
     def __init__(self, codes: list[types.CodeType]) -> None:
         self._codes = codes
 
-    def where_read(self, name: str, own: bool = False) -> Source | None:
-        """A line that reads the name; with `own`, a line of user code and not of an installed package."""
-        return self._line(name, lambda found: found.reads, own)
+    def where_read(self, name: str, user_code: bool = False) -> Source | None:
+        """A line that reads the name; with `user_code`, a line of user code and not of an installed package."""
+        return self._line(name, lambda lines: lines.reads, user_code)
 
     def where_written(self, name: str) -> Source | None:
         """A line that writes the name."""
-        return self._line(name, lambda found: found.writes, False)
+        return self._line(name, lambda lines: lines.writes, False)
 
-    def _line(self, name: str, part: Callable[[bytecode.NameLines], dict[str, Source]], own: bool) -> Source | None:
+    def _line(
+        self, name: str, part: Callable[[bytecode.NameLines], dict[str, Source]], user_code: bool
+    ) -> Source | None:
         for code in self._codes:
-            if own and code.co_filename.startswith(INSTALLED_FOLDERS):
+            if user_code and code.co_filename.startswith(INSTALLED_FOLDERS):
                 continue
             for inner in bytecode.with_inner(code):
-                found = part(bytecode.lines(inner)).get(name)
-                if found is not None:
-                    return found
+                line = part(bytecode.lines(inner)).get(name)
+                if line is not None:
+                    return line
         return None
 
 

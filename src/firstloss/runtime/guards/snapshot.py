@@ -121,7 +121,7 @@ class Snapshot:
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.states: dict[int, dict[Any, Any]] = {}
         self.seed = torch.initial_seed()
-        self.ours: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self.firstloss_objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.cached: list[types.FunctionType] = []
         self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
@@ -155,16 +155,16 @@ class Snapshot:
         if not held or tensor.layout != torch.strided or owned_by_torch(tensor):
             return False
         with DisableTorchDispatch(), torch.no_grad():
-            own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # for any dtype
-        return any(np.may_share_memory(own, np.asarray(memoryview(content))) for content in held if len(content))
+            memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # for any dtype
+        return any(np.may_share_memory(memory, np.asarray(memoryview(content))) for content in held if len(content))
 
     # -- the walk --
 
-    def _walk(self, todo: list[Any]) -> None:
-        while todo and len(self.seen) < _MAX_OBJECTS:
-            self._visit(todo.pop(), todo)
+    def _walk(self, stack: list[Any]) -> None:
+        while stack and len(self.seen) < _MAX_OBJECTS:
+            self._visit(stack.pop(), stack)
 
-    def _visit(self, obj: Any, todo: list[Any]) -> None:
+    def _visit(self, obj: Any, stack: list[Any]) -> None:
         kind = kind_of(type(obj))
         if kind is ObjectKind.LEAF:
             return
@@ -173,66 +173,66 @@ class Snapshot:
         self.seen[id(obj)] = obj
         if kind is ObjectKind.TENSOR:
             self.tensors[id(obj)] = obj
-            self._tensor(obj, todo)
+            self._tensor(obj, stack)
             return
         if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE) and len(obj) > _MAX_ITEMS:
             read = mutable_state.reader(obj)
             assert read is not None
             self.opaque[id(obj)] = (obj, read, read())
         if kind is ObjectKind.DICT:
-            self._table(obj, None, "items", todo)
+            self._table(obj, None, "items", stack)
             if isinstance(obj, collections.defaultdict):
-                todo.append(obj.default_factory)
+                stack.append(obj.default_factory)
         elif kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
             items = items_of(obj)
             if kind is not ObjectKind.TUPLE:
                 self.sequences[id(obj)] = (obj, items)
             if len(items) <= _MAX_ITEMS:
-                todo += items
+                stack += items
             else:
                 self._beyond.update(map(id, items))
         elif kind is ObjectKind.FUNCTION:
-            self._function(obj, todo)
+            self._function(obj, stack)
             return
         elif kind is ObjectKind.CELL:
             content = cell_content(obj)
             self.cells[id(obj)] = (obj, content)
             if content is not MISSING:
-                todo.append(content)
+                stack.append(content)
             return
         elif kind is ObjectKind.BINDING:
-            todo.extend(referents(obj))
+            stack.extend(referents(obj))
             if isinstance(obj, lru_cache_wrapper) and isinstance(obj.__wrapped__, types.FunctionType):
                 self.cached.append(obj.__wrapped__)
                 if not is_installed(obj.__wrapped__.__module__):
-                    todo += lru_caches.results(obj)
+                    stack += lru_caches.results(obj)
             if isinstance(obj, types.MappingProxyType):
                 self.opaque[id(obj)] = (obj, read := _proxy_reader(obj), read())
         elif kind is ObjectKind.CLASS:
-            self._class(obj, todo)
+            self._class(obj, stack)
             return
         elif kind is ObjectKind.MODULE:
-            self._module(obj, todo)
+            self._module(obj, stack)
             return
         elif kind is ObjectKind.OPAQUE:
             read = mutable_state.reader(obj)
             if read is not None:
                 self.opaque[id(obj)] = (obj, read, read())
-            todo.extend(mutable_state.inside(obj))
+            stack.extend(mutable_state.inside(obj))
         elif kind is ObjectKind.UNKNOWN:
             self.unknown[id(obj)] = obj
             return
         elif kind is ObjectKind.OURS:
             plain = {k: v for k, v in vars(obj).items() if kind_of(type(v)) is ObjectKind.LEAF}
-            self.ours[id(obj)] = (obj, plain)
+            self.firstloss_objects[id(obj)] = (obj, plain)
             return
-        self._instance(obj, todo)
+        self._instance(obj, stack)
 
-    def _instance(self, obj: Any, todo: list[Any]) -> None:
+    def _instance(self, obj: Any, stack: list[Any]) -> None:
         """The attributes of an object."""
         cls = type(obj)
         if issubclass(cls, ModuleProxy):
-            todo.append(module_of(obj))
+            stack.append(module_of(obj))
             return
         table = own_attributes(obj)
         if isinstance(obj, torch.optim.Optimizer):  # `optimizers.py` handles its state and groups
@@ -244,65 +244,65 @@ class Snapshot:
             before = table_of(table)
             self.tables[id(table)] = DictSnapshot(table, before, obj, "attributes")
             self.seen[id(table)] = table
-            todo += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
-            todo += [p for group in obj.param_groups for p in group["params"]]
-            todo += schedules_of(obj)
+            stack += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
+            stack += [p for group in obj.param_groups for p in group["params"]]
+            stack += schedules_of(obj)
         elif table is not None:
-            self._table(table, obj, "attributes", todo)
+            self._table(table, obj, "attributes", stack)
         names = slots(cls)
         if names:
             values = tuple(slot_value(obj, name) for name in names)
             self.slotted[id(obj)] = SlotsSnapshot(obj, names, values)
-            todo += [value for value in values if value is not MISSING]
+            stack += [value for value in values if value is not MISSING]
         if is_python_class(cls):
             self.types.append((obj, cls))
             if cls not in self.classes:
                 self.classes.add(cls)
-                todo += [base for base in cls.__mro__ if not is_closed_class(base)]
+                stack += [base for base in cls.__mro__ if not is_closed_class(base)]
             if isinstance(obj, torch.nn.Module):
                 self.modules.append(obj)
 
-    def _table(self, table: dict, owner: Any, kind: str, todo: list[Any]) -> None:
+    def _table(self, table: dict, owner: Any, kind: str, stack: list[Any]) -> None:
         before = table_of(table) if table else {}
         self.tables[id(table)] = DictSnapshot(table, before, owner, kind)
         if kind == "attributes":
             self.seen[id(table)] = table
         if kind == "attributes":
-            todo += before.values()
+            stack += before.values()
         elif len(before) <= _MAX_ITEMS:
-            todo += before
-            todo += before.values()
+            stack += before
+            stack += before.values()
         else:
             self._beyond.update(map(id, before), map(id, before.values()))
 
-    def _tensor(self, obj: torch.Tensor, todo: list[Any]) -> None:
+    def _tensor(self, obj: torch.Tensor, stack: list[Any]) -> None:
         if (obj.is_leaf or obj.retains_grad) and obj.grad is not None:
-            todo.append(obj.grad)
+            stack.append(obj.grad)
         for hooks in (backward_hooks(obj), post_accumulate_grad_hooks(obj)) if obj.requires_grad else ():
-            todo += (hooks or {}).values()
+            stack += (hooks or {}).values()
         table = obj.__dict__
         if table and not table.keys() <= _OUR_ATTRIBUTES:
-            self._table(table, obj, "attributes", todo)
+            self._table(table, obj, "attributes", stack)
 
-    def _function(self, obj: types.FunctionType, todo: list[Any]) -> None:
+    def _function(self, obj: types.FunctionType, stack: list[Any]) -> None:
         code = obj.__code__
-        own = own_module(obj)
-        if is_ours(own) or own is not None and is_closed(own):
-            if obj.__closure__ and not is_ours(own):  # a library's decorator around a user's function
-                todo += [content for cell in obj.__closure__ if callable(content := cell_content(cell))]
+        module_name = own_module(obj)
+        if is_ours(module_name) or module_name is not None and is_closed(module_name):
+            if obj.__closure__ and not is_ours(module_name):  # a library's decorator around a user's function
+                stack += [content for cell in obj.__closure__ if callable(content := cell_content(cell))]
             return
-        if obj.__dict__ or not is_installed(own):
-            self._table(obj.__dict__, obj, "attributes", todo)
+        if obj.__dict__ or not is_installed(module_name):
+            self._table(obj.__dict__, obj, "attributes", stack)
         self.functions.setdefault(code, []).append(obj)
         self.definitions[id(obj)] = (obj, definition(obj))
-        self._globals(obj.__globals__, set(names_in(code)), is_installed(own), todo)
-        if not is_installed(own):  # users seldom change what a package imports
+        self._globals(obj.__globals__, set(names_in(code)), is_installed(module_name), stack)
+        if not is_installed(module_name):  # users seldom change what a package imports
             self._set_in_modules(obj)
             imported = {name for inner in with_inner(code) for name in imports(inner, obj.__globals__)}
-            todo += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
-        todo.extend(obj.__closure__ or ())
-        todo.extend(obj.__defaults__ or ())
-        todo.extend((obj.__kwdefaults__ or {}).values())
+            stack += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
+        stack.extend(obj.__closure__ or ())
+        stack.extend(obj.__defaults__ or ())
+        stack.extend((obj.__kwdefaults__ or {}).values())
 
     def _set_in_modules(self, function: types.FunctionType) -> None:
         """Record what a function sets in modules, as in `torch.nn.functional.gelu = ...`."""
@@ -313,7 +313,7 @@ class Snapshot:
             if isinstance(module, types.ModuleType) and is_closed(module.__name__):
                 self.module_names.setdefault((id(vars(module)), name), (module, name, vars(module).get(name, MISSING)))
 
-    def _globals(self, table: dict, names: set[str], installed: bool, todo: list[Any]) -> None:
+    def _globals(self, table: dict, names: set[str], installed: bool, stack: list[Any]) -> None:
         if id(table) not in self.tables:
             self.tables[id(table)] = DictSnapshot(table, table.copy(), table.get("__name__", "?"), "globals")
         for name in names & table.keys():
@@ -322,35 +322,35 @@ class Snapshot:
                 self._mentioned.add(binding)
                 # Definitions of installed packages would lead to all of the package; their instances may be mutated.
                 if not installed or kind_of(type(table[name])) is ObjectKind.INSTANCE:
-                    todo.append(table[name])
+                    stack.append(table[name])
 
-    def _class(self, obj: type, todo: list[Any]) -> None:
+    def _class(self, obj: type, stack: list[Any]) -> None:
         if is_closed_class(obj):
             return
         table = class_table(obj)
         self.tables[id(table)] = DictSnapshot(table, table.copy(), obj, "attributes")
         skipped = _IMPLICIT_ATTRIBUTES if is_installed(module_of_class(obj)) else _IMPLICIT_ATTRIBUTES - OF_FIELDS
-        todo += [value for name, value in table.items() if name not in skipped]
-        todo += [base for base in (type(obj), *obj.__mro__[1:]) if not is_closed_class(base)]
+        stack += [value for name, value in table.items() if name not in skipped]
+        stack += [base for base in (type(obj), *obj.__mro__[1:]) if not is_closed_class(base)]
 
-    def _module(self, obj: types.ModuleType, todo: list[Any]) -> None:
+    def _module(self, obj: types.ModuleType, stack: list[Any]) -> None:
         if obj is sys:
-            todo += [getattr(sys, name) for name in SETTINGS_OF_SYS]
+            stack += [getattr(sys, name) for name in SETTINGS_OF_SYS]
         if is_closed(obj.__name__) or is_installed(obj.__name__):
             return
         table = vars(obj)
         self.tables[id(table)] = DictSnapshot(table, table.copy(), obj.__name__, "globals")
-        todo += [v for v in table.values() if kind_of(type(v)) is not ObjectKind.MODULE]
+        stack += [v for v in table.values() if kind_of(type(v)) is not ObjectKind.MODULE]
 
 
 def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 
-    for where in (vars(module), vars(optimizer)):
-        for name, table in where.items():
+    for namespace in (vars(module), vars(optimizer)):
+        for name, table in namespace.items():
             if name.startswith("_global_") and isinstance(table, dict):
-                yield where, name, table
+                yield namespace, name, table
 
 
 SETTINGS_OF_SYS = ("argv", "path")  # lists that any code may change

@@ -72,9 +72,9 @@ class GuardSources:
         self.unknown: list[types.CodeType] = []
         self.ran = {code for code, _ in (recording.codes or {}).values()}
         recording.outside.ran(self.ran)
-        self.asked = list(recording.outside.asked.values())
+        self.external_calls = list(recording.outside.calls.values())
         if recording.outside.handling and self._executed.reads_handled_exception():
-            self.asked.append(ExternalCall("sys.exception", None))
+            self.external_calls.append(ExternalCall("sys.exception", None))
         self.generators = list(recording.outside.generators.values())
         for generator, state in recording.outside.generators.values():
             self._values.read(
@@ -87,11 +87,15 @@ class GuardSources:
         self._functions(recording)
         self._attributes(recording)
         guard_stored_names(snapshot, recording, self._executed, self._values)
-        for known in list(snapshot.tables.values()):
-            if isinstance(known.owner, threading.local):  # its attributes differ between threads
-                read = functools.partial(_held_attributes, known.owner)
-                description = f"the attributes of {with_article(type(known.owner).__qualname__)} in this thread"
-                self._values.read((id(known.owner), "__dict__"), read, (known.table,), description, "")
+        for snapshot_of_table in list(snapshot.tables.values()):
+            if isinstance(snapshot_of_table.owner, threading.local):  # its attributes differ between threads
+                read = functools.partial(_held_attributes, snapshot_of_table.owner)
+                description = (
+                    f"the attributes of {with_article(type(snapshot_of_table.owner).__qualname__)} in this thread"
+                )
+                self._values.read(
+                    (id(snapshot_of_table.owner), "__dict__"), read, (snapshot_of_table.table,), description, ""
+                )
         for function in self._executed.cached:
             self._reads_of(function)
         for root in snapshot.roots:
@@ -102,11 +106,15 @@ class GuardSources:
 
     def _functions(self, recording: Recording) -> None:
         snapshot = self._snapshot
-        known = {inner for code in snapshot.functions for inner in bytecode.with_inner(code)}
+        snapshot_codes = {inner for code in snapshot.functions for inner in bytecode.with_inner(code)}
         globals_: dict[tuple[int, str], tuple[dict, list[Use]]] = {}
         cells: dict[int, tuple[types.CellType, str, types.FunctionType, list[Use]]] = {}
         for code, table in self._executed.code:
-            if code not in known and not _is_generated(code, table) and not is_installed(table.get("__name__")):
+            if (
+                code not in snapshot_codes
+                and not _is_generated(code, table)
+                and not is_installed(table.get("__name__"))
+            ):
                 self.unknown.append(code)
             for name in bytecode.global_names(code):
                 globals_.setdefault((id(table), name), (table, []))[1].extend(bytecode.uses_of(code, name))
@@ -173,12 +181,12 @@ class GuardSources:
             return
         self._values.name(table, name, before, describe_global(table), uses)
         if before is MISSING:
-            own = vars(builtins)
-            self._values.name(own, name, own.get(name, MISSING), describe_global(own))
+            builtin_names = vars(builtins)
+            self._values.name(builtin_names, name, builtin_names.get(name, MISSING), describe_global(builtin_names))
 
     def _cell(self, cell: types.CellType, name: str, function: types.FunctionType, uses: list[Use]) -> None:
-        known = self._snapshot.cells.get(id(cell))
-        before = known[1] if known is not None else MISSING
+        entry = self._snapshot.cells.get(id(cell))
+        before = entry[1] if entry is not None else MISSING
         if self.updates.is_only_updated((id(cell), None), before, uses):
             return
         description = f"the variable {name} that {function.__qualname__} uses"
@@ -223,9 +231,9 @@ class GuardSources:
                 self._values.name(table, name, before, describe, uses)
 
         if self._executed.reads_past_classes:  # these reads are not recorded
-            for known in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
-                if not is_installed(module_of_class(type(known.owner))):
-                    self._any_attribute(known.owner)
+            for attributes in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
+                if not is_installed(module_of_class(type(attributes.owner))):
+                    self._any_attribute(attributes.owner)
             for slotted in list(snapshot.slotted.values()):
                 self._any_attribute(slotted.owner)
 
@@ -285,17 +293,17 @@ class GuardSources:
     def guard_number(self, key: tuple) -> None:
         """Guard a number whose update cannot be repeated."""
         before, _, _ = self.updates.numbers.pop(key)
-        where, name = key
-        if where in self._snapshot.cells:
-            cell, _ = self._snapshot.cells[where]
-            self._values.cells[where] = CellGuard(cell, before, "a variable that the step updates", "")
-        elif where in self._snapshot.slotted:
-            owner = self._snapshot.slotted[where].owner
+        container, name = key
+        if container in self._snapshot.cells:
+            cell, _ = self._snapshot.cells[container]
+            self._values.cells[container] = CellGuard(cell, before, "a variable that the step updates", "")
+        elif container in self._snapshot.slotted:
+            owner = self._snapshot.slotted[container].owner
             self._values.read(key, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
         else:
-            known = self._snapshot.tables[where]
-            describe = describe_global(known.table) if known.kind == "globals" else describe_attribute(known.owner)
-            self._values.name(known.table, name, before, describe)
+            table = self._snapshot.tables[container]
+            describe = describe_global(table.table) if table.kind == "globals" else describe_attribute(table.owner)
+            self._values.name(table.table, name, before, describe)
 
     # -- the result --
 
@@ -306,13 +314,15 @@ class GuardSources:
             state_of_generators: the result of `generators()` before the trace.
             weights: the ids of tensors whose gradients are guarded elsewhere.
         """
-        asked = {name for name, words in _GENERATOR_METHODS.items() if not words.isdisjoint(self._executed.mentioned)}
+        mentioned = {
+            name for name, words in _GENERATOR_METHODS.items() if not words.isdisjoint(self._executed.mentioned)
+        }
         for (name, read), before in zip(_GENERATORS.items(), state_of_generators, strict=True):
-            if read() != before or name in asked:
+            if read() != before or name in mentioned:
                 self._values.read(name, read, before, f"the state of {name}'s random generator", name)
-        for where, name, table in self._snapshot.hooks:
+        for namespace_of_hooks, name, table in self._snapshot.hooks:
             before = self._values.before(table)
-            self._values.hooks.append((where, name, tuple(before.items())))
+            self._values.hooks.append((namespace_of_hooks, name, tuple(before.items())))
             for hook in before.values():
                 self._values.value(hook, f"PyTorch's {name}", name)
         for namespace in namespaces():
@@ -324,7 +334,7 @@ class GuardSources:
             guard = self._values.tables.get(id(vars(module)))
             if guard is not None and name in guard.expected:
                 guard.expected = {**guard.expected, name: old}  # a copy, since guard sets share namespaces
-        return GuardSet(self._values, self._executed.lines, self.unknown, self.asked, weights)
+        return GuardSet(self._values, self._executed.lines, self.unknown, self.external_calls, weights)
 
 
 def _held_attributes(owner: Any) -> tuple:
@@ -432,15 +442,15 @@ def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Execu
     # These stores are not recorded, at least where the class is not instrumented.
     attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
     if executed.stores_past_classes or recording.outside.sets_by_string:
-        for known in attributes:
-            if executed.stores_past_classes or not _stores_are_recorded(type(known.owner)):
-                stores.table(known)
+        for table_snapshot in attributes:
+            if executed.stores_past_classes or not _stores_are_recorded(type(table_snapshot.owner)):
+                stores.table(table_snapshot)
         for slotted in list(snapshot.slotted.values()) if executed.stores_past_classes else ():
             stores.attribute(slotted.owner, None)
     stored = {name for code, _ in executed.code for name in bytecode.stored_attributes(code)}
-    for known in attributes if stored else ():
-        for name in stored & known.table.keys() if type(known.owner) is types.SimpleNamespace else ():
-            stores.name(known.table, name, describe_attribute(known.owner))
+    for table_snapshot in attributes if stored else ():
+        for name in stored & table_snapshot.table.keys() if type(table_snapshot.owner) is types.SimpleNamespace else ():
+            stores.name(table_snapshot.table, name, describe_attribute(table_snapshot.owner))
 
 
 def _stores_are_recorded(cls: type) -> bool:
@@ -456,25 +466,25 @@ class _Stores:
 
     def name(self, table: dict, name: str, describe: Callable[[Any], str]) -> None:
         """Guard a name in a dict."""
-        known = self._snapshot.module_names.get((id(table), name))
-        before = known[2] if known is not None else self._values.before(table).get(name, MISSING)
+        entry = self._snapshot.module_names.get((id(table), name))
+        before = entry[2] if entry is not None else self._values.before(table).get(name, MISSING)
         if table.get(name, MISSING) is before and (id(table), name) not in self._counted:
             self._values.table(table, describe, None).expected.setdefault(name, before)
 
-    def table(self, known: DictSnapshot) -> None:
+    def table(self, snapshot: DictSnapshot) -> None:
         """Guard all names of an object or a class."""
-        describe = describe_attribute(known.owner)
-        for name in list(known.table):
+        describe = describe_attribute(snapshot.owner)
+        for name in list(snapshot.table):
             if isinstance(name, str) and not name.startswith("__"):
-                if not (isinstance(known.owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
-                    self.name(known.table, name, describe)
+                if not (isinstance(snapshot.owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
+                    self.name(snapshot.table, name, describe)
 
     def variable(self, cell: types.CellType, name: str, function: types.FunctionType) -> None:
         """Guard a variable of an enclosing function."""
-        known = self._snapshot.cells.get(id(cell))
-        if known is not None and known[1] is cell_content(cell) and (id(cell), None) not in self._counted:
+        entry = self._snapshot.cells.get(id(cell))
+        if entry is not None and entry[1] is cell_content(cell) and (id(cell), None) not in self._counted:
             description = f"the variable {name} that {function.__qualname__} sets"
-            self._values.cells.setdefault(id(cell), CellGuard(cell, known[1], description, name))
+            self._values.cells.setdefault(id(cell), CellGuard(cell, entry[1], description, name))
 
     def attribute(self, owner: Any, name: str | None) -> None:
         """Guard an attribute of an object; all of them if `name` is None."""

@@ -93,8 +93,8 @@ class Values:
         self._in_class = 0  # the contents of classes and installed packages are code, and not the step's state
 
     def before(self, table: dict) -> dict:
-        known: DictSnapshot | None = self._snapshot.tables.get(id(table))
-        return table if known is None else known.before
+        snapshot: DictSnapshot | None = self._snapshot.tables.get(id(table))
+        return table if snapshot is None else snapshot.before
 
     def table(self, table: dict, describe: Callable[[Any], str], name: str | None) -> TableGuard:
         guard = self.tables.get(id(table))
@@ -142,10 +142,10 @@ class Values:
             if isinstance(value, lru_cache_wrapper) and not is_installed(value.__module__):
                 self._cached(value, f"the cached results of {description}", name)
         elif kind is ObjectKind.CELL:
-            known = self._snapshot.cells.get(id(value))
-            if known is not None:
-                self.cells.setdefault(id(value), CellGuard(value, known[1], description, name))
-                self.value(known[1], description, name)
+            entry = self._snapshot.cells.get(id(value))
+            if entry is not None:
+                self.cells.setdefault(id(value), CellGuard(value, entry[1], description, name))
+                self.value(entry[1], description, name)
         elif kind is ObjectKind.CLASS:
             if not is_closed_class(value):
                 self.of_class(value, set())
@@ -160,7 +160,7 @@ class Values:
         elif kind is ObjectKind.OPAQUE:
             self._opaque(value, description, inside, name)
         elif kind is ObjectKind.OURS:
-            self._ours(value)
+            self._firstloss_object(value)
         elif kind is ObjectKind.UNKNOWN and not self._in_class:
             self.unwatchable[id(value)] = (value, description)
         if kind in (
@@ -185,18 +185,18 @@ class Values:
         """A module of the standard library, PyTorch or NumPy, in which user code may have set or replaced something."""
         expected = self.table(table, describe_global(table), None).expected
         for name in self._executed.mentioned:
-            found = undisguised(table.get(name, MISSING))
-            expected.setdefault(name, found)
-            if table is vars(sys) and name in SETTINGS_OF_SYS or isinstance(found, types.ModuleType):
-                self.value(found, f"{table.get('__name__')}.{name}", name)
+            current = undisguised(table.get(name, MISSING))
+            expected.setdefault(name, current)
+            if table is vars(sys) and name in SETTINGS_OF_SYS or isinstance(current, types.ModuleType):
+                self.value(current, f"{table.get('__name__')}.{name}", name)
 
     def _cached(self, function: Any, description: str, name: str) -> None:
         """The cached results of a function behind an `lru_cache`. Those that this trace has added could not be copied
         before it, so the step is traced again."""
-        found = lru_caches.results(function)
-        new = any(kind_of(type(r)) is not ObjectKind.LEAF and not self._snapshot.holds(r) for r in found)
+        results = lru_caches.results(function)
+        new = any(kind_of(type(r)) is not ObjectKind.LEAF and not self._snapshot.holds(r) for r in results)
         self.read(id(function), lru_caches.unchanged(function), not new, description, name)
-        for result in found:
+        for result in results:
             self.value(result, description, name)
 
     def _container(self, value: Any, kind: ObjectKind, description: str, inside: str, name: str) -> None:
@@ -220,8 +220,8 @@ class Values:
                 self.read(id(value), read, reading, inside, name)
                 return
         else:
-            known = self._snapshot.sequences.get(id(value))
-            items = known[1] if known is not None else items_of(value)
+            entry = self._snapshot.sequences.get(id(value))
+            items = entry[1] if entry is not None else items_of(value)
             if kind is ObjectKind.LIST and len(items) <= mutable_state.LARGEST:
                 self.lists[id(value)] = ListGuard(value, items, inside, name)
             elif kind is not ObjectKind.TUPLE and id(value) in self._snapshot.opaque:
@@ -234,9 +234,9 @@ class Values:
         for item in items:
             self.value(item, description, name)
 
-    def _ours(self, value: Any) -> None:
+    def _firstloss_object(self, value: Any) -> None:
         """An object of this package: its plain attributes, except those that the step changes."""
-        _, before = self._snapshot.ours.get(id(value), (value, {}))
+        _, before = self._snapshot.firstloss_objects.get(id(value), (value, {}))
         table = vars(value)
         expected = self.table(table, describe_attribute(value), None).expected
         expected.update({k: v for k, v in before.items() if same(v, table.get(k, MISSING))})
@@ -254,9 +254,9 @@ class Values:
         large = mutable_state.unwatched(value)
         if large is not None and name:
             self.unwatched.append((name, f"{description}, {large}"))
-        known = self._snapshot.opaque.get(id(value))
-        if known is not None:
-            self.read(id(value), known[1], known[2], inside, name)
+        entry = self._snapshot.opaque.get(id(value))
+        if entry is not None:
+            self.read(id(value), entry[1], entry[2], inside, name)
         for part in mutable_state.inside(value):
             self.value(part, description, name)
 
@@ -280,9 +280,9 @@ class Values:
         self.table(table, describe, None).whole = True
 
     def _tensor_attributes(self, tensor: torch.Tensor) -> None:
-        known = self._snapshot.tables.get(id(tensor.__dict__))
-        if known is not None:
-            self.some(known.table, lambda key: f"the attribute {key} of a tensor")
+        snapshot = self._snapshot.tables.get(id(tensor.__dict__))
+        if snapshot is not None:
+            self.some(snapshot.table, lambda key: f"the attribute {key} of a tensor")
 
     def read(self, key: Any, read: Any, expected: Any, description: str, name: str) -> None:
         if read is not None and key not in self.reads:
@@ -307,8 +307,8 @@ class Values:
         if id(function) in self.functions:
             return
         name = function.__name__
-        known = self._snapshot.definitions.get(id(function))
-        before = definition(function) if known is None else known[1]
+        entry = self._snapshot.definitions.get(id(function))
+        before = definition(function) if entry is None else entry[1]
         description = f"the code of {function.__qualname__} or its default arguments"
         for attribute in _FUNCTION_METADATA & self._executed.mentioned:
             read = functools.partial(operator.attrgetter(attribute), function)
@@ -376,8 +376,8 @@ class Values:
         looked_up = names | {name for name in table if _is_operator(name)} | {"__call__"}
         if not module_of_class(base).startswith("torch"):
             looked_up |= self._executed.mentioned
-        found = {name: table.get(name, MISSING) for name in looked_up}
-        self.table(table, describe_attribute(base), None).expected.update(found)
+        methods = {name: table.get(name, MISSING) for name in looked_up}
+        self.table(table, describe_attribute(base), None).expected.update(methods)
 
 
 def _attributes(value: Any, names: tuple[str, ...]) -> tuple:

@@ -59,18 +59,20 @@ class Arguments:
         padded: the indices of leaves that are padded copies.
     """
 
-    __slots__ = ("leaves", "spec", "gradients", "itself", "padded", "_given", "_count", "_containers")
+    __slots__ = ("leaves", "spec", "gradients", "itself", "padded", "_args_and_kwargs", "_count", "_containers")
 
-    def __init__(self, given: tuple, leaves: list[Any], spec: Any, padded: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, args_and_kwargs: tuple, leaves: list[Any], spec: Any, padded: frozenset[int] = frozenset()
+    ) -> None:
         """
         Args:
-            given: the positional and keyword arguments.
+            args_and_kwargs: the positional and keyword arguments.
             leaves: their leaves, padded.
         """
         self.leaves = list(leaves)
         self.spec = spec
         self.padded = padded
-        self._given = given
+        self._args_and_kwargs = args_and_kwargs
         self._count = len(leaves)
         self._containers: list[Any] | None = None
         self.gradients: dict[int, int] = {}
@@ -89,7 +91,7 @@ class Arguments:
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
         shared = self._container_passed_twice()
         strides = [(tensor.stride(), contiguous_stride(tuple(tensor.shape))) for tensor in tensors]
-        strided = tuple([(i, own) for i, (own, dense) in enumerate(strides) if own != dense])
+        strided = tuple([(i, stride) for i, (stride, dense) in enumerate(strides) if stride != dense])
         if alone and not shared and not strided and not self.itself and not self.gradients:
             return ()
         pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), strided)
@@ -97,7 +99,7 @@ class Arguments:
 
     def _container_passed_twice(self) -> bool:
         """Whether a dict or a list is passed twice."""
-        args, kwargs = self._given
+        args, kwargs = self._args_and_kwargs
         if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
             return False
         held = self.containers()
@@ -105,8 +107,8 @@ class Arguments:
 
     def rebuilt(self, leaves: list[Any]) -> tuple:
         """The arguments with other leaves, in new containers, shared as in the original."""
-        made = pytree.tree_unflatten(leaves, self.spec)
-        return _unified(self._given, made, {}) if self._container_passed_twice() else made
+        new = pytree.tree_unflatten(leaves, self.spec)
+        return _unified(self._args_and_kwargs, new, {}) if self._container_passed_twice() else new
 
     def data(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensors that are data, with their indices."""
@@ -126,7 +128,7 @@ class Arguments:
     def containers(self) -> list[Any]:
         """The dicts, lists and objects that contain them; see `pytrees.containers`."""
         if self._containers is None:
-            self._containers = list(containers(self._given))
+            self._containers = list(containers(self._args_and_kwargs))
         return self._containers
 
 
@@ -136,24 +138,24 @@ def _pattern(objects: list[Any]) -> tuple[int, ...]:
     return tuple([first.setdefault(id(held), i) for i, held in enumerate(objects)])
 
 
-def _unified(given: Any, made: Any, known: dict[int, Any]) -> Any:
-    """`made`, a copy of `given` with other leaves, with containers shared as in `given`."""
-    names = () if isinstance(given, (dict, list, tuple)) else flattened_attributes(given)
-    if not isinstance(given, (dict, list, tuple)) and not names:
-        return made
-    if isinstance(given, tuple):
-        parts = [_unified(a, b, known) for a, b in zip(given, made, strict=True)]
-        return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
-    if id(given) in known:
-        return known[id(given)]
-    known[id(given)] = made
+def _unified(original: Any, copy: Any, copies: dict[int, Any]) -> Any:
+    """`copy`, which is `original` with other leaves, with containers shared as in `original`."""
+    names = () if isinstance(original, (dict, list, tuple)) else flattened_attributes(original)
+    if not isinstance(original, (dict, list, tuple)) and not names:
+        return copy
+    if isinstance(original, tuple):
+        parts = [_unified(a, b, copies) for a, b in zip(original, copy, strict=True)]
+        return type(copy)(*parts) if hasattr(copy, "_fields") else tuple(parts)
+    if id(original) in copies:
+        return copies[id(original)]
+    copies[id(original)] = copy
     for name in names:
-        object.__setattr__(made, name, _unified(getattr(given, name), getattr(made, name), known))
+        object.__setattr__(copy, name, _unified(getattr(original, name), getattr(copy, name), copies))
     if names:
-        return made
-    for key in range(len(given)) if isinstance(given, list) else list(given):
-        made[key] = _unified(given[key], made[key], known)
-    return made
+        return copy
+    for key in range(len(original)) if isinstance(original, list) else list(original):
+        copy[key] = _unified(original[key], copy[key], copies)
+    return copy
 
 
 def is_unlike_others(tensor: torch.Tensor) -> bool:
@@ -193,18 +195,18 @@ class TracedArguments:
 
     def __init__(self, arguments: Arguments, tracing: StepTrace) -> None:
         self._before = leaves = arguments.leaves
-        self._made: list[tuple[DeferredTensor, int]] = []
+        self._stand_ins: list[tuple[DeferredTensor, int]] = []
         self.inputs: dict[Value, int] = {}
         traced = list(leaves)
-        made_of: dict[int, DeferredTensor] = {}
+        stand_in_of: dict[int, DeferredTensor] = {}
         for i, leaf in arguments.data():
-            made = made_of.get(id(leaf))
-            if made is None:
-                made = made_of[id(leaf)] = tracing.new_input(leaf, f"batch{i}", may_change=True)
-                self.inputs[made._storage.value] = i
-                made.requires_grad_(leaf.requires_grad)
-                self._made.append((made, i))
-            traced[i] = made
+            stand_in = stand_in_of.get(id(leaf))
+            if stand_in is None:
+                stand_in = stand_in_of[id(leaf)] = tracing.new_input(leaf, f"batch{i}", may_change=True)
+                self.inputs[stand_in._storage.value] = i
+                stand_in.requires_grad_(leaf.requires_grad)
+                self._stand_ins.append((stand_in, i))
+            traced[i] = stand_in
         for i, j in arguments.gradients.items():
             traced[i].grad = traced[j]
         self._gradients = {i: traced[j] for i, j in arguments.gradients.items()}
@@ -221,7 +223,7 @@ class TracedArguments:
         Raises:
             TraceError: if it has done something that cannot be repeated on the caller's tensors.
         """
-        for argument, i in self._made:
+        for argument, i in self._stand_ins:
             before = self._before[i]
             if argument.shape != before.shape or argument.dtype != before.dtype:
                 raise TraceError(
@@ -238,25 +240,25 @@ class TracedArguments:
     def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> ArgumentStandIns:
         """The stand-ins, by which arguments are recognized in what the step leaves."""
         return ArgumentStandIns(
-            {id(made): i for made, i in self._made},
-            {id(made._storage): i for made, i in self._made},
+            {id(stand_in): i for stand_in, i in self._stand_ins},
+            {id(stand_in._storage): i for stand_in, i in self._stand_ins},
             {id(container): n for n, container in enumerate(self._containers)},
             tracing.outside_of,
             shares_memory,
         )
 
-    def follow(self, effects: Effects, left: Reconstructor) -> None:
+    def follow(self, effects: Effects, reconstructor: Reconstructor) -> None:
         """Repeat at each call what the step does to its arguments, other than writing to them."""
-        for made, i in self._made:
+        for stand_in, i in self._stand_ins:
             leaf = self._before[i]
-            found = {k: v for k, v in made.__dict__.items() if k not in ("_storage", *leaf.__dict__)}
-            if made.requires_grad != leaf.requires_grad:
-                found["requires_grad"] = made.requires_grad
+            attributes = {k: v for k, v in stand_in.__dict__.items() if k not in ("_storage", *leaf.__dict__)}
+            if stand_in.requires_grad != leaf.requires_grad:
+                attributes["requires_grad"] = stand_in.requires_grad
             gradient = self._gradients.get(i)
-            if made.grad is not gradient:
-                found["grad"] = made.grad
-            for name, value in found.items():
-                effects.add(lambda: None, _on_argument(i, name, left.make(value)))
+            if stand_in.grad is not gradient:
+                attributes["grad"] = stand_in.grad
+            for name, value in attributes.items():
+                effects.add(lambda: None, _on_argument(i, name, reconstructor.make(value)))
 
 
 def _on_argument(number: int, name: str, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
@@ -310,7 +312,7 @@ class Shapes:
             raise TraceError(f"shapes={policy!r}: write 'recompile', 'refuse' or firstloss.Pad(...).")
         self._step = step
         self._policy = policy
-        self._met: dict[Any, tuple] = {}  # kinds, by everything except shapes
+        self._kinds: dict[Any, tuple] = {}  # kinds, by everything except shapes
 
     def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
         """The arguments to run the step on, padded if necessary, and their kind.
@@ -319,12 +321,12 @@ class Shapes:
             ShapeError: for a new kind, if those are refused.
             TraceError: for an argument that is neither a tensor nor a constant.
         """
-        leaves, spec = flatten(given := (args, kwargs))
+        leaves, spec = flatten(args_and_kwargs := (args, kwargs))
         kind = tuple(map(_kind, leaves))
-        kinds = self._met.setdefault(spec, ())
+        kinds = self._kinds.setdefault(spec, ())
         padded: frozenset[int] = frozenset()
         if kind in kinds:
-            return Arguments(given, leaves, spec), kind
+            return Arguments(args_and_kwargs, leaves, spec), kind
         if kinds and self._policy == "refuse":
             raise ShapeError(f"{here()}: {self._step} is called with {self._change(kinds[-1], kind, args, kwargs)}.")
         if kinds and isinstance(self._policy, Pad):
@@ -334,22 +336,22 @@ class Shapes:
                 leaves = [self._padded(*item) for item in zip(leaves, kind, target, names, strict=True)]
                 padded = frozenset(i for i, leaf in enumerate(leaves) if kind[i] != target[i])
                 if target in kinds:
-                    return Arguments(given, leaves, spec, padded), target
+                    return Arguments(args_and_kwargs, leaves, spec, padded), target
                 kind, new = target, kind
-                self._say(self._change(kinds[-1], new, args, kwargs))
+                self._warn(self._change(kinds[-1], new, args, kwargs))
         elif kinds:
-            self._say(self._change(kinds[-1], kind, args, kwargs))
+            self._warn(self._change(kinds[-1], kind, args, kwargs))
         certain = any(type(leaf[1]) is Itself for leaf in kind)  # may be other objects at each call
-        self._met[spec] = (kind,) if certain else (*kinds, kind)
-        return Arguments(given, leaves, spec, padded), kind
+        self._kinds[spec] = (kind,) if certain else (*kinds, kind)
+        return Arguments(args_and_kwargs, leaves, spec, padded), kind
 
     def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
         """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known kind is
         similar."""
-        fits = [known for known in kinds if _holds(known, kind)]
+        fits = [old for old in kinds if _holds(old, kind)]
         if fits:
             return min(fits, key=_size)
-        similar = [known for known in kinds if _same_but_sizes(known, kind)]
+        similar = [old for old in kinds if _same_but_sizes(old, kind)]
         if not similar:
             return None
         return tuple(self._rounded(k, similar[-1][i]) for i, k in enumerate(kind))
@@ -365,8 +367,8 @@ class Shapes:
         if kind == target:
             return leaf
         sizes: list[int] = []
-        for have, want in zip(reversed(kind[1]), reversed(target[1]), strict=True):
-            sizes += [0, want - have]
+        for size, target_size in zip(reversed(kind[1]), reversed(target[1]), strict=True):
+            sizes += [0, target_size - size]
         value = self._policy.values.get(name, self._policy.value)
         return torch.nn.functional.pad(leaf, sizes, value=value)
 
@@ -385,7 +387,7 @@ class Shapes:
         )
         return "; ".join(changed) + advice
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         warn(GraphChangeWarning(f"{here()}: {self._step} is recompiled for {text}."))
 
 
@@ -410,18 +412,18 @@ def _kind(leaf: Any) -> tuple:
     return (type(leaf), leaf)
 
 
-def _same_but_sizes(known: tuple, kind: tuple) -> bool:
+def _same_but_sizes(old: tuple, kind: tuple) -> bool:
     """Whether two kinds differ only in sizes."""
     return all(
         a == b or a[0] is b[0] is torch.Tensor and a[2:] == b[2:] and len(a[1]) == len(b[1])
-        for a, b in zip(known, kind, strict=True)
+        for a, b in zip(old, kind, strict=True)
     )
 
 
-def _holds(known: tuple, kind: tuple) -> bool:
-    return _same_but_sizes(known, kind) and all(
+def _holds(old: tuple, kind: tuple) -> bool:
+    return _same_but_sizes(old, kind) and all(
         all(n >= m for n, m in zip(a[1], b[1], strict=True))
-        for a, b in zip(known, kind, strict=True)
+        for a, b in zip(old, kind, strict=True)
         if a[0] is torch.Tensor
     )
 
@@ -443,6 +445,6 @@ def _names(args: tuple, kwargs: dict[str, Any]) -> list[str]:
     out = []
     for path, _ in paths:
         keys = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
-        named = [key for key in keys if isinstance(key, str)]
-        out.append(named[-1] if named else "")
+        strings = [key for key in keys if isinstance(key, str)]
+        out.append(strings[-1] if strings else "")
     return out

@@ -89,12 +89,12 @@ class StepCache:
             self._found.wait_until_lowered()
         if self._shared:
             arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
-        again = False
+        retried = False
         while True:
             try:
-                return self._call(Request(step, arguments, backend, again), kind)
+                return self._call(Request(step, arguments, backend, retried), kind)
             except Shared as shared:
-                again = True
+                retried = True
                 for i in shared.leaves:
                     owner = owner_of(arguments.leaves[i])
                     self._shared[id(owner)] = owner
@@ -160,9 +160,9 @@ class StepCache:
     def _fitting(self, setting: tuple, weights: tuple) -> CacheEntries | None:
         """The entries that fit the weights: traced with the same weights, or before there were models that they do not
         read."""
-        known = self.kinds.get((setting, weights))
-        if known is not None and known.fits():
-            return known
+        entries = self.kinds.get((setting, weights))
+        if entries is not None and entries.fits():
+            return entries
         for (other, fewer), versions in self.kinds.items():
             count = len(fewer)
             if other == setting and count < len(weights) and weights[:count] == fewer:
@@ -196,17 +196,17 @@ class Request(NamedTuple):
     step: Callable[..., Any]
     arguments: Arguments
     backend: Backend
-    again: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
+    retried: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
 
     def roots(self) -> tuple:
         """The roots of everything that the step's Python code can reach."""
         return (self.step, *self.arguments.guarded(), *self.backend.models)
 
-    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
+    def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
         """Trace the step, and compile it.
 
         Args:
-            around: observes the Python side of the trace.
+            observer: observes the Python side of the trace.
             find: finds an equivalent earlier step, whose executable is reused; or raises.
         """
         from . import compiling  # imported late, because it imports JAX
@@ -214,12 +214,12 @@ class Request(NamedTuple):
 
         backend = self.backend
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, backend, around)
+            traced = tracing.trace_step(self.step, self.arguments, backend, observer)
             try:
-                self._refuse_twice(around)
+                self._refuse_twice(observer)
                 same = find(traced)
             except BaseException:
-                tracing.abandon(traced, around)
+                tracing.abandon(traced, observer)
                 raise
             traced.modes.undo()  # set again after the step has run
         inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
@@ -230,12 +230,12 @@ class Request(NamedTuple):
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
-    def _refuse_twice(self, around: TraceObserver) -> None:
+    def _refuse_twice(self, observer: TraceObserver) -> None:
         """Reject a second trace at one call if the first may have changed files that the second reads."""
-        asked = around.guards.asked if self.again and around.guards is not None else ()
-        for function, where in asked:
+        calls = observer.guards.external_calls if self.retried and observer.guards is not None else ()
+        for function, line in calls:
             raise TraceError(
-                f"{where or here()}: {getattr(self.step, '__name__', 'the step')} calls {function}(), and edits an "
+                f"{line or here()}: {getattr(self.step, '__name__', 'the step')} calls {function}(), and edits an "
                 "argument that shares memory with another tensor that it uses, so its Python code would run twice at "
                 "this call. Edit a clone of it, or read before the step, and pass what was read."
             )
@@ -244,15 +244,15 @@ class Request(NamedTuple):
 class CacheEntry:
     """A compiled step, and the guards of its trace."""
 
-    def __init__(self, step: CompiledStep, around: TraceObserver, seconds: float) -> None:
-        assert around.guards is not None
+    def __init__(self, step: CompiledStep, observer: TraceObserver, seconds: float) -> None:
+        assert observer.guards is not None
         self.step = step
-        self.guards = around.guards
-        self.modules = around.snapshot.modules
-        self.optimizers = around.snapshot.optimizers
+        self.guards = observer.guards
+        self.modules = observer.snapshot.modules
+        self.optimizers = observer.snapshot.optimizers
         # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
         # again, and records the code.
-        self.noted = around.noted
+        self.records_code = observer.records_code
         self.uses = 0
         self._unseen: str | None = None
         self.again = 0  # how often it was retraced for its own changes
@@ -273,8 +273,8 @@ class CacheEntry:
         for held, description in self.guards.unwatchable.values():
             kind = type(held).__qualname__
             return f"it reads {description}, an object of type {kind}, whose changes cannot be detected"
-        for asked in self.guards.asked:
-            return f"{asked.where or 'it'} calls {asked.function}(), which may return something else each time"
+        for call in self.guards.external_calls:
+            return f"{call.line or 'it'} calls {call.function}(), which may return something else each time"
         return self._unseen or self._too_large
 
     def differs_unseen(self) -> None:
@@ -286,15 +286,15 @@ class CacheEntry:
         """What user code reads that is too large to be compared at each call."""
         lines = self.guards.lines
         for name, description in self.guards.unwatched:
-            line = lines.where_read(name, own=True)
+            line = lines.where_read(name, user_code=True)
             if line is not None or lines.where_read(name) is None:  # not found in the code: read by a computed name
                 return f"{line or 'it'} reads {description}, which is too large to compare at each call"
         return None
 
     def changes_by_step(self, changes: list[Change]) -> list[Change]:
         """Those of `changes` that the step itself has made, except replaced tensors with which it can continue."""
-        own = [change for change in changes if change.container_id in self.step.traced.effects.changed_ids]
-        return [c for c in own if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
+        changed_by_step = [change for change in changes if change.container_id in self.step.traced.effects.changed_ids]
+        return [c for c in changed_by_step if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
 
     def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python code can reach a module or an optimizer with one of these parameters."""
@@ -315,7 +315,7 @@ class CacheEntries:
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
         self._check = bool(check)
         self._always = check == "always"
-        self._known: list[CacheEntry] = []
+        self._entries: list[CacheEntry] = []
         self._fitting: CacheEntry | None = None
         self._refuse = refuse
         self._name = name
@@ -323,24 +323,24 @@ class CacheEntries:
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
-        return [known.step for known in self._known]
+        return [entry.step for entry in self._entries]
 
     def fits(self) -> bool:
         """Whether the guards of one of them hold."""
         self._fitting = None
         if not self._always:
-            self._fitting = next((known for known in self._known if self._does_fit(known)), None)
+            self._fitting = next((entry for entry in self._entries if self._does_fit(entry)), None)
         return self._fitting is not None
 
     @staticmethod
-    def _does_fit(known: CacheEntry) -> bool:
-        if known.step.outdated() or known.guards.unknown or known.traced_each_time is not None:
+    def _does_fit(entry: CacheEntry) -> bool:
+        if entry.step.outdated() or entry.guards.unknown or entry.traced_each_time is not None:
             return False
-        return not known.changes()
+        return not entry.changes()
 
     def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
-        return any(known.step.traced.reads(parameters) or known.reaches_owner_of(parameters) for known in self._known)
+        return any(entry.step.traced.reads(parameters) or entry.reaches_owner_of(parameters) for entry in self._entries)
 
     def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep:
         """The compiled step whose guards hold; to be called after `fits`.
@@ -348,95 +348,95 @@ class CacheEntries:
         Args:
             similar: entries for the same kind of call, traced with weights in another state.
         """
-        known = self._fitting
-        if known is None:
-            known = self._trace(request, similar)
-        elif self._check and known.check_is_due():
-            known = self._verify(known, request)
-        known.uses += 1
-        if known not in self._known:
-            return known.step
-        if known is not self._known[0]:
-            self._known.remove(known)
-            self._known.insert(0, known)
-        return known.step
+        entry = self._fitting
+        if entry is None:
+            entry = self._trace(request, similar)
+        elif self._check and entry.check_is_due():
+            entry = self._verify(entry, request)
+        entry.uses += 1
+        if entry not in self._entries:
+            return entry.step
+        if entry is not self._entries[0]:
+            self._entries.remove(entry)
+            self._entries.insert(0, entry)
+        return entry.step
 
     def latest(self) -> CompiledStep:
         """The most recently used step."""
-        return self._known[0].step
+        return self._entries[0].step
 
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
-        last = self._known[0] if self._known else None
+        last = self._entries[0] if self._entries else None
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes()
         twin: list[CacheEntry] = []
 
         def find(traced: TracedProgram) -> CompiledStep | None:
-            for known in (*self._known, *(known for versions in similar for known in versions._known)):
-                if known.step.traced.does_the_same(traced):
-                    twin.append(known)
-                    return known.step
-            if last is not None and not outdated and not self._meant(why) and traced.raised is None:
-                where = first_difference(last.step.traced.program, traced.program)
-                self._reports.parting(
-                    reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], where
+            for entry in (*self._entries, *(entry for versions in similar for entry in versions._entries)):
+                if entry.step.traced.does_the_same(traced):
+                    twin.append(entry)
+                    return entry.step
+            if last is not None and not outdated and not self._only_modes(why) and traced.raised is None:
+                difference = first_difference(last.step.traced.program, traced.program)
+                self._reports.report_difference(
+                    reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], difference
                 )
             return None
 
-        known = self._traced(request, find, first=not any(versions._known for versions in similar))
-        if known.step.traced.raised is not None:  # it may not raise the next time
-            return known
+        entry = self._traced(request, find, first=not any(versions._entries for versions in similar))
+        if entry.step.traced.raised is not None:  # it may not raise the next time
+            return entry
         if last is not None and last.changes_by_step(why):
-            known.again = last.again + 1
-            if known.again > 1:
+            entry.again = last.again + 1
+            if entry.again > 1:
                 self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
-        if twin and known.noted:
-            known.uses = max(twin[0].uses, 1)
-        if twin and twin[0] in self._known:
-            self._known[self._known.index(twin[0])] = known
+        if twin and entry.records_code:
+            entry.uses = max(twin[0].uses, 1)
+        if twin and twin[0] in self._entries:
+            self._entries[self._entries.index(twin[0])] = entry
         else:
-            self._known.insert(0, known)
-        self._report_each_time(known)
-        return known
+            self._entries.insert(0, entry)
+        self._report_each_time(entry)
+        return entry
 
     @staticmethod
-    def _meant(why: list[Change]) -> bool:
+    def _only_modes(why: list[Change]) -> bool:
         """Whether the only change is a module's mode: train() and eval() are intended to change the step."""
         return bool(why) and all(change.name == "training" for change in why)
 
-    def _verify(self, known: CacheEntry, request: Request) -> CacheEntry:
+    def _verify(self, entry: CacheEntry, request: Request) -> CacheEntry:
         """Trace the step again, expecting the same Program."""
         unseen: list[bool] = []
 
         def find(traced: TracedProgram) -> CompiledStep | None:
             if traced.raised is not None:
                 return None
-            if not known.step.traced.does_the_same(traced):
-                where: Any = first_difference(known.step.traced.program, traced.program)
-                if where is None or where.old is None and where.new is None:
+            if not entry.step.traced.does_the_same(traced):
+                difference: Any = first_difference(entry.step.traced.program, traced.program)
+                if difference is None or difference.old is None and difference.new is None:
                     return None  # the same computation, with more or fewer results kept
-            elif known.step.traced.reads_other_tensors(traced):
-                where = "the same operations on another tensor, which is not an argument"
+            elif entry.step.traced.reads_other_tensors(traced):
+                difference = "the same operations on another tensor, which is not an argument"
             else:
-                return known.step
-            if known.uses == 1:  # nothing wrong has run: the first step was that of its own trace
+                return entry.step
+            if entry.uses == 1:  # nothing wrong has run: the first step was that of its own trace
                 unseen.append(True)
-                self._reports.parting(["it cannot be seen"], where)
+                self._reports.report_difference(["it cannot be seen"], difference)
                 return None
             raise GraphChangedError(
-                f"{self._name} does something else now than when it was traced, {known.uses} "
-                f"step{'s' if known.uses > 1 else ''} ago: {where}. Its Python code reads something whose changes "
+                f"{self._name} does something else now than when it was traced, {entry.uses} "
+                f"step{'s' if entry.uses > 1 else ''} ago: {difference}. Its Python code reads something whose changes "
                 f"cannot be seen from outside: the time, a file, a loader, a random number. {ADVICE}"
             )
 
         fresh = self._traced(request, find)
         if fresh.step.traced.raised is not None:
             return fresh
-        fresh.uses = known.uses
+        fresh.uses = entry.uses
         if unseen and fresh.traced_each_time is None:
             fresh.differs_unseen()
-        self._known[self._known.index(known)] = fresh
+        self._entries[self._entries.index(entry)] = fresh
         self._report_each_time(fresh)
         return fresh
 
@@ -444,22 +444,22 @@ class CacheEntries:
     def _reports(self) -> Reports:
         return Reports(self._name, self._refuse)
 
-    def _report_each_time(self, known: CacheEntry) -> None:
+    def _report_each_time(self, entry: CacheEntry) -> None:
         """Report why the step is traced at each call, if it is."""
-        if known.traced_each_time is not None:
-            self._reports.each_time(known.traced_each_time, known.seconds)
+        if entry.traced_each_time is not None:
+            self._reports.report_each_time(entry.traced_each_time, entry.seconds)
 
     def _traced(
         self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
     ) -> CacheEntry:
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
-        noted = not first or bool(self._known) or not self._check or request.again
-        around = TraceObserver(request.roots(), self._functions, noted)
+        records_code = not first or bool(self._entries) or not self._check or request.retried
+        observer = TraceObserver(request.roots(), self._functions, records_code)
         begin = time.perf_counter()
-        known = CacheEntry(request.compiled(around, find), around, time.perf_counter() - begin)
-        if known.guards.unknown:
-            self._functions += functions_of(known.guards.unknown)
+        entry = CacheEntry(request.compiled(observer, find), observer, time.perf_counter() - begin)
+        if entry.guards.unknown:
+            self._functions += functions_of(entry.guards.unknown)
             if len(self._functions) > _MOST_FUNCTIONS:
-                known.guards.unknown = []
-        return known
+                entry.guards.unknown = []
+        return entry

@@ -193,12 +193,12 @@ class CompiledStep:
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
         new: Sequence[Any],
-        made: Sequence[Any],
+        created: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
         """Commit weights, state, side effects and settings after the run. May be called twice."""
         traced = self.traced
-        arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *made), strict=True))
+        arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *created), strict=True))
         for storage, _ in traced.handed_out:
             if storage.resident.exported_memory is not None:
                 call.memory[storage] = storage.resident.exported_memory
@@ -224,7 +224,7 @@ class CompiledStep:
             self._backend.stepped = True
         if key is not None:
             self._backend.keys.advance(key)
-        self.inputs.settle(buffers, (*new, *made, *results))
+        self.inputs.settle(buffers, (*new, *created, *results))
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced
@@ -248,15 +248,15 @@ class CompiledStep:
         def failed(error: BaseException) -> None:
             with dispatch.lock:
                 later.failed = lambda error: None
-                lost = any(map(_is_gone, state))
+                donated = any(map(_is_gone, state))
                 for buffer, old, new in zip(buffers, state, arrays, strict=True):
                     if buffer is None:
                         continue
-                    if lost:
+                    if donated:
                         buffer.lose(error)
                     elif buffer.newest is new:
                         buffer.set(old)
-                self.traced.gradients.back_to(gradients)
+                self.traced.gradients.restore(gradients)
                 if key is not None:
                     self._backend.keys.rewind(key)
                 self._ran = False
@@ -338,9 +338,9 @@ class Inputs:
         if self.where or not wait:
             arrays = self.arrays(changed, leaves, wait, donated=True)
         else:
-            found = [buffer.current if buffer is not None else None for buffer in buffers]
+            current = [buffer.current if buffer is not None else None for buffer in buffers]
             arrays = tuple(
-                [self.array(v, leaves, True) if a is None else a for v, a in zip(changed, found, strict=True)]
+                [self.array(v, leaves, True) if a is None else a for v, a in zip(changed, current, strict=True)]
             )
         return arrays, buffers if all(buffers) else _buffers(changed)  # some have been created since
 

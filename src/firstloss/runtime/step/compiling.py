@@ -58,8 +58,8 @@ def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -
     device = on_gpu.device()
     if device is not None and backend.mesh is not None:  # no GPU has whole weights
         return None
-    found = FirstLoss(traced.program, names, device)
-    owners = [traced.owners.inputs[value] for value in found.inputs]
+    first_loss = FirstLoss(traced.program, names, device)
+    owners = [traced.owners.inputs[value] for value in first_loss.inputs]
     weights = [owner for owner in owners if isinstance(owner, DeferredStorage)]
     fresh = all(owner.resident is None or owner.resident.fresh for owner in weights)
-    return found if weights and fresh and found.possible else None
+    return first_loss if weights and fresh and first_loss.possible else None

@@ -144,32 +144,32 @@ def entry_of(
         return None
     with aten.within():
         by_pytorch = aten.usable()
-    found = hashlib.sha256(_environment())
+    digest = hashlib.sha256(_environment())
     options = compile_options(on_mesh=mesh is not None)
-    found.update(repr((settings, by_pytorch, sorted(options.items()))).encode())
+    digest.update(repr((settings, by_pytorch, sorted(options.items()))).encode())
     devices = None if mesh is None else list(mesh.devices.flat)
     if mesh is not None and devices is not None:
         kinds = [(device.id, device.process_index, device.device_kind) for device in devices]
         types = [str(kind) for kind in mesh.axis_types]
-        found.update(repr((mesh.axis_names, mesh.devices.shape, types, kinds, jax.device_count())).encode())
+        digest.update(repr((mesh.axis_names, mesh.devices.shape, types, kinds, jax.device_count())).encode())
     try:
         for text in _text((name, signature, order, shardings)):
-            found.update(text.encode())
-            found.update(b"\0")
+            digest.update(text.encode())
+            digest.update(b"\0")
     except Unknown:
         return None
-    return Entry(folder, found.hexdigest(), devices)
+    return Entry(folder, digest.hexdigest(), devices)
 
 
 def digest_of(signatures: Iterable[Any]) -> str:
     """A digest for markers. It may be the same for steps that differ in objects without text, so that it does not
     identify executables."""
-    found = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
+    digest = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
     for signature in signatures:
         for text in _text(signature, unknown=lambda part: f"a {type(part).__qualname__}"):
-            found.update(text.encode())
-            found.update(b"\0")
-    return found.hexdigest()
+            digest.update(text.encode())
+            digest.update(b"\0")
+    return digest.hexdigest()
 
 
 def _refuse(part: Any) -> str:
@@ -196,8 +196,8 @@ def _text(part: Any, unknown: Callable[[Any], str] = _refuse) -> Iterator[str]:
         yield f"type {part.__name__}" if part in (float, bool, int) else unknown(part)
     elif isinstance(part, OpOverload):
         rules = {op for op in (part, functional(part)) if op in RULES}
-        own = rules and rules.isdisjoint(OF_USERS)
-        yield f"op {part} {schema_of(part)}" if own else f"{unknown(part)} {part}"
+        is_stable = rules and rules.isdisjoint(OF_USERS)
+        yield f"op {part} {schema_of(part)}" if is_stable else f"{unknown(part)} {part}"
     elif isinstance(part, tuple) and (kind in (tuple, torch.Size) or kind.__module__.startswith("firstloss.lower.")):
         yield f"{kind.__name__} {len(part)}"
         for inner in part:
@@ -209,15 +209,15 @@ def _text(part: Any, unknown: Callable[[Any], str] = _refuse) -> Iterator[str]:
 @functools.cache
 def _environment() -> bytes:
     """Everything else on which a compiled function depends: versions, sources, settings, the processor."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     versions = (torch.__version__, torch.version.git_version, jax.__version__, jaxlib.__version__, np.__version__)
-    found.update(repr((versions, platform.python_version(), _processor())).encode())
+    digest.update(repr((versions, platform.python_version(), _processor())).encode())
     for folder in ("lower", "runtime/mesh", "runtime/step", "runtime"):
         for path in sorted((_SOURCES / folder).iterdir()):
             if path.suffix in (".py", ".so", ".c", ".h", ".txt"):
-                found.update(path.name.encode())
-                found.update(path.read_bytes())
-    return found.digest()
+                digest.update(path.name.encode())
+                digest.update(path.read_bytes())
+    return digest.digest()
 
 
 def _settings() -> list[tuple[str, str]] | None:
@@ -225,8 +225,8 @@ def _settings() -> list[tuple[str, str]] | None:
     config = getattr(jax.config, "values", None)
     if not isinstance(config, Mapping):
         return None
-    named = [(name, repr(value)) for name, value in config.items() if "cache" not in name]
-    return sorted(named) + sorted((k, v) for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_")))
+    jax_settings = [(name, repr(value)) for name, value in config.items() if "cache" not in name]
+    return sorted(jax_settings) + sorted((k, v) for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_")))
 
 
 def _processor() -> tuple:

@@ -87,18 +87,18 @@ class Kernels(Replay):
         """Run a node of the CPU's attention kernel by the device's; results for the backward pass are not read."""
         for value in node.reads():
             self.buffer(value)
-        given = dict(zip((a.name for a in schema_of(node.op).arguments), map(self._real, node.args), strict=False))
-        given |= {name: self._real(argument) for name, argument in node.kwargs.items()}
-        made = scaled_dot_product_attention(
-            given["query"],
-            given["key"],
-            given["value"],
-            attn_mask=given.get("attn_mask"),
-            dropout_p=given.get("dropout_p", 0.0),
-            is_causal=given.get("is_causal", False),
-            scale=given.get("scale"),
+        arguments = dict(zip((a.name for a in schema_of(node.op).arguments), map(self._real, node.args), strict=False))
+        arguments |= {name: self._real(argument) for name, argument in node.kwargs.items()}
+        attention = scaled_dot_product_attention(
+            arguments["query"],
+            arguments["key"],
+            arguments["value"],
+            attn_mask=arguments.get("attn_mask"),
+            dropout_p=arguments.get("dropout_p", 0.0),
+            is_causal=arguments.get("is_causal", False),
+            scale=arguments.get("scale"),
         )
-        self._store_results(node, node.outputs[:1], [made])
+        self._store_results(node, node.outputs[:1], [attention])
         for value in node.outputs[1:]:
             self.buffers[value] = self.allocate(value).fill_(torch.nan)
 
@@ -129,7 +129,7 @@ class FirstLoss:
         self.failed = False  # an operation is supported only by the compiler
         self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
-    def attempt(self, given: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
+    def attempt(self, arrays: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
         """Like `compute`, for inputs that are arrays or lazy arrays. None if PyTorch's kernels do not support it.
 
         Args:
@@ -137,19 +137,19 @@ class FirstLoss:
         """
 
         def content(value: Value) -> torch.Tensor:
-            found = given[value]
-            if type(found) is LazyArray:
-                borrowed = found.borrow()
+            array = arrays[value]
+            if type(array) is LazyArray:
+                borrowed = array.borrow()
                 if borrowed is not None:
                     return borrowed
-                found = found.wait()
-            if not is_array(found):
-                return torch.from_numpy(np.asarray(found))
+                array = array.wait()
+            if not is_array(array):
+                return torch.from_numpy(np.asarray(array))
             if self._device is not None:
-                return on_gpu.view(found)
+                return on_gpu.view(array)
             from ..jax_support import to_host
 
-            return to_host(found)
+            return to_host(array)
 
         try:
             return self.compute(content, self._draws(seed))  # random operations compile while the weights are drawn
@@ -185,14 +185,14 @@ class FirstLoss:
                 replay.run([node])
                 for value in self._last.get(node.index, ()):
                     replay.buffers.pop(value, None)
-            found = [
+            results = [
                 ref.view(replay.buffer(ref.value)).clone(memory_format=torch.contiguous_format) for ref in self._refs
             ]
             replay.buffers.clear()
             if self._device is not None:
-                found = [tensor.cpu() for tensor in found]
+                results = [tensor.cpu() for tensor in results]
                 on_gpu.wait(self._device)
-        return [copied_later(tensor) for tensor in found]
+        return [copied_later(tensor) for tensor in results]
 
 
 def _empty_on(device: torch.device, value: Value) -> torch.Tensor:
@@ -207,10 +207,10 @@ def _last_reads(nodes: Sequence[Node], outputs: Sequence[Ref]) -> dict[int, list
             last[value] = node.index
     for ref in outputs:
         last.pop(ref.value, None)
-    found: dict[int, list[Value]] = {}
+    freed: dict[int, list[Value]] = {}
     for value, index in last.items():
-        found.setdefault(index, []).append(value)
-    return found
+        freed.setdefault(index, []).append(value)
+    return freed
 
 
 _LOOK_SECONDS = 0.05  # interval of checks for a thread that is lowering
@@ -264,10 +264,10 @@ class BackgroundCompiledStep:
         """Lower the step and start compiling it; returns the segmented step."""
         try:
             with gc_thresholds.changed():  # no full collections
-                made = self.made()
+                step = self.made()
                 start_waiting_materializations()
-                made.lower()
-                return made
+                step.lower()
+                return step
         finally:
             self._lowered.set()
 
@@ -290,7 +290,7 @@ class KernelsFirstRun:
 
     def __init__(self, step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
         self._step = step
-        self._given = state, rest, seed
+        self._inputs = state, rest, seed
         self._results: list[LazyArray] | None = None
         self._instead: SegmentedRun | None = None  # runs the step if the kernels cannot
         self._later: BackgroundWork | None = None
@@ -305,14 +305,14 @@ class KernelsFirstRun:
         step = self._step
         if self._later is not None:
             return
-        state, rest, seed = self._given
+        state, rest, seed = self._inputs
         if self._instead is None:
-            given: Mapping[Value, Any] = dict(zip(step.inputs, (*state, *rest), strict=True))
+            arrays: Mapping[Value, Any] = dict(zip(step.inputs, (*state, *rest), strict=True))
             assert step.first_loss is not None
-            self._results = step.first_loss.attempt(given, seed)
+            self._results = step.first_loss.attempt(arrays, seed)
             if self._results is not None:
                 later = BackgroundWork(functools.partial(_finish, step, state, rest, seed))
-                self._given = (), (), None
+                self._inputs = (), (), None
                 self._later = later
                 step.lower_in_background(later)
                 return

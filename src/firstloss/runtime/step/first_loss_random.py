@@ -42,14 +42,14 @@ class Draws:
         """
         call = call_of(node)
         with x64():
-            given = [share_memory(content_of(value)) for value in call.inputs]
-            results = self._compiled[call.kind](self._seed, np.uint32(call.draw), *given)
+            arrays = [share_memory(content_of(value)) for value in call.inputs]
+            results = self._compiled[call.kind](self._seed, np.uint32(call.draw), *arrays)
         return [to_host(result.block_until_ready()) for result in results]
 
 
 def _compiled(call: LoweredCall) -> Any:
-    def run(seed: Any, draw: Any, *given: Any) -> tuple:
-        return tuple(call.run(given, jax.random.fold_in(step_key(seed), draw)))
+    def run(seed: Any, draw: Any, *arrays: Any) -> tuple:
+        return tuple(call.run(arrays, jax.random.fold_in(step_key(seed), draw)))
 
     inputs = [jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype)) for value in call.inputs]
     with x64(), aten.within(on_cpu()):

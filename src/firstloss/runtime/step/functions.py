@@ -91,11 +91,11 @@ class CompiledFunctions:
         if not self._compiles or edges is not None and jax.process_count() > 1:  # processes share compiled functions
             return None
         function = self._functions[number]
-        made = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
-        results = tuple(made[function.like.outputs[i]] for i in function.result_order)
+        numbers = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
+        results = tuple(numbers[function.like.outputs[i]] for i in function.result_order)
         order = (function.argument_order, results, function.reused)
-        where = () if edges is None else (edges.whole.mesh, edges.described(function.like))
-        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order, *where)
+        partitioning = () if edges is None else (edges.whole.mesh, edges.described(function.like))
+        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order, *partitioning)
         if entry is not None:
             self._entries[number] = entry
         return entry
@@ -156,8 +156,8 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
     inputs = [segment.inputs[i] for i in function.argument_order]
     outputs = [segment.outputs[i] for i in function.result_order]
 
-    def run(seed: Any, *given: Any) -> tuple:
-        arrays: dict[Any, Any] = dict(zip(inputs, given, strict=True))
+    def run(seed: Any, *operands: Any) -> tuple:
+        arrays: dict[Any, Any] = dict(zip(inputs, operands, strict=True))
         step: list[Any] = []
 
         def key_of(draw: int) -> Any:
@@ -181,7 +181,7 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
 
 
 def functions_of(
-    segments: Sequence[Segment], renewed: Mapping[Value, Value], kept: set[Value], edges: Edges | None
+    segments: Sequence[Segment], renewed: Mapping[Value, Value], results_of_step: set[Value], edges: Edges | None
 ) -> dict[int, Function]:
     """The distinct functions, in the order of their first call."""
     last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
@@ -195,7 +195,7 @@ def functions_of(
                 new is not None
                 and new in positions
                 and last[value] == n
-                and value not in kept
+                and value not in results_of_step
                 and _shape(value, edges) == _shape(new, edges)
             ):
                 pairs.add((i, positions[new]))
@@ -203,19 +203,19 @@ def functions_of(
     functions: dict[int, Function] = {}
     for segment in segments:
         if segment.function not in functions:
-            taken = dict(sorted(reusable[segment.function]))
-            given = set(taken.values())
-            arguments = (*taken, *(i for i in range(len(segment.inputs)) if i not in taken))
+            donated = dict(sorted(reusable[segment.function]))
+            renewed_outputs = set(donated.values())
+            arguments = (*donated, *(i for i in range(len(segment.inputs)) if i not in donated))
             # XLA on a CPU schedules for the first result first: the result computed last goes there, so that everything
             # before it is computed in order. In the original order, a checkpointed step takes 1.4 times the memory.
-            others = (i for i in reversed(range(len(segment.outputs))) if i not in given)
-            results = (*taken.values(), *others)
-            functions[segment.function] = Function(segment, arguments, results, len(taken))
+            others = (i for i in reversed(range(len(segment.outputs))) if i not in renewed_outputs)
+            results = (*donated.values(), *others)
+            functions[segment.function] = Function(segment, arguments, results, len(donated))
     return functions
 
 
 def _shape(value: Value | int, edges: Edges | None) -> jax.ShapeDtypeStruct:
-    where = None if edges is None else edges.of(value)
+    sharding = None if edges is None else edges.of(value)
     if isinstance(value, int):
-        return jax.ShapeDtypeStruct((), np.uint32, sharding=where)
-    return jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype), sharding=where)
+        return jax.ShapeDtypeStruct((), np.uint32, sharding=sharding)
+    return jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype), sharding=sharding)

@@ -56,13 +56,13 @@ class GraphedStep:
         """Run the step without its effects before it is run eagerly; returns a function that compares the results with
         the eager step's, and raises a TraceError if they differ. (The same kernels are called; they may differ in the
         order of atomic additions.)"""
-        made = self.executable.rehearse(*self._given(arguments))
-        complete = all(name in made for name in self.traced.outputs.out)
+        results = self.executable.rehearse(*self._inputs(arguments))
+        complete = all(name in results for name in self.traced.outputs.out)
 
         def compare(result: Any) -> None:
             if not complete:
                 return
-            replayed = self.traced.result(self._env(made, arguments))
+            replayed = self.traced.result(self._env(results, arguments))
             with torch.no_grad():
                 for a, b in zip(_tensors(replayed), _tensors(result), strict=False):
                     if a.shape != b.shape or not torch.allclose(a, b, rtol=_AGREE, atol=_AGREE, equal_nan=True):
@@ -75,12 +75,12 @@ class GraphedStep:
     def __call__(self, arguments: Arguments) -> Any:
         traced, owners, leaves = self.traced, self.traced.owners, arguments.leaves
         with Undo() as undo, undo:
-            made = self.executable(*self._given(arguments))
+            outputs = self.executable(*self._inputs(arguments))
             with torch.no_grad():
                 for i, value in enumerate(owners.changed):
                     if value in owners.arguments:
-                        leaves[owners.arguments[value]].copy_(made[f"new{i}"])
-            env = self._env(made, arguments)
+                        leaves[owners.arguments[value]].copy_(outputs[f"new{i}"])
+            env = self._env(outputs, arguments)
             result = traced.result(env)
             afterwards = [make(env) for make in traced.optimizers.schedulers.afterwards]
             for bind in (*[make(env) for make in traced.effects.bindings], *afterwards):
@@ -88,7 +88,7 @@ class GraphedStep:
             traced.modes.leave()
         return result
 
-    def _given(self, arguments: Arguments) -> tuple[dict, dict, dict]:
+    def _inputs(self, arguments: Arguments) -> tuple[dict, dict, dict]:
         """The inputs of the replay: weights and other tensors, the batch, and numbers."""
         traced, owners = self.traced, self.traced.owners
         shared = owners.shared(arguments)
@@ -110,13 +110,13 @@ class GraphedStep:
                 tensors[target] = owners.inputs[value]  # type: ignore[assignment] # real ones
         return tensors, batch, reads
 
-    def _env(self, made: Mapping[str, torch.Tensor], arguments: Arguments) -> CallFrame:
+    def _env(self, outputs: Mapping[str, torch.Tensor], arguments: Arguments) -> CallFrame:
         tensors: dict[int, torch.Tensor] = {}
 
         def fresh(number: int) -> torch.Tensor:
             if number not in tensors:
                 output, geometry, _, _, computed = self.traced.outputs.outgoing[number]
-                tensor = made[output]
+                tensor = outputs[output]
                 if geometry is not None:
                     size, stride, offset, _ = geometry
                     tensor = tensor.as_strided(size, stride, offset)
@@ -135,19 +135,19 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 class GraphRequest(Request):
     """A call of a step that is to be replayed."""
 
-    def compiled(self, around: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
+    def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
         """Trace the step, and plan its replay.
 
         Raises:
             TraceError: if it cannot be replayed.
         """
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, self.backend, around)
+            traced = tracing.trace_step(self.step, self.arguments, self.backend, observer)
             try:
                 same = find(traced)
                 executable = _planned(traced, self.backend) if same is None else same.executable
             except BaseException:
-                tracing.abandon(traced, around)
+                tracing.abandon(traced, observer)
                 raise
             traced.modes.undo()
         return GraphedStep(traced, executable)
@@ -181,9 +181,11 @@ class Trials:
         self._eager: dict[Any, str] = {}
         self._last: tuple[Any, GraphedStep | None] = None, None  # the kind of the last call, and the step that ran it
 
-    def call(self, step: Callable[..., Any], args: tuple, kwargs: dict, given: tuple[Arguments, tuple], on: Any) -> Any:
+    def call(
+        self, step: Callable[..., Any], args: tuple, kwargs: dict, admitted: tuple[Arguments, tuple], on: Any
+    ) -> Any:
         """Call the step on `args` and `kwargs`, given also as Arguments with their kind, on a backend."""
-        arguments, kind = given
+        arguments, kind = admitted
         key = id(on), arguments.spec, kind, modes()
         self._last = key, None
         count = self._calls[key] = self._calls.get(key, 0) + 1
@@ -192,9 +194,9 @@ class Trials:
         compare = None
         try:
             with Undo() as undo, undo:
-                found: Any = self._cache.find(GraphRequest(step, arguments, on), kind, undo)
-            if not found.executable.tried:
-                compare = found.rehearsed(arguments)
+                step_graph: Any = self._cache.find(GraphRequest(step, arguments, on), kind, undo)
+            if not step_graph.executable.tried:
+                compare = step_graph.rehearsed(arguments)
         except Shared:
             self._fall_back(key, "it edits an argument that it also reaches in another way")
             return step(*args, **kwargs)
@@ -202,8 +204,8 @@ class Trials:
             self._fall_back(key, str(error) or type(error).__name__)
             return step(*args, **kwargs)
         if compare is None:
-            self._last = key, found
-            return found(arguments)
+            self._last = key, step_graph
+            return step_graph(arguments)
         result = step(*args, **kwargs)
         try:
             compare(result)
@@ -219,7 +221,7 @@ class Trials:
 
     def how(self) -> str:
         """How the last call was run."""
-        kind, found = self._last
-        if found is not None:
-            return found.how
+        kind, step = self._last
+        if step is not None:
+            return step.how
         return f"eager: {self._eager[kind]}" if kind in self._eager else "eager"

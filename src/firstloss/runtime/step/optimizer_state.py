@@ -42,7 +42,7 @@ class OptimizerStates:
         self.new: list[torch.Tensor] = []
         self.counts: str | None = None
         self._entries: list[tuple[dict[str, Any], str, Any]] = []  # entries before the step
-        self._had: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # keys before the step
+        self._before: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # keys before the step
         self._states: list[StateOf] = []
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,9 +50,11 @@ class OptimizerStates:
         for entries in optimizer.state.values():
             saved = (torch.Tensor, *PLAIN)
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, saved)]
-        self._had.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
+        self._before.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
 
-    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+    def traced(
+        self, effects: Effects, reconstructor: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]
+    ) -> None:
         """Record state that `step()` has bound to other tensors: each call binds a new one, which the next call reads.
 
         Args:
@@ -70,14 +72,16 @@ class OptimizerStates:
             elif new is not old and isinstance(new, torch.Tensor):
                 effects.add(
                     functools.partial(operator.setitem, entries, key, old),
-                    functools.partial(self._bind, entries, key, left.make(new), move),
+                    functools.partial(self._bind, entries, key, reconstructor.make(new), move),
                 )
 
-        for optimizer, had in self._had:
+        for optimizer, old_entries in self._before:
             for p, entries in list(optimizer.state.items()):
-                for key in [key for key in entries if key not in had.get(p, ())]:
-                    undo = functools.partial(_forget_entry, optimizer, p, key, p in had)
-                    effects.add(undo, functools.partial(_new_entry, optimizer, p, key, left.make(entries[key])))
+                for key in [key for key in entries if key not in old_entries.get(p, ())]:
+                    undo = functools.partial(_forget_entry, optimizer, p, key, p in old_entries)
+                    effects.add(
+                        undo, functools.partial(_new_entry, optimizer, p, key, reconstructor.make(entries[key]))
+                    )
 
     def _bind(self, entries: dict[str, Any], key: str, make: Make, move: Any, env: CallFrame) -> Bind:
         new = make(env)
@@ -104,8 +108,8 @@ class OptimizerStates:
         new = set(map(id, self.new))
         for optimizer in self._seen:
             for entries in optimizer.state.values():
-                made = [k for k, v in entries.items() if id(v) in new or is_traced(v, self._trace)]
-                for key in made:
+                new_keys = [k for k, v in entries.items() if id(v) in new or is_traced(v, self._trace)]
+                for key in new_keys:
                     del entries[key]
 
 
@@ -148,9 +152,9 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or isinstance(a, str) and a == b
 
 
-def _forget_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, had: bool) -> None:
+def _forget_entry(optimizer: torch.optim.Optimizer, p: torch.Tensor, key: str, had_entries: bool) -> None:
     optimizer.state.get(p, {}).pop(key, None)
-    if not had and not optimizer.state.get(p, True):
+    if not had_entries and not optimizer.state.get(p, True):
         del optimizer.state[p]
 
 
@@ -213,8 +217,8 @@ class _Set(NamedTuple):
 
 
 def _differences(group: dict[str, Any], before: dict[str, Any]) -> list[_Set]:
-    found = [(k, v, before.get(k, MISSING)) for k, v in group.items() if k != "params" and _is_plain(v)]
-    return [_Set(group, key, now, old) for key, now, old in found if not same(old, now)]
+    numbers = [(k, v, before.get(k, MISSING)) for k, v in group.items() if k != "params" and _is_plain(v)]
+    return [_Set(group, key, now, old) for key, now, old in numbers if not same(old, now)]
 
 
 def _is_plain(value: Any) -> bool:
@@ -245,7 +249,7 @@ class ParameterGroups:
         self._trace = trace
         self._seen = seen
         self._snapshot: Snapshot | None = snapshot  # only during the trace, as it keeps everything alive
-        self._own: set[int] = set()  # the ids of custom optimizers' groups, which they set themselves
+        self._custom_groups: set[int] = set()  # the ids of custom optimizers' groups, which they set themselves
         self._first: list[_Set] = []
         self._later: list[_Set] = []
         self.inputs: dict[Any, GroupEntry] = {}
@@ -263,7 +267,7 @@ class ParameterGroups:
             self._first += _differences(group, before)
             self._saved.append((group, dict(group)))
             if not is_known(optimizer):
-                self._own.add(id(group))
+                self._custom_groups.add(id(group))
 
     def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The groups before the trace; the current ones of an optimizer that did not exist then."""
@@ -297,9 +301,9 @@ class ParameterGroups:
             with torch.no_grad():
                 return _symbolic(part.detach().reshape(()).double(), sign)
 
-        made = tuple(map(symbolic, value)) if isinstance(value, tuple) else symbolic(value)
-        if made is not value and (not isinstance(value, tuple) or not all(map(operator.is_, made, value))):
-            self.set(group, key, made)
+        new = tuple(map(symbolic, value)) if isinstance(value, tuple) else symbolic(value)
+        if new is not value and (not isinstance(value, tuple) or not all(map(operator.is_, new, value))):
+            self.set(group, key, new)
 
     def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
         """Make the learning rate, and other numbers that change, inputs that are read at each call."""
@@ -311,8 +315,8 @@ class ParameterGroups:
             if is_number(value):
                 self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
             elif isinstance(value, tuple) and all(map(is_number, value)):
-                made = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
-                self.set(group, key, tuple(made))
+                elements = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
+                self.set(group, key, tuple(elements))
         elif "max_momentum" in group and _may_vary(optimizer, value):  # set by OneCycleLR and CyclicLR
             if key == "momentum":
                 self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
@@ -321,9 +325,9 @@ class ParameterGroups:
 
     def _input(self, group: dict[str, Any], key: str, index: int | None = None) -> DeferredTensor:
         label = f"{key}{len(self.inputs)}"
-        made = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
-        self.inputs[made._storage.value] = GroupEntry(group, key, index)
-        return made
+        tensor = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
+        self.inputs[tensor._storage.value] = GroupEntry(group, key, index)
+        return tensor
 
     def set(self, group: dict[str, Any], key: str, value: Any) -> None:
         self._restore.append((group, key, group[key], value))
@@ -337,18 +341,18 @@ class ParameterGroups:
                 self._saved += zip(optimizer.param_groups, self._before(optimizer), strict=False)
         for group, key, before, traced in reversed(self._restore):
             now = group.get(key, traced)
-            if now is not traced and _is_plain(now) and id(group) not in self._own:
+            if now is not traced and _is_plain(now) and id(group) not in self._custom_groups:
                 self._later.append(_Set(group, key, now, before))
             elif now is not traced or _written(traced):
                 refused.append(key)
             group[key] = before
         for group, before in self._saved:
-            found = _differences(group, before)
-            if id(group) in self._own:
-                refused += [change.key for change in found]
+            differences = _differences(group, before)
+            if id(group) in self._custom_groups:
+                refused += [change.key for change in differences]
             else:
-                self._later += found
-            for change in found:
+                self._later += differences
+            for change in differences:
                 change.undo()
             refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
         for change in reversed(self._first):
@@ -374,7 +378,7 @@ class ParameterGroups:
         inputs: dict[Any, list[int | None]] = {}
         for h in self.inputs.values():
             inputs.setdefault((id(h.group), h.key), []).append(h.position)
-        found: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.inputs.values())}
+        constants: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.inputs.values())}
         for number, optimizer in enumerate(self._seen):
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
@@ -384,8 +388,8 @@ class ParameterGroups:
                     if indices is not None and isinstance(value, tuple):  # some elements are inputs
                         value = tuple(v for i, v in enumerate(value) if i not in indices)
                     plain = type(value) in _PLAIN
-                    found[number, i, key] = value if plain else _frozen(value)
-        return found
+                    constants[number, i, key] = value if plain else _frozen(value)
+        return constants
 
     def outdated(self) -> bool:
         """Whether a baked-in number or the groups have changed. A number that has changed once may change again, so it
@@ -395,7 +399,7 @@ class ParameterGroups:
         if any(_sign(float(tensor)) != sign for tensor, sign in self._signs):
             return True
         now = self._constants()
-        found = now != self._baked
+        differs = now != self._baked
         for number, optimizer in enumerate(self._seen):
             varying = _varying.get(optimizer, set())
             for i, group in enumerate(optimizer.param_groups):
@@ -407,8 +411,8 @@ class ParameterGroups:
                         if not varying:
                             varying = _varying.setdefault(optimizer, varying)
                         varying.add((i, key))
-                    found |= (i, key) in varying  # an input of a later step, which works for this value too
-        return found
+                    differs |= (i, key) in varying  # an input of a later step, which works for this value too
+        return differs
 
     def _regrouped(self) -> bool:
         """Whether the groups, or the weights in them, have changed or been reordered."""

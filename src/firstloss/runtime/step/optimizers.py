@@ -52,7 +52,7 @@ class Optimizers:
 
     Attributes:
         seen: those that have stepped.
-        given: the gradients that they were given, as whole storages.
+        gradients: the gradients that they were given, as whole storages.
         groups: the numbers in their parameter groups.
         state: their state.
         schedulers: PyTorch's schedulers that have stepped.
@@ -69,7 +69,7 @@ class Optimizers:
         self._trace = trace
         self._keep_fused = keep_fused
         self.seen: list[torch.optim.Optimizer] = []
-        self.given: set[Value] = set()
+        self.gradients: set[Value] = set()
         self.groups = ParameterGroups(trace, self.seen, snapshot)
         self.state = OptimizerStates(trace, self.seen)
         self.schedulers = Schedulers()
@@ -82,15 +82,17 @@ class Optimizers:
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # (state, its step count)
 
-    def traced(self, effects: Effects, left: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]) -> None:
+    def traced(
+        self, effects: Effects, reconstructor: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]
+    ) -> None:
         """Record the optimizers' side effects.
 
         Args:
             move: tells the step which tensor has replaced another.
         """
-        self.schedulers.traced(effects, left)
+        self.schedulers.traced(effects, reconstructor)
         self.groups.traced(effects)
-        self.state.traced(effects, left, move)
+        self.state.traced(effects, reconstructor, move)
 
     def settled(self) -> None:
         """End the trace."""
@@ -163,8 +165,8 @@ class Optimizers:
         has a relative error of 6e-5."""
         if not is_known(optimizer) or any(group.get("fused") for group in optimizer.param_groups):
             return  # fused kernels do that themselves
-        found = [(e, e.get("step")) for e in optimizer.state.values()]
-        counts = [(e, c) for e, c in found if isinstance(c, torch.Tensor) and c.dtype is torch.float32 and not c.dim()]
+        steps = [(e, e.get("step")) for e in optimizer.state.values()]
+        counts = [(e, c) for e, c in steps if isinstance(c, torch.Tensor) and c.dtype is torch.float32 and not c.dim()]
         if counts:
             zero = torch.zeros((), dtype=torch.float64)
             with torch.no_grad():
@@ -202,7 +204,7 @@ class Optimizers:
                 )
         self.seen.append(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        self.given.update(grad._storage.value for grad in grads if type(grad) is DeferredTensor)
+        self.gradients.update(grad._storage.value for grad in grads if type(grad) is DeferredTensor)
         load_in_place(optimizer, self._trace)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
@@ -231,8 +233,8 @@ class Optimizers:
                     self.groups.make_symbolic(optimizer, group, key, value)
         self._rehearsing = True
         hooks = _hooks_of_all()
-        known = type(optimizer).__module__.startswith("torch.optim") and not hooks
-        around = None if known else Snapshot([optimizer, *hooks])
+        is_stock = type(optimizer).__module__.startswith("torch.optim") and not hooks
+        snapshot = None if is_stock else Snapshot([optimizer, *hooks])
         groups = [(group, dict(group)) for group in optimizer.param_groups]
         try:
             with _without_hooks(optimizer):
@@ -251,8 +253,8 @@ class Optimizers:
                 for key in group.keys() - before.keys():
                     del group[key]
                 group.update(before)
-            if around is not None:  # the optimizer's own code has not counted steps
-                Effects(around, None, Reconstructor(lambda tensor: False, around.holds)).undo()
+            if snapshot is not None:  # the optimizer's own code has not counted steps
+                Effects(snapshot, None, Reconstructor(lambda tensor: False, snapshot.holds)).undo()
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self.groups.make_input(optimizer, i, key)
@@ -299,13 +301,13 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
     Args:
         fused: weights whose steps are counted in float32.
     """
-    own = isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
-    if own and not any(optimizer.state.values()):
+    preinitializes = isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
+    if preinitializes and not any(optimizer.state.values()):
         optimizer.preinitialize()  # type: ignore[attr-defined]
-    had = {id(p) for p, entries in optimizer.state.items() if "step" in entries}
+    with_step = {id(p) for p, entries in optimizer.state.items() if "step" in entries}
     optimizer.step()
     for p in fused:
-        count = optimizer.state[p].get("step") if p in optimizer.state and id(p) not in had else None
+        count = optimizer.state[p].get("step") if p in optimizer.state and id(p) not in with_step else None
         if isinstance(count, torch.Tensor) and count.dtype is not torch.float32:
             optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=count.device)
 
@@ -339,8 +341,8 @@ def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
     are new, and the step is traced again.
     """
     held = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
-    met = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
-    state = [v for v in held if storage_key(v) not in met]  # unless the step has used it where it is
+    inputs = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
+    state = [v for v in held if storage_key(v) not in inputs]  # unless the step has used it where it is
     backend = current_backend()
     with DisableTorchDispatch(), torch.no_grad():  # not part of the step being traced
         if backend.mesh is not None:

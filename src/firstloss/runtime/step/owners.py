@@ -65,13 +65,13 @@ class Owners:
         """Determine what the traced step changes. Without `move_to_device` everything stays where it is."""
         changes = self._tracing.changes
         for value in changes:
-            found = self.inputs[value]
+            owner = self.inputs[value]
             outside = value not in self.arguments
-            if move_to_device is not None and isinstance(found, torch.Tensor) and outside and _is_sole_owner(found):
+            if move_to_device is not None and isinstance(owner, torch.Tensor) and outside and _is_sole_owner(owner):
                 # It moves to the backend; otherwise each step would have to be waited for.
-                move_to_device([found])
-                found = self.inputs[value] = found._storage  # type: ignore[attr-defined]
-            self.changed[value] = found._storage if type(found) is DeferredTensor else found
+                move_to_device([owner])
+                owner = self.inputs[value] = owner._storage  # type: ignore[attr-defined]
+            self.changed[value] = owner._storage if type(owner) is DeferredTensor else owner
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
         self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
@@ -109,17 +109,17 @@ class Owners:
         """Whether one of `tensors`, or its gradient, is an input."""
         ids = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
         storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
-        return any(id(found) in ids or id(found) in storages for found in self.inputs.values())
+        return any(id(owner) in ids or id(owner) in storages for owner in self.inputs.values())
 
-    def external_inputs(self, given: Container[Value]) -> list[Owner | None]:
-        """The inputs, changed ones first; None for those `given` at each call."""
+    def external_inputs(self, per_call: Container[Value]) -> list[Owner | None]:
+        """The inputs, changed ones first; None for those passed `per_call`."""
         values = (*self.changed, *self.read)
-        return [None if v in given or v in self.arguments else self.inputs[v] for v in values]
+        return [None if v in per_call or v in self.arguments else self.inputs[v] for v in values]
 
     def shared(self, arguments: Arguments) -> set[int]:
         """The indices of arguments that the step also reaches in another way, or that share memory with others, if any
         of them is written to."""
-        found: set[int] = set()
+        indices: set[int] = set()
         data = list(arguments.data())
         for i, leaf in data:
             storages = []
@@ -131,9 +131,9 @@ class Owners:
                 if self._storages is None:
                     self._storages = {id(h) for v, h in self.inputs.items() if v not in self.arguments}
                 if not self._storages.isdisjoint(map(id, storages)):
-                    found.add(i)
+                    indices.add(i)
         if not self._writes_external:
-            return found
+            return indices
         by_memory: dict[int, list[int]] = {}
         for i, leaf in data:
             by_memory.setdefault(storage_key(leaf), []).append(i)
@@ -141,15 +141,15 @@ class Owners:
         for key, numbers in by_memory.items():
             alone = len({id(arguments.leaves[i]) for i in numbers}) == 1
             if key in written and not alone or self._tracing.shares(arguments.leaves[numbers[0]]):
-                found.update(numbers)
-        return found
+                indices.update(numbers)
+        return indices
 
     # -- replacement --
 
     def move(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Replace the first tensor of each pair by the second, which is like it; returns whether the step can continue
         with that."""
-        owners = {id(found): value for value, found in self.inputs.items()}
+        owners = {id(owner): value for value, owner in self.inputs.items()}
         moved: list[tuple[Value, torch.Tensor]] = []
         for old, new in pairs:
             if id(self._origin(old)) in self._tracing.read or old is new:
@@ -190,8 +190,8 @@ class Owners:
 
     def _origin(self, tensor: torch.Tensor) -> Any:
         """The object at the time of the trace."""
-        known = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
-        return tensor if known is None else known[0]
+        entry = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
+        return tensor if entry is None else entry[0]
 
 
 def differ(a: Owner, b: Owner) -> bool:
@@ -232,12 +232,12 @@ class Gradients:
             others: tensors whose `requires_grad` may change.
         """
         self._before = {p: p.grad for p in weights}
-        self._wanted = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
-        self._left: list[torch.Tensor] = []  # weights whose gradients the step leaves or clears
+        self._requires_grad = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
+        self._with_new_gradients: list[torch.Tensor] = []  # weights whose gradients the step leaves or clears
         # By the input that is their memory: weights, and their gradients' views of it.
         self._read: dict[Value, list[tuple[torch.Tensor, Ref | Geometry | None]]] = {}
 
-    def traced(self, inputs: dict[Value, Owner], effects: Effects, left: Reconstructor) -> None:
+    def traced(self, inputs: dict[Value, Owner], effects: Effects, reconstructor: Reconstructor) -> None:
         """Record the trace's results, with these `inputs`; a gradient left by the step is a side effect like others."""
         self._record_new_gradients()
         real = {storage_key(owner): owner for owner in inputs.values() if _is_real(owner)}
@@ -253,24 +253,27 @@ class Gradients:
         self._read = {value: by_owner[id(owner)] for value, owner in inputs.items() if id(owner) in by_owner}
         for parameter, before in self._before.items():
             if parameter.grad is not before:
-                self._left.append(parameter)
-                effects.add(_setter(parameter, before), _maker(parameter, left.make(parameter.grad)))
-        for tensor, wanted in self._wanted.items():
-            if tensor.requires_grad != wanted:
-                effects.add(_wanting(tensor, wanted), always(_wanting(tensor, not wanted)))
+                self._with_new_gradients.append(parameter)
+                effects.add(_setter(parameter, before), _maker(parameter, reconstructor.make(parameter.grad)))
+        for tensor, requires_grad in self._requires_grad.items():
+            if tensor.requires_grad != requires_grad:
+                effects.add(
+                    _requires_grad_setter(tensor, requires_grad),
+                    always(_requires_grad_setter(tensor, not requires_grad)),
+                )
 
     def _record_new_gradients(self) -> None:
         """Record gradients of weights that required none before the step and have one now: the step unfreezes them."""
-        self._before |= {t: None for t in self._wanted if t not in self._before and t.grad is not None}
+        self._before |= {t: None for t in self._requires_grad if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
         """Restore the gradients after a failed trace."""
         self._record_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
-        for tensor, wanted in self._wanted.items():
-            if tensor.requires_grad != wanted:
-                tensor.requires_grad_(wanted)
+        for tensor, requires_grad in self._requires_grad.items():
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
 
     def fit(self, inputs: dict[Value, Owner]) -> bool:
         """Whether the step can be called with the current gradients: each must have the layout that it had in the
@@ -322,10 +325,10 @@ class Gradients:
         return others
 
     def now(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The gradients that a call will replace, for `back_to`."""
-        return [(parameter, parameter.grad) for parameter in self._left]
+        """The gradients that a call will replace, for `restore`."""
+        return [(parameter, parameter.grad) for parameter in self._with_new_gradients]
 
-    def back_to(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def restore(self, before: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Restore the gradients `before` a failed call."""
         for parameter, gradient in before:
             parameter.grad = gradient
@@ -338,11 +341,11 @@ def _setter(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Callable[
     return put
 
 
-def _wanting(tensor: torch.Tensor, wanted: bool) -> Callable[[], None]:
-    def want() -> None:
-        tensor.requires_grad_(wanted)
+def _requires_grad_setter(tensor: torch.Tensor, requires_grad: bool) -> Callable[[], None]:
+    def set_requires_grad() -> None:
+        tensor.requires_grad_(requires_grad)
 
-    return want
+    return set_requires_grad
 
 
 def _maker(parameter: torch.Tensor, make: Make) -> Callable[[CallFrame], Bind]:

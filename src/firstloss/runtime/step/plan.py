@@ -45,7 +45,7 @@ class PlannedPart:
         layers: how many layers the segment has.
         updates: whether it updates weights.
         work: what a device does for one run.
-        given, made, reused: bytes of one run's inputs, outputs, and outputs in the memory of inputs.
+        input_bytes, output_bytes, reused_bytes: of one run's inputs, outputs, and outputs in the memory of inputs.
         function: the segments' function number.
     """
 
@@ -54,9 +54,9 @@ class PlannedPart:
     layers: int
     updates: bool
     work: Work
-    given: int
-    made: int
-    reused: int
+    input_bytes: int
+    output_bytes: int
+    reused_bytes: int
     function: int
 
 
@@ -144,15 +144,16 @@ class StepPlan:
     def collectives(self, part: PlannedPart | None = None) -> list[dict[str, Any]]:
         """Collectives by kind and axes: their number, the bytes of their whole arrays, and the bytes that each device
         sends; in a step, or in one run of `part`."""
-        found: dict[tuple, dict[str, Any]] = {}
-        for one in self.sent() if part is None else part.work.sent:
-            row = found.setdefault(
-                (one.kind, one.axes), {"kind": one.kind, "axes": one.axes, "count": 0, "bytes": 0, "sent": 0.0}
+        rows: dict[tuple, dict[str, Any]] = {}
+        for collective in self.sent() if part is None else part.work.sent:
+            row = rows.setdefault(
+                (collective.kind, collective.axes),
+                {"kind": collective.kind, "axes": collective.axes, "count": 0, "bytes": 0, "sent": 0.0},
             )
             row["count"] += 1
-            row["bytes"] += one.bytes
-            row["sent"] += one.on_link(self.axes)
-        return sorted(found.values(), key=lambda row: -row["sent"])
+            row["bytes"] += collective.bytes
+            row["sent"] += collective.on_link(self.axes)
+        return sorted(rows.values(), key=lambda row: -row["sent"])
 
     def replicated(self) -> list[PlannedArray]:
         """The arrays replicated along some axis, the largest first."""
@@ -183,10 +184,10 @@ class StepPlan:
                 by_axes[name] = by_axes.get(name, 0.0) + part.turns * took
             each.append(sending)
             overlapped += part.turns * max(busy, sending)
-        apart = sum(part.turns * busy for part, busy in zip(self.parts, computing, strict=True))
-        apart += sum(by_axes.values())
+        sequential = sum(part.turns * busy for part, busy in zip(self.parts, computing, strict=True))
+        sequential += sum(by_axes.values())
         memory = self.memory_bytes / memory_rate
-        return Seconds(self.flops / flop_rate, memory, by_axes, apart, overlapped, computing, each)
+        return Seconds(self.flops / flop_rate, memory, by_axes, sequential, overlapped, computing, each)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data."""

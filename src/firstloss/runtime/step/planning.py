@@ -42,22 +42,22 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         )
     with Undo() as undo, undo, session.tracing:
         paused_until(undo)
-        around = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
-        traced = tracing.trace_step(step, arguments, backend, around)
+        observer = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
+        traced = tracing.trace_step(step, arguments, backend, observer)
         try:
             if traced.raised is not None:
                 raise traced.raised
             inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
             return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
         finally:
-            tracing.abandon(traced, around)
+            tracing.abandon(traced, observer)
 
 
 class _Planner:
     """Walks through the segments of a traced step."""
 
     def __init__(self, traced: TracedProgram, parts: Segmentation, inputs: Inputs, backend: Backend) -> None:
-        self._gradients: set[Value] = traced.optimizers.given
+        self._gradients: set[Value] = traced.optimizers.gradients
         self._axes: Axes = backend.mesh.axes if backend.mesh is not None else {}
         self._scatters = backend.mesh is None or backend.mesh.scatters
         self._arrays = _Arrays(traced, inputs, backend, self._axes)
@@ -103,17 +103,17 @@ class _Planner:
         segment = function.like
         names = self._arrays.names
         name, layers = _name_of([names[v] for v in segment.inputs if isinstance(v, Value) and v in names])
-        known = {v: self._placed(v) for v in (*segment.inputs, *segment.outputs) if isinstance(v, Value)}
+        placed = {v: self._placed(v) for v in (*segment.inputs, *segment.outputs) if isinstance(v, Value)}
         reused = self._reused(segment)
         return PlannedPart(
             name=name,
             turns=sum(one.function == number for one in self._segments),
             layers=layers,
             updates=function.reused > 0,
-            work=work_of(segment, known, self._axes, reused=reused, scatters=self._scatters, jaxprs=self._jaxprs),
-            given=sum(map(self._size, segment.inputs)),
-            made=sum(map(self._size, segment.outputs)),
-            reused=sum(map(self._size, reused)),
+            work=work_of(segment, placed, self._axes, reused=reused, scatters=self._scatters, jaxprs=self._jaxprs),
+            input_bytes=sum(map(self._size, segment.inputs)),
+            output_bytes=sum(map(self._size, segment.outputs)),
+            reused_bytes=sum(map(self._size, reused)),
             function=number,
         )
 
@@ -216,9 +216,9 @@ def _why_replicated(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequenc
     size = " x ".join(map(str, shape)) or "a number"
     reasons = []
     if mark is not None:
-        wanted = {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
-        indivisible = [axis for axis in whole if axis in wanted]
-        unnamed = [axis for axis in whole if axis not in wanted]
+        named_axes = {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}
+        indivisible = [axis for axis in whole if axis in named_axes]
+        unnamed = [axis for axis in whole if axis not in named_axes]
         reasons += [f"no dimension left of {size} is divisible by {axis}={mesh.axes[axis]}" for axis in indivisible]
         reasons += [f"its spec does not name {axis}" for axis in unnamed]
     elif math.prod(shape) < SMALL:
@@ -238,16 +238,16 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def _name_of(weights: Sequence[str]) -> tuple[str, int]:
     """A name for the modules with these weights, and the number of their layers."""
-    tops = dict.fromkeys(_top(name) for name in weights)
+    tops = dict.fromkeys(_layer_of(name) for name in weights)
     numbers = {_NUMBER.search(name).group() for name in weights if _NUMBER.search(name)}  # type: ignore[union-attr]
     return ", ".join(tops) or "without weights", max(len(numbers), 1)
 
 
-def _top(name: str) -> str:
+def _layer_of(name: str) -> str:
     """`model.layers.*` for `model.layers.3.mlp.up.weight`; `model.embed` for `model.embed.weight`."""
-    found = _NUMBER.search(name)
-    if found is not None:
-        return name[: found.start()] + "*"
+    match = _NUMBER.search(name)
+    if match is not None:
+        return name[: match.start()] + "*"
     for end in (".exp_avg", ".exp_avg_sq", ".step", ".momentum_buffer"):
         name = name.removesuffix(end)
     return name.rpartition(".")[0] or name

@@ -127,10 +127,10 @@ def refuse_watchers(name: str) -> None:
     """
     if dispatch_modes_count():
         kinds = [type(mode) for mode in get_current_dispatch_mode_stack()]
-        found = [kind for kind in kinds if not kind.__module__.startswith("firstloss.")]
-        if found:
+        foreign = [kind for kind in kinds if not kind.__module__.startswith("firstloss.")]
+        if foreign:
             raise TraceError(
-                f"{here()}: a {found[-1].__name__} is active around the traced step {name}. It would see none of the "
+                f"{here()}: a {foreign[-1].__name__} is active around the traced step {name}. It would see none of the "
                 "step's operations, which are compiled. Use it inside the step, or around a call on backend 'CPU'."
             )
     hooks = saved_tensor_hooks(True)
@@ -151,8 +151,8 @@ class ModesLeft:
 
     def traced(self) -> None:
         """Record the settings after the trace."""
-        found = zip(_ALL, self._before, _all(), strict=True)
-        self._left = [(write, after) for (_, write), before, after in found if after != before]
+        settings = zip(_ALL, self._before, _all(), strict=True)
+        self._left = [(write, after) for (_, write), before, after in settings if after != before]
 
     def undo(self) -> None:
         """Restore the settings before the trace."""

@@ -26,25 +26,28 @@ class Reports:
         self._refuse = refuse
         self._reported: set[str] = set()
 
-    def parting(self, why: list[str], where: Difference | None) -> None:
+    def report_difference(self, why: list[str], difference: Difference | None) -> None:
         """Report that the step behaves differently now, with the reasons."""
-        text = f"{self._name} does something else now than when it was traced: {where}. What has changed: {_some(why)}."
+        text = (
+            f"{self._name} does something else now than when it was traced: {difference}. "
+            f"What has changed: {_some(why)}."
+        )
         if self._refuse:
             raise GraphChangedError(f"{text} {ADVICE}")
         _warn(f"{text} It is recompiled. {ADVICE}")
 
-    def report_own_writes(self, guards: GuardSet, own: list[Change], seconds: float) -> None:
+    def report_own_writes(self, guards: GuardSet, changes: list[Change], seconds: float) -> None:
         """Report what the step both changes and reads, so that it must be traced again."""
-        if all(change.description in self._reported for change in own):
+        if all(change.description in self._reported for change in changes):
             return
-        self._reported.update(change.description for change in own)
+        self._reported.update(change.description for change in changes)
         _warn(
-            f"{self._name} changes what it reads itself: {_some(reasons(guards, own))}. A compiled step runs no "
+            f"{self._name} changes what it reads itself: {_some(reasons(guards, changes))}. A compiled step runs no "
             f"Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
             f"same. {ADVICE}"
         )
 
-    def each_time(self, why: str, seconds: float) -> None:
+    def report_each_time(self, why: str, seconds: float) -> None:
         """Report why the step is traced at each call."""
         if why not in self._reported:
             self._reported.add(why)
@@ -53,15 +56,15 @@ class Reports:
 
 def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
     """What has changed, and where it is read and written."""
-    found = []
+    texts = []
     for change in changes:
         if change.name == "training":
             continue
         reason = f"{change.description} {_change(change.old, change.new)}"
         read, written = guards.lines.where_read(change.name), guards.lines.where_written(change.name)
         places = [f"read at {read}"] * (read is not None) + [f"written at {written}"] * (written is not None)
-        found.append(reason + (f" ({', '.join(places)})" if places else ""))
-    return found
+        texts.append(reason + (f" ({', '.join(places)})" if places else ""))
+    return texts
 
 
 def _change(old: Any, new: Any) -> str:
@@ -70,8 +73,8 @@ def _change(old: Any, new: Any) -> str:
 
 
 def _some(texts: list[str]) -> str:
-    shown = "; ".join(texts[:3])
-    return shown if len(texts) <= 3 else f"{shown}; and {len(texts) - 3} more"
+    text = "; ".join(texts[:3])
+    return text if len(texts) <= 3 else f"{text}; and {len(texts) - 3} more"
 
 
 def _warn(text: str) -> None:

@@ -48,7 +48,7 @@ class Schedulers:
 
     def __init__(self) -> None:
         self._calls: list[_SchedulerCall] = []
-        self._spoiled: list[tuple[dict[str, Any], str, Any]] = []
+        self._unavailable: list[tuple[dict[str, Any], str, Any]] = []
         self.afterwards: list[Callable[[CallFrame], Bind]] = []
 
     @contextmanager
@@ -59,12 +59,12 @@ class Schedulers:
             reads: returns how often the step has read an object so far.
         """
 
-        def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(original: Callable[..., Any]) -> Callable[..., Any]:
             def step(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if session.trace is None:  # called in another thread
                     return original(self, *args, **kwargs)
                 schedulers._calls.append(_SchedulerCall(original, self, args, kwargs, here(), reads(self)))
-                schedulers._spoil(self)
+                schedulers._make_unavailable(self)
 
             step._firstloss = True  # type: ignore[attr-defined]
             step.__wrapped__ = original  # type: ignore[attr-defined]
@@ -72,32 +72,32 @@ class Schedulers:
 
         schedulers = self
         with Undo() as undo, undo:
-            undo(self._mend)
+            undo(self._restore)
             for kind in vars(torch.optim.lr_scheduler).values():
-                own = vars(kind).get("step") if isinstance(kind, type) else None
-                if own is not None and not hasattr(own, "_firstloss"):
-                    undo(setattr, kind, "step", own)
-                    kind.step = noting(own)
+                method = vars(kind).get("step") if isinstance(kind, type) else None
+                if method is not None and not hasattr(method, "_firstloss"):
+                    undo(setattr, kind, "step", method)
+                    kind.step = recording(method)
             yield
             for call in self._calls:
                 if reads(call.scheduler) != call.reads:
                     call.refuse_reads()
 
-    def _spoil(self, scheduler: Any) -> None:
+    def _make_unavailable(self, scheduler: Any) -> None:
         """Make reads of what the scheduler sets an error from here on."""
         optimizer = _optimizer_of(scheduler)
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
                 if key in group and type(group[key]) is not UnavailableNumber:
-                    self._spoiled.append((group, key, group[key]))
+                    self._unavailable.append((group, key, group[key]))
                     group[key] = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__)
 
-    def _mend(self) -> None:
-        while self._spoiled:
-            group, key, value = self._spoiled[-1]
+    def _restore(self) -> None:
+        while self._unavailable:
+            group, key, value = self._unavailable[-1]
             if type(group.get(key)) is UnavailableNumber:
                 group[key] = value
-            self._spoiled.pop()
+            self._unavailable.pop()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before an optimizer steps, that none of its schedulers has stepped yet."""
@@ -109,10 +109,10 @@ class Schedulers:
                     "PyTorch requires."
                 )
 
-    def traced(self, effects: Any, left: Reconstructor) -> None:
+    def traced(self, effects: Any, reconstructor: Reconstructor) -> None:
         """Record the schedulers' steps, which each call runs at its end."""
         for call in self._calls:
-            make = left.make((call.args, call.kwargs))
+            make = reconstructor.make((call.args, call.kwargs))
             if call.waits():
                 self.afterwards.append(_stepping(call, make))
             else:
@@ -181,5 +181,5 @@ def _restore_state(table: dict, before: dict) -> None:
 
 
 def _optimizer_of(scheduler: Any) -> torch.optim.Optimizer | None:
-    found: torch.optim.Optimizer | None = object.__getattribute__(scheduler, "__dict__").get("optimizer")
-    return found
+    optimizer: torch.optim.Optimizer | None = object.__getattribute__(scheduler, "__dict__").get("optimizer")
+    return optimizer

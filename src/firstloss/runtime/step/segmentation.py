@@ -65,17 +65,17 @@ class Segmentation(NamedTuple):
 def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Segmentation:
     """Cut a step, and find the shardings of the arrays that cross the cuts."""
     program, mesh = traced.program, backend.mesh
-    changed, _, (new, made, names) = groups = traced.groups
-    apart = _apart(program, dict(zip(new, changed, strict=True)))
+    changed, _, (new, created, names) = groups = traced.groups
+    separate = _apart(program, dict(zip(new, changed, strict=True)))
     least_periods = segments.LEAST_PERIODS_ON_CPU if mesh is None and on_cpu() else 2
-    pieces = cut(program, names, apart, least_periods) or uncut(program, apart)
+    pieces = cut(program, names, separate, least_periods) or uncut(program, separate)
     edges = None
     if mesh is not None:
         outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}
         if mesh.result_sharding() is not None:
             outputs |= dict.fromkeys(names, mesh.result_sharding())
-        wanted = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
-        edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, wanted)
+        sharding_of = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
+        edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, sharding_of)
         pieces = edges.cut
     return Segmentation(pieces, groups, edges)
 
@@ -86,12 +86,12 @@ def _apart(program: Program, renewed: Mapping[str, Value]) -> set[str]:
     Args:
         renewed: for outputs that are an input's new content, that input, which may be unchanged.
     """
-    taken = set(program.inputs.values())
-    found = set()
+    values = set(program.inputs.values())
+    names = set()
     for name, ref in program.outputs.items():
         if view_of(ref) is not None or ref.value is renewed.get(name):
             continue
-        if ref.value in taken:
-            found.add(name)
-        taken.add(ref.value)
-    return found
+        if ref.value in values:
+            names.add(name)
+        values.add(ref.value)
+    return names

@@ -68,13 +68,13 @@ class SegmentedStep:
         self._numbers: dict[int, tuple[Any, Any]] = {}  # by slot, the number put on the mesh last
         self._on_mesh = edges is not None
         self._slots: dict[Value | int, int] = {value: slot for slot, value in enumerate((*state, *rest))}
-        self._given = len(self._slots)
-        self._made = {value for segment in cut.segments for value in segment.outputs}
+        self._input_count = len(self._slots)
+        self._computed = {value for segment in cut.segments for value in segment.outputs}
         self._constants: dict[int, Any] = {}
-        kept = {cut.outputs[n] for group in outputs for n in group}
+        results = {cut.outputs[n] for group in outputs for n in group}
         renewed = dict(zip(state, (cut.outputs[n] for n in outputs[0]), strict=True))
-        functions = functions_of(cut.segments, renewed, kept, edges)
-        self._calls = self._plan(cut.segments, functions, kept)
+        functions = functions_of(cut.segments, renewed, results, edges)
+        self._calls = self._plan(cut.segments, functions, results)
         self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
         with x64():
             self._constants = {slot: self._put(array) for slot, array in self._constants.items()}
@@ -115,7 +115,7 @@ class SegmentedStep:
     # -- assignment of slots --
 
     def _plan(
-        self, segments: Sequence[Segment], functions: Mapping[int, Function], kept: set[Value]
+        self, segments: Sequence[Segment], functions: Mapping[int, Function], results: set[Value]
     ) -> list[_SegmentCall]:
         calls = []
         for segment in segments:
@@ -126,7 +126,7 @@ class SegmentedStep:
                 self._slot(segment.outputs[i])
             assert len(self._slots) - begin == len(function.result_order), "a result of a segment already has a slot"
             calls.append(_SegmentCall(segment.function, reads, slice(begin, len(self._slots)), ()))
-        seen = {self._slot(value) for value in kept} | set(self._constants)
+        seen = {self._slot(value) for value in results} | set(self._constants)
         for n in reversed(range(len(calls))):
             frees = {slot for slot in (*calls[n].reads, *_filled(calls[n])) if slot not in seen}
             seen |= frees
@@ -139,20 +139,20 @@ class SegmentedStep:
             slot = self._slots[value] = len(self._slots)
             if isinstance(value, int):
                 self._constants[slot] = np.uint32(value)
-            elif value not in self._made:
+            elif value not in self._computed:
                 never_written = torch.zeros(value.shape, dtype=value.dtype)
                 self._constants[slot] = constant(never_written if value.real is None else value.real)
         return slot
 
     def _calls_to(self, results: Sequence[int], reuse: set[int]) -> int:
         """The number of calls that compute all `results`; 0 if the old state is overwritten before."""
-        wanted = set(results) - set(range(self._given)) - set(self._constants)
+        missing = set(results) - set(range(self._input_count)) - set(self._constants)
         for n, call in enumerate(self._calls):
-            if not wanted:
+            if not missing:
                 return n
             if call.function in reuse:
                 break
-            wanted.difference_update(_filled(call))
+            missing.difference_update(_filled(call))
         return 0
 
     # -- a step --
@@ -168,7 +168,7 @@ class SegmentedStep:
         if not isinstance(seed, jax.Array) and (self._on_mesh or len(self._calls) > 1):
             seed = self._put(seed)
         # One more slot than needed, where a last segment without results begins.
-        slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._given + 1)]
+        slots: list[Any] = [*state, *rest, *[_NOT_YET] * (len(self._slots) - self._input_count + 1)]
         if self._on_mesh:
             self._put_numbers(slots)
         for slot, array in self._constants.items():
@@ -177,7 +177,7 @@ class SegmentedStep:
 
     def _put_numbers(self, slots: list[Any]) -> None:
         """Transfer numbers such as the learning rate to all devices once, not for each segment that reads them."""
-        for slot in range(self._given):
+        for slot in range(self._input_count):
             number = slots[slot]
             if isinstance(number, np.generic):
                 before = self._numbers.get(slot)
@@ -253,7 +253,7 @@ class SegmentedRun:
     def _run(self, calls: Sequence[_SegmentCall]) -> None:
         """Run those of `calls` that have not run yet, also after an interrupt."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
-        known = compiled.called
+        executables = compiled.called
         limited = self._step._on_mesh and on_cpu()
         this_thread.run = self
         for call in calls:
@@ -262,7 +262,7 @@ class SegmentedRun:
                 if limited:
                     in_flight.wait()
                 # A single instruction calls the function and stores its results.
-                function = known.get(call.function) or compiled[call.function]
+                function = executables.get(call.function) or compiled[call.function]
                 slots[fills] = flatten(call_each(function, ((seed, *[slots[i] for i in call.reads]),)))
                 if limited:
                     in_flight.add(slots[fills.stop - 1])

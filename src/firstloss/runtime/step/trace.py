@@ -160,8 +160,8 @@ class TracedStep:
             from .graphed import Trials
 
             self._trials = self._trials or Trials(self._name, self._cache)
-            given = Shapes(self._name, "recompile").admit(args, kwargs)
-            return self._trials.call(self._step, args, kwargs, given, backend)
+            admitted = Shapes(self._name, "recompile").admit(args, kwargs)
+            return self._trials.call(self._step, args, kwargs, admitted, backend)
         arguments, kind = self._shapes.admit(args, kwargs)
         return self._cache.call(self._step, arguments, kind, backend)
 

@@ -79,7 +79,7 @@ class Outputs:
 
     def __init__(
         self,
-        left: Reconstructor,
+        reconstructor: Reconstructor,
         returned: int,
         tracing: StepTrace,
         mesh: Mesh | None,
@@ -88,10 +88,10 @@ class Outputs:
     ) -> None:
         """
         Args:
-            left: holds the tensors; it is released.
+            reconstructor: holds the tensors; it is released.
             returned: the number of tensors that the step returns, which come first.
             viewers: the ids of storages that are kept for tensors that show a weight's former memory.
-            reachable: the tensors that outlive a step; iterated after `left` is released.
+            reachable: the tensors that outlive a step; iterated after `reconstructor` is released.
         """
         self._tracing = tracing
         self.out: list[str] = []
@@ -100,9 +100,9 @@ class Outputs:
         self.held: dict[str, DeferredStorage] = {}
         self._unseen: dict[str, DeferredStorage] = {}  # storages in `held` that have other tensors in `outgoing`
         outputs: dict[str, Ref] = {}
-        parts = [_Part.of(tensor, mesh) for tensor in left.tensors]
-        self.retrace_reason = left.retrace_reason and cannot_be_rebuilt(left.retrace_reason)
-        left.release()
+        parts = [_Part.of(tensor, mesh) for tensor in reconstructor.tensors]
+        self.retrace_reason = reconstructor.retrace_reason and cannot_be_rebuilt(reconstructor.retrace_reason)
+        reconstructor.release()
         expected = {id(t._storage) for t in reachable if is_traced(t, tracing)}
         survivors = {id(storage): storage for storage in self._survivors(expected, viewers)}
         unseen = {key: storage for key, storage in survivors.items() if key not in expected}
@@ -137,7 +137,7 @@ class Outputs:
         sharing: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
             sharing.setdefault(part.storage, []).append(number)
-        found: dict[int, Outgoing] = {}
+        outgoing: dict[int, Outgoing] = {}
         for key, numbers in sharing.items():
             names, kind = (self.out, "out") if numbers[0] < returned else (self.made, "made")
             name = f"{kind}{len(names)}"
@@ -152,8 +152,8 @@ class Outputs:
                 self.where[name] = first.sharding if whole else mesh.whole
             outputs[name] = Ref.of(first.ref.value) if whole else first.ref
             for number in numbers:
-                found[number] = parts[number].outgoing(name, whole)
-        return [found[number] for number in range(len(parts))]
+                outgoing[number] = parts[number].outgoing(name, whole)
+        return [outgoing[number] for number in range(len(parts))]
 
     def _survivors(self, expected: set[int], viewers: set[int]) -> list[DeferredStorage]:
         """Storages made by the step whose tensors are still referenced from places that were not searched."""
@@ -163,19 +163,19 @@ class Outputs:
         } | viewers
 
         def alive() -> list[DeferredStorage]:
-            storages = [storage for made in tracing.made if (storage := made()) is not None]
-            made = [s for s in storages if s.trace is tracing and id(s) not in placeholders]
-            return [storage for storage in made if storage.alive()]
+            storages = [storage for created in tracing.result_storages if (storage := created()) is not None]
+            created = [s for s in storages if s.trace is tracing and id(s) not in placeholders]
+            return [storage for storage in created if storage.alive()]
 
-        found = alive()
-        if any(id(storage) not in expected for storage in found):
+        survivors = alive()
+        if any(id(storage) not in expected for storage in survivors):
             gc.collect(0)  # collection is off while a step is traced
-            found = alive()
-        held = _held([storage for storage in found if id(storage) not in expected])
-        found = [storage for storage in found if id(storage) in expected or id(storage) in held]
-        if self.retrace_reason is None and any(id(storage) not in expected for storage in found):
+            survivors = alive()
+        held = _held([storage for storage in survivors if id(storage) not in expected])
+        survivors = [storage for storage in survivors if id(storage) in expected or id(storage) in held]
+        if self.retrace_reason is None and any(id(storage) not in expected for storage in survivors):
             self.retrace_reason = cannot_be_rebuilt("a tensor in a place that cannot be seen")
-        return found
+        return survivors
 
     def fresh(self, arrays: Mapping[str, Any], refs: Mapping[str, Ref], step: str) -> Callable[[int], torch.Tensor]:
         """A function that returns the new tensors of a call by their numbers, each once.
@@ -228,11 +228,11 @@ def _held(storages: list[DeferredStorage]) -> set[int]:
         return set()
     tensors = [tensor for storage in storages for tensor in storage.alive()]
     owners = {id(tensor): id(tensor._storage) for tensor in tensors}
-    found: set[int] = set()
+    held_ids: set[int] = set()
     for referrer in gc.get_referrers(*tensors):
         if referrer is not tensors:
-            found.update(owners[id(held)] for held in gc.get_referents(referrer) if id(held) in owners)
-    return found
+            held_ids.update(owners[id(held)] for held in gc.get_referents(referrer) if id(held) in owners)
+    return held_ids
 
 
 class Groups(NamedTuple):

@@ -54,16 +54,16 @@ class TraceObserver:
         self.snapshot = Snapshot(roots, functions)
         self.recording = Recording(self.snapshot.classes, profile)
         self.guards: GuardSet | None = None
-        self.noted = profile
+        self.records_code = profile
 
-    def effects(self, left: Reconstructor, weights: set[int]) -> Effects:
+    def effects(self, reconstructor: Reconstructor, weights: set[int]) -> Effects:
         """The step's side effects in Python. Guards are created as well.
 
         Args:
             weights: the ids of the backend's weights.
         """
         reads = GuardSources(self.snapshot, self.recording)
-        effects = Effects(self.snapshot, reads, left)
+        effects = Effects(self.snapshot, reads, reconstructor)
         if generators() != self._generators:
             before, after = self._generators, generators()
             effects.add(lambda: restore_generators(before), always(lambda: restore_generators(after)))
@@ -71,9 +71,9 @@ class TraceObserver:
         self.recording.forget()
         return effects
 
-    def restore(self, left: Reconstructor) -> None:
+    def restore(self, reconstructor: Reconstructor) -> None:
         """Undo all changes of a step that could not be traced."""
-        Effects(self.snapshot, None, left).undo()
+        Effects(self.snapshot, None, reconstructor).undo()
 
     def restore_contents(self) -> bool:
         """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
@@ -83,24 +83,24 @@ class TraceObserver:
 
 
 def trace_step(
-    step: Callable[..., Any], arguments: Arguments, backend: Backend, around: TraceObserver
+    step: Callable[..., Any], arguments: Arguments, backend: Backend, observer: TraceObserver
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
     The process's modes (`TracedProgram.modes`) are not, because they may affect the rest of this call.
 
     Args:
-        around: observes the Python side of the trace.
+        observer: observes the Python side of the trace.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
     """
-    trace = _Trace(getattr(step, "__name__", "step"), backend, around)
+    trace = _Trace(getattr(step, "__name__", "step"), backend, observer)
     try:
         return trace.run(step, arguments)
     except BaseException as error:
         trace.undo()
-        if not around.restore_contents() and isinstance(error, Shared):
+        if not observer.restore_contents() and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
                 "restored), and edits an argument that shares memory with another tensor that it uses. Edit a clone of "
@@ -109,33 +109,33 @@ def trace_step(
         raise
 
 
-def abandon(traced: TracedProgram, around: TraceObserver) -> None:
+def abandon(traced: TracedProgram, observer: TraceObserver) -> None:
     """Undo all changes of a trace that is not usable."""
     _undo(traced)
-    around.restore_contents()
+    observer.restore_contents()
 
 
 class _Trace:
     """A trace, from start to end."""
 
-    def __init__(self, name: str, backend: Backend, around: TraceObserver) -> None:
+    def __init__(self, name: str, backend: Backend, observer: TraceObserver) -> None:
         self.name = name
         self.effects: Effects | None = None
         self.trace = StepTrace()
-        self.optimizers = Optimizers(self.trace, around.snapshot, keep_fused=backend.replays)
-        weights = dict.fromkeys([*backend.parameters(), *around.snapshot.weights()])
-        self.gradients = Gradients(weights, around.snapshot.tensors.values())
+        self.optimizers = Optimizers(self.trace, observer.snapshot, keep_fused=backend.replays)
+        weights = dict.fromkeys([*backend.parameters(), *observer.snapshot.weights()])
+        self.gradients = Gradients(weights, observer.snapshot.tensors.values())
         self.modes = ModesLeft()
         self._backend = backend
-        self._around = around
+        self._observer = observer
 
     def run(self, step: Callable[..., Any], arguments: Arguments) -> TracedProgram:
         """Trace `step`."""
-        given, result, raised = self._run(step, arguments)
+        stand_ins, result, raised = self._run(step, arguments)
         self.modes.traced()
         self.trace.refuse_overlaps()
         self.trace.new_memory.settle()
-        traced = self._settle(given, result, raised)
+        traced = self._settle(stand_ins, result, raised)
         self.optimizers.settled()
         shared = traced.owners.shared(arguments)
         if shared:
@@ -147,15 +147,15 @@ class _Trace:
         self, step: Callable[..., Any], arguments: Arguments
     ) -> tuple[TracedArguments, list[Any], Exception | None]:
         """Run the step's Python code; returns its result (in a list, to be emptied), or its exception."""
-        snapshot, recording = self._around.snapshot, self._around.recording
+        snapshot, recording = self._observer.snapshot, self._observer.recording
         itself = {i for i, leaf in arguments.data() if leaf.requires_grad and leaf.is_leaf and snapshot.holds(leaf)}
         if itself:  # possibly an optimizer's parameters
             raise Shared(itself)
         raised = None
         with Undo() as undo, undo, self.trace.active(), self.optimizers.watched(recording):
             recording.begin(undo)
-            given = TracedArguments(arguments, self.trace)
-            args, kwargs = given.take()
+            stand_ins = TracedArguments(arguments, self.trace)
+            args, kwargs = stand_ins.take()
             snapshot.add_root((args, kwargs))
             try:
                 result = [step(*args, **kwargs)]
@@ -165,24 +165,24 @@ class _Trace:
                 if direct_memory_access.is_unallocated(error):
                     raise
                 raised, result = error, [None]
-        given.check(self.name)
+        stand_ins.check(self.name)
         self.optimizers.check()
         backend = self._backend
         if backend.mesh is not None:
             backend.mesh.follow(backend.parameters(), self.optimizers.seen)
         backend.move_to_device(self.optimizers.schedule_state)
         backend.move_to_device(self.optimizers.state.new, behind=True)
-        return given, result, raised
+        return stand_ins, result, raised
 
-    def _settle(self, given: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
+    def _settle(self, stand_ins: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
         """Determine inputs and outputs: results, changed state, and side effects in Python, which are undone and
         repeated at the end of each call. `result` is emptied, so that nothing keeps tensors alive."""
-        trace, backend, snapshot = self.trace, self._backend, self._around.snapshot
-        left = Reconstructor(
-            lambda tensor: is_traced(tensor, trace), snapshot.holds, given.given(trace, snapshot.shares_memory)
+        trace, backend, snapshot = self.trace, self._backend, self._observer.snapshot
+        reconstructor = Reconstructor(
+            lambda tensor: is_traced(tensor, trace), snapshot.holds, stand_ins.given(trace, snapshot.shares_memory)
         )
-        made = left.make(result.pop())
-        returned = len(left.tensors)
+        make_result = reconstructor.make(result.pop())
+        returned = len(reconstructor.tensors)
         for owner in trace.inputs.values():
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
                 continue
@@ -193,23 +193,25 @@ class _Trace:
                     "between two steps."
                 )
         weights = {id(p) for p in backend.parameters()}
-        effects = self.effects = self._around.effects(left, weights)
-        owners = Owners(trace, given.inputs)
-        self.gradients.traced(trace.inputs, effects, left)
-        self.optimizers.traced(effects, left, owners.move)
+        effects = self.effects = self._observer.effects(reconstructor, weights)
+        owners = Owners(trace, stand_ins.inputs)
+        self.gradients.traced(trace.inputs, effects, reconstructor)
+        self.optimizers.traced(effects, reconstructor, owners.move)
         if trace.set_final_generator_state is not None:
             effects.add(lambda: None, always(trace.set_final_generator_state))
-        given.follow(effects, left)
+        stand_ins.follow(effects, reconstructor)
         for viewer in trace.new_memory.viewers:
-            left.make(viewer.whole)  # keep all of the memory
-            effects.add(lambda: None, _restore_viewed_memory(viewer, left.make(viewer.shows)))
+            reconstructor.make(viewer.whole)  # keep all of the memory
+            effects.add(lambda: None, _restore_viewed_memory(viewer, reconstructor.make(viewer.view)))
         handed_out = [
-            (storage, left.make(kept)) for storage, kept in trace.new_memory.weights.items() if kept is not None
+            (storage, reconstructor.make(memory))
+            for storage, memory in trace.new_memory.weights.items()
+            if memory is not None
         ]
         effects.undo()
         viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
         reachable = _reachable(backend, self.optimizers.seen)
-        outputs = Outputs(left, returned, trace, backend.mesh, viewers, reachable)
+        outputs = Outputs(reconstructor, returned, trace, backend.mesh, viewers, reachable)
         trace.new_memory.restore_viewers()
         owners.settle_changed(backend.move_to_device if backend.is_xla else None)
         refs = dict(outputs.refs)
@@ -229,7 +231,7 @@ class _Trace:
             program=program,
             owners=owners,
             outputs=outputs,
-            result=made,
+            result=make_result,
             effects=effects,
             modes=self.modes,
             optimizers=self.optimizers,
@@ -243,7 +245,7 @@ class _Trace:
     def undo(self) -> None:
         """Undo all changes of a step that could not be traced."""
         if self.effects is None:
-            self._around.restore(Reconstructor(lambda tensor: False, self._around.snapshot.holds))
+            self._observer.restore(Reconstructor(lambda tensor: False, self._observer.snapshot.holds))
         _undo(self)
 
 
