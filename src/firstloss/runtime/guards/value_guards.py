@@ -200,7 +200,7 @@ class Values:
             self.value(result, description, name)
 
     def _container(self, value: Any, kind: ObjectKind, description: str, inside: str, name: str) -> None:
-        large = mutable_state.unwatched(value)
+        large = mutable_state.unwatched(value) if len(value) > mutable_state.LARGEST else None
         if large is not None and name:
             self.unwatched.append((name, f"{description}, {large}"))
         if kind is ObjectKind.DICT:
