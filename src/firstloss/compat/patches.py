@@ -301,6 +301,7 @@ def is_installed(name: str) -> bool:
     return name in _installed
 
 
+@functools.cache
 def _owner(name: str) -> tuple[Any, str]:
     path, _, attribute = name.rpartition(".")
     return lookup(path), attribute
