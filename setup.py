@@ -16,7 +16,7 @@ FLAGS = [
     "-ffp-contract=off",  # its last bits depend on which operations are fused: those that it fuses itself
     "-fvisibility=hidden",
 ]
-XLA = {"depends": ["src/firstloss/lower/_ffi.h"], "optional": True}
+XLA = {"depends": [f"src/firstloss/lower/_{name}.h" for name in ("ffi", "pointwise")], "optional": True}
 
 setup(
     ext_modules=[

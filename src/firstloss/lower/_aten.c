@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "_ffi.h"
+#include "_pointwise.h"
 
 /* --- XLA's structures --- */
 
@@ -77,6 +78,19 @@ struct count_arguments {
     int64_t *count;
 };
 
+struct create_future_arguments {
+    size_t size;
+    struct extension *extension;
+    void *future;
+};
+
+struct complete_future_arguments {
+    size_t size;
+    struct extension *extension;
+    void *future;
+    void *error; /* of a failure only */
+};
+
 struct api {
     size_t size;
     struct extension *extension;
@@ -86,6 +100,9 @@ struct api {
     void *(*not_called[10])(void *);
     void *(*schedule)(struct schedule_arguments *);
     void *(*count_threads)(struct count_arguments *);
+    void *(*create_future)(struct create_future_arguments *);
+    void *(*complete_future)(struct complete_future_arguments *);
+    void *(*fail_future)(struct complete_future_arguments *);
 };
 
 struct call_frame {
@@ -97,6 +114,7 @@ struct call_frame {
     struct operands arguments;
     struct operands results;
     struct attributes attributes;
+    void *future; /* given to XLA, if the call goes on after the handler has returned */
 };
 
 /* --- PyTorch's functions, in the order in which aten.py gives them --- */
@@ -126,7 +144,7 @@ static struct {
     void *(*python_thread)(void); /* CPython's: the state of this thread, or NULL */
 } torch_;
 
-enum { MOST_DIMENSIONS = 8 };
+enum { MOST_DIMENSIONS = 8, MOST_ARRAYS = 16 };
 
 /* What one share has of an array: of one dimension, places `from` to `to`; dimension -1: all. */
 struct range {
@@ -195,6 +213,16 @@ static void release(tensor *tensors, int count) {
 }
 
 /* --- The calls --- */
+
+static int64_t channels(const struct buffer *buffer) { return buffer->dims[1]; }
+
+static int64_t elements(const struct buffer *buffer) {
+    int64_t count = 1;
+    for (int64_t d = 0; d < buffer->rank; d++) {
+        count *= buffer->dims[d];
+    }
+    return count;
+}
 
 /* The one attribute of a convolution: transposed, groups, then of each dimension of space the stride, of each the padding,
  * the dilation, the output's padding. */
@@ -384,38 +412,73 @@ static int attend(const struct call_frame *frame, struct part part, int backward
     return failed;
 }
 
+/* The one attribute of an elementwise program: how many of the arguments are arrays (single numbers follow them), then its
+ * instructions. A share is a range of blocks. */
+static int run_pointwise(const struct call_frame *frame, struct part part) {
+    const struct array *attribute = frame->attributes.values[0];
+    const int64_t *words = attribute->data;
+    struct buffer **arguments = (struct buffer **)frame->arguments.buffers;
+    struct buffer **results = (struct buffer **)frame->results.buffers;
+    float *read[MOST_ARRAYS], *written[MOST_ARRAYS];
+    const float *numbers[MOST_ARRAYS];
+    int64_t count = frame->arguments.count, given = words[0];
+    if (given > MOST_ARRAYS || count - given > MOST_ARRAYS || frame->results.count > MOST_ARRAYS) {
+        return 1;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        if (i < given) {
+            read[i] = arguments[i]->data;
+        } else {
+            numbers[i - given] = arguments[i]->data;
+        }
+    }
+    for (int64_t i = 0; i < frame->results.count; i++) {
+        written[i] = results[i]->data;
+    }
+    int64_t end = elements(results[0]), from = part.from * BLOCK, to = part.to * BLOCK;
+    const struct instruction *program = (const struct instruction *)(words + 1);
+    int length = (int)((attribute->size - 1) * sizeof *words / sizeof *program);
+    run_blocks()(program, length, (struct arrays){read, written, numbers}, from, to < end ? to : end);
+    return 0;
+}
+
 /* --- A call, in shares --- */
 
-enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD };
+enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD, POINTWISE };
 
 struct call {
-    const struct call_frame *frame;
+    struct call_frame frame; /* a copy: XLA's own is gone when the handler returns, what it points to is kept */
+    const char *message;     /* if it fails */
     struct how how;          /* of a convolution */
     struct pieces pieces[2]; /* most have the first; backward they are of the input's and the weight's */
     enum operation operation;
-    int64_t shares;
+    int64_t threads, shares;
     int64_t needed; /* so many helpers must not all refuse */
     atomic_long next, failed, refused;
     int64_t done, users; /* under the lock */
+    void *future;        /* under the lock; NULL while the handler has not returned */
     pthread_mutex_t lock;
     pthread_cond_t all_done;
 };
 
 static int share(const struct call *call, int64_t number) {
     if (call->operation == FORWARD) {
-        return convolve(call->frame, call->how, part_of(call->pieces[0], number));
+        return convolve(&call->frame, call->how, part_of(call->pieces[0], number));
     }
     if (call->operation == PRODUCT) {
-        return multiply(call->frame, part_of(call->pieces[0], number));
+        return multiply(&call->frame, part_of(call->pieces[0], number));
+    }
+    if (call->operation == POINTWISE) {
+        return run_pointwise(&call->frame, part_of(call->pieces[0], number));
     }
     if (call->operation >= ATTENTION) {
-        return attend(call->frame, part_of(call->pieces[0], number), call->operation == ATTENTION_BACKWARD);
+        return attend(&call->frame, part_of(call->pieces[0], number), call->operation == ATTENTION_BACKWARD);
     }
     int64_t first = call->pieces[0].shares;
     if (number < first) {
-        return gradient(call->frame, call->how, part_of(call->pieces[0], number), 0, 0);
+        return gradient(&call->frame, call->how, part_of(call->pieces[0], number), 0, 0);
     }
-    return gradient(call->frame, call->how, part_of(call->pieces[1], number - first), 1, first > 0);
+    return gradient(&call->frame, call->how, part_of(call->pieces[1], number - first), 1, first > 0);
 }
 
 static void leave(struct call *call) {
@@ -429,7 +492,13 @@ static void leave(struct call *call) {
     }
 }
 
-/* Takes shares until none is left. Who comes late finds none, and touches nothing but the call. */
+static void *error_of(const struct call_frame *frame, const char *message) {
+    struct error_arguments error = {sizeof error, NULL, message, INTERNAL};
+    return frame->api->create_error(&error);
+}
+
+/* Takes shares until none is left. Who comes late finds none, and touches nothing but the call. If the handler has returned,
+ * who finishes the last share tells XLA, which goes on in this thread. */
 static void *take_shares(void *data) {
     struct call *call = data;
     int64_t number, mine = 0;
@@ -448,10 +517,25 @@ static void *take_shares(void *data) {
     }
     pthread_mutex_lock(&call->lock);
     call->done += mine;
-    if (call->done == call->shares) {
+    int last = mine > 0 && call->done == call->shares;
+    void *future = last ? call->future : NULL;
+    if (last) {
         pthread_cond_signal(&call->all_done);
     }
     pthread_mutex_unlock(&call->lock);
+    if (future != NULL) {
+        const struct api *api = call->frame.api;
+        int failed = atomic_load(&call->failed) != 0;
+        struct complete_future_arguments complete = {sizeof complete, NULL, future, NULL};
+        if (failed) {
+            complete.error = error_of(&call->frame, call->message);
+        } else {
+            complete.size = offsetof(struct complete_future_arguments, error);
+        }
+        leave(call);
+        failed ? api->fail_future(&complete) : api->complete_future(&complete);
+        return NULL;
+    }
     leave(call);
     return NULL;
 }
@@ -477,19 +561,19 @@ static void help(void *call) {
     }
 }
 
-/* Has all shares done, by this thread and those of XLA that are free; waits only for shares that are under way. XLA may
- * have been called by a thread of Python's and run in it: then that waits for the others. */
-static int run(struct call *call, int64_t threads) {
-    const struct call_frame *frame = call->frame;
+/* Has all shares done, by this thread and those of XLA that are free. While others are still at work, the handler returns:
+ * this thread is free for what else XLA has to compute. A thread of Python's that runs XLA waits for it there. */
+static void *run(struct call *call, struct call_frame *frame) {
+    const struct api *api = frame->api;
     int python = torch_.python_thread() != NULL;
-    int64_t helpers = (call->shares < threads ? call->shares : threads) - !python;
+    int64_t helpers = (call->shares < call->threads ? call->shares : call->threads) - !python;
     call->users = helpers + 1 + !python;
     call->needed = python ? helpers : INT64_MAX;
     pthread_mutex_init(&call->lock, NULL);
     pthread_cond_init(&call->all_done, NULL);
     for (int64_t i = 0; i < helpers; i++) {
         struct schedule_arguments schedule = {sizeof schedule, NULL, frame->context, help, call};
-        if (frame->api->schedule(&schedule) != NULL) {
+        if (api->schedule(&schedule) != NULL) {
             refuse(call);
         }
     }
@@ -497,34 +581,30 @@ static int run(struct call *call, int64_t threads) {
         take_shares(call);
     }
     pthread_mutex_lock(&call->lock);
-    while (call->done < call->shares) {
+    if (call->done < call->shares && api->size >= sizeof *api) {
+        struct create_future_arguments create = {sizeof create, NULL, NULL};
+        if (api->create_future(&create) == NULL) {
+            frame->future = call->future = create.future;
+        }
+    }
+    while (call->done < call->shares && call->future == NULL) {
         pthread_cond_wait(&call->all_done, &call->lock);
     }
+    int failed = call->future == NULL && atomic_load(&call->failed) != 0;
+    const char *message = call->message;
     pthread_mutex_unlock(&call->lock);
-    int failed = atomic_load(&call->failed) != 0;
     leave(call);
-    return failed;
+    return failed ? error_of(frame, message) : NULL;
 }
 
-static int64_t channels(const struct buffer *buffer) { return buffer->dims[1]; }
-
-static int64_t elements(const struct buffer *buffer) {
-    int64_t count = 1;
-    for (int64_t d = 0; d < buffer->rank; d++) {
-        count *= buffer->dims[d];
-    }
-    return count;
-}
-
-static struct call *new_call(const struct call_frame *frame, enum operation operation, int64_t *threads) {
+static struct call *new_call(const struct call_frame *frame, enum operation operation) {
     struct call *call = calloc(1, sizeof *call);
     if (call != NULL) {
-        struct count_arguments count = {sizeof count, NULL, frame->context, threads};
-        *threads = 1;
+        struct count_arguments count = {sizeof count, NULL, frame->context, &call->threads};
         if (frame->api->count_threads(&count) != NULL) {
-            *threads = 1;
+            call->threads = 1;
         }
-        call->frame = frame;
+        call->frame = *frame;
         call->operation = operation;
         if (operation < PRODUCT) {
             call->how = how_of(frame);
@@ -533,87 +613,107 @@ static struct call *new_call(const struct call_frame *frame, enum operation oper
     return call;
 }
 
-static int forward(const struct call_frame *frame) {
+static struct call *forward(const struct call_frame *frame) {
     const struct buffer *x = frame->arguments.buffers[0], *w = frame->arguments.buffers[1];
     const struct buffer *y = frame->results.buffers[0];
-    int64_t threads, batch = x->dims[0];
-    struct call *call = new_call(frame, FORWARD, &threads);
+    int64_t batch = x->dims[0];
+    struct call *call = new_call(frame, FORWARD);
     if (call == NULL) {
-        return 1;
+        return NULL;
     }
-    call->pieces[0] = best_cut(batch, channels(y), OUT, elements(w) <= elements(x), &call->how, threads);
+    call->pieces[0] = best_cut(batch, channels(y), OUT, elements(w) <= elements(x), &call->how, call->threads);
     call->shares = call->pieces[0].shares;
-    return run(call, threads);
+    return call;
 }
 
 /* Gives the gradient of the input, that of the weight, or both: which, is the second attribute. */
-static int backward(const struct call_frame *frame) {
+static struct call *backward(const struct call_frame *frame) {
     const int64_t *wanted = ((const struct array *)frame->attributes.values[1])->data;
     const struct buffer *g = frame->arguments.buffers[0], *x = frame->arguments.buffers[1];
     const struct buffer *w = frame->arguments.buffers[2];
-    int64_t threads, batch = x->dims[0];
-    struct call *call = new_call(frame, BACKWARD, &threads);
+    int64_t batch = x->dims[0];
+    struct call *call = new_call(frame, BACKWARD);
     if (call == NULL) {
-        return 1;
+        return NULL;
     }
     if (wanted[0]) {
-        call->pieces[0] = best_cut(batch, channels(x), IN, elements(w) <= elements(g), &call->how, threads);
+        call->pieces[0] = best_cut(batch, channels(x), IN, elements(w) <= elements(g), &call->how, call->threads);
     }
     if (wanted[1]) { /* along its first dimension: a sum over the batch is one sum, however many threads there are */
         int transposed = call->how.transposed;
-        call->pieces[1] = best_cut(1, channels(transposed ? x : g), transposed ? IN : OUT, 0, &call->how, threads);
+        call->pieces[1] = best_cut(1, channels(transposed ? x : g), transposed ? IN : OUT, 0, &call->how, call->threads);
     }
     call->shares = call->pieces[0].shares + call->pieces[1].shares;
-    return run(call, threads);
+    return call;
 }
 
 enum { LEAST_LENGTH = 32 }; /* of a share of a product, in rows or columns */
 
 /* A product of matrices, cut along the longer side of the result: all shares read the smaller one of the operands. */
-static int product(const struct call_frame *frame) {
+static struct call *product(const struct call_frame *frame) {
     const struct buffer *result = frame->results.buffers[0];
-    int64_t threads, rows = result->dims[0], columns = result->dims[1];
-    struct call *call = new_call(frame, PRODUCT, &threads);
+    int64_t rows = result->dims[0], columns = result->dims[1];
+    struct call *call = new_call(frame, PRODUCT);
     if (call == NULL) {
-        return 1;
+        return NULL;
     }
     int64_t longest = rows >= columns ? rows : columns, most = longest / LEAST_LENGTH;
-    int64_t shares = most < threads ? most : threads;
+    int64_t shares = most < call->threads ? most : call->threads;
     call->pieces[0] = shares > 1 ? (struct pieces){rows >= columns ? BATCH : OUT, longest, shares}
                                  : (struct pieces){NOT, 1, 1};
     call->shares = call->pieces[0].shares;
-    return run(call, threads);
+    return call;
 }
 
 /* Attention, cut by the batch, or by the heads of the keys, of which each is some of the queries'. */
-static int attention(const struct call_frame *frame, enum operation operation) {
+static struct call *attention(const struct call_frame *frame, enum operation operation) {
     const struct buffer *key = frame->arguments.buffers[operation == ATTENTION ? 1 : 2];
-    int64_t threads, batch = key->dims[0], heads = key->dims[2];
-    struct call *call = new_call(frame, operation, &threads);
+    int64_t batch = key->dims[0], heads = key->dims[2];
+    struct call *call = new_call(frame, operation);
     if (call == NULL) {
-        return 1;
+        return NULL;
     }
-    int64_t by_batch = batch < threads ? batch : threads, by_heads = heads < threads ? heads : threads;
+    int64_t by_batch = batch < call->threads ? batch : call->threads;
+    int64_t by_heads = heads < call->threads ? heads : call->threads;
     call->pieces[0] = by_batch <= 1 && by_heads <= 1 ? (struct pieces){NOT, 1, 1}
                       : by_batch >= by_heads         ? (struct pieces){BATCH, batch, by_batch}
                                                      : (struct pieces){GROUPS, heads, by_heads};
     call->shares = call->pieces[0].shares;
-    return run(call, threads);
+    return call;
 }
 
-static int attention_forward(const struct call_frame *frame) { return attention(frame, ATTENTION); }
+static struct call *attention_forward(const struct call_frame *frame) {
+    return attention(frame, ATTENTION);
+}
 
-static int attention_backward(const struct call_frame *frame) { return attention(frame, ATTENTION_BACKWARD); }
+static struct call *attention_backward(const struct call_frame *frame) {
+    return attention(frame, ATTENTION_BACKWARD);
+}
 
-static void *handle(struct call_frame *frame, int (*call)(const struct call_frame *), const char *message) {
+enum { LEAST_BLOCKS = 16 }; /* of a share of an elementwise program */
+
+static struct call *pointwise(const struct call_frame *frame) {
+    int64_t blocks = (elements(frame->results.buffers[0]) + BLOCK - 1) / BLOCK;
+    struct call *call = new_call(frame, POINTWISE);
+    if (call == NULL) {
+        return NULL;
+    }
+    int64_t most = (blocks + LEAST_BLOCKS - 1) / LEAST_BLOCKS;
+    call->pieces[0] = (struct pieces){BATCH, blocks, most < call->threads ? most : call->threads};
+    call->shares = call->pieces[0].shares;
+    return call;
+}
+
+static void *handle(struct call_frame *frame, struct call *(*prepare)(const struct call_frame *), const char *message) {
     if (is_asked_for_version(frame->extension)) {
         return NULL;
     }
-    if (!call(frame)) {
-        return NULL;
+    struct call *call = prepare(frame);
+    if (call == NULL) {
+        return error_of(frame, message);
     }
-    struct error_arguments error = {sizeof error, NULL, message, INTERNAL};
-    return frame->api->create_error(&error);
+    call->message = message;
+    return run(call, frame);
 }
 
 EXPORT void *firstloss_convolution(struct call_frame *frame) {
@@ -635,6 +735,10 @@ EXPORT void *firstloss_attention(struct call_frame *frame) {
 EXPORT void *firstloss_attention_backward(struct call_frame *frame) {
     return handle(frame, attention_backward,
                   "PyTorch's attention_backward failed; the line before this on stderr says why");
+}
+
+EXPORT void *firstloss_pointwise(struct call_frame *frame) {
+    return handle(frame, pointwise, "an elementwise program has too many arrays");
 }
 
 /* Called once, before any other; `functions` in the order of the structure. */

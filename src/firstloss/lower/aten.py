@@ -36,6 +36,7 @@ TARGETS = (
     "firstloss_product",
     "firstloss_attention",
     "firstloss_attention_backward",
+    "firstloss_pointwise",
 )
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",

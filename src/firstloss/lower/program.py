@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -57,6 +57,25 @@ class Template(NamedTuple):
     writes: tuple[tuple[int, View | None], ...]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     keyed: bool
+
+
+class AnyCall(Protocol):
+    """What `run_calls` runs: a node's call, or one instead of several nodes'."""
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The Values that it reads."""
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """The Values that it makes."""
+
+    @property
+    def draw(self) -> int | None:
+        """For a random operation, its index in the step's stream."""
+
+    def run(self, operands: Sequence[Any], key: jax.Array | None) -> Sequence[Any]:
+        """Compute the outputs' arrays."""
 
 
 class LoweredCall(NamedTuple):
@@ -138,7 +157,7 @@ def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | 
     return out
 
 
-def run_calls(calls: Iterable[LoweredCall], arrays: dict[Value, Any], key_of: Callable[[int], jax.Array]) -> None:
+def run_calls(calls: Iterable[AnyCall], arrays: dict[Value, Any], key_of: Callable[[int], jax.Array]) -> None:
     """Run `calls` in order; `arrays` has the inputs, and gets the outputs. `key_of` returns a draw's random key."""
     for call in calls:
         operands = [_array(arrays, value) for value in call.inputs]

@@ -18,7 +18,7 @@ import torch
 from ..program.graph import Ref, Value
 from ..program.program import Program
 from .foreach_split import split_foreach_calls
-from .program import LoweredCall, View, call_of, view_of
+from .program import LoweredCall, View, view_of
 from .repeats import Repeats, find_runs
 
 # A Program is cut if this fraction of its calls, and this many, then need no compilation. Shorter ones compile in a
@@ -104,7 +104,7 @@ def uncut(program: Program, apart: Iterable[str] = ()) -> Cut:
     """All of `program` as one segment."""
     views = _output_views(program, apart)
     outputs = _outputs(program, views)
-    calls = [*map(call_of, program.nodes), *views.values()]
+    calls = [*split_foreach_calls(program.nodes), *views.values()]
     return Cut(_shared([calls] if calls else [], set(program.inputs.values()), set(outputs.values())), outputs)
 
 

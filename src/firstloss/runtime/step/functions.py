@@ -13,6 +13,7 @@ from ... import timeline
 from ...interpreter import cores
 from ...lower import aten
 from ...lower.dtypes import to_jax
+from ...lower.fused_updates import with_fused_updates
 from ...lower.program import run_calls
 from ...lower.segments import Segment
 from ...program.graph import Value
@@ -165,7 +166,7 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
             return jax.random.fold_in(step[0], arrays[draw])
 
         if gathers is None or edges is None:
-            run_calls(segment.calls, arrays, key_of)
+            run_calls(with_fused_updates(segment.calls, outputs), arrays, key_of)
         else:
             run_gathered(gathers, arrays, key_of, edges.whole.mesh)
         return tuple(arrays[value] for value in outputs)

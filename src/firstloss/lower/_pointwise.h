@@ -1,0 +1,134 @@
+/* Programs of elementwise operations on arrays of equal length: see fused_updates.py.
+ *
+ * They are run on one block of elements after another. What an operation of a block leaves is in the cache for the next one,
+ * so memory is read and written once. Each operation rounds its result, like PyTorch's kernels, which run one by one. */
+
+#include <math.h>
+#include <stdint.h>
+
+/* In the order of fused_updates.py. */
+enum opcode { COPY, NEG, ABS, SQRT, SQUARE, ADD, SUB, MUL, DIV, MAX, MIN };
+
+/* Where an operand or a result is: an argument or result of the call, a single number, or a block that is dropped. */
+enum storage { ARGUMENT, NUMBER, RESULT, SCRATCH };
+
+struct place {
+    int32_t storage, index;
+};
+
+struct instruction {
+    int64_t opcode;
+    struct place to, a, b;
+};
+
+enum { BLOCK = 512, MOST_SCRATCH = 8 }; /* of 4 KB, which stay in the first level of the cache */
+
+/* Everything that an instruction can refer to. */
+struct arrays {
+    float **arguments, **results;
+    const float **numbers;
+};
+
+/* NaN if either is, like PyTorch's maximum and minimum. */
+static inline float larger(float a, float b) { return a != a || b != b ? a + b : a > b ? a : b; }
+
+static inline float smaller(float a, float b) { return a != a || b != b ? a + b : a < b ? a : b; }
+
+/* A result may be in the place of an operand, but never overlaps one otherwise: that is what ivdep tells the compiler. */
+#define EACH(value)                   \
+    _Pragma("GCC ivdep")              \
+    for (int i = 0; i < count; i++) { \
+        to[i] = value;                \
+    }                                 \
+    break
+
+#define UNARY(opcode, value)  \
+    case opcode: {            \
+        const float *x = a;   \
+        EACH(value);          \
+    }
+
+#define BINARY(opcode, f)         \
+    case opcode:                  \
+        if (one_a) {              \
+            const float x = *a;   \
+            EACH(f(x, b[i]));     \
+        } else if (one_b) {       \
+            const float y = *b;   \
+            EACH(f(a[i], y));     \
+        } else {                  \
+            EACH(f(a[i], b[i]));  \
+        }
+
+#define SUM(x, y) ((x) + (y))
+#define DIFFERENCE(x, y) ((x) - (y))
+#define PRODUCT_OF(x, y) ((x) * (y))
+#define QUOTIENT(x, y) ((x) / (y))
+
+static inline __attribute__((always_inline)) void compute(int64_t opcode, int count, float *to, const float *a, int one_a,
+                                                          const float *b, int one_b) {
+    switch (opcode) {
+        UNARY(COPY, x[i])
+        UNARY(NEG, -x[i])
+        UNARY(ABS, fabsf(x[i]))
+        UNARY(SQRT, sqrtf(x[i]))
+        UNARY(SQUARE, x[i] * x[i])
+        BINARY(ADD, SUM)
+        BINARY(SUB, DIFFERENCE)
+        BINARY(MUL, PRODUCT_OF)
+        BINARY(DIV, QUOTIENT)
+        BINARY(MAX, larger)
+        BINARY(MIN, smaller)
+    }
+}
+
+static inline __attribute__((always_inline)) void run_blocks_inline(const struct instruction *program, int length,
+                                                                    struct arrays arrays, int64_t from, int64_t to) {
+    float scratch[MOST_SCRATCH][BLOCK];
+    for (; from < to; from += BLOCK) {
+        int count = to - from < BLOCK ? (int)(to - from) : BLOCK;
+        for (const struct instruction *now = program; now < program + length; now++) {
+            const struct place places[3] = {now->to, now->a, now->b};
+            float *at[3];
+            for (int i = 0; i < 3; i++) {
+                int n = places[i].index;
+                at[i] = places[i].storage == ARGUMENT ? arrays.arguments[n] + from
+                        : places[i].storage == RESULT ? arrays.results[n] + from
+                        : places[i].storage == NUMBER ? (float *)arrays.numbers[n]
+                                                      : scratch[n];
+            }
+            compute(now->opcode, count, at[0], at[1], now->a.storage == NUMBER, at[2], now->b.storage == NUMBER);
+        }
+    }
+}
+
+typedef void run_blocks_function(const struct instruction *, int, struct arrays, int64_t, int64_t);
+
+static void run_blocks_anywhere(const struct instruction *program, int length, struct arrays arrays, int64_t from,
+                                int64_t to) {
+    run_blocks_inline(program, length, arrays, from, to);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void run_blocks_of_8(const struct instruction *program, int length,
+                                                            struct arrays arrays, int64_t from, int64_t to) {
+    run_blocks_inline(program, length, arrays, from, to);
+}
+
+__attribute__((target("avx512f,avx512vl"))) static void run_blocks_of_16(const struct instruction *program, int length,
+                                                                         struct arrays arrays, int64_t from, int64_t to) {
+    run_blocks_inline(program, length, arrays, from, to);
+}
+#endif
+
+static run_blocks_function *run_blocks(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) {
+        return run_blocks_of_16;
+    }
+    if (__builtin_cpu_supports("avx2")) {
+        return run_blocks_of_8;
+    }
+#endif
+    return run_blocks_anywhere;
+}

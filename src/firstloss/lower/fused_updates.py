@@ -1,0 +1,345 @@
+"""Fusion of an optimizer's operations on a weight into one pass over memory, on a CPU.
+
+XLA on a CPU makes a loop of each result: momentum and weight are updated one after the other, each read from memory
+again. For a convolution's weight it also makes a loop of each dimension, so the innermost ones have three iterations. A
+custom call (`_pointwise.h`) runs all operations on one block of elements after the other instead, and each rounds its
+result as in PyTorch. Updating the weights of a ResNet-18 with momentum: 3.4 ms instead of 10.2 on two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from ..compat.torch_names import schema_of
+from ..program.graph import Value
+from . import aten
+from .dtypes import to_jax
+from .program import AnyCall, LoweredCall, Template, run_calls
+
+# In the order of _pointwise.h.
+_OPCODES = ("copy", "neg", "abs", "sqrt", "square", "add", "sub", "mul", "div", "max", "min")
+_ARGUMENT, _NUMBER, _RESULT, _SCRATCH = range(4)
+_MOST_SCRATCH = 8
+_MOST_ARRAYS = 16
+_MOST_READERS = 0
+# The number of elements from which on it is faster than XLA's loops.
+_LEAST_ELEMENTS = 1 << 15
+
+
+class FusedUpdate(NamedTuple):
+    """Calls of one weight's update as one call; used like a `LoweredCall`."""
+
+    function: Callable[..., Sequence[Any]]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    draw: None = None
+
+    def run(self, operands: Sequence[Any], key: jax.Array | None) -> Sequence[Any]:
+        """Compute the outputs' arrays."""
+        return self.function(*operands)
+
+
+def with_fused_updates(calls: Sequence[LoweredCall], results: Iterable[Value | int]) -> Sequence[AnyCall]:
+    """`calls`, in which those of an optimizer on one large weight are replaced by one, if custom calls are usable.
+
+    Args:
+        results: what is needed of the calls' outputs.
+    """
+    groups = [group for run in _runs(calls) for group in _connected(calls, run)] if aten.usable() else []
+    groups = [group for group in groups if len(group) > 1 or _is_whole_update(calls[group[0]])]
+    if not groups:
+        return calls
+    fusion = _Fusion(calls, results)
+    fused: list[AnyCall | None] = [*calls]
+    for group in groups:
+        update = fusion.fuse(group)
+        if update is not None:
+            fused[group[-1]] = update
+            for i in group[:-1]:
+                fused[i] = None
+    return [call for call in fused if call is not None]
+
+
+def _runs(calls: Sequence[LoweredCall]) -> Iterator[list[int]]:
+    """Runs of calls of an optimizer with arrays of one size. Calls of single numbers may lie between them."""
+    run: list[int] = []
+    size = 0
+    for i, call in enumerate(calls):
+        arrays = _arrays(call)
+        if not arrays:
+            continue
+        elements = _elements(call, arrays)
+        if run and elements != size:
+            yield run
+            run = []
+        if elements:
+            run.append(i)
+        size = elements
+    if run:
+        yield run
+
+
+def _arrays(call: LoweredCall) -> set[Value]:
+    """What a call reads and makes, but for single numbers."""
+    return {value for value in (*call.inputs, *call.outputs) if value.shape}
+
+
+def _elements(call: LoweredCall, arrays: Iterable[Value]) -> int:
+    """The number of elements of each of a call's `arrays`, if it is of an optimizer and in float32; else 0."""
+    if call.draw is not None or not isinstance(call.kind, Template):
+        return 0
+    if not schema_of(call.kind.op).name.startswith(("aten::_foreach_", "aten::_fused_")):
+        return 0
+    sizes = {int(np.prod(value.shape, dtype=int)) for value in arrays}
+    if len(sizes) != 1 or any(to_jax(value.dtype) != np.float32 for value in arrays):
+        return 0
+    return max(sizes) if max(sizes) >= _LEAST_ELEMENTS else 0
+
+
+def _connected(calls: Sequence[LoweredCall], run: Iterable[int]) -> list[list[int]]:
+    """The calls of a run, apart by weight: those that share an array are in one group, in order."""
+    groups: list[tuple[set[Value], list[int]]] = []
+    for i in run:
+        values, members = _arrays(calls[i]), [i]
+        for group in [group for group in groups if not group[0].isdisjoint(values)]:
+            groups.remove(group)
+            values |= group[0]
+            members = [*group[1], *members]
+        groups.append((values, sorted(members)))
+    return [members for _, members in groups]
+
+
+def _is_whole_update(call: LoweredCall) -> bool:
+    """Whether a call is all of an optimizer's step."""
+    assert isinstance(call.kind, Template)
+    return schema_of(call.kind.op).name.startswith("aten::_fused_")
+
+
+class _Fusion:
+    """Fusion of groups of calls; groups that differ only in their arrays share a function."""
+
+    def __init__(self, calls: Sequence[LoweredCall], results: Iterable[Value | int]) -> None:
+        self._calls = calls
+        self._results = set(results)
+        self._readers: dict[Value, list[int]] = {}
+        self._functions: dict[tuple, Callable[..., Sequence[Any]] | None] = {}
+        for i, call in enumerate(calls):
+            for value in call.inputs:
+                self._readers.setdefault(value, []).append(i)
+
+    def fuse(self, members: Sequence[int]) -> FusedUpdate | None:
+        """One call instead of `members`; None if the custom call has not all of their operations."""
+        group = [self._calls[i] for i in members]
+        made = list(dict.fromkeys(value for call in group for value in call.outputs))
+        inputs = tuple(dict.fromkeys(v for call in group for v in call.inputs if v not in set(made)))
+        outputs = tuple(v for v in made if v in self._results or not set(members).issuperset(self._readers.get(v, ())))
+        origins = _origins(group)
+        overwritten = {
+            inputs.index(origin): k
+            for k, value in enumerate(outputs)
+            if (origin := origins.get(value)) in inputs and origin not in self._results
+        }
+        numbers = {value: n for n, value in enumerate((*inputs, *made))}
+        wiring = [tuple(tuple(numbers[v] for v in values) for values in (call.inputs, call.outputs)) for call in group]
+        key = (
+            tuple((call.kind, *numbered) for call, numbered in zip(group, wiring, strict=True)),
+            tuple(numbers[value] for value in outputs),
+            tuple((value.shape, value.dtype) for value in inputs),
+            tuple(overwritten.items()),
+        )
+        if key not in self._functions:
+            self._functions[key] = _function(group, inputs, outputs, overwritten)
+        function = self._functions[key]
+        return None if function is None else FusedUpdate(function, inputs, outputs)
+
+
+def _origins(group: Sequence[LoweredCall]) -> dict[Value, Value]:
+    """For new contents of an input of the group, this input."""
+    origins: dict[Value, Value] = {}
+    for call in group:
+        assert isinstance(call.kind, Template)
+        for (number, view), value in zip(call.kind.writes, call.outputs, strict=False):
+            if view is None:
+                old = call.inputs[number]
+                origins[value] = origins.get(old, old)
+    return origins
+
+
+def _function(
+    group: Sequence[LoweredCall], inputs: Sequence[Value], outputs: Sequence[Value], overwritten: Mapping[int, int]
+) -> Callable[..., Sequence[Any]] | None:
+    """The function from the inputs' arrays to the outputs'; None if the custom call lacks an operation of the group.
+
+    Args:
+        overwritten: for the number of an input, that of the output that takes its memory. (XLA computes what else reads
+            the input before.)
+    """
+
+    def one_by_one(*operands: Any) -> tuple:
+        arrays = dict(zip(inputs, operands, strict=True))
+        run_calls(group, arrays, _no_key)
+        return tuple(arrays[value] for value in outputs)
+
+    shapes = [jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype)) for value in inputs]
+    closed = jax.make_jaxpr(one_by_one)(*shapes)
+
+    def update(*operands: Any) -> Sequence[Any]:
+        program = _ElementwiseProgram()
+        given = [program.argument(x) for x in operands]
+        results = program.add_jaxpr(closed.jaxpr, closed.consts, given)
+        return program.call(results, [v.shape for v in outputs], {k: given[i] for i, k in overwritten.items()})
+
+    update.__name__ = "_and_".join(dict.fromkeys(_short(call) for call in group))
+    jitted = jax.jit(update)
+    try:
+        jitted.eval_shape(*shapes)
+    except _Untranslatable:
+        return None
+    return jitted
+
+
+def _no_key(draw: int) -> Any:
+    raise AssertionError("an optimizer draws no random numbers")
+
+
+def _short(call: LoweredCall) -> str:
+    assert isinstance(call.kind, Template)
+    return str(call.kind.op).removeprefix("aten._foreach_").partition(".")[0].strip("_")
+
+
+class _Untranslatable(Exception):
+    """The group has an operation that the custom call has not."""
+
+
+class _Block(NamedTuple):
+    """A value with as many elements as the weight: an argument of the custom call, or an instruction's result."""
+
+    storage: int
+    number: int
+
+
+class _Instruction(NamedTuple):
+    operation: str
+    operands: list[Any]  # blocks, and arrays of one number each
+
+
+class _ElementwiseProgram:
+    """The arguments and instructions of a custom call. What a jaxpr computes of single numbers is left to XLA."""
+
+    def __init__(self) -> None:
+        self._arguments: list[Any] = []
+        self._instructions: list[_Instruction] = []
+
+    def argument(self, operand: Any) -> Any:
+        """A block for an array; a number is returned as it is."""
+        if not operand.shape:
+            return operand
+        if operand.dtype != np.float32:
+            raise _Untranslatable
+        self._arguments.append(operand)
+        return _Block(_ARGUMENT, len(self._arguments) - 1)
+
+    def add_jaxpr(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Add instructions for a jaxpr of blocks and numbers, and return the blocks and numbers that it returns."""
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+
+        def read(atom: Any) -> Any:
+            return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self._add_equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _add_equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        name, params, aval = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
+        called = params.get("jaxpr")
+        if name == "jit" and called is not None:
+            return self.add_jaxpr(called.jaxpr, called.consts, operands)
+        blocks = [x for x in operands if isinstance(x, _Block)]
+        if not blocks:
+            if name == "broadcast_in_dim" and np.size(operands[0]) == 1:
+                return operands[:1]  # an instruction reads one number for all elements
+            if aval.shape:
+                raise _Untranslatable
+            results = eqn.primitive.bind(*operands, **params)
+            return results if eqn.primitive.multiple_results else [results]
+        if name == "reshape" or (name == "convert_element_type" and aval.dtype == np.float32):
+            return blocks
+        if name == "integer_pow" and params["y"] == 2:
+            name = "square"
+        if name not in _OPCODES or aval.dtype != np.float32 or params.get("accuracy") is not None:
+            raise _Untranslatable
+        self._instructions.append(_Instruction(name, operands))
+        return [_Block(_SCRATCH, len(self._instructions) - 1)]
+
+    def call(self, results: Sequence[Any], shapes: Sequence[tuple[int, ...]], overwritten: dict[int, _Block]) -> Any:
+        """The custom call.
+
+        Args:
+            results: the blocks that it returns.
+            shapes: their shapes.
+            overwritten: for a result, the argument whose memory it takes.
+        """
+        if len(set(results)) < len(results) or any(type(x) is not _Block or x.storage != _SCRATCH for x in results):
+            raise _Untranslatable
+        numbers: list[Any] = []
+        words = self._words([x.number for x in results], overwritten, numbers)
+        if max(len(self._arguments), len(numbers), len(results)) > _MOST_ARRAYS:
+            raise _Untranslatable
+        kinds = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        aliases = {argument.number: k for k, argument in overwritten.items()}
+        call = jax.ffi.ffi_call(aten.TARGETS[5], kinds, input_output_aliases=aliases)
+        return call(*self._arguments, *numbers, program=np.array([len(self._arguments), *words], np.int64))
+
+    def _words(self, results: Sequence[int], overwritten: dict[int, _Block], numbers: list[Any]) -> list[int]:
+        """The needed instructions as words; `numbers` gets what they read."""
+        last: dict[_Block, int] = {}  # the last needed instruction that reads a block
+        needed = set(results)
+        for i in reversed(range(len(self._instructions))):
+            if i in needed:
+                for x in self._instructions[i].operands:
+                    if isinstance(x, _Block):
+                        last.setdefault(x, i)
+                        if x.storage == _SCRATCH:
+                            needed.add(x.number)
+        words: list[int] = []
+        copies: list[int] = []
+        places: dict[int, int] = {}  # where instructions leave their results
+        free = list(range(_MOST_SCRATCH))
+        for i in sorted(needed):
+            operation, operands = self._instructions[i]
+            read = []
+            for x in operands:
+                if not isinstance(x, _Block):
+                    if x.dtype != np.float32:
+                        raise _Untranslatable
+                    numbers.append(jax.numpy.reshape(x, ()))
+                    read.append(_place(_NUMBER, len(numbers) - 1))
+                else:
+                    read.append(_place(*x) if x.storage == _ARGUMENT else places[x.number])
+            for x in {x for x in operands if isinstance(x, _Block) and x.storage == _SCRATCH and last[x] == i}:
+                if places[x.number] & 0xFFFF == _SCRATCH:
+                    free.append(places[x.number] >> 32)
+            k = results.index(i) if i in results else None
+            if k is not None and last.get(overwritten.get(k), -1) <= i:  # type: ignore[arg-type]
+                places[i] = _place(_RESULT, k)
+            elif free:
+                places[i] = _place(_SCRATCH, free.pop())
+                if k is not None:
+                    last[_Block(_SCRATCH, i)] = len(self._instructions)  # until it is copied
+                    copies += [_OPCODES.index("copy"), _place(_RESULT, k), places[i], places[i]]
+            else:
+                raise _Untranslatable
+            words += [_OPCODES.index(operation), places[i], read[0], read[-1]]
+        return words + copies
+
+
+def _place(storage: int, index: int) -> int:
+    """A `struct place` as a word."""
+    return storage | index << 32
