@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 from tests import forked
 
@@ -17,12 +18,12 @@ _TICK = 0.25
 DEVICE = os.environ.get("FIRSTLOSS_RANKS_ON", "cpu")  # the device of a rank's tensors
 
 
-def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu") -> None:
+def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu", fresh: bool = False) -> None:
     """Run `calls` ("module:function" or "module:function:argument") one after another on `world` processes.
 
     Fails with the output of the first process that fails. `seconds` counts only while this process itself runs: time
     during which all processes are suspended does not count. `device` is "cpu" or "cuda", and becomes DEVICE in the
-    ranks.
+    ranks. `fresh` processes have imported nothing that `calls` do not import.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -36,10 +37,11 @@ def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu")
         "OMP_NUM_THREADS": "1",
         "FIRSTLOSS_RANKS_ON": device,
     }
+    start: Any = (lambda command, **how: subprocess.Popen([sys.executable, *command], **how)) if fresh else forked.start
     with tempfile.TemporaryDirectory() as folder:
         outputs = [open(os.path.join(folder, str(rank)), "w+") for rank in range(world)]
         ranks = [
-            forked.start(
+            start(
                 ["-m", "tests.init.distributed", *calls],
                 env={**environment, "RANK": str(rank)},
                 cwd=ROOT,
@@ -64,7 +66,7 @@ def on_ranks(world: int, *calls: str, seconds: float = 400, device: str = "cpu")
         raise AssertionError(f"rank {number} of {world} {what}\n{texts[number]}")
 
 
-def _wait(ranks: list[forked.Process], seconds: float) -> tuple[int, str] | None:
+def _wait(ranks: list[Any], seconds: float) -> tuple[int, str] | None:
     """Wait for all; returns the first that fails, and how."""
     for _ in range(int(seconds / _TICK)):
         statuses = [rank.poll() for rank in ranks]

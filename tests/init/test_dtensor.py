@@ -8,6 +8,7 @@ from tests.init import dtensor_docs, dtensor_ranks
 from tests.init.distributed import on_ranks
 
 RANKS = "tests.init.dtensor_ranks"
+ORDER = "tests.init.dtensor_order"
 DOCS = "tests.init.dtensor_docs"
 ON_ANY = ["one_fill_each", "fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_sharding"]
 ON = {
@@ -29,6 +30,13 @@ def test_shards_match_slices_of_one_process(world, tmp_path):
     torch.manual_seed(0)
     assert (tmp_path / "digest").read_text() == dtensor_ranks.digest_of(dtensor_ranks.Model())
     dtensor_docs.check_row(world, tmp_path / "both")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("order", ["imported_late", "imported_before", "distributed_before"])
+def test_what_is_drawn_does_not_depend_on_what_was_done_before(order):
+    """Processes of their own, since Firstloss's handling of DTensors stays."""
+    on_ranks(2, f"{ORDER}:{order}", fresh=True)
 
 
 def test_a_process_that_fails_is_named():

@@ -65,7 +65,13 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_parallel(folder: str) -> None:
-    """transformers_tp.py on a checkpoint."""
+    """transformers_tp.py on a checkpoint; or "distribute": distribute a deferred tensor, which must change nothing."""
+    if folder == "distribute":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        distribute_tensor(fl.deferred_init(torch.ones, 8, 6), init_device_mesh("cpu", (2,)), [Shard(0)])
+        return
     compare([script["train"](folder, 3) for script in scripts("transformers_tp")])
 
 

@@ -341,7 +341,8 @@ def test_transformers_tensor_parallel(tmp_path):
     }
     for name, (model, config) in models.items():
         seeded(model, config).save_pretrained(tmp_path / name)
-    run_ranks(EXAMPLE, 2, "tensor parallel", *(str(tmp_path / name) for name in models))
+    folders = [str(tmp_path / name) for name in models]
+    run_ranks(EXAMPLE, 2, "tensor parallel", *folders, "distribute", str(tmp_path / "without a head"))
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ has the recipe, as long as all run the same constructor from the same seed: so e
 `fully_shard(model); model.init_weights()` fills DTensors. In PyTorch each rank draws its own shard, so the numbers
 depend on the mesh, and on a CPU mesh all ranks draw the same ones. If the shard is deferred, the operation is recorded
 on a whole tensor instead, from which this rank's shard is copied; only that shard is computed.
+
+A shard that was given to `DTensor.from_local` is this rank's own, and need not be a slice of anything (transformers
+allocates the weights that a checkpoint lacks so, under tensor parallelism). It is filled as without Firstloss.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ _INITIALIZERS = ("torch.nn.init.orthogonal_", "torch.nn.init.sparse_", "torch.nn
 _PADDING = tuple(f"torch.nn.{kind}._fill_padding_idx_with_zero" for kind in ("Embedding", "EmbeddingBag"))
 
 
-def shard_is_deferred(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor whose local shard is deferred."""
-    return is_pending(local_tensor_or(tensor, None))
+def shards_a_deferred_tensor(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor whose local shard is a part of a deferred tensor."""
+    local = local_tensor_or(tensor, None)
+    return is_pending(local) and not local._storage.is_local
 
 
 def fill_as_one_process(tensor: Any, fill: Callable[[torch.Tensor], Any]) -> Any:
@@ -65,23 +69,31 @@ def _install_handlers() -> None:
 
     handlers = operation_handlers(DTensor)
     for op in _FILLS:
-        handlers[op] = _deferred_handler(handlers, op, _fill)
+        handlers[op] = _deferred_handler(op, _fill)
     for op in _LIKE:
-        handlers[op] = _deferred_handler(handlers, op, _like)
+        handlers[op] = _deferred_handler(op, _like)
     for op in _EYE:
-        handlers[op] = _deferred_handler(handlers, op, _eye, target="out")
+        handlers[op] = _deferred_handler(op, _eye, target="out")
 
 
 when_imported(DTENSOR, _install_handlers)
 
 
-@replaces(f"{DTENSOR}.Shard._shard_tensor", f"{DTENSOR}._StridedShard._shard_tensor")
+@replaces(*(f"{DTENSOR}.placement_types.{kind}._shard_tensor" for kind in ("Shard", "_StridedShard")))
 def split_only(original: Any, self: Any, tensor: Any, mesh: Any, dim: int, src_data_rank: Any = 0) -> Any:
     """As `Shard._shard_tensor`; each rank takes its own shard of a deferred tensor."""
     return original(self, tensor, mesh, dim, None if type(tensor) is DeferredTensor else src_data_rank)
 
 
-@replaces(f"{DTENSOR}.mesh_broadcast")
+@replaces(f"{DTENSOR}._api._FromTorchTensor.forward")
+def from_local(original: Any, context: Any, local: Any, *args: Any) -> Any:
+    """As `DTensor.from_local`."""
+    if type(local) is DeferredTensor:
+        local._storage.is_local = True
+    return original(context, local, *args)
+
+
+@replaces(f"{DTENSOR}.placement_types.mesh_broadcast")
 def broadcast(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """As `mesh_broadcast`; a deferred tensor is the same on all ranks."""
     return None if type(tensor) is DeferredTensor else original(tensor, *args, **kwargs)
@@ -100,20 +112,23 @@ def _eye(op: Any, args: tuple, kwargs: dict) -> Any:
     return fill_as_one_process(kwargs["out"], lambda whole: op(*args, **{**kwargs, "out": whole}))
 
 
-def _deferred_handler(handlers: dict, op: Any, handle: Callable, target: str | None = None) -> Callable:
-    """A handler of `op` that calls `handle` if the shard is deferred, else PyTorch."""
+def _deferred_handler(op: Any, handle: Callable, target: str | None = None) -> Callable:
+    """A handler of `op` that calls `handle` for a shard of a deferred tensor, else PyTorch."""
 
     def handler(op_call: Any, args: tuple, kwargs: dict) -> Any:
-        if shard_is_deferred(args[0] if target is None else kwargs[target]):
+        if shards_a_deferred_tensor(args[0] if target is None else kwargs[target]):
             return handle(op_call, args, kwargs)
-        with _without_handler(handlers, op, handler):
+        with _without_handler(op, handler):
             return op_call(*args, **kwargs)
 
     return handler
 
 
 @contextmanager
-def _without_handler(handlers: dict, op: Any, handler: Callable) -> Iterator[None]:
+def _without_handler(op: Any, handler: Callable) -> Iterator[None]:
+    from torch.distributed.tensor import DTensor
+
+    handlers = operation_handlers(DTensor)  # context parallelism replaces the table by a copy
     handlers.pop(op, None)
     try:
         yield
@@ -124,7 +139,7 @@ def _without_handler(handlers: dict, op: Any, handler: Callable) -> Iterator[Non
 @replaces(*_INITIALIZERS)
 def initialize(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     """As the initializer `original`."""
-    if shard_is_deferred(tensor):
+    if shards_a_deferred_tensor(tensor):
         return fill_as_one_process(tensor, lambda whole: original(whole, *args, **kwargs))
     return original(tensor, *args, **kwargs)
 
@@ -132,7 +147,7 @@ def initialize(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 @replaces(*_PADDING)
 def fill_padding(original: Any, self: Any) -> None:
     """Zero the row `padding_idx` of the local shard; DTensor would gather the whole weight and edit a copy."""
-    if self.padding_idx is None or not shard_is_deferred(self.weight):
+    if self.padding_idx is None or not shards_a_deferred_tensor(self.weight):
         original(self)
         return
     with torch.no_grad():

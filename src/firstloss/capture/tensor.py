@@ -6,6 +6,7 @@ Tensors that share memory in eager PyTorch share a DeferredStorage, so ties and 
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeGuard
@@ -59,7 +60,8 @@ class DeferredStorage:
     """A storage without memory: its current Value, and the deferred tensors that share it."""
 
     __slots__ = (
-        "value", "tensors", "fills", "resident", "trace", "first", "mirrors", "mirrored_by", "made", "__weakref__"
+        "value", "tensors", "fills", "resident", "trace", "first", "mirrors", "mirrored_by", "made", "is_local",
+        "__weakref__",
     )  # fmt: skip
 
     def __init__(self, value: Value) -> None:
@@ -72,6 +74,7 @@ class DeferredStorage:
         self.made: tuple[Value, Tensor] | None = None  # a Value and its computed content: see `first_use.py`
         self.mirrors: Mirror | None = None  # the storage that it conjugates or negates: see `conjugate_views.py`
         self.mirrored_by: list[weakref.ref[DeferredStorage]] = []
+        self.is_local = False  # whether `DTensor.from_local` was given it: it need not be a slice of a whole
 
     @property
     def is_made(self) -> bool:
@@ -172,6 +175,8 @@ class DeferredTensor(Tensor):
         """Create a view of `storage`."""
         if not patches.deferred_installed:
             patches.enter(patches.DEFERRED, None)
+        if len(sys.modules) != patches.modules_seen:
+            patches.install_imported()
         self = make_wrapper_subclass(
             DeferredTensor,
             size,
@@ -193,11 +198,6 @@ class DeferredTensor(Tensor):
 
     def _ref(self) -> Ref:
         return Ref(self._storage.value, *geometry_of(self))
-
-    def detach(self):
-        """As `torch.Tensor.detach`."""
-        patches.install_imported(distributed=True)  # `distribute_tensor` first detaches the tensor
-        return super().detach()
 
     def item(self):
         """As `torch.Tensor.item`. PyTorch's own conversions to numbers do not call it."""
@@ -449,7 +449,7 @@ def to_host(tensor: DeferredTensor, alone: bool = False) -> Tensor:
     return real.requires_grad_() if tensor.requires_grad else real
 
 
-def _numpy(tensor: DeferredTensor) -> Any:
+def _numpy(tensor: Any) -> Any:
     """The tensor's memory as an array; a read-only copy if it is not on this host."""
     off_host = _is_off_host(tensor)
     real = to_host(tensor, alone=True)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from ..compat.patches import original, replaces
-from ..compat.torch_names import DisableTorchDispatch
+from ..compat.torch_names import DisableTorchDispatch, local_tensor_or
 from ..program import operations
 from ..program.graph import is_contiguous
 from ..rng.counter_stream import CounterStream
 from . import session
 from .constants import constant_tensor
-from .dtensor import fill_as_one_process, shard_is_deferred
+from .dtensor import fill_as_one_process, shards_a_deferred_tensor
 from .tensor import DeferredTensor, Hooks, is_pending
 
 _NAME = "torch.nn.init._no_grad_trunc_normal_"
@@ -45,8 +45,12 @@ def trunc_normal_(
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """As `torch.nn.init._no_grad_trunc_normal_`."""
-    if shard_is_deferred(tensor):
+    if shards_a_deferred_tensor(tensor):
         return fill_as_one_process(tensor, lambda whole: trunc_normal_(original, whole, mean, std, a, b, generator))
+    if is_pending(local := local_tensor_or(tensor, None)):  # drawn again only where it was out of bounds, on any rank
+        with torch.no_grad():
+            trunc_normal_(original, local, mean, std, a, b, generator)
+        return tensor
     if not _by_rejection(original):  # before torch 2.12: ordinary operations
         return original(tensor, mean, std, a, b, generator=generator)
     if session.trace is not None or not is_pending(tensor):

@@ -56,7 +56,7 @@ _COPY = "Every rank has the recipe, so nothing needs to be sent"
 _DYNAMO = "torch._dynamo.variables.builder"
 _PLANNER = "torch.distributed.checkpoint.default_planner"
 _ACCELERATE = "accelerate.utils.modeling"
-DTENSOR = "torch.distributed.tensor.placement_types"
+DTENSOR = "torch.distributed.tensor"
 
 # Methods of tensors that read their memory.
 READ_IN_MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__repr__", "__format__")
@@ -107,10 +107,13 @@ PATCHES = {
     ),
     # -- DTensor --
     **{
-        f"{DTENSOR}.{kind}._shard_tensor": Patch(IMPORTED, _COPY, optional=True, module=DTENSOR)
+        f"{DTENSOR}.placement_types.{kind}._shard_tensor": Patch(IMPORTED, _COPY, optional=True, module=DTENSOR)
         for kind in ("Shard", "_StridedShard")
     },
-    f"{DTENSOR}.mesh_broadcast": Patch(IMPORTED, _COPY, module=DTENSOR),
+    f"{DTENSOR}.placement_types.mesh_broadcast": Patch(IMPORTED, _COPY, module=DTENSOR),
+    f"{DTENSOR}._api._FromTorchTensor.forward": Patch(
+        IMPORTED, "A shard given to `DTensor.from_local` is not part of a whole", static=True, module=DTENSOR
+    ),
     **{
         f"torch.nn.init.{name}": Patch(
             IMPORTED, "DTensor lacks its operations; computed as on one process", module=DTENSOR
@@ -156,6 +159,7 @@ _ABSENT = object()
 _lock = threading.RLock()
 _replacements: dict[str, Any] = {}  # functions, or properties
 deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
+modules_seen = 0  # the number of modules at the last `install_imported`, which each deferred tensor compares
 _holders: dict[str, list[Any]] = {DEFERRED: [], CAPTURE: [], TRACE: []}  # who has entered each set of patches
 _latest: dict[str, tuple[Any, Any, Any]] = {}  # by name: an original, its replacement, and what was made of both
 _awaited: dict[str, list[Callable[[], None]]] = {}  # by module, what to do once others have imported it
@@ -218,19 +222,25 @@ def when_imported(module: str, action: Callable[[], None]) -> None:
     _awaited.setdefault(module, []).append(action)
 
 
-def install_imported(distributed: bool = False) -> None:
+def install_imported() -> None:
     """Install the replacements of modules that others have imported by now; they stay.
 
-    Args:
-        distributed: those of DTensor, and no others. They wait until a deferred tensor is distributed: until then, what
-            a loader initializes because a checkpoint lacks it is as without Firstloss.
+    Called for the first deferred tensor after an import, so no deferred tensor reaches a module without them.
     """
-    for module in tuple(_awaited):
-        if module in sys.modules and (module == DTENSOR) == distributed:
-            with _lock:
-                for action in _awaited.get(module, ()):
-                    action()
-                _awaited.pop(module, None)
+    global modules_seen
+    seen = len(sys.modules)
+    for name in tuple(_awaited):
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        if getattr(module.__spec__, "_initializing", False):  # a thread is importing it
+            seen = 0
+            continue
+        with _lock:
+            for action in _awaited.get(name, ()):
+                action()
+            _awaited.pop(name, None)
+    modules_seen = seen if _awaited else len(sys.modules)
 
 
 def _install_once(name: str, replacement: Any) -> None:
@@ -291,6 +301,7 @@ def is_installed(name: str) -> bool:
     return name in _installed
 
 
+@functools.cache
 def _owner(name: str) -> tuple[Any, str]:
     path, _, attribute = name.rpartition(".")
     return lookup(path), attribute

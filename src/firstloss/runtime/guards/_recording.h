@@ -1,5 +1,5 @@
-/* Records what a step does while it is traced: which code runs, and which attributes of a types.SimpleNamespace it
- * reads. Written in C because recording functions in Python, such as a profile function, would record themselves.
+/* Records what a step does while it is traced: which code runs, and which attributes of objects
+ * it accesses. Written in C because recording functions in Python, such as a profile function, would record themselves.
  * Part of _guards.c, which includes Python.h before it.
  */
 
@@ -136,4 +136,89 @@ static PyObject *record_attributes(PyObject *module, PyObject *args) {
     type->tp_repr = recorder == NULL ? plain_repr : recording_repr;
     PyType_Modified(type);
     Py_RETURN_NONE;
+}
+
+/* -- attributes of objects of Python classes, by methods that are put into these classes -- */
+
+/* What a recording method knows: a tuple (found, thread, through, runtime, looks_inside, method). See `recording_method`. */
+enum { FOUND, THREAD, THROUGH, RUNTIME, LOOKS_INSIDE, METHOD };
+
+static int begins_with(PyObject *text, PyObject *prefix) {
+    return PyUnicode_Tailmatch(text, prefix, 0, PY_SSIZE_T_MAX, -1) == 1;
+}
+
+/* Adds one to found[id(owner), name][1][code, offset]; the first entry also holds the owner. */
+static int count_access(PyObject *found, PyObject *owner, PyObject *name, PyObject *code, int offset) {
+    int failed = -1;
+    PyObject *id = PyLong_FromVoidPtr(owner), *key = id ? PyTuple_Pack(2, id, name) : NULL;
+    PyObject *at = PyLong_FromLong(offset), *site = at ? PyTuple_Pack(2, code, at) : NULL;
+    if (key == NULL || site == NULL) goto done;
+    PyObject *entry = PyDict_GetItemWithError(found, key);
+    if (entry == NULL) {
+        if (PyErr_Occurred()) goto done;
+        PyObject *sites = PyDict_New(), *fresh = sites ? PyTuple_Pack(2, owner, sites) : NULL;
+        Py_XDECREF(sites);
+        if (fresh == NULL) goto done;
+        int stored = PyDict_SetItem(found, key, fresh);
+        Py_DECREF(fresh);
+        if (stored < 0) goto done;
+        entry = fresh; /* held by `found` */
+    }
+    PyObject *sites = PyTuple_GET_ITEM(entry, 1), *known = PyDict_GetItemWithError(sites, site);
+    if (known == NULL && PyErr_Occurred()) goto done;
+    PyObject *count = PyLong_FromLong(known == NULL ? 1 : PyLong_AsLong(known) + 1);
+    if (count == NULL) goto done;
+    failed = PyDict_SetItem(sites, site, count);
+    Py_DECREF(count);
+done:
+    Py_XDECREF(id);
+    Py_XDECREF(key);
+    Py_XDECREF(at);
+    Py_XDECREF(site);
+    return failed;
+}
+
+static int record_access(PyObject *known, PyObject *owner, PyObject *name) {
+    if (PyLong_AsUnsignedLong(PyTuple_GET_ITEM(known, THREAD)) != PyThread_get_thread_ident()) return 0;
+    PyFrameObject *frame = PyThreadState_GetFrame(PyThreadState_Get());
+    PyCodeObject *code = frame == NULL ? NULL : PyFrame_GetCode(frame);
+    while (code != NULL && PyUnicode_Compare(code->co_filename, PyTuple_GET_ITEM(known, THROUGH)) == 0) {
+        PyFrameObject *back = PyFrame_GetBack(frame);
+        if (back == NULL) break;
+        Py_SETREF(frame, back);
+        Py_SETREF(code, PyFrame_GetCode(frame));
+    }
+    int failed = 0;
+    if (code != NULL && !begins_with(code->co_filename, PyTuple_GET_ITEM(known, RUNTIME))) {
+        int skip = PyUnicode_CompareWithASCIIString(name, "__class__") == 0;
+        if (PyUnicode_CompareWithASCIIString(name, "__dict__") == 0) {
+            PyObject *inside = PyTuple_GET_ITEM(known, LOOKS_INSIDE);
+            for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inside) && !skip; i++)
+                skip = begins_with(code->co_filename, PyTuple_GET_ITEM(inside, i));
+        }
+        if (!skip)
+            failed = count_access(PyTuple_GET_ITEM(known, FOUND), owner, name, (PyObject *)code, PyFrame_GetLasti(frame));
+    }
+    Py_XDECREF(code);
+    Py_XDECREF(frame);
+    return failed;
+}
+
+static PyObject *recorded_access(PyObject *known, PyObject *const *args, Py_ssize_t count) {
+    if (count >= 2 && PyUnicode_Check(args[1]) && record_access(known, args[0], args[1]) < 0) return NULL;
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(known, METHOD), args, (size_t)count, NULL);
+}
+
+static PyMethodDef recorded_access_method = {"recorded_access", (PyCFunction)(void (*)(void))recorded_access,
+                                             METH_FASTCALL, NULL};
+
+static PyObject *recording_method(PyObject *module, PyObject *args) {
+    PyObject *found, *thread, *through, *runtime, *inside, *method;
+    if (!PyArg_ParseTuple(args, "O!O!UUO!O", &PyDict_Type, &found, &PyLong_Type, &thread, &through, &runtime,
+                          &PyTuple_Type, &inside, &method))
+        return NULL;
+    PyObject *function = PyCFunction_New(&recorded_access_method, args);
+    PyObject *result = function == NULL ? NULL : PyInstanceMethod_New(function);
+    Py_XDECREF(function);
+    return result;
 }

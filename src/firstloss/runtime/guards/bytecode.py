@@ -241,6 +241,14 @@ def lines(code: types.CodeType) -> NameLines:
 
 
 _NUMBERS = (int, float)
+_COLLECTIONS = (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE)
+_WITH_NUMBERS = (dict, list, defaultdict)
+
+
+def may_be_updated(before: Any) -> bool:
+    """Whether a step may update a value without depending on it: a number, or a collection."""
+    kind = type(before)
+    return kind in _NUMBERS or kind in _WITH_NUMBERS or kind_of(kind) in _COLLECTIONS
 
 
 class Updates:
@@ -270,14 +278,10 @@ class Updates:
     def collects(self, before: Any, uses: list[Use] | None) -> bool:
         """Whether a collection is only appended to, or only has numbers updated in it."""
         kind = kind_of(type(before))
-        if (
-            uses
-            and all(isinstance(use, Collect) for use in uses)
-            and kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE)
-        ):
+        if uses and all(isinstance(use, Collect) for use in uses) and kind in _COLLECTIONS:
             self._collected[id(before)] = before
             return True
-        if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in (dict, list, defaultdict):
+        if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in _WITH_NUMBERS:
             updates_by_key = self._counted.setdefault(id(before), (before, {}))[1]
             for use in uses:
                 if isinstance(use, ItemUpdate):

@@ -73,9 +73,9 @@ class Recording:
         """Record what this thread reads and runs, until `undo` is called."""
         thread = threading.get_ident()
         methods = {
-            "__getattribute__": functools.partial(_recording_lookup, _recorder(self.reads, thread, depth=2)),
-            "__setattr__": functools.partial(_recording_set, _recorder(self.stores, thread, depth=2)),
-            "__delattr__": functools.partial(_recording_delete, _recorder(self.stores, thread, depth=2)),
+            "__getattribute__": functools.partial(_recording_method, self.reads, thread),
+            "__setattr__": functools.partial(_recording_method, self.stores, thread),
+            "__delattr__": functools.partial(_recording_method, self.stores, thread),
         }
         methods_before = [
             (cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods
@@ -142,28 +142,17 @@ def _stop() -> None:
         sys.setprofile(None)
 
 
-def _recording_lookup(record: Callable[[Any, str], None], lookup: Callable) -> Callable:
-    def __getattribute__(self: Any, name: str) -> Any:
+def _recording_method(found: dict, thread: int, method: Callable) -> Any:
+    """A method of a class that records which attribute of which object is accessed, and calls `method`."""
+    if native is not None:
+        return native.recording_method(found, thread, _THROUGH, _RUNTIME, _LOOKS_INSIDE, method)
+    record = _recorder(found, thread, depth=2)
+
+    def recorded_access(self: Any, name: str, *value: Any) -> Any:
         record(self, name)
-        return lookup(self, name)
+        return method(self, name, *value)
 
-    return __getattribute__
-
-
-def _recording_set(record: Callable[[Any, str], None], store: Callable) -> Callable:
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        record(self, name)
-        store(self, name, value)
-
-    return __setattr__
-
-
-def _recording_delete(record: Callable[[Any, str], None], delete: Callable) -> Callable:
-    def __delattr__(self: Any, name: str) -> None:
-        record(self, name)
-        delete(self, name)
-
-    return __delattr__
+    return recorded_access
 
 
 def _recorder(table: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:

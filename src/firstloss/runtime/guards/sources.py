@@ -29,7 +29,7 @@ import torch
 
 from ...compat.torch_names import MODULE_TABLES
 from . import bytecode, mutable_state
-from .bytecode import Use
+from .bytecode import Use, may_be_updated
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
 from .guards import CellGuard, describe_attribute, describe_global, namespaces, undisguised, with_article
@@ -201,13 +201,15 @@ class GuardSources:
                 continue
             if isinstance(owner, (logging.Handler, logging.Formatter)) and all(map(_is_of_logging, sites)):
                 continue  # affects only what is logged
-            uses = [bytecode.use_at(*site) for site in sites for _ in range(min(sites[site], 2))]
             self._values.of_object(owner)
             if isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name):
                 if any(not _is_closed_file(code) or code.co_name in _READ_STATE for code, _ in sites):
                     self._of_optimizer(owner, name)
                 continue
-            self._values.classes.setdefault(type(owner), set()).add(name)
+            names = self._values.classes.get(type(owner))
+            if names is None:
+                names = self._values.classes[type(owner)] = set()
+            names.add(name)
             table = own_attributes(owner)
             describe = describe_attribute(owner)
             if name == "__dict__":
@@ -219,6 +221,7 @@ class GuardSources:
             slotted = snapshot.slotted.get(id(owner))
             if slotted is not None and name in slotted.names:
                 before = slotted.before[slotted.names.index(name)]
+                uses = _uses(sites, before)
                 if not self.updates.is_only_updated((id(owner), name), before, uses):
                     self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
                     if not self.updates.collects(before, uses):
@@ -227,6 +230,7 @@ class GuardSources:
             if table is None:
                 continue
             before = self._values.before(table).get(name, MISSING)
+            uses = _uses(sites, before)
             if not self.updates.is_only_updated((id(table), name), before, uses):
                 self._values.name(table, name, before, describe, uses)
 
@@ -335,6 +339,18 @@ class GuardSources:
             if guard is not None and name in guard.expected:
                 guard.expected = {**guard.expected, name: old}  # a copy, since guard sets share namespaces
         return GuardSet(self._values, self._executed.lines, self.unknown, self.external_calls, weights)
+
+
+def _uses(sites: dict[Site, int], before: Any) -> list[Use]:
+    """How the instructions at `sites` use an attribute; empty if it can only be read, which saves decoding their code.
+
+    Args:
+        sites: the instructions that look it up, and how often each has.
+        before: the attribute's former value.
+    """
+    if not may_be_updated(before):
+        return []
+    return [bytecode.use_at(*site) for site, count in sites.items() for _ in range(min(count, 2))]
 
 
 def _held_attributes(owner: Any) -> tuple:

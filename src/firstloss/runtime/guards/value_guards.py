@@ -8,7 +8,7 @@ import io
 import operator
 import sys
 import types
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -52,6 +52,8 @@ from .object_kinds import (
 )
 from .recording import Executed
 from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, DictSnapshot, Snapshot
+
+_PLAIN_DICTS = (dict, OrderedDict)
 
 
 class Values:
@@ -120,6 +122,11 @@ class Values:
         if kind is ObjectKind.TENSOR:
             self.leaves[id(value)] = value
             self._tensor_attributes(value)
+            return
+        if type(value) in _PLAIN_DICTS and not value and not self.before(value):  # most are: modules have a dozen each
+            guard = self.table(value, lambda key: f"the content of {description}", name)
+            guard.whole = True
+            guard.expected = {}
             return
         inside = f"the content of {description}"
         if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
@@ -200,7 +207,7 @@ class Values:
             self.value(result, description, name)
 
     def _container(self, value: Any, kind: ObjectKind, description: str, inside: str, name: str) -> None:
-        large = mutable_state.unwatched(value)
+        large = mutable_state.unwatched(value) if len(value) > mutable_state.LARGEST else None
         if large is not None and name:
             self.unwatched.append((name, f"{description}, {large}"))
         if kind is ObjectKind.DICT:
