@@ -16,7 +16,7 @@ from firstloss.lower import aten as kernels
 from firstloss.lower.convolution import convolution
 from firstloss.lower.matmul import mm
 from firstloss.lower.program import forget_functions
-from tests import forked
+from tests import compiled_steps, forked
 
 from .harness import assert_rule, assert_same, to_array, to_tensor
 from .xla_header import assert_declared
@@ -377,3 +377,28 @@ def test_a_step_calls_it_on_one_device_and_never_on_a_mesh(mesh, calls, tmp_path
             abs(actual(batch).item() - expected(batch).item()) < 1e-5
         )  # losses of about 0.05, summed in another order
     assert bool(calls) is (mesh is None)
+
+
+@pytest.mark.optimized
+def test_a_table_of_sines_is_computed_once(tmp_path):
+    """Not again by each operation that reads it: a rotary embedding's, for each head."""
+    backend = fl.backend("XLA", artifact_dir=str(tmp_path), first_loss="compiled")
+    with backend.device:
+        model = torch.nn.Linear(16, 16)
+    compiled_model = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x, angles):
+        y = compiled_model(x) * angles.sin()
+        y = y + y.square().mean() * angles.sin()
+        y.square().mean().backward()
+        return y
+
+    x, angles = torch.randn(32, 5, 16), torch.linspace(-3, 3, 80).reshape(5, 16)
+    actual = step(x, angles).detach().clone()
+    y = torch.nn.functional.linear(x, model.weight.detach().cpu(), model.bias.detach().cpu()) * angles.sin()
+    # sums of 16 products of about 1 in another order, and another sine
+    torch.testing.assert_close(actual, y + y.square().mean() * angles.sin(), rtol=1e-5, atol=1e-6)
+    (executable,) = compiled_steps.segment_executables(compiled_steps.latest(step)).values()
+    sines = [line for line in executable.as_text().splitlines() if " sine(" in line]
+    assert len(sines) == 1

@@ -18,6 +18,7 @@ from jax import numpy as jnp
 from .dtypes import cast, opmath, where
 from .matmul import contract
 from .registry import rule
+from .unfused import computed_once
 from .windows import Windows, each
 
 aten = torch.ops.aten
@@ -29,15 +30,6 @@ aten = torch.ops.aten
 def _over_planes(plane: np.ndarray, x):
     """A value for each window, broadcast over all planes of `x`."""
     return lax.broadcast_in_dim(plane, x.shape, range(x.ndim - plane.ndim, x.ndim))
-
-
-def _computed_once(positions):
-    """Return `positions`, computed once: through a reduction, which XLA on a CPU never duplicates.
-
-    XLA considers comparisons and selections cheap, and would recompute them in the backward pass, once for every
-    offset in the window.
-    """
-    return lax.reduce_max(lax.concatenate([positions[None], lax.full_like(positions, 0)[None]], 0), (0,))
 
 
 def _lowest(dtype: np.dtype):
@@ -63,7 +55,8 @@ def max_pool_with_indices(self, kernel_size, stride=(), padding=(0,), dilation=(
         if not np.all(inside):
             take &= _over_planes(inside, x)
         best, positions, initialized = where(take, x, best), where(take, position, positions), initialized | inside
-    return best, cast(_computed_once(positions), np.dtype(np.int64))
+    # XLA considers comparisons and selections cheap, and would recompute them backward for every offset in the window.
+    return best, cast(computed_once(positions), np.dtype(np.int64))
 
 
 @rule(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
