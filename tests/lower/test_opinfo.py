@@ -23,11 +23,19 @@ CHOSEN = [op for op in op_db if aten_names(op) & CORE_NAMES]
 
 # Problems that begin like this are not the rule's: there can be no rule, or eager does not run the sample.
 NOT_THE_RULES = ("random", "not strided", "eager:", "sample:")
-BY_DESIGN = ("depends on values", "reads a value into Python", "no counterpart in XLA", "as long as its largest value")
+BY_DESIGN = (
+    "depends on values",
+    "reads a value into Python",
+    "no counterpart in XLA",
+    "as long as its largest value",
+    "required keyword-only argument: 'output_size'",  # without it, the size depends on values
+)
 KNOWN = {
     "nn.functional.grid_sample bfloat16": "eager rounds coordinates to bfloat16",
     "grid_sampler_2d bfloat16": "eager rounds coordinates to bfloat16",
     "grid_sampler_3d bfloat16": "eager rounds coordinates to bfloat16",
+    "nn.functional.ctc_loss float32": "the result that only the backward pass reads has no counterpart",
+    "nn.functional.nll_loss bfloat16": "eager sums in bfloat16",
     "histc bfloat16": "eager finds bins in bfloat16",
     "matrix_exp bfloat16": "eager overflows",
     "pinverse complex64": "recording a lazily conjugated matrix loses the conjugation",
@@ -44,11 +52,11 @@ def name_of(op) -> str:
     return f"{op.name}{'.' * bool(op.variant_test_name)}{op.variant_test_name}"
 
 
-def assert_samples(op, limits: dict[torch.dtype, int]) -> None:
+def assert_samples(op, limits: dict[torch.dtype, int], ignored: str | tuple[str, ...] = ()) -> None:
     for dtype, problems in sweep_op(op, limits).items():
         label = f"{op.name} {str(dtype).removeprefix('torch.')}"
         if label not in KNOWN:
-            assert not [p for p in problems if is_rules_fault(p)], label
+            assert not [p for p in problems if is_rules_fault(p) and not p.startswith(ignored)], label
 
 
 @pytest.mark.parametrize("op", CHOSEN, ids=name_of)
@@ -61,4 +69,5 @@ def test_samples_match_eager(op):
 @pytest.mark.sweep
 @pytest.mark.parametrize("op", op_db, ids=name_of)
 def test_all_samples_match_eager(op):
-    assert_samples(op, dict.fromkeys(DTYPES, 200))
+    # docs/operations.md lists the operations without a rule.
+    assert_samples(op, dict.fromkeys(DTYPES, 200), ignored="no rule")
