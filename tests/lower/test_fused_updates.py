@@ -88,6 +88,34 @@ def test_optimizers_match_eager(name, functions, backend):
         torch.testing.assert_close(a.detach().cpu(), e.detach(), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", ["a number", "an argument", "one result twice"])
+def test_results_that_the_call_cannot_write_are_left_to_xla(kind, functions, backend):
+    with backend.device:
+        model = weights()
+    called = fl.compile(model, backend)
+
+    @fl.trace
+    def step():
+        loss = called[0].square().sum()
+        loss.backward()
+        with torch.no_grad():
+            first, second = called[0].detach(), torch.zeros_like(called[0])
+            torch._foreach_mul_([first, first.new_ones(3)], 0.5)
+            if kind == "a number":
+                torch._foreach_zero_([first, first.new_ones(3)])
+            elif kind == "an argument":
+                torch._foreach_copy_([first, first.new_ones(3)], [called[0].grad, first.new_ones(3)])
+            else:
+                torch._foreach_copy_([second, first.new_ones(3)], [first, first.new_ones(3)])
+        return first, second, called[0].grad * 1.0
+
+    first, _, gradient = (x.detach().clone() for x in step())
+    weight = weights()[0].detach()
+    expected = {"a number": weight * 0, "an argument": weight * 2, "one result twice": weight * 0.5}[kind]
+    assert torch.equal(first, expected)
+    assert torch.equal(gradient, weight * 2)
+
+
 class Called(nn.Module):
     """A convolution and products, whose weights are read in the forward and in the backward pass."""
 

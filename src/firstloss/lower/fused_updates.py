@@ -286,8 +286,8 @@ class _ElementwiseProgram:
             shapes: their shapes.
             overwritten: for a result, the argument whose memory it takes.
         """
-        if len(set(results)) < len(results) or any(type(x) is not _Block or x.storage != _SCRATCH for x in results):
-            raise _Untranslatable
+        if any(type(x) is not _Block or x.storage != _SCRATCH for x in results) or len(set(results)) < len(results):
+            raise _Untranslatable  # a number, an argument, or one instruction's result twice
         numbers: list[Any] = []
         words = self._words([x.number for x in results], overwritten, numbers)
         if max(len(self._arguments), len(numbers), len(results)) > _MOST_ARRAYS:
