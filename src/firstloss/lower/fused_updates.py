@@ -317,7 +317,7 @@ class _ElementwiseProgram:
             read = []
             for x in operands:
                 if not isinstance(x, _Block):
-                    if x.dtype != np.float32:
+                    if x.dtype != np.float32 or np.size(x) != 1:
                         raise _Untranslatable
                     numbers.append(jax.numpy.reshape(x, ()))
                     read.append(_place(_NUMBER, len(numbers) - 1))
