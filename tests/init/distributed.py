@@ -93,8 +93,11 @@ def main() -> None:
         print(call, flush=True)
         module, function, *argument = call.split(":", 2)
         getattr(importlib.import_module(module), function)(*argument)
+    dist.barrier()  # a rank that ends while another still uses the group may end it, too
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # like forked ranks: gloo's threads now and then abort an interpreter that ends
