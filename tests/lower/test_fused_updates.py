@@ -246,7 +246,7 @@ def test_programs_give_the_bits_of_their_operations_one_by_one(program, seed):
 
 def test_words_of_an_instruction():
     """The struct in _pointwise.h: an opcode and three places of two 32-bit numbers."""
-    assert fused_updates._place(2, 5) == np.array([2, 5], np.int32).view(np.int64)[0]
+    assert fused_updates._Place(2, 5).word == np.array([2, 5], np.int32).view(np.int64)[0]
     source = Path(fused_updates.__file__).with_name("_pointwise.h").read_text()
     names = re.search(r"enum opcode \{ (.*?) \}", source).group(1).lower().split(", ")
     assert tuple(names) == fused_updates._OPCODES

@@ -523,20 +523,15 @@ static void *take_shares(void *data) {
         pthread_cond_signal(&call->all_done);
     }
     pthread_mutex_unlock(&call->lock);
-    if (future != NULL) {
-        const struct api *api = call->frame.api;
-        int failed = atomic_load(&call->failed) != 0;
-        struct complete_future_arguments complete = {sizeof complete, NULL, future, NULL};
-        if (failed) {
-            complete.error = error_of(&call->frame, call->message);
-        } else {
-            complete.size = offsetof(struct complete_future_arguments, error);
-        }
-        leave(call);
-        failed ? api->fail_future(&complete) : api->complete_future(&complete);
-        return NULL;
-    }
+    const struct api *api = call->frame.api;
+    void *error = future != NULL && atomic_load(&call->failed) ? error_of(&call->frame, call->message) : NULL;
     leave(call);
+    if (error != NULL) {
+        api->fail_future(&(struct complete_future_arguments){sizeof(struct complete_future_arguments), NULL, future, error});
+    } else if (future != NULL) {
+        size_t size = offsetof(struct complete_future_arguments, error);
+        api->complete_future(&(struct complete_future_arguments){size, NULL, future, NULL});
+    }
     return NULL;
 }
 

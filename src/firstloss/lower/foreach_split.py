@@ -19,6 +19,16 @@ _FEW = 12
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
 
+def is_foreach(op: Any) -> bool:
+    """Whether an operation is one of PyTorch's on lists of tensors."""
+    return schema_of(op).name.startswith("aten::_foreach_")
+
+
+def is_whole_step(op: Any) -> bool:
+    """Whether an operation is all of an optimizer's step."""
+    return schema_of(op).name.removeprefix("aten::") in _FUSED
+
+
 def split_foreach_calls(nodes: Sequence[Node]) -> list[LoweredCall]:
     """`nodes` as calls in an equivalent order: list operations are split, each weight's update as early as possible."""
     calls: list[LoweredCall] = []
@@ -32,8 +42,7 @@ def split_foreach_calls(nodes: Sequence[Node]) -> list[LoweredCall]:
 
 def _pieces(node: Node) -> list[LoweredCall] | None:
     """A call for each element of the node's lists; None if it has no lists, or treats them as a whole."""
-    name = schema_of(node.op).name.removeprefix("aten::")
-    if not (name.startswith("_foreach_") or name in _FUSED):
+    if not (is_foreach(node.op) or is_whole_step(node.op)):
         return None
     lists = [arg for arg in (*node.args, *node.kwargs.values()) if type(arg) in (list, tuple)]
     count = max(map(len, lists), default=0)
@@ -86,7 +95,7 @@ def _early(calls: Sequence[LoweredCall], is_piece: Sequence[bool]) -> list[int]:
     """An order of `calls` in which each group of connected pieces comes as soon as all its operands are available."""
     maker = {value: i for i, call in enumerate(calls) for value in call.outputs}
     needs = [sorted({maker[v] for v in call.inputs if v in maker}) for call in calls]
-    group = _groups(needs, is_piece)
+    group = connected_groups(needs, is_piece)
     members: dict[int, list[int]] = {}
     for i, g in enumerate(group):
         if is_piece[i]:
@@ -144,8 +153,12 @@ def _ancestors(call: int, needs: Sequence[Sequence[int]], most: int) -> set[int]
     return visited
 
 
-def _groups(needs: Sequence[Sequence[int]], is_piece: Sequence[bool]) -> list[int]:
-    """The group of each piece: pieces that depend on each other are in one group."""
+def connected_groups(needs: Sequence[Sequence[int]], is_piece: Sequence[bool]) -> list[int]:
+    """The number of each call's group: pieces that are connected are in one, every other call in its own.
+
+    Args:
+        needs: for each call, other calls to which it is connected.
+    """
     parent = list(range(len(needs)))
 
     def find(i: int) -> int:

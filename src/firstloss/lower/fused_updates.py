@@ -15,10 +15,10 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from ..compat.torch_names import schema_of
 from ..program.graph import Value
 from . import aten
 from .dtypes import to_jax
+from .foreach_split import connected_groups, is_foreach, is_whole_step
 from .program import AnyCall, LoweredCall, Template, run_calls
 
 # In the order of _pointwise.h.
@@ -26,7 +26,6 @@ _OPCODES = ("copy", "neg", "abs", "sqrt", "square", "add", "sub", "mul", "div", 
 _ARGUMENT, _NUMBER, _RESULT, _SCRATCH = range(4)
 _MOST_SCRATCH = 8
 _MOST_ARRAYS = 16
-_MOST_READERS = 0
 # The number of elements from which on it is faster than XLA's loops.
 _LEAST_ELEMENTS = 1 << 15
 
@@ -51,7 +50,7 @@ def with_fused_updates(calls: Sequence[LoweredCall], results: Iterable[Value | i
         results: what is needed of the calls' outputs.
     """
     groups = [group for run in _runs(calls) for group in _connected(calls, run)] if aten.usable() else []
-    groups = [group for group in groups if len(group) > 1 or _is_whole_update(calls[group[0]])]
+    groups = [group for group in groups if len(group) > 1 or is_whole_step(_op(calls[group[0]]))]
     if not groups:
         return calls
     fusion = _Fusion(calls, results)
@@ -93,7 +92,7 @@ def _elements(call: LoweredCall, arrays: Iterable[Value]) -> int:
     """The number of elements of each of a call's `arrays`, if it is of an optimizer and in float32; else 0."""
     if call.draw is not None or not isinstance(call.kind, Template):
         return 0
-    if not schema_of(call.kind.op).name.startswith(("aten::_foreach_", "aten::_fused_")):
+    if not (is_foreach(call.kind.op) or is_whole_step(call.kind.op)):
         return 0
     sizes = {int(np.prod(value.shape, dtype=int)) for value in arrays}
     if len(sizes) != 1 or any(to_jax(value.dtype) != np.float32 for value in arrays):
@@ -101,23 +100,23 @@ def _elements(call: LoweredCall, arrays: Iterable[Value]) -> int:
     return max(sizes) if max(sizes) >= _LEAST_ELEMENTS else 0
 
 
-def _connected(calls: Sequence[LoweredCall], run: Iterable[int]) -> list[list[int]]:
-    """The calls of a run, apart by weight: those that share an array are in one group, in order."""
-    groups: list[tuple[set[Value], list[int]]] = []
-    for i in run:
-        values, members = _arrays(calls[i]), [i]
-        for group in [group for group in groups if not group[0].isdisjoint(values)]:
-            groups.remove(group)
-            values |= group[0]
-            members = [*group[1], *members]
-        groups.append((values, sorted(members)))
-    return [members for _, members in groups]
+def _connected(calls: Sequence[LoweredCall], run: Sequence[int]) -> list[list[int]]:
+    """The calls of a run by weight: those that share an array are in one group, in order."""
+    latest: dict[Value, int] = {}
+    shares_with = []
+    for k, i in enumerate(run):
+        arrays = _arrays(calls[i])
+        shares_with.append([latest[value] for value in arrays if value in latest])
+        latest.update(dict.fromkeys(arrays, k))
+    groups: dict[int, list[int]] = {}
+    for i, group in zip(run, connected_groups(shares_with, [True] * len(run)), strict=True):
+        groups.setdefault(group, []).append(i)
+    return list(groups.values())
 
 
-def _is_whole_update(call: LoweredCall) -> bool:
-    """Whether a call is all of an optimizer's step."""
+def _op(call: LoweredCall) -> Any:
     assert isinstance(call.kind, Template)
-    return schema_of(call.kind.op).name.startswith("aten::_fused_")
+    return call.kind.op
 
 
 class _Fusion:
@@ -135,8 +134,8 @@ class _Fusion:
     def fuse(self, members: Sequence[int]) -> FusedUpdate | None:
         """One call instead of `members`; None if the custom call has not all of their operations."""
         group = [self._calls[i] for i in members]
-        made = list(dict.fromkeys(value for call in group for value in call.outputs))
-        inputs = tuple(dict.fromkeys(v for call in group for v in call.inputs if v not in set(made)))
+        made = dict.fromkeys(value for call in group for value in call.outputs)
+        inputs = tuple(dict.fromkeys(v for call in group for v in call.inputs if v not in made))
         outputs = tuple(v for v in made if v in self._results or not set(members).issuperset(self._readers.get(v, ())))
         origins = _origins(group)
         overwritten = {
@@ -208,8 +207,7 @@ def _no_key(draw: int) -> Any:
 
 
 def _short(call: LoweredCall) -> str:
-    assert isinstance(call.kind, Template)
-    return str(call.kind.op).removeprefix("aten._foreach_").partition(".")[0].strip("_")
+    return str(_op(call)).removeprefix("aten._foreach_").partition(".")[0].strip("_")
 
 
 class _Untranslatable(Exception):
@@ -310,36 +308,49 @@ class _ElementwiseProgram:
                             needed.add(x.number)
         words: list[int] = []
         copies: list[int] = []
-        places: dict[int, int] = {}  # where instructions leave their results
+        places: dict[int, _Place] = {}  # where instructions leave their results
         free = list(range(_MOST_SCRATCH))
+
+        def place_of(x: Any) -> _Place:
+            if isinstance(x, _Block):
+                return _Place(*x) if x.storage == _ARGUMENT else places[x.number]
+            if x.dtype != np.float32 or np.size(x) != 1:
+                raise _Untranslatable
+            numbers.append(jax.numpy.reshape(x, ()))
+            return _Place(_NUMBER, len(numbers) - 1)
+
         for i in sorted(needed):
             operation, operands = self._instructions[i]
-            read = []
-            for x in operands:
-                if not isinstance(x, _Block):
-                    if x.dtype != np.float32 or np.size(x) != 1:
-                        raise _Untranslatable
-                    numbers.append(jax.numpy.reshape(x, ()))
-                    read.append(_place(_NUMBER, len(numbers) - 1))
-                else:
-                    read.append(_place(*x) if x.storage == _ARGUMENT else places[x.number])
-            for x in {x for x in operands if isinstance(x, _Block) and x.storage == _SCRATCH and last[x] == i}:
-                if places[x.number] & 0xFFFF == _SCRATCH:
-                    free.append(places[x.number] >> 32)
+            read = [place_of(x) for x in operands]
+            # A block that is read for the last time makes room, also for this instruction's result.
+            ending = {place for x, place in zip(operands, read, strict=True) if isinstance(x, _Block) and last[x] == i}
+            free += [place.index for place in ending if place.storage == _SCRATCH]
             k = results.index(i) if i in results else None
             if k is not None and last.get(overwritten.get(k), -1) <= i:  # type: ignore[arg-type]
-                places[i] = _place(_RESULT, k)
+                places[i] = _Place(_RESULT, k)
             elif free:
-                places[i] = _place(_SCRATCH, free.pop())
+                places[i] = _Place(_SCRATCH, free.pop())
                 if k is not None:
                     last[_Block(_SCRATCH, i)] = len(self._instructions)  # until it is copied
-                    copies += [_OPCODES.index("copy"), _place(_RESULT, k), places[i], places[i]]
+                    copies += _instruction("copy", _Place(_RESULT, k), [places[i]])
             else:
                 raise _Untranslatable
-            words += [_OPCODES.index(operation), places[i], read[0], read[-1]]
+            words += _instruction(operation, places[i], read)
         return words + copies
 
 
-def _place(storage: int, index: int) -> int:
-    """A `struct place` as a word."""
-    return storage | index << 32
+class _Place(NamedTuple):
+    """A `struct place`."""
+
+    storage: int
+    index: int
+
+    @property
+    def word(self) -> int:
+        """Its 64 bits."""
+        return self.storage | self.index << 32
+
+
+def _instruction(operation: str, to: _Place, read: Sequence[_Place]) -> list[int]:
+    """A `struct instruction` as words; of one operand, it is also the second."""
+    return [_OPCODES.index(operation), to.word, read[0].word, read[-1].word]
