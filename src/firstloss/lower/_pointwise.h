@@ -13,7 +13,7 @@ enum opcode { COPY, NEG, ABS, SQRT, SQUARE, ADD, SUB, MUL, DIV, MAX, MIN };
 enum storage { ARGUMENT, NUMBER, RESULT, SCRATCH };
 
 struct place {
-    int32_t storage, index;
+    int32_t storage, number;
 };
 
 struct instruction {
@@ -91,7 +91,7 @@ static inline __attribute__((always_inline)) void run_blocks_inline(const struct
             const struct place places[3] = {now->to, now->a, now->b};
             float *at[3];
             for (int i = 0; i < 3; i++) {
-                int n = places[i].index;
+                int n = places[i].number;
                 at[i] = places[i].storage == ARGUMENT ? arrays.arguments[n] + from
                         : places[i].storage == RESULT ? arrays.results[n] + from
                         : places[i].storage == NUMBER ? (float *)arrays.numbers[n]

@@ -324,7 +324,7 @@ class _ElementwiseProgram:
             read = [place_of(x) for x in operands]
             # A block that is read for the last time makes room, also for this instruction's result.
             ending = {place for x, place in zip(operands, read, strict=True) if isinstance(x, _Block) and last[x] == i}
-            free += [place.index for place in ending if place.storage == _SCRATCH]
+            free += [place.number for place in ending if place.storage == _SCRATCH]
             k = results.index(i) if i in results else None
             if k is not None and last.get(overwritten.get(k), -1) <= i:  # type: ignore[arg-type]
                 places[i] = _Place(_RESULT, k)
@@ -343,12 +343,12 @@ class _Place(NamedTuple):
     """A `struct place`."""
 
     storage: int
-    index: int
+    number: int
 
     @property
     def word(self) -> int:
         """Its 64 bits."""
-        return self.storage | self.index << 32
+        return self.storage | self.number << 32
 
 
 def _instruction(operation: str, to: _Place, read: Sequence[_Place]) -> list[int]:

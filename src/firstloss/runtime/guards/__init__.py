@@ -3,7 +3,8 @@ objects.
 
 - `snapshot.py` walks everything that a step's Python code can reach, and copies its mutable state;
 - `recording.py` records which code runs and which attributes it reads while the step is traced;
-- `sources.py` makes guards from both, and `value_guards.py` makes guards on what is reached from there;
+- `sources.py` makes guards from both, with `stored_names.py` for what the step sets and `value_guards.py` for what is
+  reached from there;
 - `guard_set.py` checks them at each call, and reports what has changed;
 - `effects.py` compares the snapshot with the state after the trace, and replays the differences at later calls;
   `reconstruct.py` creates the tensors, containers and objects that are new at each call.

@@ -1,0 +1,114 @@
+"""Guards of what a step sets or deletes without changing it, as if it were read.
+
+An example is `model.train()` for a model that is in training mode already: later calls need not repeat it, as long as
+the state is the same when they begin. Changes are repeated at each call (`effects.py`).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...compat.torch_names import MODULE_TABLES
+from . import bytecode
+from .guards import CellGuard, describe_attribute, describe_global
+from .object_kinds import (
+    MISSING,
+    can_be_instrumented,
+    cell_content,
+    is_closed,
+    own_attributes,
+    slot_reader,
+    slot_value,
+)
+from .recording import Executed, Recording
+from .snapshot import DictSnapshot, Snapshot, is_guarded_elsewhere
+from .value_guards import Values
+
+
+def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Executed, values: Values) -> None:
+    """Guard what the step has stored without a change. Call it before the step's effects are undone."""
+    stores = _Stores(snapshot, values)
+    for code, table in executed.code:
+        names, variables = bytecode.stored_names(code)
+        for name in names:
+            stores.name(table, name, describe_global(table))
+        for function in snapshot.functions.get(code, ()) if variables else ():
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+                if name in variables:
+                    stores.variable(cell, name, function)
+    for module, name, _ in snapshot.module_names.values():
+        stores.name(vars(module), name, describe_global(vars(module)))
+    for (_, attribute), (owner, _) in recording.stores.items():
+        if id(owner) in snapshot.seen:  # else created in the step
+            method = type(owner).__setattr__
+            translates = isinstance(method, types.FunctionType) and not is_closed(method.__module__)
+            stores.attribute(owner, None if translates else attribute)
+    # These stores are not recorded, at least where the class is not instrumented.
+    attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
+    if executed.stores_past_classes or recording.outside.sets_by_string:
+        for table_snapshot in attributes:
+            if executed.stores_past_classes or not _stores_are_recorded(type(table_snapshot.owner)):
+                stores.table(table_snapshot)
+        for slotted in list(snapshot.slotted.values()) if executed.stores_past_classes else ():
+            stores.attribute(slotted.owner, None)
+    stored = {name for code, _ in executed.code for name in bytecode.stored_attributes(code)}
+    for table_snapshot in attributes if stored else ():
+        for name in stored & table_snapshot.table.keys() if type(table_snapshot.owner) is types.SimpleNamespace else ():
+            stores.name(table_snapshot.table, name, describe_attribute(table_snapshot.owner))
+
+
+def _stores_are_recorded(cls: type) -> bool:
+    """Whether all attribute stores of its instances are recorded."""
+    return can_be_instrumented(cls) and cls is not types.SimpleNamespace
+
+
+class _Stores:
+    def __init__(self, snapshot: Snapshot, values: Values) -> None:
+        self._snapshot = snapshot
+        self._values = values
+        self._counted = values.updates.numbers
+
+    def name(self, table: dict, name: str, describe: Callable[[Any], str]) -> None:
+        """Guard a name in a dict."""
+        entry = self._snapshot.module_names.get((id(table), name))
+        before = entry[2] if entry is not None else self._values.before(table).get(name, MISSING)
+        if table.get(name, MISSING) is before and (id(table), name) not in self._counted:
+            self._values.table(table, describe, None).expected.setdefault(name, before)
+
+    def table(self, snapshot: DictSnapshot) -> None:
+        """Guard all names of an object or a class."""
+        describe = describe_attribute(snapshot.owner)
+        for name in list(snapshot.table):
+            if isinstance(name, str) and not name.startswith("__"):
+                if not (isinstance(snapshot.owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
+                    self.name(snapshot.table, name, describe)
+
+    def variable(self, cell: types.CellType, name: str, function: types.FunctionType) -> None:
+        """Guard a variable of an enclosing function."""
+        entry = self._snapshot.cells.get(id(cell))
+        if entry is not None and entry[1] is cell_content(cell) and (id(cell), None) not in self._counted:
+            description = f"the variable {name} that {function.__qualname__} sets"
+            self._values.cells.setdefault(id(cell), CellGuard(cell, entry[1], description, name))
+
+    def attribute(self, owner: Any, name: str | None) -> None:
+        """Guard an attribute of an object; all of them if `name` is None."""
+        describe = describe_attribute(owner)
+        slotted = self._snapshot.slotted.get(id(owner))
+        for slot, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
+            key = id(owner), slot
+            if name in (slot, None) and slot_value(owner, slot) is before and key not in self._counted:
+                self._values.read(key, slot_reader(owner, slot), before, describe(slot), slot)
+        table = own_attributes(owner)
+        if table is None:
+            return
+        if name is None:
+            self.table(DictSnapshot(table, table, owner, "attributes"))
+            return
+        if isinstance(owner, torch.nn.Module) and any(name in table.get(part, ()) for part in MODULE_TABLES):
+            self._values.of_object(owner)
+        if not (isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
+            self.name(table, name, describe)
