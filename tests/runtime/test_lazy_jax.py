@@ -34,7 +34,7 @@ with backend.device:
     net = nn.Sequential(*wide, nn.LayerNorm({WIDE}), nn.Linear({WIDE}, 3))
 if way == "given":
     net.load_state_dict({{name: torch.full(value.shape, 0.1) for name, value in net.state_dict().items()}})
-optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 model = fl.compile(net, backend)
 @fl.trace
 def step(x):

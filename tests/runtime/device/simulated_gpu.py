@@ -68,7 +68,8 @@ def trained(on_backend):
         call = fl.compile(model)
     else:
         model = call = Llama(CONFIGS["tiny"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # With AdamW's own epsilon, the last bits of a gradient near 0 decide the sign of a whole update.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     pointers = []
 
     def step(tokens, targets):
@@ -103,4 +104,4 @@ if sys.argv[1] == "eager":
 else:
     assert not attempts
 for (name, a), (_, b) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
-    assert torch.allclose(a.detach().cpu(), b, rtol=1e-3, atol=1e-4), name  # float32, other kernels
+    assert torch.allclose(a.detach().cpu(), b, rtol=1e-4, atol=1e-5), name  # float32, other kernels
