@@ -2,9 +2,11 @@
 # To choose an interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
-# Another PyTorch, in a separate virtual environment: make test TORCH=2.15.0
+# Another PyTorch or JAX, in a separate virtual environment: make test TORCH=2.15.0, make test JAX=0.11.2
 TORCH ?=
-VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
+JAX ?=
+OTHER_VERSIONS := $(TORCH)$(JAX)
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))$(if $(JAX),-jax-$(JAX))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -27,11 +29,11 @@ test sweep fuzz replay: export PYTHONDONTWRITEBYTECODE :=
 test sweep fuzz: export OMP_WAIT_POLICY := PASSIVE
 
 # mypy, which uses one core, runs in parallel with the tests; its output comes after theirs, and it can fail the target too.
-test: $(if $(TORCH),install-test,style)
-	@echo $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(TORCH),,"(beside $(BIN)/mypy)")
-	@$(if $(TORCH),,$(BIN)/mypy > $(VENV)/mypy.txt 2>&1 & types=$$!;) \
+test: $(if $(OTHER_VERSIONS),install-test,style)
+	@echo $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(OTHER_VERSIONS),,"(beside $(BIN)/mypy)")
+	@$(if $(OTHER_VERSIONS),,$(BIN)/mypy > $(VENV)/mypy.txt 2>&1 & types=$$!;) \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal; tests=$$?; \
-	$(if $(TORCH),,wait $$types || tests=1; cat $(VENV)/mypy.txt;) exit $$tests
+	$(if $(OTHER_VERSIONS),,wait $$types || tests=1; cat $(VENV)/mypy.txt;) exit $$tests
 
 # All tests, compiled as for users, with all cases where `make test` runs representatives: hours
 sweep: install-test
@@ -103,7 +105,8 @@ $(VENV)/.stamp-torch: requirements/torch.txt | $(BIN)/python
 
 # The editable install builds the optional C kernels next to their source, if there is a compiler.
 $(VENV)/.stamp-run: $(VENV)/.stamp-torch requirements/run.txt pyproject.toml setup.py $(wildcard src/firstloss/*/*.[ch] src/firstloss/*/*/*.[ch])
-	$(PIP) -c $(VENV)/torch.txt -r requirements/run.txt
+	sed -E '$(if $(JAX),s/^(jax|jaxlib)==.*/\1==$(JAX)/)' requirements/run.txt > $(VENV)/run.txt
+	$(PIP) -c $(VENV)/torch.txt -r $(VENV)/run.txt
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -116,7 +119,7 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-de
 
 # DeepSpeed is built here for this torch, without its C++ operations.
 $(VENV)/.stamp-trainers: $(VENV)/.stamp-test requirements/trainers.txt
-	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/torch.txt -c requirements/run.txt -c requirements/test.txt --no-build-isolation \
+	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/torch.txt -c $(VENV)/run.txt -c requirements/test.txt --no-build-isolation \
 		-r requirements/trainers.txt
 	@touch $@
 
@@ -125,6 +128,6 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-trainers .venv-gpu build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -rf src/*.egg-info src/firstloss/rng/*.so src/firstloss/runtime/guards/*.so
+	rm -rf .venv $(VENV) .venv-* build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src -name '*.so' -delete
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

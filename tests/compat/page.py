@@ -19,8 +19,8 @@ imported, by feature detection rather than version number. A missing name breaks
 they are used, with a `CompatibilityError` that names it.
 
 `make test TORCH=2.15.0` runs the test suite on another PyTorch. The pinned versions (`requirements/`) run the whole
-suite at each change, and PyTorch 2.11.0 passes all of it, too. The other versions below run the core tests: capture,
-engine, guards and generated programs.
+suite at each change, and PyTorch 2.11.0 and 2.15.0, the ends of the supported range, pass all of it, too. The other
+versions below run the core tests: capture, engine, guards and generated programs.
 
 | library | supported | core tested on |
 | --- | --- | --- |

@@ -41,14 +41,20 @@ def read(path: Path) -> dict[str, str]:
 
 
 def check_out(revision: str, folder: Path) -> Path:
-    """Check out the `src` of a revision, with the working tree's compiled extensions whose sources are the same."""
-    archive = subprocess.run(["git", "archive", revision, "src"], check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
+    """Check out the `src` of a revision and build its compiled extensions: without them, steps are lowered differently.
+
+    Extensions of the working tree whose sources are the same are copied instead.
+    """
+    build = ["src", "setup.py", "pyproject.toml", "README.md"]
+    archive = subprocess.run(["git", "archive", revision, *build], check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], check=True, input=archive)
     for built in (ROOT / "src").rglob("*.so"):
         target = folder / built.parent.relative_to(ROOT)
         sources = [*built.parent.glob("*.c"), *built.parent.glob("*.h")]
         if sources and all((target / s.name).exists() and same_bytes(target / s.name, s) for s in sources):
             shutil.copy(built, target)
+    # Copies are newer than their sources, so setuptools builds only the others.
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True, cwd=folder)
     return folder / "src"
 
 
