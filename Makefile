@@ -128,6 +128,6 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt
 	@touch $@
 
 clean:
-	rm -rf .venv $(VENV) .venv-* build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-* build dist demo site artifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src -name '*.so' -delete
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

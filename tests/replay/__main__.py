@@ -16,7 +16,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,25 +40,11 @@ def read(path: Path) -> dict[str, str]:
 
 
 def check_out(revision: str, folder: Path) -> Path:
-    """Check out the `src` of a revision and build its compiled extensions: without them, steps are lowered differently.
-
-    Extensions of the working tree whose sources are the same are copied instead.
-    """
-    build = ["src", "setup.py", "pyproject.toml", "README.md"]
-    archive = subprocess.run(["git", "archive", revision, *build], check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
+    """The `src` of a revision, with its compiled extensions: without them, steps are lowered differently."""
+    archive = subprocess.run(["git", "archive", revision], check=True, cwd=ROOT, stdout=subprocess.PIPE).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], check=True, input=archive)
-    for built in (ROOT / "src").rglob("*.so"):
-        target = folder / built.parent.relative_to(ROOT)
-        sources = [*built.parent.glob("*.c"), *built.parent.glob("*.h")]
-        if sources and all((target / s.name).exists() and same_bytes(target / s.name, s) for s in sources):
-            shutil.copy(built, target)
-    # Copies are newer than their sources, so setuptools builds only the others.
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], check=True, cwd=folder)
     return folder / "src"
-
-
-def same_bytes(a: Path, b: Path) -> bool:
-    return a.read_bytes() == b.read_bytes()
 
 
 def compare(old: dict[str, str], new: dict[str, str]) -> list[str]:
