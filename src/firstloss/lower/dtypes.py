@@ -215,6 +215,23 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     return lax.select(*broadcast(condition, cast(x, dtype), cast(y, dtype)))
 
 
+def kept(y: Any, x: Any) -> Any:
+    """`y`, which is added to or divides a floating-point `x` of its shape, hidden from XLA's simplifications.
+
+    XLA makes `x * (1 / y)` of `x / y` if `y` is constant or broadcast, and `x + (y + z)` of `(x + y) + z` if `y` and
+    `z` are constant. Then 49 / 49 can be less than 1, and `(x + 1e8) - 1e8` is `x`; what is truncated next differs by
+    1 from eager PyTorch. It does not if `y` depends on `x`: where `x` is NaN, it is used twice, which gives NaN, too.
+    """
+    real = not (is_integer(x.dtype) or is_complex(x.dtype))
+    return lax.select(x == x, y, x) if real else y
+
+
+def divide(x: Any, y: Any) -> Any:
+    """`x / y` in the dtype of `x`, correctly rounded; a number or a smaller array is broadcast."""
+    x, y = broadcast(x, cast(y, x.dtype))
+    return lax.div(x, kept(y, x))
+
+
 def error_value(dtype: np.dtype) -> float | int | None:
     """The value that marks an error where eager PyTorch would raise: NaN; the smallest signed or largest unsigned
     integer; None for bool."""

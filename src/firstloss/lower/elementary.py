@@ -14,6 +14,7 @@ from jax import numpy as jnp
 from . import aten as kernels
 from .dtypes import (
     cast,
+    divide,
     floats,
     is_complex,
     is_integer,
@@ -25,6 +26,16 @@ from .registry import register, rule
 from .unfused import computed_once
 
 aten = torch.ops.aten
+
+
+def _log2(x: Any) -> Any:
+    """Exact for powers of two: with log(x) / log(2), the floor of some would be 1 less."""
+    if is_complex(x.dtype):
+        return lax.log(x) / cast(math.log(2), x.dtype)
+    mantissa, exponent = jnp.frexp(x)
+    low = mantissa < math.sqrt(0.5)
+    mantissa, exponent = where(low, 2 * mantissa, mantissa), where(low, exponent - 1, exponent)
+    return cast(exponent, x.dtype) + lax.log(mantissa) / math.log(2)
 
 
 def _sign(x: Any) -> Any:
@@ -97,7 +108,7 @@ _FLOAT_UNARY = {
     aten.expm1.default: lax.expm1,
     aten.log.default: lax.log,
     aten.log1p.default: lax.log1p,
-    aten.log2.default: lambda x: lax.log(x) / cast(math.log(2), x.dtype) if is_complex(x.dtype) else jnp.log2(x),
+    aten.log2.default: _log2,
     aten.log10.default: lambda x: lax.log(x) / cast(math.log(10), x.dtype) if is_complex(x.dtype) else jnp.log10(x),
     aten.sqrt.default: lax.sqrt,
     aten.rsqrt.default: lax.rsqrt,
@@ -166,7 +177,7 @@ def round_decimals(self, *, decimals):
         return self
     (x,) = operands(self)
     ten = cast(10.0 ** abs(decimals), x.dtype)
-    return _nearest_even(x * ten) / ten if decimals >= 0 else _nearest_even(x / ten) * ten
+    return divide(_nearest_even(x * ten), ten) if decimals >= 0 else _nearest_even(divide(x, ten)) * ten
 
 
 @rule(aten.logit.default)

@@ -12,7 +12,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import cast, default_float, is_integer, to_jax
+from .dtypes import cast, default_float, divide, is_integer, to_jax
 from .registry import rule
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ def linspace(start, end, steps, *, dtype=None, **_):
     if target.kind in "iu":
         start, end = cast(start, target), cast(end, target)
     start, end = cast(start, wide), cast(end, wide)
-    step = (end - start) / max(steps - 1, 1)
+    step = divide(end - start, max(steps - 1, 1))
     up = _ramp(start, step, steps, wide)
     down = end - cast(lax.rev(lax.iota(np.int64, steps), [0]), wide) * step
     return lax.select(lax.iota(np.int64, steps) < steps // 2, up, down)

@@ -22,6 +22,7 @@ from .dtypes import (
     broadcast,
     broadcast_to,
     cast,
+    divide,
     error_value,
     is_integer,
     is_number,
@@ -310,7 +311,7 @@ def _reduce_at(x, positions, src, reduce, include_self):
         counts = lax.full(x.shape, int(include_self), np.int64).at[positions].add(1)
         total = _reduce_at(x, positions, src, "sum", include_self)
         counts = cast(lax.max(counts, lax.full_like(counts, 1)), dtype)
-        return jnp.floor_divide(total, counts) if is_integer(dtype) else total / counts
+        return jnp.floor_divide(total, counts) if is_integer(dtype) else divide(total, counts)
     name, neutral = {
         "sum": ("add", 0),
         "add": ("add", 0),
@@ -420,7 +421,7 @@ def histc(self, bins=100, min=0, max=0):
         low, high = lax.reduce_min(x, (0,)), lax.reduce_max(x, (0,))
     empty = low == high
     low, high = where(empty, low - 1, low), where(empty, high + 1, high)
-    position = cast(lax.floor((x - low) * cast(bins, x.dtype) / (high - low)), np.dtype(np.int64))
+    position = cast(lax.floor(divide((x - low) * cast(bins, x.dtype), high - low)), np.dtype(np.int64))
     position = lax.min(position, np.int64(bins - 1))
     position = where((x >= low) & (x <= high), position, bins)  # out of bounds, so dropped
     return lax.full((bins,), 0, x.dtype).at[position].add(1)

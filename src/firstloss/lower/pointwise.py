@@ -14,12 +14,14 @@ from jax import numpy as jnp
 from .dtypes import (
     broadcast,
     cast,
+    divide,
     error_value,
     floating,
     floats,
     is_complex,
     is_integer,
     is_number,
+    kept,
     operands,
     opmath,
     promoted,
@@ -41,13 +43,20 @@ def add(self, other, alpha=1):
     x, y = operands(self, other)
     if x.dtype == bool:
         return x | (y & cast(alpha, y.dtype))
-    return lax.add(x, times(y, alpha))
+    y = times(y, alpha)
+    return lax.add(x, kept(y, x) if _is_scalar(other) else y)
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether an operand may be a constant: a number, or an array of one element."""
+    return is_number(x) or x.size == 1
 
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def sub(self, other, alpha=1):
     x, y = operands(self, other)
-    return lax.sub(x, times(y, alpha))
+    y = times(y, alpha)
+    return lax.sub(x, kept(y, x) if _is_scalar(other) else y)
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
@@ -93,7 +102,7 @@ def _floor_divide(x: Any, y: Any) -> Any:
 
 @rule(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
 def div(self, other):
-    return lax.div(*floats(self, other))
+    return divide(*floats(self, other))
 
 
 @rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -103,7 +112,7 @@ def div_mode(self, other, *, rounding_mode):
     x, y = operands(self, other)
     if rounding_mode == "floor":
         return _floor_divide(x, y)
-    quotient = lax.div(x, y)
+    quotient = divide(x, y)
     if is_integer(x.dtype):
         return _of_integers(quotient, y)
     return trunc(rounded(quotient, promoted(self, other)))  # rounded before truncation, so 2.999 is 3 in bfloat16

@@ -15,7 +15,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import cast, opmath, where
+from .dtypes import cast, divide, opmath, where
 from .matmul import contract
 from .registry import rule
 from .unfused import computed_once
@@ -192,19 +192,25 @@ def avg_pool(
     self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None
 ):
     windows = Windows(self.shape, kernel_size, stride, padding, (1,), ceil_mode)
-    padded = windows.padded(cast(self, opmath(self.dtype)), 0)
-    summed = sum(windows.slice(padded, offset) for offset in windows.offsets())
-    sizes = windows.sizes(count_include_pad) if divisor_override is None else np.asarray(divisor_override)
-    if summed.dtype.kind in "iu":
-        return lax.div(summed, lax.full_like(summed, 0) + cast(sizes, summed.dtype))
-    return summed / cast(sizes, summed.dtype)
+    sums = _window_sums(cast(self, opmath(self.dtype)), windows)
+    return divide(sums, _window_sizes(windows, count_include_pad, divisor_override))
+
+
+def _window_sums(x, windows):
+    padded = windows.padded(x, 0)
+    return sum(windows.slice(padded, offset) for offset in windows.offsets())
+
+
+def _window_sizes(windows, count_include_pad, divisor_override):
+    return np.asarray(windows.sizes(count_include_pad) if divisor_override is None else divisor_override)
 
 
 @rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def avg_pool_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
-    options = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    windows = Windows(self.shape, kernel_size, stride, padding, (1,), ceil_mode)
     g = cast(grad_output, opmath(grad_output.dtype))
-    return jax.linear_transpose(lambda x: avg_pool(x, *options), jax.ShapeDtypeStruct(self.shape, g.dtype))(g)[0]
+    g = divide(g, _window_sizes(windows, count_include_pad, divisor_override))
+    return jax.linear_transpose(lambda x: _window_sums(x, windows), jax.ShapeDtypeStruct(self.shape, g.dtype))(g)[0]
 
 
 def _averages(length: int, count: int, dtype) -> np.ndarray:

@@ -12,7 +12,20 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .dtypes import accumulator, axes, axis, cast, floating, is_complex, is_integer, operands, opmath, to_jax, where
+from .dtypes import (
+    accumulator,
+    axes,
+    axis,
+    cast,
+    divide,
+    floating,
+    is_complex,
+    is_integer,
+    operands,
+    opmath,
+    to_jax,
+    where,
+)
 from .pointwise import logaddexp
 from .registry import rule
 
@@ -48,7 +61,7 @@ def _count(self, dims) -> int:
 def mean(self, dim=None, keepdim=False, *, dtype=None):
     dims = axes(dim, self.ndim)
     total = lax.reduce_sum(cast(self, opmath(to_jax(dtype)) if dtype else opmath(self.dtype)), dims)
-    return keep_dims(total / _count(self, dims), self, dims, keepdim)
+    return keep_dims(divide(total, _count(self, dims)), self, dims, keepdim)
 
 
 @rule(aten.prod.default, aten.prod.dim_int)
