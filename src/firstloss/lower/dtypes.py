@@ -14,6 +14,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from jax import lax
@@ -222,8 +223,18 @@ def kept(y: Any, x: Any) -> Any:
     `z` are constant. Then 49 / 49 can be less than 1, and `(x + 1e8) - 1e8` is `x`; what is truncated next differs by
     1 from eager PyTorch. It does not if `y` depends on `x`: where `x` is NaN, it is used twice, which gives NaN, too.
     """
-    real = not (is_integer(x.dtype) or is_complex(x.dtype))
-    return lax.select(x == x, y, x) if real else y
+    return y if is_integer(x.dtype) or is_complex(x.dtype) else _kept(y, x)
+
+
+# A function of its own in the jaxpr, so that what reads it finds that only `y` matters.
+@jax.jit
+def _kept(y: Any, x: Any) -> Any:
+    return lax.select(x == x, y, x)
+
+
+def is_kept(eqn: Any) -> bool:
+    """Whether an equation of a jaxpr is a call of `kept`, whose result is its first operand."""
+    return eqn.primitive.name == "jit" and eqn.params["name"] == _kept.__name__
 
 
 def divide(x: Any, y: Any) -> Any:

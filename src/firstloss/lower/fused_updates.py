@@ -17,7 +17,7 @@ import numpy as np
 
 from ..program.graph import Value
 from . import aten
-from .dtypes import to_jax
+from .dtypes import is_kept, to_jax
 from .foreach_split import connected_groups, is_foreach, is_whole_step
 from .program import AnyCall, LoweredCall, Template, run_calls
 
@@ -255,6 +255,8 @@ class _ElementwiseProgram:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _add_equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        if is_kept(eqn):
+            return operands[:1]
         name, params, aval = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
         called = params.get("jaxpr")
         if name == "jit" and called is not None:

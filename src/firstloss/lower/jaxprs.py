@@ -10,7 +10,7 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import Sharding
 
-from .dtypes import to_jax
+from .dtypes import is_kept, to_jax
 from .program import LoweredCall
 
 T = TypeVar("T")
@@ -59,8 +59,11 @@ def interpret(
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         inner = _called_by(eqn)
-        if inner is not None and len(inner.invars) == len(operands):
-            results: Sequence[T] = interpret(inner, operands, constant, apply)
+        results: Sequence[T]
+        if is_kept(eqn):
+            results = operands[:1]
+        elif inner is not None and len(inner.invars) == len(operands):
+            results = interpret(inner, operands, constant, apply)
         else:
             results = apply(eqn, operands)
         env.update(zip(eqn.outvars, results, strict=True))
