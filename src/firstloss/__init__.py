@@ -52,6 +52,8 @@ _MODULES = {
     "timeline": ".timeline",
 }
 
+_OF_JAX = ("run_stablehlo", "register_lowering")  # whose modules import JAX
+
 __all__ = sorted(_MODULES)
 __version__ = "0.1.0"
 
@@ -60,6 +62,10 @@ def __getattr__(name: str) -> Any:
     module_name = _MODULES.get(name)
     if module_name is None:
         raise AttributeError(f"module 'firstloss' has no attribute {name!r}")
+    if name in _OF_JAX:
+        from .dependencies import require_jax
+
+        require_jax(f"firstloss.{name}")
     try:
         module = importlib.import_module(module_name, __name__)
     except ModuleNotFoundError as error:

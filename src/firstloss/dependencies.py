@@ -1,25 +1,67 @@
-"""Optional dependencies, and errors that say what to install."""
+"""Optional dependencies: JAX's import, and errors that say what to install."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import shlex
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 from .errors import MissingDependencyError
 
 
+def import_jax() -> types.ModuleType:
+    """Import JAX, and leave NumPy's global generator as it was: JAX draws from it while it is imported (the waits
+    between the retries of its Kubernetes client), in the background of the user's training."""
+    if "jax" in sys.modules:
+        return importlib.import_module("jax")
+    with _own_numpy_draws():
+        return importlib.import_module("jax")
+
+
+@contextlib.contextmanager
+def _own_numpy_draws() -> Iterator[None]:
+    """Context in which the functions of `numpy.random` draw from a generator of this thread's own; in other threads,
+    they draw from the global one."""
+    import numpy as np
+
+    shared, own, thread = np.random.mtrand._rand, np.random.RandomState(0), threading.get_ident()
+    namespace = vars(np.random)
+    originals = {name: f for name, f in namespace.items() if getattr(f, "__self__", None) is shared}
+
+    def drawing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            function = getattr(own, name, original) if threading.get_ident() == thread else original
+            return function(*args, **kwargs)
+
+        return draw
+
+    replacements = {name: drawing(name, original) for name, original in originals.items()}
+    namespace.update(replacements)
+    try:
+        yield
+    finally:
+        for name, replacement in replacements.items():
+            if namespace.get(name) is replacement:
+                namespace[name] = originals[name]
+
+
 def require_jax(feature: str) -> None:
     """Raise a MissingDependencyError if JAX, which `feature` needs, cannot be imported."""
-    for name in ("jax", "jaxlib"):
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise without_jax(feature, error) from error
+    try:
+        import_jax()
+        importlib.import_module("jaxlib")
+    except ImportError as error:
+        raise without_jax(feature, error) from error
 
 
 def without_jax(feature: str, error: ImportError) -> MissingDependencyError:

@@ -263,3 +263,35 @@ def test_a_constant_edited_after_capture_is_an_error():
     outside.add_(1)
     with pytest.raises(ConstantChangedError, match="edited after it had been captured"):
         captured.to_stablehlo()
+
+
+def test_a_module_with_orthogonal_weights_runs_in_another_process_without_lapack(tmp_path):
+    def constructor():
+        linear = torch.nn.Linear(130, 128)
+        torch.nn.init.orthogonal_(linear.weight)
+        return linear
+
+    torch.manual_seed(0)
+    expected = constructor().weight
+    torch.manual_seed(0)
+    text = fl.init_program(fl.deferred_init(constructor)).to_stablehlo()
+    assert "custom_call @lapack" not in text
+    path = tmp_path / "weights.mlir"
+    path.write_text(text)
+    program = f"import numpy, firstloss; weights = firstloss.run_stablehlo({str(path)!r}); "
+    program += f"numpy.save({str(tmp_path / 'weight.npy')!r}, numpy.asarray(weights['weight']))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    weight = torch.from_numpy(np.load(tmp_path / "weight.npy"))
+    # docs/stablehlo.md: the rounding of two factorizations of a matrix whose condition number is about 1,000
+    assert (weight - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_constructor_that_needs_this_machines_lapack_is_an_error():
+    def constructor():
+        linear = torch.nn.Linear(96, 96)  # smaller weights are constants
+        with torch.no_grad():
+            linear.weight.copy_(torch.linalg.svd(linear.weight)[0])
+        return linear
+
+    with pytest.raises(fl.errors.LoweringError, match="lapack_sgesdd_ffi"):
+        fl.init_program(fl.deferred_init(constructor)).to_stablehlo()

@@ -13,9 +13,10 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from . import householder
 from .dtypes import cast, is_complex, opmath, where
 from .matmul import matmul
-from .registry import rule
+from .registry import portable_rule, rule
 
 aten = torch.ops.aten
 INT32 = np.dtype(np.int32)
@@ -228,6 +229,15 @@ def _linalg_slogdet(A):
 @rule(aten.linalg_qr.default)
 def linalg_qr(A, mode="reduced"):
     q, r = lax.linalg.qr(A, full_matrices=mode == "complete")
+    return (lax.full((0,), 0, A.dtype) if mode == "r" else q), r
+
+
+@portable_rule(aten.linalg_qr.default)
+def portable_linalg_qr(A, mode="reduced"):
+    """As `linalg_qr`, in StableHLO's own operations."""
+    if is_complex(A.dtype):
+        return linalg_qr(A, mode)
+    q, r = householder.qr(A, mode == "complete")
     return (lax.full((0,), 0, A.dtype) if mode == "r" else q), r
 
 

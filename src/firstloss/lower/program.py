@@ -24,7 +24,7 @@ from ..program.program import Program
 from . import aten, precision
 from .decompose import decomposition, rule_of
 from .dtypes import cast, constant, to_jax
-from .registry import OF_ORDERS, OF_PROGRAMS, functional
+from .registry import OF_ORDERS, OF_PROGRAMS, PORTABLE_RULES, functional
 from .rules import RULES
 from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real, view_dtype
 
@@ -227,16 +227,21 @@ def view_of(ref: Ref) -> View | None:
 
 @functools.lru_cache(maxsize=8192)
 def function_of(
-    template: Template, by_pytorch: bool = False, precisions: precision.Precisions | None = None
+    template: Template,
+    by_pytorch: bool = False,
+    precisions: precision.Precisions | None = None,
+    portable: bool = False,
 ) -> Callable[..., tuple]:
     """The jitted function of all nodes with one template, from the arrays that they read to their results.
 
     Args:
         by_pytorch: `aten.usable()`; whether PyTorch's kernels may be called.
         precisions: `precision.now()` at the first call; each setting has its own function.
+        portable: whether the result must run where JAX's own custom calls, such as LAPACK's, do not exist.
     """
     op = functional(template.op)
-    rule = RULES.get(op) or RULES.get(template.op) or rule_of(template.op, lower)
+    rule = PORTABLE_RULES.get(op) if portable else None
+    rule = rule or RULES.get(op) or RULES.get(template.op) or rule_of(template.op, lower)
     if rule is None:
         raise LoweringError(
             f"{template.op} has no lowering to StableHLO. Write the line with other operations, or register one: "

@@ -77,12 +77,24 @@ def functional(op: OpOverload) -> OpOverload:
 
 
 RULES: dict[OpOverload, Callable] = {}
+# Rules in StableHLO's own operations, for overloads whose rule in `RULES` calls LAPACK.
+PORTABLE_RULES: dict[OpOverload, Callable] = {}
 # Overloads with rules registered by users (`custom_ops.py`), which may differ in the next process.
 OF_USERS: set[OpOverload] = set()
 # Operations that hold Programs: their rules also take `lower`, which lowers one.
 OF_PROGRAMS: set[OpOverload] = set()
 # Matrix operations whose rules also take `by_columns`: for each matrix, whether it is stored by columns.
 OF_ORDERS: set[OpOverload] = set()
+
+
+def portable_rule(overload: OpOverload) -> Callable[[Callable], Callable]:
+    """Register the decorated function as the rule of `overload` for modules that run on other machines."""
+
+    def register(function: Callable) -> Callable:
+        PORTABLE_RULES[overload] = function
+        return function
+
+    return register
 
 
 def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:

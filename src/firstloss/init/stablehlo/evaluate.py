@@ -123,7 +123,7 @@ class _Evaluator:
         for step in tree.steps:
             operands = [arrays[i] for i in step.inputs]
             if step.fill is None:
-                arrays.extend(function_of(step.template)(*operands))
+                arrays.extend(function_of(step.template, portable=True)(*operands))
                 continue
             box = ShardGeometry(step.size, step.size)
             content = self.tree(step.fill, box, [np.int64(0)] * len(step.size))

@@ -6,6 +6,7 @@ device's shard. The module is self-contained: it has the stream's initial state 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ from .evaluate import name_of, part
 from .fill import WordSource
 from .plan import ShardingPlan, Weight, plan
 
+# Custom calls of JAX's that are there on a CPU only, and only in a process that has lowered one.
+_LAPACK = re.compile(r"custom_call @(lapack_\w+)")
 # Words per lane on a device other than a CPU; a jump costs as much as some hundred thousand words.
 LANE_WORDS = 1 << 16
 
@@ -162,7 +165,14 @@ def _text(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
     if mesh is not None:
         constructor = jax.shard_map(constructor, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False)
     lowered = jax.jit(constructor).trace().lower(lowering_platforms=("cpu",))
-    return _named(lowered, sharding_plan)
+    text = _named(lowered, sharding_plan)
+    foreign = sorted(set(_LAPACK.findall(text)))
+    if foreign:
+        raise LoweringError(
+            f"the constructor needs {', '.join(foreign)}, which only this machine's JAX has, so it cannot be a module "
+            "for others. program.run() computes it here; or factorize the weight after the module has run"
+        )
+    return text
 
 
 def _named(lowered: Any, sharding_plan: ShardingPlan) -> str:
