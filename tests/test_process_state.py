@@ -102,4 +102,4 @@ def test_other_threads_draw_from_the_shared_generator_while_jax_is_imported():
         with ThreadPoolExecutor(1) as pool:
             drawn = pool.submit(lambda: np.random.rand(4)).result()
     assert drawn.tobytes() == expected.tobytes()
-    assert np.random.rand.__self__ is np.random.mtrand._rand
+    assert np.random.rand.__self__ is np.random.get_state.__self__

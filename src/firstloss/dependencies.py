@@ -34,7 +34,7 @@ def _own_numpy_draws() -> Iterator[None]:
     they draw from the global one."""
     import numpy as np
 
-    shared, own, thread = np.random.mtrand._rand, np.random.RandomState(0), threading.get_ident()
+    shared, own, thread = np.random.rand.__self__, np.random.RandomState(0), threading.get_ident()
     namespace = vars(np.random)
     originals = {name: f for name, f in namespace.items() if getattr(f, "__self__", None) is shared}
 

@@ -56,6 +56,7 @@ def pending(tensor: torch.Tensor) -> list[DeferredStorage]:
     return [part._storage for part in parts_of(tensor) if is_pending(part)]
 
 
+@torch.inference_mode(False)  # weights are ordinary tensors, wherever they are first used
 def materialize_storages(
     storages: list[DeferredStorage],
     num_threads: int | None = None,
@@ -109,6 +110,7 @@ def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Val
     return buffers
 
 
+@torch.inference_mode(False)
 def allocate_real(storage: DeferredStorage) -> None:
     """Make the tensors of `storage` real, with uninitialized memory that the caller fills; drops the recipe."""
     with DisableTorchDispatch():
@@ -117,6 +119,7 @@ def allocate_real(storage: DeferredStorage) -> None:
     _make_all_real(storage, memory, None, None)
 
 
+@torch.inference_mode(False)
 def make(storages: list[DeferredStorage]) -> None:
     """Compute the content of `storages`, and store it there; their tensors stay deferred."""
     storages = [storage for storage in storages if not storage.is_made]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from ..compat.torch_names import OpOverload, schema_of
+from ..compat.torch_names import OpOverload, can_decompose, schema_of
 from ..errors import CaptureError
 from ..program.graph import Geometry, Ref, geometry_of
 from ..program.node_kinds import replaces_target
@@ -26,7 +26,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 # Views that are not annotated as such in their schema.
-_UNANNOTATED_VIEWS = frozenset(
+UNANNOTATED_VIEWS = frozenset(
     {
         aten._unsafe_view.default,
         aten._reshape_alias.default,
@@ -89,7 +89,7 @@ def traits_of(op: OpOverload) -> Traits:
         if arg.name == "generator" and not arg.kwarg_only:
             generator = i
     returns: list[int | str | None] = []
-    view = op in _UNANNOTATED_VIEWS
+    view = op in UNANNOTATED_VIEWS
     for ret in schema.returns:
         info = ret.alias_info
         if info is None:
@@ -120,6 +120,13 @@ def traits_of(op: OpOverload) -> Traits:
         schema.name.startswith("aten::_foreach_"),
         len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType),
     )
+
+
+@functools.cache
+def is_composite(op: OpOverload) -> bool:
+    """Whether PyTorch decomposes `op` above the dispatcher's autograd keys, which `torch.inference_mode` switches off:
+    there such operations (`to`, `linear`, `reshape`) arrive whole."""
+    return can_decompose(op)()
 
 
 class OpCall:
@@ -172,6 +179,9 @@ class OpCall:
                         f"{here()}: {self.op} is called with a tensor of layout {arg.layout} and a deferred one, which "
                         "is not supported. Pass a dense tensor (`.to_dense()`)."
                     )
+                if arg.is_nested:  # has no sizes
+                    key.append(arg.layout)
+                    continue
                 key.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype))
             else:
                 key.append(kind)

@@ -26,7 +26,7 @@ from .constants import constant_tensor
 from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
 from .mapped_file import in_file
 from .metadata_mutation import resize
-from .op_call import OpCall, is_symbolic, outer_geometry, ref_of, storage_of, traits_of
+from .op_call import UNANNOTATED_VIEWS, OpCall, is_composite, is_symbolic, outer_geometry, ref_of, storage_of, traits_of
 from .op_overrides import HANDLERS
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
@@ -121,6 +121,9 @@ class CaptureMode(TorchDispatchMode):
             types
         ):  # its __torch_dispatch__ calls operations on deferred tensors, which are recorded
             return func(*args, **(kwargs or {}))
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         return dispatch(func, args, kwargs or {})
 
 
@@ -153,7 +156,8 @@ def _record(call: OpCall) -> Any:
             geometry = [(size, stride, offset + shift, dtype) for size, stride, offset, dtype in geometry]
         if call.op is aten.as_strided.default:
             _refuse_beyond(storage, geometry[0])
-        views = [DeferredTensor.wrap(storage, *g) for g in geometry]
+        is_new = call.op in UNANNOTATED_VIEWS or (call.deferred or call.real)[0].is_inference()  # for autograd
+        views = [DeferredTensor.wrap(storage, *g, new=is_new) for g in geometry]
         return views[0] if call.traits.returns_one else views
 
     targets = call.written()
@@ -204,7 +208,7 @@ def _record(call: OpCall) -> Any:
             storage.trace = trace
             if trace is not None:
                 trace.result_storages.append(weakref.ref(storage))
-            results.append(DeferredTensor.wrap(storage, size, stride, offset, dtype))
+            results.append(DeferredTensor.wrap(storage, size, stride, offset, dtype, new=True))
             outputs.append(value)
     node.outputs = tuple(outputs)
     if trace is not None and outputs:
@@ -351,6 +355,7 @@ def position_of(generator: torch.Generator | None = None) -> Position:
 
 Hooks.register(
     dispatch=dispatch,
+    is_composite=is_composite,
     value_of=evaluation.value_of,
     memory_of=evaluation.memory_of,
     constant_tensor=constant_tensor,

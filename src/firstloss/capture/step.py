@@ -34,6 +34,7 @@ from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, g
 from ..program.source import here, raised_at
 from ..rng.stream import Position
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
+from . import attention_fast_path as _attention_fast_path  # noqa: F401 - likewise
 from . import data_dependent, direct_memory_access, recorder, session
 from . import running_averages as _running_averages  # noqa: F401 - likewise
 from .constant_folding import known_value

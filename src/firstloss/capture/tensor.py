@@ -37,6 +37,7 @@ class Hooks:
     """Callbacks registered by higher layers."""
 
     dispatch: Callable[[Any, tuple, dict], Any]  # the recorder
+    is_composite: Callable[[OpOverload], bool]  # see `op_call.py`
     value_of: Callable[[DeferredTensor], Tensor]  # a copy of its content
     memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: a real tensor that shares its memory
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor with known content
@@ -171,8 +172,18 @@ class DeferredTensor(Tensor):
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def wrap(storage: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype) -> DeferredTensor:
-        """Create a view of `storage`."""
+    def wrap(
+        storage: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype, new: bool = False
+    ) -> DeferredTensor:
+        """Create a view of `storage`.
+
+        Args:
+            new: whether it is the result of an operation, which is an inference tensor in `torch.inference_mode`.
+                Views of weights are not, as in eager PyTorch.
+        """
+        if not new and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return DeferredTensor.wrap(storage, size, stride, offset, dtype)
         if not patches.deferred_installed:
             patches.enter(patches.DEFERRED, None)
         if len(sys.modules) != patches.modules_seen:
@@ -194,6 +205,8 @@ class DeferredTensor(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         if has_foreign_subclass(types):
             return NotImplemented
+        if torch.is_inference_mode_enabled() and Hooks.is_composite(func):
+            return func.decompose(*args, **(kwargs or {}))
         return Hooks.dispatch(func, args, kwargs or {})
 
     def _ref(self) -> Ref:

@@ -50,6 +50,7 @@ class Patch(NamedTuple):
 
 _VECTORS = "It uses another algorithm without vectors, whose bits differ: run at once"
 _MEMORY = "It accesses memory through tensors, which a capture would record"
+_FAST_PATH = "Its fast path decides by a mask's values, and calls kernels for nested tensors"
 _COUNT = "It reads a count as a Python number"
 _READS = "It reads a tensor's memory, bypassing the dispatcher"
 _COPY = "Every rank has the recipe, so nothing needs to be sent"
@@ -133,6 +134,8 @@ PATCHES = {
     "torch.utils.checkpoint.detach_variable": Patch(TRACE, "As above"),
     "torch.nn.modules.batchnorm._BatchNorm.forward": Patch(TRACE, _COUNT),
     "torch.nn.SyncBatchNorm.forward": Patch(TRACE, _COUNT),
+    "torch.nn.TransformerEncoder.forward": Patch(TRACE, _FAST_PATH),
+    "torch.backends.mha.get_fastpath_enabled": Patch(TRACE, _FAST_PATH),
     "torch.optim.swa_utils.AveragedModel.update_parameters": Patch(TRACE, _COUNT),
     "torch.optim._adafactor._single_tensor_adafactor": Patch(TRACE, "It reads values"),
     "torch.optim._adafactor._multi_tensor_adafactor": Patch(TRACE, "It reads values"),

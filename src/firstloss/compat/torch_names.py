@@ -209,6 +209,16 @@ NAMES = {
         "Modules skip hooks with always_call=True while torch.compiler.is_compiling()",
         "hooks with always_call=True in steps",
     ),
+    "fast_path_is_enabled": Name(
+        "_is_fastpath_enabled",
+        "The user's setting, while a step sees the fast path as disabled",
+        "encoders in steps",
+        "torch.backends.mha",
+        lambda: torch.backends.mha,
+    ),
+    "canonical_mask": Name(
+        "torch.nn.functional._canonical_mask", "A padding mask in the form that attention takes", "encoders in steps"
+    ),
     "input_check": Name(
         "_check_input_dim",
         "Checks inputs as BatchNorm.forward does",

@@ -618,3 +618,23 @@ def test_writes_to_strided_arguments_match_eager(layout):
 
     (sums, x), (expected, y) = run(fl.backend("XLA")), run(fl.backend("CPU"))
     assert sums == expected and torch.equal(x, y) and x.stride() == y.stride()
+
+
+def test_padding_values_are_given_by_the_names_of_positional_parameters(backend):
+    @fl.trace(shapes=fl.Pad(values={"y": -100}))
+    def step(x, y):
+        return torch.nn.functional.cross_entropy(x, y, ignore_index=-100)
+
+    for rows in (8, 5, 3):
+        x, y = torch.randn(rows, 4), torch.arange(rows) % 4
+        expected = torch.nn.functional.cross_entropy(x, y)
+        torch.testing.assert_close(step(x, y), expected, rtol=1e-5, atol=1e-6)  # a mean in another order
+
+
+def test_a_padding_value_for_an_unknown_name_is_an_error(backend):
+    @fl.trace(shapes=fl.Pad(values={"labels": -100}))
+    def step(x, y):
+        return x.sum() + y.sum()
+
+    with pytest.raises(fl.errors.ShapeError, match="'labels'.*no tensor of that name.*'x', 'y'"):
+        step(torch.ones(2), torch.ones(2))

@@ -10,7 +10,7 @@ A batch of new shapes is compiled for as well, padded to a known shape, or rejec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,11 +307,13 @@ class Shapes:
     A kind is the structure of the arguments, with each leaf's shape and dtype, or its value if it is not a tensor.
     """
 
-    def __init__(self, step: str, policy: Any) -> None:
+    def __init__(self, step: str, policy: Any, parameters: Sequence[str] = ()) -> None:
+        """`parameters`: the names of the step's positional parameters."""
         if policy not in ("recompile", "refuse") and not isinstance(policy, Pad):
             raise TraceError(f"shapes={policy!r}: write 'recompile', 'refuse' or firstloss.Pad(...).")
         self._step = step
         self._policy = policy
+        self._parameters = parameters
         self._kinds: dict[Any, tuple] = {}  # kinds, by everything except shapes
 
     def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
@@ -327,12 +329,14 @@ class Shapes:
         padded: frozenset[int] = frozenset()
         if kind in kinds:
             return Arguments(args_and_kwargs, leaves, spec), kind
+        if isinstance(self._policy, Pad):
+            self._check_names(args, kwargs)
         if kinds and self._policy == "refuse":
             raise ShapeError(f"{here()}: {self._step} is called with {self._change(kinds[-1], kind, args, kwargs)}.")
         if kinds and isinstance(self._policy, Pad):
             target = self._target(kinds, kind)
             if target is not None:
-                names = _names(args, kwargs)
+                names = self._names(args, kwargs)
                 leaves = [self._padded(*item) for item in zip(leaves, kind, target, names, strict=True)]
                 padded = frozenset(i for i, leaf in enumerate(leaves) if kind[i] != target[i])
                 if target in kinds:
@@ -372,10 +376,33 @@ class Shapes:
         value = self._policy.values.get(name, self._policy.value)
         return torch.nn.functional.pad(leaf, sizes, value=value)
 
+    def _names(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+        """For each leaf, the last key on the path to it that is a name: in the batch, or of the step's parameter."""
+        paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+        out = []
+        for path, _ in paths:
+            keys = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
+            strings = [key for key in keys if isinstance(key, str)]
+            position = getattr(path[1], "idx", None) if len(path) > 1 and not strings else None
+            parameter = "" if position is None or position >= len(self._parameters) else self._parameters[position]
+            out.append(strings[-1] if strings else parameter)
+        return out
+
+    def _check_names(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check that every name in `Pad(values=...)` is one of the batch."""
+        names = self._names(args, kwargs)
+        for name in self._policy.values:
+            if name not in names:
+                known = ", ".join(repr(known) for known in dict.fromkeys(names) if known) or "none"
+                raise ShapeError(
+                    f"{here()}: Pad(values={{{name!r}: ...}}): {self._step} is called with no tensor of that name. The "
+                    f"names of its arguments are: {known}."
+                )
+
     def _change(self, before: tuple, now: tuple, args: tuple, kwargs: dict) -> str:
         changed = [
             f"{name or 'its argument'} {_show(b)} (before: {_show(a)})"
-            for name, a, b in zip(_names(args, kwargs), before, now, strict=True)
+            for name, a, b in zip(self._names(args, kwargs), before, now, strict=True)
             if a != b
         ]
         numbers = any(b[0] is not torch.Tensor for a, b in zip(before, now, strict=True) if a != b)
@@ -437,14 +464,3 @@ def _show(leaf: tuple) -> str:
         return repr(leaf[1])
     gradients = " that requires gradients" if leaf[3] else ""
     return f"{str(leaf[2]).removeprefix('torch.')}{list(leaf[1])}{gradients}"
-
-
-def _names(args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """For each leaf, the last key on the path to it that is a name."""
-    paths, _ = pytree.tree_flatten_with_path((args, kwargs))
-    out = []
-    for path, _ in paths:
-        keys = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
-        strings = [key for key in keys if isinstance(key, str)]
-        out.append(strings[-1] if strings else "")
-    return out

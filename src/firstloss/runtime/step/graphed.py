@@ -171,6 +171,9 @@ def _planned(traced: TracedProgram, backend: Backend) -> ReplayedStep:
     return ReplayedStep(plan, inputs, state, backend.torch_device)
 
 
+_IS_SHARED = "it edits an argument that it also reaches in another way"
+
+
 class Trials:
     """The kinds of calls of a traced step: which are replayed, and which run eagerly, for the first time or always."""
 
@@ -186,6 +189,8 @@ class Trials:
     ) -> Any:
         """Call the step on `args` and `kwargs`, given also as Arguments with their kind, on a backend."""
         arguments, kind = admitted
+        if arguments.padded:
+            args, kwargs = arguments.rebuilt(arguments.given)
         key = id(on), arguments.spec, kind, modes()
         self._last = key, None
         count = self._calls[key] = self._calls.get(key, 0) + 1
@@ -198,14 +203,19 @@ class Trials:
             if not step_graph.executable.tried:
                 compare = step_graph.rehearsed(arguments)
         except Shared:
-            self._fall_back(key, "it edits an argument that it also reaches in another way")
+            self._fall_back(key, _IS_SHARED)
             return step(*args, **kwargs)
         except Exception as error:  # nothing has been changed: eager PyTorch raises errors itself
             self._fall_back(key, str(error) or type(error).__name__)
             return step(*args, **kwargs)
         if compare is None:
             self._last = key, step_graph
-            return step_graph(arguments)
+            try:
+                return step_graph(arguments)
+            except Shared:  # raised before anything is executed
+                self._last = key, None
+                self._fall_back(key, _IS_SHARED)
+                return step(*args, **kwargs)
         result = step(*args, **kwargs)
         try:
             compare(result)

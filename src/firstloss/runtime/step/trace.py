@@ -111,7 +111,7 @@ class TracedStep:
         self._step = step
         self._name = getattr(step, "__name__", type(step).__name__)
         self._policy = shapes
-        self._shapes = Shapes(self._name, shapes)
+        self._shapes = Shapes(self._name, shapes, _positional_parameters(step))
         self._refuse = changes == "refuse"
         self._check = check
         self._trials: Trials | None = None  # on a backend that replays
@@ -160,8 +160,7 @@ class TracedStep:
             from .graphed import Trials
 
             self._trials = self._trials or Trials(self._name, self._cache)
-            admitted = Shapes(self._name, "recompile").admit(args, kwargs)
-            return self._trials.call(self._step, args, kwargs, admitted, backend)
+            return self._trials.call(self._step, args, kwargs, self._shapes.admit(args, kwargs), backend)
         arguments, kind = self._shapes.admit(args, kwargs)
         return self._cache.call(self._step, arguments, kind, backend)
 
@@ -195,6 +194,15 @@ class TracedStep:
         if latest is None:
             raise TraceError(f"{self._name} has not been called yet, so there is no Program.")
         return latest.traced.program
+
+
+def _positional_parameters(step: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that take positional arguments, in order."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # of some functions in C
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _check_step(step: Any) -> None:
