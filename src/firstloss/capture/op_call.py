@@ -16,11 +16,12 @@ from ..program.source import here
 from . import session
 from .constants import constant
 from .exported_memory import storage_at
+from .input_numbers import InputFloat, InputInt
 from .tensor import DeferredStorage, DeferredTensor, Hooks
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-_SymFloat, _SymInt = torch.SymFloat, torch.SymInt
+_SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt, InputFloat, InputInt})
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -185,7 +186,7 @@ class OpCall:
                 key.append((arg.shape, arg.stride(), arg.storage_offset(), arg.dtype))
             else:
                 key.append(kind)
-                if kind is _SymFloat or kind is _SymInt:
+                if kind in _SYMBOLIC:
                     self.symbolic = True
                 else:
                     key.append(arg)
@@ -256,7 +257,7 @@ class OpCall:
 
 def is_symbolic(arg: Any) -> bool:
     """Whether `arg` is a symbolic number."""
-    return type(arg) is _SymFloat or type(arg) is _SymInt
+    return type(arg) in _SYMBOLIC
 
 
 def storage_of(tensor: Tensor) -> DeferredStorage:

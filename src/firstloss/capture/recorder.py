@@ -32,7 +32,7 @@ from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
 from .session import enter, generators, leave, set_trace, this_thread
 from .shapes import NeedsValues, as_meta, infer
-from .symbolic_scalars import check_positions, number_ref
+from .symbolic_scalars import number_ref, with_known_positions
 from .tensor import DeferredStorage, DeferredTensor, Hooks, has_foreign_subclass, is_in_file
 
 __all__ = [
@@ -132,7 +132,7 @@ def _record(call: OpCall) -> Any:
     if call.op is DEPENDS_ON_GRAD_MODE:  # record the grad mode as its last argument
         call = OpCall(call.op, traits, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
     if call.symbolic:
-        check_positions(call)
+        call = with_known_positions(call)
     if trace is not None:
         for t in call.deferred:
             if t._storage.trace is not trace:

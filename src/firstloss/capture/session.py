@@ -20,6 +20,7 @@ from ..compat import patches
 from ..compat.torch_names import OpOverload
 from ..program.graph import Node, Value
 from .generators import Generators
+from .input_numbers import NumberNode
 
 Storage = Any  # a DeferredStorage; `tensor.py` imports this module
 
@@ -87,6 +88,9 @@ class Tracing:
     def refuse_read(self, op: OpOverload) -> None: ...
 
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def input_of(self, node: NumberNode) -> torch.Tensor:
         raise NotImplementedError
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None: ...

@@ -39,6 +39,7 @@ from . import data_dependent, direct_memory_access, recorder, session
 from . import running_averages as _running_averages  # noqa: F401 - likewise
 from .constant_folding import known_value
 from .data_assignment import DataAssignments, LayoutChanges
+from .input_numbers import InputNumbers, NumberNode
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 
@@ -83,6 +84,7 @@ class StepTrace(recorder._Tracing):
         closures: the calls of step closures, in order.
         set_final_generator_state: sets PyTorch's generator to the state in which the step has left it, if it did.
         made: the storages of the results of the step's operations.
+        numbers: the Python numbers that are inputs.
         new_memory: assignments to the `.data` of weights.
         new_layouts: tensors that the step gives another shape or storage.
         read: real tensors from outside whose values the step's Python has read, by id.
@@ -109,6 +111,7 @@ class StepTrace(recorder._Tracing):
         self.retrace_reason: str | None = None
         self.aliased_storages = weakref.WeakSet()
         session.traces.add(self)
+        self.numbers = InputNumbers()
         self.new_memory: DataAssignments = DataAssignments(self)
         self.new_layouts: LayoutChanges = LayoutChanges(self)
 
@@ -234,6 +237,17 @@ class StepTrace(recorder._Tracing):
         if may_change:
             self._arguments[value] = storage
         return DeferredTensor.wrap(storage, shape, stride, 0, tensor.dtype)
+
+    def input_of(self, node: NumberNode) -> DeferredTensor:
+        """The input that has the value of an input number, 0-dim: float64 or int64."""
+        tensor = self.numbers.inputs.get(node.expression)
+        if tensor is None:
+            dtype = torch.float64 if node.is_float() else torch.int64
+            with DisableTorchDispatch():
+                example = torch.zeros((), dtype=dtype)
+            tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
+            self.numbers.inputs[node.expression] = tensor
+        return tensor
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Refuse to read a value, or a size that depends on values."""

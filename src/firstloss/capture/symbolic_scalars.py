@@ -19,6 +19,7 @@ from ..errors import TraceError
 from ..program.graph import Ref
 from ..program.source import here
 from . import session
+from .input_numbers import node_of
 from .op_call import OpCall, is_symbolic, ref_of
 from .tensor import DeferredTensor, Hooks
 
@@ -190,18 +191,28 @@ def tensor_of(number: Any) -> Tensor:
 
 def stand_in(number: Any) -> float | int:
     """A number of the same type, as an argument for meta kernels; shapes do not depend on it."""
-    return 2 if type(number) is torch.SymInt else 0.5
+    return 2 if number.node.is_int() else 0.5
 
 
-def check_positions(call: OpCall) -> None:
-    """Refuse symbolic numbers as sizes, indices or dimensions."""
-    by_name = {spec.name: spec for spec in schema_of(call.op).arguments}
-    pairs = [*zip(schema_of(call.op).arguments, call.args, strict=False)]
-    pairs += [(by_name[name], arg) for name, arg in call.kwargs.items()]
-    for spec, arg in pairs:
-        numbers = [a for a in (arg if type(arg) in (list, tuple) else (arg,)) if is_symbolic(a)]
-        if numbers and str(spec.type) not in _NUMBER_TYPES:
-            numbers[0].node._refuse()
+def with_known_positions(call: OpCall) -> OpCall:
+    """`call`, in which numbers that are inputs of the step are specialized where they are sizes, indices or dimensions;
+    numbers that the step has computed from tensors are refused there."""
+    by_name = {spec.name: str(spec.type) for spec in schema_of(call.op).arguments}
+    types = [str(spec.type) for spec in schema_of(call.op).arguments]
+
+    def known(arg: Any, kind: str) -> Any:
+        if kind in _NUMBER_TYPES:
+            return arg
+        if type(arg) in (list, tuple):
+            return type(arg)([known(a, kind) for a in arg])
+        if not is_symbolic(arg):
+            return arg
+        node = node_of(arg)
+        return arg.node._refuse() if node is None else node.specialized()
+
+    args = tuple([known(arg, kind) for arg, kind in zip(call.args, types, strict=False)])
+    kwargs = {name: known(arg, by_name[name]) for name, arg in call.kwargs.items()}
+    return OpCall(call.op, call.traits, args, kwargs)
 
 
 _NUMBER_TYPES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
@@ -212,7 +223,8 @@ def number_ref(number: Any) -> Ref:
     trace = session.trace
     if trace is None:
         return number.node._refuse()
-    tensor = tensor_of(number)
+    node = node_of(number)
+    tensor = tensor_of(number) if node is None else trace.input_of(node)
     if type(tensor) is DeferredTensor and tensor._storage.trace is not trace:
         trace.adopt(tensor._storage)
     return ref_of(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +31,19 @@ def _describe(node: Node | None) -> str:
     return f"{node.op}{' with ' if numbers else ''}{', '.join(numbers)} at {node.source}"
 
 
-def first_difference(old: Program, new: Program) -> Difference | None:
+def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | None = None) -> Difference | None:
     """The first difference between two Programs; None if they are equivalent.
 
     Equivalent Programs have the same operations in the same order on the same values, the same constants, inputs of the
     same names, shapes and dtypes, and outputs of the same names. Source lines are ignored.
+
+    Args:
+        numbers: inputs of `new` that are numbers, with their values, which may be constants in `old`; the names of
+            inputs are not compared then.
     """
-    match = _Correspondence()
-    for (name, value), (other, counterpart) in zip(old.inputs.items(), new.inputs.items(), strict=False):
+    match = _Correspondence(numbers or {})
+    pairs = zip(old.inputs.items(), new.inputs.items(), strict=False) if not numbers else ()
+    for (name, value), (other, counterpart) in pairs:
         if name != other or not match.bind(value, counterpart):
             break  # reporting the first node that uses it is more helpful
     for a, b in zip(old.nodes, new.nodes, strict=False):
@@ -65,8 +70,9 @@ def _canonical(node: Node) -> tuple[Any, tuple]:
 class _Correspondence:
     """The correspondence between the Values of two Programs; its methods return whether the arguments match."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Mapping[Value, Any]) -> None:
         self._counterparts: dict[Value, Value] = {}
+        self._numbers = numbers
 
     def bind(self, a: Value, b: Value) -> bool:
         if (a.shape, a.stride, a.dtype) != (b.shape, b.stride, b.dtype):
@@ -95,6 +101,9 @@ class _Correspondence:
         return len(a) == len(b) and all(map(self.one, a, b))
 
     def one(self, a: Any, b: Any) -> bool:
+        if type(b) is Ref and b.value in self._numbers and type(a) is not Ref:
+            number = self._numbers[b.value]
+            return isinstance(a, (int, float)) and (a == number or (a != a and number != number))
         if type(a) is not type(b):
             return False
         if type(a) is Ref:

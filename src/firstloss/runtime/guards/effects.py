@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from ...capture.input_numbers import is_input_number
 from . import mutable_state
 from .equality import same, same_items
 from .external_state import set_state, state_of
@@ -239,7 +240,7 @@ class Effects:
             self.bindings.append(always(functools.partial(delete_name, table, name, delete)))
 
     def _bind(self, key: tuple, old: Any, now: Any, set_value: Any, get_value: Any, reads: GuardSources | None) -> None:
-        counted = None if reads is None else reads.updates.numbers.get(key)
+        counted = None if reads is None or is_input_number(now) else reads.updates.numbers.get(key)
         if counted is not None and reads is not None:
             update = repeated(counted, now)
             if update is not None:

@@ -27,17 +27,26 @@ class ComparedState(str):
         return text
 
 
+class AnyNumber:
+    """As the expected value of a guard: any number of a type."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
 # Compared by content. Instances of subclasses may have attributes, and an `__eq__` of their own.
 _PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size, ComparedState}
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether they are the same object, or equal values of the same plain type."""
+    """Whether they are the same object, or equal values of the same plain type; `a` may be an `AnyNumber`."""
     if a is b:
         return True
     kind = type(a)
     if kind is not type(b):
-        return False
+        return kind is AnyNumber and type(b) is a.kind
     if kind in _PLAIN:
         return bool(a == b)
     if kind is float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...capture.autograd_boundary import is_returned
+from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
 from .external_state import ExternalCall
@@ -46,6 +47,7 @@ class GuardSet:
             weights: the ids of tensors whose gradients are guarded elsewhere.
         """
         self.external_calls = external_calls
+        self.numbers = InputNumbers()  # set once the trace has ended
         self.weak = values.weak
         self.unwatched = values.unwatched
         self.unwatchable = values.unwatchable
@@ -107,10 +109,17 @@ class GuardSet:
                 [guard.held for guard in self._functions],
             )
 
-    def changes(self, move: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], bool]) -> list[Change]:
+    def changes(
+        self,
+        move: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], bool],
+        arguments: Sequence[Any],
+        known: dict[Expression, Any],
+    ) -> list[Change]:
         """What the step reads and has changed since it was traced; mostly nothing.
 
         Args:
+            arguments: the leaves of the call's arguments.
+            known: numbers of this call that were computed already.
             move: called with pairs of replaced tensors and their replacements; returns whether the compiled step
                 accepts the replacements.
         """
@@ -148,7 +157,28 @@ class GuardSet:
         if self._with_facts and _facts(self._with_facts) != self._facts:
             differences.append(Change("the shape, dtype, gradient or memory of a tensor", "", None, None))
         if not differences:
+            differences = self._changed_numbers(arguments, known)
+        if not differences:
             self._start_watch()
+        return differences
+
+    def _changed_numbers(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> list[Change]:
+        """Input numbers of another type, and those whose values the step has branched on."""
+        differences = []
+        for expression in self.numbers.sources:
+            source = expression.source
+            assert source is not None
+            now = expression.value(arguments, known)
+            if type(now) is not source.kind:
+                differences.append(Change(source.description, source.name, source.kind, now))
+        for expression, expected in self.numbers.guards.items() if not differences else ():
+            try:
+                now = expression.value(arguments, known)
+            except Exception:  # a division by zero, for example
+                now = MISSING
+            if now is not expected and not same(expected, now):
+                source = next(iter(expression.sources()))
+                differences.append(Change(source.description, source.name, expected, now))
         return differences
 
     def _differing(self, hits: list[tuple[str, int]], move: Any) -> list[Change]:

@@ -12,6 +12,7 @@ import torch
 
 from .equality import same, same_items
 from .object_kinds import MISSING, PACKAGE, cell_content, class_table, definition, items_of, table_of
+from .places import Place, place_of
 
 _NAMESPACES = (torch, torch.nn.functional, torch.functional, torch.linalg, torch.special, torch.fft, torch.Tensor)
 
@@ -99,12 +100,13 @@ class Change(NamedTuple):
     old: Any
     new: Any
     container_id: int = 0  # the id of the dict, list, variable or object that holds it
+    place: Place | None = None  # of a number, which may become an input of the step
 
 
 class TableGuard:
     """Guards names in a dict: all of them in order (`whole`), or some."""
 
-    __slots__ = ("table", "expected", "whole", "_describe", "name")
+    __slots__ = ("table", "expected", "whole", "_describe", "name", "of_class")
 
     def __init__(self, table: dict, describe: Callable[[Any], str], name: str | None = None) -> None:
         self.table = table
@@ -112,6 +114,7 @@ class TableGuard:
         self.whole = False
         self._describe = describe
         self.name = name  # of the dict in the code, if its keys are not names themselves
+        self.of_class = False  # whether it has the attributes of a class
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """Yields key, old and new value of each change; the key is MISSING for the dict as a whole."""
@@ -135,7 +138,9 @@ class TableGuard:
     def change(self, key: Any, old: Any, new: Any) -> Change:
         """The change, with a description."""
         name = self.name if self.name is not None else str(key)
-        return Change(self._describe(key), name, old, new, id(self.table))
+        text = self._describe(key)
+        place = None if key is MISSING or self.of_class else place_of(self.table, key, text, name, old, new)
+        return Change(text, name, old, new, id(self.table), place)
 
 
 class _ObjectGuard:
@@ -151,7 +156,8 @@ class _ObjectGuard:
 
     def change(self, key: Any, old: Any, new: Any) -> Change:
         """See `TableGuard.change`."""
-        return Change(self.description, self.name, old, new, id(self.held))
+        place = None if key is MISSING else place_of(self.held, key, self.description, self.name, old, new)
+        return Change(self.description, self.name, old, new, id(self.held), place)
 
 
 class ListGuard(_ObjectGuard):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.conjugate_views import bits_of, unmirrored, vector_of
+from ...capture.input_numbers import Expression, is_input_number
 from ...capture.tensor import DeferredTensor, Hooks
 from ...errors import TraceError
 from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
@@ -33,7 +34,7 @@ class CallFrame:
     """The state of one call: its new tensors, its arguments and their containers, and replacements of tensors that
     existed when the step was traced."""
 
-    __slots__ = ("fresh", "arguments", "containers", "stand_in", "created")
+    __slots__ = ("fresh", "arguments", "containers", "stand_in", "created", "known")
 
     def __init__(
         self,
@@ -41,12 +42,15 @@ class CallFrame:
         arguments: list[Any],
         containers: Callable[[], list[Any]],
         stand_in: dict[int, torch.Tensor],
+        known: dict[Expression, Any] | None = None,
     ) -> None:
+        """`known`: numbers of this call that were computed already."""
         self.fresh = fresh
         self.arguments = arguments
         self.containers = containers
         self.stand_in = stand_in
         self.created: dict[int, Any] = {}
+        self.known = {} if known is None else known
 
 
 Make = Callable[[CallFrame], Any]
@@ -135,6 +139,8 @@ class Reconstructor:
         cached = self._makes.get(id(value))
         if cached is not None:
             return cached
+        if is_input_number(value):
+            return number_of(value)
         kind = kind_of(type(value))
         if type(value) is UnavailableNumber:
             value.refuse()
@@ -335,6 +341,12 @@ class Reconstructor:
                 f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()}
             )
         return _constant(value)
+
+
+def number_of(number: Any) -> Make:
+    """Computes an input number anew at each call."""
+    expression: Expression = number.node.expression
+    return lambda env: expression.value(env.arguments, env.known)
 
 
 def same_memory(tensor: torch.Tensor, geometry: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ from . import bytecode, mutable_state
 from .bytecode import Use, may_be_updated
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
-from .guards import CellGuard, describe_attribute, describe_global, namespaces, undisguised, with_article
+from .guards import CellGuard, ListGuard, describe_attribute, describe_global, namespaces, undisguised, with_article
 from .object_kinds import (
     MISSING,
     ObjectKind,
@@ -43,6 +43,7 @@ from .object_kinds import (
     own_attributes,
     slot_reader,
 )
+from .places import Varying
 from .recording import Executed, Recording, Site, is_closed_code
 from .snapshot import Snapshot, is_guarded_elsewhere
 from .stored_names import guard_stored_names
@@ -253,11 +254,26 @@ class GuardSources:
         kind = with_article(type(optimizer).__qualname__)
         if name == "defaults":
             self._values.value(optimizer.defaults, f"the defaults of {kind}", name)
-        elif name in ("param_groups", "state"):
-            flat = _numbers if name == "param_groups" else _entries
-            before: Any = self._snapshot.groups if name == "param_groups" else self._snapshot.states
-            read = functools.partial(_read_flat, optimizer, name, flat)
-            self._values.read((id(optimizer), name), read, flat(before[id(optimizer)]), f"the {name} of {kind}", name)
+        elif name == "param_groups":
+            groups = self._snapshot.groups[id(optimizer)]
+            read = functools.partial(_param_groups, optimizer)
+            self._values.read((id(optimizer), name), read, read(), f"the {name} of {kind}", name)
+            for group, before in zip(optimizer.param_groups, groups, strict=False):
+                guard = self._values.table(group, lambda key: f"{key!r} in a parameter group of {kind}", name)
+                guard.expected.update({k: v for k, v in before.items() if k != "params"})
+        elif name == "state":
+            state = self._snapshot.states[id(optimizer)]
+            read = functools.partial(_weights_with_state, optimizer)
+            self._values.read((id(optimizer), name), read, tuple(state), f"the {name} of {kind}", name)
+            for weight, before in state.items():
+                entries = optimizer.state.get(weight)
+                if isinstance(before, dict) and isinstance(entries, dict):
+                    guard = self._values.table(entries, lambda key: f"state[...][{key!r}] of {kind}", name)
+                    guard.expected.update(before)
+                    guard.whole = True
+                else:
+                    read = functools.partial(optimizer.state.get, weight)
+                    self._values.read((id(entries), name), read, before, f"the {name} of {kind}", name)
 
     def _imported(self, name: str, code: types.CodeType) -> None:
         """Guard a module that code imports whenever it runs."""
@@ -307,12 +323,13 @@ class GuardSources:
 
     # -- the result --
 
-    def guards(self, state_of_generators: list[Any], weights: set[int]) -> GuardSet:
+    def guards(self, state_of_generators: list[Any], weights: set[int], varying: Varying | None = None) -> GuardSet:
         """The guards to check at each call, once everything is collected.
 
         Args:
             state_of_generators: the result of `generators()` before the trace.
             weights: the ids of tensors whose gradients are guarded elsewhere.
+            varying: the numbers that are inputs of the step.
         """
         mentioned = {
             name for name, words in _GENERATOR_METHODS.items() if not words.isdisjoint(self._executed.mentioned)
@@ -334,6 +351,13 @@ class GuardSources:
             guard = self._values.tables.get(id(vars(module)))
             if guard is not None and name in guard.expected:
                 guard.expected = {**guard.expected, name: old}  # a copy, since guard sets share namespaces
+        for (container, key), any_number in (varying.expected() if varying is not None else {}).items():
+            for guards in (self._values.tables, self._values.lists, self._values.cells):
+                guard = guards.get(container)
+                if isinstance(guard, ListGuard):
+                    guard.expected = [any_number if i == key else item for i, item in enumerate(guard.expected)]
+                elif guard is not None and key in guard.expected:
+                    guard.expected = {**guard.expected, key: any_number}
         return GuardSet(self._values, self._executed.lines, self.unknown, self.external_calls, weights)
 
 
@@ -354,19 +378,12 @@ def _held_attributes(owner: Any) -> tuple:
     return (own_attributes(owner),)
 
 
-def _numbers(groups: Any) -> tuple:
-    """The content of parameter groups, without the weights."""
-    return tuple([v for group in groups for k, v in group.items() if k != "params"])
+def _param_groups(optimizer: torch.optim.Optimizer) -> tuple:
+    return tuple(optimizer.param_groups)
 
 
-def _entries(state: Any) -> tuple:
-    """The entries of an optimizer's state, and their weights."""
-    tables = [held if isinstance(held, dict) else {None: held} for held in state.values()]
-    return (*state, *(part for table in tables for entry in table.items() for part in entry))
-
-
-def _read_flat(optimizer: torch.optim.Optimizer, name: str, flat: Callable[[Any], tuple]) -> tuple:
-    return flat(getattr(optimizer, name))
+def _weights_with_state(optimizer: torch.optim.Optimizer) -> tuple:
+    return tuple(optimizer.state)
 
 
 # Methods of PyTorch optimizers that return all of these.

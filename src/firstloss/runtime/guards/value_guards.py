@@ -364,6 +364,7 @@ class Values:
             before = self.before(table)
             describe = describe_attribute(base)
             guard = self.table(table, describe, None)
+            guard.of_class = True
             installed = is_installed(module_of_class(base))
             attribute = OF_FIELDS if self._executed.may_read_fields else ()
             for name in before:
@@ -384,7 +385,9 @@ class Values:
         if not module_of_class(base).startswith("torch"):
             looked_up |= self._executed.mentioned
         methods = {name: table.get(name, MISSING) for name in looked_up}
-        self.table(table, describe_attribute(base), None).expected.update(methods)
+        guard = self.table(table, describe_attribute(base), None)
+        guard.of_class = True
+        guard.expected.update(methods)
 
 
 def _attributes(value: Any, names: tuple[str, ...]) -> tuple:

@@ -10,12 +10,14 @@ A batch of new shapes is compiled for as well, padded to a known shape, or rejec
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...capture.input_numbers import Expression, Source, is_plain_number
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
@@ -57,18 +59,30 @@ class Arguments:
         gradients: the index of a leaf's gradient, by the index of the leaf.
         itself: the indices of leaves that are inputs themselves.
         padded: the indices of leaves that are padded copies.
+        varying: the indices of numbers that are inputs, since they have been seen to change, with their names.
+        known: numbers that were computed for this call.
     """
 
-    __slots__ = ("leaves", "spec", "gradients", "itself", "padded", "_args_and_kwargs", "_count", "_containers")
+    __slots__ = (
+        "leaves", "spec", "gradients", "itself", "padded", "varying", "known", "_args_and_kwargs", "_count",
+        "_containers",
+    )  # fmt: skip
 
     def __init__(
-        self, args_and_kwargs: tuple, leaves: list[Any], spec: Any, padded: frozenset[int] = frozenset()
+        self,
+        args_and_kwargs: tuple,
+        leaves: list[Any],
+        spec: Any,
+        padded: frozenset[int] = frozenset(),
+        varying: Mapping[int, str] | None = None,
     ) -> None:
         """
         Args:
             args_and_kwargs: the positional and keyword arguments.
             leaves: their leaves, padded.
         """
+        self.varying = {} if varying is None else varying
+        self.known: dict[Expression, Any] = {}
         self.leaves = list(leaves)
         self.spec = spec
         self.padded = padded
@@ -193,7 +207,8 @@ class TracedArguments:
         inputs: the index of a leaf, by the input that stands in for it.
     """
 
-    def __init__(self, arguments: Arguments, tracing: StepTrace) -> None:
+    def __init__(self, arguments: Arguments, tracing: StepTrace, number_inputs: bool = True) -> None:
+        """`number_inputs`: whether numbers that vary are inputs; otherwise the step is specialized on them."""
         self._before = leaves = arguments.leaves
         self._stand_ins: list[tuple[DeferredTensor, int]] = []
         self.inputs: dict[Value, int] = {}
@@ -209,6 +224,9 @@ class TracedArguments:
             traced[i] = stand_in
         for i, j in arguments.gradients.items():
             traced[i].grad = traced[j]
+        for i, name in arguments.varying.items() if number_inputs else ():
+            kind, text = type(leaves[i]), f"the argument {name}" if name else "an argument"
+            traced[i] = tracing.numbers.number(leaves[i], Source(operator.itemgetter(i), kind, text, name))
         self._gradients = {i: traced[j] for i, j in arguments.gradients.items()}
         self._rebuilt = [arguments.rebuilt(traced[: len(arguments.given)])]
         self._containers = list(containers(self._rebuilt[0]))
@@ -315,6 +333,7 @@ class Shapes:
         self._policy = policy
         self._parameters = parameters
         self._kinds: dict[Any, tuple] = {}  # kinds, by everything except shapes
+        self._varying: dict[Any, dict[int, str]] = {}  # likewise, the indices and names of numbers that have changed
 
     def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
         """The arguments to run the step on, padded if necessary, and their kind.
@@ -327,8 +346,16 @@ class Shapes:
         kind = tuple(map(_kind, leaves))
         kinds = self._kinds.setdefault(spec, ())
         padded: frozenset[int] = frozenset()
+        varying = self._varying.get(spec, {})
+        if varying:
+            kind = _without_values(kind, varying)
+        if kind not in kinds and kinds and (changed := _changed_numbers(kinds[-1], kind)):
+            names = self._names(args, kwargs)
+            varying = self._varying[spec] = {**varying, **{i: names[i] for i in changed}}
+            kind = _without_values(kind, varying)
+            self._kinds[spec] = kinds = tuple(dict.fromkeys(_without_values(k, varying) for k in kinds))
         if kind in kinds:
-            return Arguments(args_and_kwargs, leaves, spec), kind
+            return Arguments(args_and_kwargs, leaves, spec, varying=varying), kind
         if isinstance(self._policy, Pad):
             self._check_names(args, kwargs)
         if kinds and self._policy == "refuse":
@@ -340,14 +367,14 @@ class Shapes:
                 leaves = [self._padded(*item) for item in zip(leaves, kind, target, names, strict=True)]
                 padded = frozenset(i for i, leaf in enumerate(leaves) if kind[i] != target[i])
                 if target in kinds:
-                    return Arguments(args_and_kwargs, leaves, spec, padded), target
+                    return Arguments(args_and_kwargs, leaves, spec, padded, varying), target
                 kind, new = target, kind
                 self._warn(self._change(kinds[-1], new, args, kwargs))
         elif kinds:
             self._warn(self._change(kinds[-1], kind, args, kwargs))
         certain = any(type(leaf[1]) is Itself for leaf in kind)  # may be other objects at each call
         self._kinds[spec] = (kind,) if certain else (*kinds, kind)
-        return Arguments(args_and_kwargs, leaves, spec, padded), kind
+        return Arguments(args_and_kwargs, leaves, spec, padded, varying), kind
 
     def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
         """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known kind is
@@ -437,6 +464,24 @@ def _kind(leaf: Any) -> tuple:
             "dicts, or constants."
         ) from None
     return (type(leaf), leaf)
+
+
+_ANY = "any number"
+
+
+def _without_values(kind: tuple, varying: Mapping[int, str]) -> tuple:
+    """A kind without the values of the numbers that vary."""
+    return tuple([(leaf[0], _ANY) if i in varying and len(leaf) == 2 else leaf for i, leaf in enumerate(kind)])
+
+
+def _changed_numbers(old: tuple, kind: tuple) -> list[int]:
+    """The indices of numbers that have changed; none if something else has."""
+    changed = [i for i, (a, b) in enumerate(zip(old, kind, strict=True)) if a != b]
+    are_numbers = all(
+        kind[i][0] is old[i][0] and len(kind[i]) == 2 and is_plain_number(kind[i][1]) and is_plain_number(old[i][1])
+        for i in changed
+    )
+    return changed if are_numbers else []
 
 
 def _same_but_sizes(old: tuple, kind: tuple) -> bool:

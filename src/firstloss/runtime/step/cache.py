@@ -31,7 +31,9 @@ from ...interpreter import Undo, pause, paused_until
 from ...program.compare import first_difference
 from ...program.source import here
 from ..backend import Backend
+from ..guards.equality import same
 from ..guards.guards import Change
+from ..guards.places import Place
 from ..guards.recording import functions_of
 from . import tracing
 from .arguments import Arguments, Itself, owner_of
@@ -123,12 +125,12 @@ class StepCache:
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
         # Models of other threads are reachable as well, and their gradients come and go while these trace.
         with session.tracing:
-            versions = self._fitting(setting, self._parameters(backend))
+            versions = self._fitting(setting, self._parameters(backend), arguments)
             fits = versions is not None
             if versions is None:  # parameters may have been replaced
                 self._seen = None
                 key = setting, self._parameters(backend)
-                versions = self._fitting(*key) or self.kinds.setdefault(
+                versions = self._fitting(*key, arguments) or self.kinds.setdefault(
                     key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
@@ -157,11 +159,11 @@ class StepCache:
         for key in certain[:-_MOST_FOR_CERTAIN]:
             del self.kinds[key]
 
-    def _fitting(self, setting: tuple, weights: tuple) -> CacheEntries | None:
+    def _fitting(self, setting: tuple, weights: tuple, arguments: Arguments) -> CacheEntries | None:
         """The entries that fit the weights: traced with the same weights, or before there were models that they do not
         read."""
         entries = self.kinds.get((setting, weights))
-        if entries is not None and entries.fits():
+        if entries is not None and entries.fits(arguments):
             return entries
         for (other, fewer), versions in self.kinds.items():
             count = len(fewer)
@@ -169,7 +171,7 @@ class StepCache:
                 reads = self._read_later.get((versions, count))
                 if reads is None:
                     reads = self._read_later[versions, count] = versions.reads(self._all[count:])
-                if not reads and versions.fits():
+                if not reads and versions.fits(arguments):
                     return versions
         return None
 
@@ -197,6 +199,7 @@ class Request(NamedTuple):
     arguments: Arguments
     backend: Backend
     retried: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
+    places: Sequence[Place] | None = ()  # of numbers that are inputs; None: the step is specialized on all numbers
 
     def roots(self) -> tuple:
         """The roots of everything that the step's Python code can reach."""
@@ -214,21 +217,39 @@ class Request(NamedTuple):
 
         backend = self.backend
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, backend, observer)
+            traced = tracing.trace_step(self.step, self.arguments, backend, observer, self.places)
             try:
                 self._refuse_twice(observer)
+                traced.modes.undo()  # set again after the step has run
                 same = find(traced)
+                if traced.trace.numbers.sources and (
+                    traced.raised is not None or same is None and not self._is_the_same_without_inputs(traced)
+                ):
+                    raise InputNumberError
             except BaseException:
                 tracing.abandon(traced, observer)
                 raise
-            traced.modes.undo()  # set again after the step has run
-        inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
+        inputs = Inputs(backend, traced.owners, traced.numbers)
         if same is not None and not (
             inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
         ):
             same = None
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
+
+    def _is_the_same_without_inputs(self, traced: TracedProgram) -> bool:
+        """Whether a trace that is specialized on all numbers gives the same Program: whether the step's Python does not
+        see the difference between a number and an input number (`type(x) is float`)."""
+        observer = TraceObserver(self.roots(), (), False)
+        specialized = tracing.trace_step(self.step, self.arguments, self.backend, observer, None)
+        try:
+            arguments = self.arguments
+            numbers = {
+                value: number.read(arguments.leaves, arguments.known) for value, number in traced.numbers.items()
+            }
+            return first_difference(specialized.program, traced.program, numbers) is None
+        finally:
+            tracing.abandon(specialized, observer)
 
     def _refuse_twice(self, observer: TraceObserver) -> None:
         """Reject a second trace at one call if the first may have changed files that the second reads."""
@@ -239,6 +260,10 @@ class Request(NamedTuple):
                 "argument that shares memory with another tensor that it uses, so its Python code would run twice at "
                 "this call. Edit a clone of it, or read before the step, and pass what was read."
             )
+
+
+class InputNumberError(Exception):
+    """The step's Python does not treat an input number as it does a number."""
 
 
 class CacheEntry:
@@ -261,9 +286,13 @@ class CacheEntry:
             self.guards.release()
         self._checked = time.perf_counter()
 
-    def changes(self) -> list[Change]:
+    def changes(self, arguments: Arguments) -> list[Change]:
         """What it reads that has changed since it was traced."""
-        return self.guards.changes(self.step.traced.owners.move)
+        changes = self.guards.changes(self.step.traced.owners.move, arguments.leaves, arguments.known)
+        for place, before in self.step.traced.optimizers.state.numbers:
+            if not same(before, now := place.get()):
+                changes.append(Change(place.description, place.name, before, now, id(place.container), place))
+        return changes
 
     @property
     def traced_each_time(self) -> str | None:
@@ -320,23 +349,25 @@ class CacheEntries:
         self._refuse = refuse
         self._name = name
         self._functions: list[types.FunctionType] = []
+        self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
+        self._takes_input_numbers = True
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
         return [entry.step for entry in self._entries]
 
-    def fits(self) -> bool:
+    def fits(self, arguments: Arguments) -> bool:
         """Whether the guards of one of them hold."""
         self._fitting = None
         if not self._always:
-            self._fitting = next((entry for entry in self._entries if self._does_fit(entry)), None)
+            self._fitting = next((entry for entry in self._entries if self._does_fit(entry, arguments)), None)
         return self._fitting is not None
 
     @staticmethod
-    def _does_fit(entry: CacheEntry) -> bool:
+    def _does_fit(entry: CacheEntry, arguments: Arguments) -> bool:
         if entry.step.outdated() or entry.guards.unknown or entry.traced_each_time is not None:
             return False
-        return not entry.changes()
+        return not entry.changes(arguments)
 
     def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
@@ -369,7 +400,9 @@ class CacheEntries:
         """Trace the step, because no entry's guards hold."""
         last = self._entries[0] if self._entries else None
         outdated = last is not None and last.step.outdated()
-        why = [] if last is None or outdated else last.changes()
+        why = [] if last is None or outdated else last.changes(request.arguments)
+        places = {c.place.id: c.place for c in why if c.place is not None and c.place.id not in self._places}
+        self._places |= places
         twin: list[CacheEntry] = []
 
         def find(traced: TracedProgram) -> CompiledStep | None:
@@ -377,6 +410,8 @@ class CacheEntries:
                 if entry.step.traced.does_the_same(traced):
                     twin.append(entry)
                     return entry.step
+            if places and self._takes_input_numbers:
+                return None  # compiled once more, and no more after that
             if last is not None and not outdated and not self._only_modes(why) and traced.raised is None:
                 difference = first_difference(last.step.traced.program, traced.program)
                 self._reports.report_difference(
@@ -387,7 +422,7 @@ class CacheEntries:
         entry = self._traced(request, find, first=not any(versions._entries for versions in similar))
         if entry.step.traced.raised is not None:  # it may not raise the next time
             return entry
-        if last is not None and last.changes_by_step(why):
+        if last is not None and last.changes_by_step(why) and not (places and self._takes_input_numbers):
             entry.again = last.again + 1
             if entry.again > 1:
                 self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
@@ -455,9 +490,22 @@ class CacheEntries:
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
         records_code = not first or bool(self._entries) or not self._check or request.retried
-        observer = TraceObserver(request.roots(), self._functions, records_code)
-        begin = time.perf_counter()
-        entry = CacheEntry(request.compiled(observer, find), observer, time.perf_counter() - begin)
+        has_inputs = bool(self._places or request.arguments.varying) and not request.backend.replays
+        while True:
+            specialized = not (has_inputs and self._takes_input_numbers)
+            observer = TraceObserver(request.roots(), self._functions, records_code)
+            begin = time.perf_counter()
+            try:
+                places = None if specialized else tuple(self._places.values())
+                compiled = request._replace(places=places).compiled(observer, find)
+                break
+            except Shared:
+                raise
+            except Exception:
+                if specialized:
+                    raise
+                self._takes_input_numbers = False
+        entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
         if entry.guards.unknown:
             self._functions += functions_of(entry.guards.unknown)
             if len(self._functions) > _MOST_FUNCTIONS:

@@ -12,6 +12,7 @@ import torch
 from ... import timeline
 from ...capture import session
 from ...capture.exported_memory import record_exported_memory
+from ...capture.input_numbers import NumberInput
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...errors import BackendError, TraceError
 from ...interpreter import Undo
@@ -144,8 +145,8 @@ class CompiledStep:
                 owners.moved()
             wait = self._ran  # otherwise the executable itself waits for pending arrays
             state_owners = owners.owners_at_call(leaves)
-            state, buffers = self.inputs.state(state_owners, leaves, wait)
-            rest = self.inputs.arrays(owners.read, leaves, wait)
+            state, buffers = self.inputs.state(state_owners, arguments, wait)
+            rest = self.inputs.arrays(owners.read, arguments, wait)
             key = backend.keys.next() if traced.draws else None
             seed = (
                 key if key is not None else _no_seed(backend.mesh is None) if is_imported() else np.zeros(2, np.uint32)
@@ -229,7 +230,7 @@ class CompiledStep:
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced
         fresh = traced.outputs.fresh(arrays, traced.program.outputs, traced.name)
-        return CallFrame(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in)
+        return CallFrame(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in, arguments.known)
 
     def _first(
         self,
@@ -314,7 +315,7 @@ class Inputs:
         self,
         backend: Backend,
         owners: Owners,
-        numbers: Mapping[Value, GroupEntry],
+        numbers: Mapping[Value, GroupEntry | NumberInput],
     ) -> None:
         """`numbers` are the inputs that are numbers, read at each call. On a mesh, storages that are not on the backend
         yet are moved there."""
@@ -328,7 +329,7 @@ class Inputs:
         self.exported = False
 
     def state(
-        self, changed: Mapping[Value, Owner], leaves: list[Any], wait: bool = True
+        self, changed: Mapping[Value, Owner], arguments: Arguments, wait: bool = True
     ) -> tuple[tuple, Sequence[DeviceBuffer | None]]:
         """The arrays of the state that the step changes, and the buffers for its new content; tensors outside the
         backend have no buffer. There may be a thousand arrays, most of them untouched since the last step: only for the
@@ -336,18 +337,19 @@ class Inputs:
         self.exported = False
         buffers = _buffers(changed)
         if self.where or not wait:
-            arrays = self.arrays(changed, leaves, wait, donated=True)
+            arrays = self.arrays(changed, arguments, wait, donated=True)
         else:
             current = [buffer.current if buffer is not None else None for buffer in buffers]
             arrays = tuple(
-                [self.array(v, leaves, True) if a is None else a for v, a in zip(changed, current, strict=True)]
+                [self.array(v, arguments, True) if a is None else a for v, a in zip(changed, current, strict=True)]
             )
         return arrays, buffers if all(buffers) else _buffers(changed)  # some have been created since
 
-    def arrays(self, values: Iterable[Value], leaves: list[Any], wait: bool = True, donated: bool = False) -> tuple:
+    def arrays(self, values: Iterable[Value], arguments: Arguments, wait: bool = True, donated: bool = False) -> tuple:
         """The arrays of the inputs `values`; without `wait`, lazy ones for those still being computed."""
         return tuple(
-            (None if wait else self._later(value, leaves)) or self.array(value, leaves, donated) for value in values
+            (None if wait else self._later(value, arguments.leaves)) or self.array(value, arguments, donated)
+            for value in values
         )
 
     def _later(self, value: Value, leaves: list[Any]) -> LazyArray | None:
@@ -363,13 +365,14 @@ class Inputs:
             owner.resident.lazy_array() if isinstance(owner, DeferredStorage) and owner.resident is not None else None
         )
 
-    def array(self, value: Value, leaves: list[Any], donated: bool = False) -> Any:
+    def array(self, value: Value, arguments: Arguments, donated: bool = False) -> Any:
         """The array of an input `value` at this call; `donated` if the step may write to it."""
         number = self._numbers.get(value)
         if number is not None:
-            return np.float64(number.read())
+            read = number.read(arguments.leaves, arguments.known)
+            return np.float64(read) if value.dtype is torch.float64 else np.int64(read)
         index = self._argument_index.get(value)
-        owner = self._owners[value] if index is None else leaves[index]
+        owner = self._owners[value] if index is None else arguments.leaves[index]
         sharding = self.where.get(value)
         array: jax.Array
         if isinstance(owner, DeferredStorage):

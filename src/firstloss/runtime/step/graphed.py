@@ -8,6 +8,7 @@ warning that says why.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ class GraphedStep:
         traced.optimizers.groups.begin()
         if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
             owners.moved()
-        numbers = traced.optimizers.groups.inputs
+        numbers = traced.numbers
         tensors: dict[Value, torch.Tensor] = {}
         batch: dict[Value, torch.Tensor] = {}
         reads: dict[Value, Callable[[], float]] = {}
@@ -105,7 +106,7 @@ class GraphedStep:
             if value in owners.arguments:
                 batch[target] = arguments.leaves[owners.arguments[value]].detach()
             elif value in numbers:
-                reads[target] = numbers[value].read
+                reads[target] = functools.partial(numbers[value].read, arguments.leaves, arguments.known)
             else:
                 tensors[target] = owners.inputs[value]  # type: ignore[assignment] # real ones
         return tensors, batch, reads
@@ -125,7 +126,8 @@ class GraphedStep:
                 tensors[number] = tensor
             return tensors[number]
 
-        return CallFrame(fresh, arguments.leaves, arguments.containers, self.traced.owners.stand_in)
+        stand_in = self.traced.owners.stand_in
+        return CallFrame(fresh, arguments.leaves, arguments.containers, stand_in, arguments.known)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -142,7 +144,7 @@ class GraphRequest(Request):
             TraceError: if it cannot be replayed.
         """
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, self.backend, observer)
+            traced = tracing.trace_step(self.step, self.arguments, self.backend, observer, self.places)
             try:
                 same = find(traced)
                 executable = _planned(traced, self.backend) if same is None else same.executable
@@ -164,7 +166,7 @@ def _planned(traced: TracedProgram, backend: Backend) -> ReplayedStep:
     if retrace_reason is not None:
         raise TraceError(retrace_reason)
     inputs = (*traced.owners.changed, *traced.owners.read)
-    plan = Plan(traced.program, inputs, traced.optimizers.groups.inputs, backend.torch_device)
+    plan = Plan(traced.program, inputs, traced.numbers, backend.torch_device)
     if plan.obstacles:
         raise TraceError("; ".join(plan.obstacles))
     state = {value: traced.program.outputs[f"new{i}"] for i, value in enumerate(traced.owners.changed)}

@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...capture.input_numbers import is_input_number, is_plain_number, plain
 from ...capture.new_optimizer_state import PLAIN
 from ...capture.recorder import DeferredTensor
 from ...capture.step import StepTrace, is_traced
 from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
-from ..guards.effects import Bind, Effects, always
+from ..guards.effects import Bind, Effects, always, setting
 from ..guards.equality import same
 from ..guards.object_kinds import MISSING
-from ..guards.reconstruct import CallFrame, Make, Reconstructor
+from ..guards.places import Place, Varying
+from ..guards.reconstruct import CallFrame, Make, Reconstructor, number_of
 from ..guards.snapshot import Snapshot
 
 
@@ -41,6 +43,7 @@ class OptimizerStates:
         self._seen = seen
         self.new: list[torch.Tensor] = []
         self.counts: str | None = None
+        self.numbers: list[tuple[Place, Any]] = []  # numbers that one of them changes, before the step
         self._entries: list[tuple[dict[str, Any], str, Any]] = []  # entries before the step
         self._before: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # keys before the step
         self._states: list[StateOf] = []
@@ -63,12 +66,16 @@ class OptimizerStates:
         for entries, key, old in self._entries:
             new = entries.get(key)
             if isinstance(old, PLAIN):
-                if new is not old and (type(new) is not type(old) or new != old):
-                    self.counts = self.counts or f"its optimizer changes a Python number, state[{key!r}]"
-                    effects.add(
-                        functools.partial(operator.setitem, entries, key, old),
-                        always(functools.partial(operator.setitem, entries, key, new)),
-                    )
+                before = plain(old)
+                if is_input_number(new) or new is not old and not same(before, new):
+                    undo = functools.partial(operator.setitem, entries, key, before)
+                    effects.add(undo, functools.partial(self._bind, entries, key, reconstructor.make(new), move))
+                if not is_input_number(new) and new is not old and not same(before, new):
+                    if is_plain_number(before):
+                        description = f"state[...][{key!r}] of an optimizer"
+                        self.numbers.append((Place(entries, key, description, key), before))
+                    else:
+                        self.counts = self.counts or f"its optimizer changes state[{key!r}]"
             elif new is not old and isinstance(new, torch.Tensor):
                 effects.add(
                     functools.partial(operator.setitem, entries, key, old),
@@ -89,9 +96,14 @@ class OptimizerStates:
         def bind() -> None:
             old = entries[key]
             entries[key] = new
-            if old is not new and old.shape == new.shape and old.dtype == new.dtype and move([(old, new)]):
-                for state in self._states:
-                    state.follow(entries, key, new)
+            if old is new:
+                return
+            if not isinstance(new, torch.Tensor):
+                follows = True
+            else:
+                follows = old.shape == new.shape and old.dtype == new.dtype and move([(old, new)])
+            for state in self._states if follows else ():
+                state.follow(entries, key, new)
 
         return bind
 
@@ -125,12 +137,14 @@ class StateOf:
         self._tables = [entries for entries in tables for _ in entries]
         self._keys = [key for entries in tables for key in entries]
         self._values = [value for entries in tables for value in entries.values()]
+        tables_and_keys = zip(self._tables, self._keys, strict=True)
+        self._indices = {(id(table), key): i for i, (table, key) in enumerate(tables_and_keys)}
 
     def follow(self, entries: dict[str, Any], key: str, new: Any) -> None:
         """Note that the step itself has bound an entry to another object."""
-        for i, (table, name) in enumerate(zip(self._tables, self._keys, strict=True)):
-            if table is entries and name == key:
-                self._values[i] = new
+        index = self._indices.get((id(entries), key))
+        if index is not None:
+            self._values[index] = new
 
     def replaced(self) -> bool:
         """Whether an entry is another object than before."""
@@ -178,8 +192,8 @@ class GroupEntry(NamedTuple):
     key: str
     position: int | None
 
-    def read(self) -> float:
-        """The current number."""
+    def read(self, arguments: Any = (), known: Any = None) -> float:
+        """The current number, at any call."""
         value = self.group[self.key]
         return float(value if self.position is None else value[self.position])
 
@@ -222,12 +236,14 @@ def _differences(group: dict[str, Any], before: dict[str, Any]) -> list[_Set]:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or type(value) is tuple and all(type(part) in _PLAIN for part in value)
+    if type(value) is tuple:
+        return all(type(part) in _PLAIN for part in value)
+    return type(value) in _PLAIN or is_plain_number(value) or is_input_number(value)
 
 
 def _is_number_lost(before: Any, now: Any) -> bool:
     """Whether a tensor created by the step has replaced a number."""
-    return is_number(before) and isinstance(now, (torch.Tensor, torch.SymFloat))
+    return is_number(before) and isinstance(now, (torch.Tensor, torch.SymFloat)) and not is_input_number(now)
 
 
 class ParameterGroups:
@@ -250,6 +266,8 @@ class ParameterGroups:
         self._seen = seen
         self._snapshot: Snapshot | None = snapshot  # only during the trace, as it keeps everything alive
         self._custom_groups: set[int] = set()  # the ids of custom optimizers' groups, which they set themselves
+        self.varying: Varying | None = None  # the numbers that are inputs, in groups and elsewhere
+        self._varying_ids: frozenset[tuple[int, Any]] = frozenset()
         self._first: list[_Set] = []
         self._later: list[_Set] = []
         self.inputs: dict[Any, GroupEntry] = {}
@@ -264,7 +282,11 @@ class ParameterGroups:
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Save the optimizer's groups before its first step; they are restored after the trace."""
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
-            self._first += _differences(group, before)
+            for change in _differences(group, before):
+                if not is_input_number(change.value):
+                    self._first.append(change)
+                elif change.value.node.expression.source is None:  # computed by the step
+                    self._later.append(change)
             self._saved.append((group, dict(group)))
             if not is_known(optimizer):
                 self._custom_groups.add(id(group))
@@ -276,6 +298,8 @@ class ParameterGroups:
 
     def bake(self) -> None:
         """Record the constants in the traced step."""
+        self._varying_ids = frozenset(() if self.varying is None else self.varying.expected())
+        self.varying = None
         self._baked = self._constants()
 
     def settled(self) -> None:
@@ -309,7 +333,10 @@ class ParameterGroups:
         """Make the learning rate, and other numbers that change, inputs that are read at each call."""
         group = optimizer.param_groups[index]
         value = group[key]
-        if key == "lr" and is_number(value):
+        if is_input_number(value):
+            if key == "lr":
+                self.set(group, key, self._trace.input_of((value * 1.0).node))
+        elif key == "lr" and is_number(value):
             self.set(group, key, self._input(group, key))
         elif (index, key) in _varying.get(optimizer, ()):
             if is_number(value):
@@ -333,6 +360,25 @@ class ParameterGroups:
         self._restore.append((group, key, group[key], value))
         group[key] = value
 
+    def show(self, optimizer: torch.optim.Optimizer) -> None:
+        """After an optimizer's step, put back what its groups held before: the step's own code reads plain numbers."""
+        ids = {id(group) for group in optimizer.param_groups}
+        for group, key, before, traced in reversed(self._restore):
+            if id(group) in ids and group.get(key) is traced and not _written(traced):
+                group[key] = before
+
+    def hide(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before another step of the optimizer, undo `show`."""
+        ids = {id(group) for group in optimizer.param_groups}
+        for group, key, before, traced in list(self._restore):
+            if id(group) not in ids:
+                continue
+            now = group.get(key)
+            if now is before:
+                group[key] = traced
+            elif key == "lr" and is_input_number(now):
+                self.set(group, key, self._trace.input_of((now * 1.0).node))
+
     def restore(self) -> list[str]:
         """Restore the groups to their state before the step; returns what later calls could not set in the same way."""
         refused: list[str] = []
@@ -341,17 +387,14 @@ class ParameterGroups:
                 self._saved += zip(optimizer.param_groups, self._before(optimizer), strict=False)
         for group, key, before, traced in reversed(self._restore):
             now = group.get(key, traced)
-            if now is not traced and _is_plain(now) and id(group) not in self._custom_groups:
+            if now is not traced and now is not before and _is_plain(now):
                 self._later.append(_Set(group, key, now, before))
-            elif now is not traced or _written(traced):
+            elif now is not traced and now is not before or _written(traced):
                 refused.append(key)
             group[key] = before
         for group, before in self._saved:
             differences = _differences(group, before)
-            if id(group) in self._custom_groups:
-                refused += [change.key for change in differences]
-            else:
-                self._later += differences
+            self._later += differences
             for change in differences:
                 change.undo()
             refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
@@ -370,7 +413,11 @@ class ParameterGroups:
     def traced(self, effects: Effects) -> None:
         """Record what the step sets later, as side effects."""
         for change in self._later:
-            effects.add(lambda: None, always(change.apply))
+            if is_input_number(change.value):
+                set_number = functools.partial(operator.setitem, change.group, change.key)
+                effects.add(lambda: None, setting(set_number, number_of(change.value)))
+            else:
+                effects.add(lambda: None, always(change.apply))
 
     def _constants(self) -> dict[Any, Any]:
         """Everything in the groups that is baked into the trace: all but weights and inputs, and the assumptions about
@@ -383,7 +430,7 @@ class ParameterGroups:
             for i, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     indices = inputs.get((id(group), key))
-                    if key == "params" or indices == [None] or _is_dead(value):
+                    if key == "params" or indices == [None] or _is_dead(value) or (id(group), key) in self._varying_ids:
                         continue
                     if indices is not None and isinstance(value, tuple):  # some elements are inputs
                         value = tuple(v for i, v in enumerate(value) if i not in indices)

@@ -140,6 +140,8 @@ class Optimizers:
         self.schedulers.before_step(optimizer)
         if not any(seen is optimizer for seen in self.seen):
             self._first_step(optimizer, args, kwargs)
+        else:
+            self.groups.hide(optimizer)
         self._widen(optimizer)
         for group in optimizer.param_groups:
             momentum = group.get("momentum")
@@ -159,6 +161,7 @@ class Optimizers:
             for buffer, before, moves in self._momenta:
                 buffer.copy_(torch.where(moves, buffer, before))
         self._momenta.clear()
+        self.groups.show(optimizer)
 
     def _widen(self, optimizer: torch.optim.Optimizer) -> None:
         """Count steps in float32 but compute bias corrections in float64, as eager PyTorch does: in float32 1 - 0.999

@@ -47,7 +47,7 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         try:
             if traced.raised is not None:
                 raise traced.raised
-            inputs = Inputs(backend, traced.owners, traced.optimizers.groups.inputs)
+            inputs = Inputs(backend, traced.owners, traced.numbers)
             return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
         finally:
             tracing.abandon(traced, observer)

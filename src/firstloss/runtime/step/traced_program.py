@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...capture.autograd_boundary import returned
+from ...capture.input_numbers import NumberInput
 from ...capture.step import StepTrace, is_traced
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...program.compare import first_difference
@@ -22,6 +23,7 @@ from ...program.graph import Geometry, Ref, Value, geometry_of
 from ...program.program import Program
 from ..guards.effects import Effects
 from ..guards.reconstruct import Make, Reconstructor
+from .optimizer_state import GroupEntry
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, differ
 from .process_settings import ModesLeft
@@ -298,6 +300,12 @@ class TracedProgram:
         new = [f"new{i}" for i in range(len(changed))]
         return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
 
+    @functools.cached_property
+    def numbers(self) -> Mapping[Value, GroupEntry | NumberInput]:
+        """The inputs that are numbers."""
+        inputs = {t._storage.first: NumberInput(expression) for expression, t in self.trace.numbers.inputs.items()}
+        return {**self.optimizers.groups.inputs, **inputs}
+
     @property
     def retrace_reason(self) -> str | None:
         """Why it must be traced at each call, if it must."""
@@ -323,7 +331,7 @@ class TracedProgram:
         return any(differ(a, b) for a, b in pairs if a is not None and b is not None)
 
     def _external_inputs(self) -> list[DeferredStorage | torch.Tensor | None]:
-        return self.owners.external_inputs({*self.optimizers.groups.inputs, *self.gradients.read})
+        return self.owners.external_inputs({*self.numbers, *self.gradients.read})
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of `tensors`, or its gradient, is an input."""

@@ -25,6 +25,7 @@ from ..backend import Backend
 from ..guards.effects import Bind, Effects, always, restore_contents
 from ..guards.guard_set import GuardSet
 from ..guards.mutable_state import restore_environment
+from ..guards.places import Place, Varying
 from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
@@ -54,6 +55,7 @@ class TraceObserver:
         self.snapshot = Snapshot(roots, functions)
         self.recording = Recording(self.snapshot.classes, profile)
         self.guards: GuardSet | None = None
+        self.varying: Varying | None = None
         self.records_code = profile
 
     def effects(self, reconstructor: Reconstructor, weights: set[int]) -> Effects:
@@ -67,7 +69,7 @@ class TraceObserver:
         if generators() != self._generators:
             before, after = self._generators, generators()
             effects.add(lambda: restore_generators(before), always(lambda: restore_generators(after)))
-        self.guards = reads.guards(self._generators, weights)
+        self.guards = reads.guards(self._generators, weights, self.varying)
         self.recording.forget()
         return effects
 
@@ -83,7 +85,11 @@ class TraceObserver:
 
 
 def trace_step(
-    step: Callable[..., Any], arguments: Arguments, backend: Backend, observer: TraceObserver
+    step: Callable[..., Any],
+    arguments: Arguments,
+    backend: Backend,
+    observer: TraceObserver,
+    places: Iterable[Place] | None = (),
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
@@ -91,11 +97,12 @@ def trace_step(
 
     Args:
         observer: observes the Python side of the trace.
+        places: the places of numbers that are inputs of the step; None: it is specialized on all numbers.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
     """
-    trace = _Trace(getattr(step, "__name__", "step"), backend, observer)
+    trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places)
     try:
         return trace.run(step, arguments)
     except BaseException as error:
@@ -118,8 +125,9 @@ def abandon(traced: TracedProgram, observer: TraceObserver) -> None:
 class _Trace:
     """A trace, from start to end."""
 
-    def __init__(self, name: str, backend: Backend, observer: TraceObserver) -> None:
+    def __init__(self, name: str, backend: Backend, observer: TraceObserver, places: Iterable[Place] | None) -> None:
         self.name = name
+        self._places = places
         self.effects: Effects | None = None
         self.trace = StepTrace()
         self.optimizers = Optimizers(self.trace, observer.snapshot, keep_fused=backend.replays)
@@ -154,9 +162,12 @@ class _Trace:
         raised = None
         with Undo() as undo, undo, self.trace.active(), self.optimizers.watched(recording):
             recording.begin(undo)
-            stand_ins = TracedArguments(arguments, self.trace)
+            stand_ins = TracedArguments(arguments, self.trace, self._places is not None)
             args, kwargs = stand_ins.take()
             snapshot.add_root((args, kwargs))
+            self._observer.varying = Varying(self._places or (), self.trace.numbers)
+            self._observer.varying.begin(undo)
+            self.optimizers.groups.varying = self._observer.varying
             try:
                 result = [step(*args, **kwargs)]
             except FirstlossError:
@@ -165,6 +176,7 @@ class _Trace:
                 if direct_memory_access.is_unallocated(error):
                     raise
                 raised, result = error, [None]
+        self.trace.numbers.is_open = False
         stand_ins.check(self.name)
         self.optimizers.check()
         backend = self._backend
@@ -209,6 +221,8 @@ class _Trace:
             if memory is not None
         ]
         effects.undo()
+        if self._observer.guards is not None:
+            self._observer.guards.numbers = trace.numbers
         viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(reconstructor, returned, trace, backend.mesh, viewers, reachable)

@@ -1,0 +1,408 @@
+"""Python numbers that change from call to call of a traced step, and are inputs of it.
+
+A step that reads `beta = min(1.0, self.iteration / 1000)` computes something else at each call, though its Program is
+always the same. Once a number has been seen to change, an *input number* takes its place while the step is traced: it
+has the number's value, and remembers the expression by which it was computed. What Python does with it decides:
+
+- arithmetic gives another input number, with a longer expression;
+- as an argument of an operation on tensors it becomes an input of the Program, whose value each call computes on the
+  host, in Python's own arithmetic, exactly as eager PyTorch would;
+- a comparison (`if step > warmup`) gives an ordinary bool, and a guard on it;
+- anything else (`int(x)`, an index, a format) gives what the number itself would, and a guard on the value: the step is
+  *specialized* on it.
+
+What the step leaves in Python (`self.iteration += 1`) is computed anew at each call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+NUMBERS = (float, int, np.floating, np.integer)
+
+
+def is_plain_number(value: Any) -> bool:
+    """Whether it is a number that can be an input: of Python's or NumPy's own types, but not a bool."""
+    kind = type(value)
+    return kind is float or kind is int or isinstance(value, (np.floating, np.integer))
+
+
+class Source(NamedTuple):
+    """Where a number comes from, and how to read it at a call, given the leaves of its arguments."""
+
+    read: Callable[[Sequence[Any]], Any]
+    kind: type  # of the number; one of another type is a change of the step
+    description: str
+    name: str
+
+
+class Expression:
+    """How a number is computed at a call: from a source, or from other numbers."""
+
+    __slots__ = ("combine", "operands", "source")
+
+    def __init__(self, combine: Callable[..., Any] | None, operands: tuple, source: Source | None = None) -> None:
+        self.combine = combine
+        self.operands = operands
+        self.source = source
+
+    def value(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> Any:
+        """The number at a call.
+
+        Args:
+            arguments: the leaves of the call's arguments.
+            known: the numbers of this call that were computed already, to which it is added.
+        """
+        if self in known:
+            return known[self]
+        if self.source is not None:
+            result = self.source.read(arguments)
+        else:
+            assert self.combine is not None
+            result = self.combine(*[o.value(arguments, known) if type(o) is Expression else o for o in self.operands])
+        known[self] = result
+        return result
+
+    def sources(self) -> list[Source]:
+        """Where the number comes from."""
+        if self.source is not None:
+            return [self.source]
+        return [source for o in self.operands if type(o) is Expression for source in o.sources()]
+
+
+class InputNumbers:
+    """The input numbers of one trace.
+
+    Attributes:
+        sources: the expressions of the numbers that are read at each call.
+        guards: the values of expressions that the step has branched on, or was specialized on.
+        inputs: the expressions whose values are inputs of the Program, by expression, with their traced tensors.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[Expression] = []
+        self.guards: dict[Expression, Any] = {}
+        self.inputs: dict[Expression, Any] = {}
+        self._known: dict[tuple, Expression] = {}
+        self.is_open = True  # while the step is being traced
+
+    def number(self, value: Any, source: Source) -> Any:
+        """The input number with the current `value`, which is read from `source` at each call."""
+        expression = Expression(None, (), source)
+        self.sources.append(expression)
+        return _number(value, expression, self)
+
+    def computed(self, combine: Callable[..., Any], operands: tuple) -> Expression:
+        """The expression `combine(*operands)`; the same object for equal ones."""
+        key = (combine, tuple((id(o) if type(o) is Expression else (type(o), repr(o))) for o in operands))
+        expression = self._known.get(key)
+        if expression is None:
+            expression = self._known[key] = Expression(combine, operands)
+        return expression
+
+    def guard(self, expression: Expression, value: Any) -> None:
+        """Assume that an expression has this value at each call."""
+        if self.is_open and expression not in self.guards:
+            self.guards[expression] = value
+
+
+class NumberInput(NamedTuple):
+    """An input of the Program that is a number."""
+
+    expression: Expression
+
+    def read(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> Any:
+        """The number at a call; see `Expression.value`."""
+        return self.expression.value(arguments, known)
+
+
+class NumberNode:
+    """What an input number is: its value in the trace, and its expression. Implements PyTorch's `SymNode` interface, by
+    which operations written in C++ compute with numbers."""
+
+    def __init__(self, number: Any, expression: Expression, numbers: InputNumbers) -> None:
+        self.number = number
+        self.expression = expression
+        self.numbers = numbers
+
+    def specialized(self) -> Any:
+        """The value, on which the step depends from now on."""
+        self.numbers.guard(self.expression, self.number)
+        return self.number
+
+    def apply(self, combine: Callable[..., Any], *others: Any, reflected: bool = False) -> tuple[Any, Expression]:
+        """The value of `combine(self, *others)`, and its expression."""
+        nodes = [self, *(node_of(o) or o for o in others)]
+        if reflected:
+            nodes.reverse()
+        try:
+            value = combine(*[n.number if type(n) is NumberNode else n for n in nodes])
+        except Exception:  # a division by zero, for example: it depends on the values
+            for node in nodes:
+                if type(node) is NumberNode:
+                    node.specialized()
+            raise
+        operands = tuple(n.expression if type(n) is NumberNode else n for n in nodes)
+        return value, self.numbers.computed(combine, operands)
+
+    # -- the SymNode interface --
+
+    def is_int(self) -> bool:
+        return not self.is_float() and not self.is_bool()
+
+    def is_float(self) -> bool:
+        return isinstance(self.number, (float, np.floating))
+
+    def is_bool(self) -> bool:
+        return isinstance(self.number, (bool, np.bool_))
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def has_hint(self) -> bool:
+        return True
+
+    def _false(self) -> bool:
+        return False
+
+    def _unknown(self) -> None:
+        return None
+
+    is_constant = is_nested_int = _false
+    maybe_as_int = maybe_as_float = maybe_as_bool = constant_int = constant_float = constant_bool = _unknown
+
+    def _wrap(self, number: Any) -> NumberNode:
+        return NumberNode(number, self.numbers.computed(_identity, (number,)), self.numbers)
+
+    wrap_int = wrap_float = wrap_bool = _wrap
+
+    def guard_int(self, file: str = "", line: int = 0) -> int:
+        return int(self.specialized())
+
+    def guard_float(self, file: str = "", line: int = 0) -> float:
+        return float(self.specialized())
+
+    def guard_bool(self, file: str = "", line: int = 0) -> bool:
+        return bool(self.specialized())
+
+    bool_ = int_ = expect_true = guard_bool
+
+    def __getattr__(self, name: str) -> Callable[..., NumberNode]:
+        combine = _OF_NODES.get(name)
+        if combine is None:
+            raise AttributeError(name)
+
+        def compute(*others: Any) -> NumberNode:
+            value, expression = self.apply(combine, *others)
+            return NumberNode(value, expression, self.numbers)
+
+        return compute
+
+    def __str__(self) -> str:
+        return str(self.specialized())
+
+    _graph_repr = __repr__ = __str__
+
+
+def _identity(number: Any) -> Any:
+    return number
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+_UNARY: dict[str, Callable[..., Any]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": operator.abs,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "trunc": math.trunc,
+}
+# The methods of PyTorch's SymNode.
+_OF_NODES = {
+    **_ARITHMETIC,
+    **_COMPARISONS,
+    **_UNARY,
+    "float_truediv": operator.truediv,
+    "int_truediv": operator.truediv,
+    "float_pow": operator.pow,
+    "pow_by_natural": operator.pow,
+    "int_floordiv": operator.floordiv,
+    "sym_float": float,
+    "sym_int": int,
+    "sym_sqrt": math.sqrt,
+    "sym_min": min,
+    "sym_max": max,
+    "sym_not": operator.not_,
+    "and_": operator.and_,
+    "or_": operator.or_,
+}
+
+
+def node_of(value: Any) -> NumberNode | None:
+    """The node of an input number, also as PyTorch's C++ code hands it on; None for any other object."""
+    if type(value) is NumberNode:
+        return value
+    node = value.node if isinstance(value, (torch.SymFloat, torch.SymInt)) else None
+    return node if type(node) is NumberNode else None
+
+
+def _number(value: Any, expression: Expression, numbers: InputNumbers) -> Any:
+    """An input number; a value that is not one (a complex number, NaN as a bool) is returned itself, specialized."""
+    node = NumberNode(value, expression, numbers)
+    if isinstance(value, (float, np.floating)):
+        return InputFloat(node)
+    if is_plain_number(value):
+        return InputInt(node)
+    return node.specialized()
+
+
+def _binary(combine: Callable[..., Any], reflected: bool = False) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        if not isinstance(other, (*NUMBERS, bool, np.bool_)):
+            return NotImplemented
+        value, expression = self.node.apply(combine, other, reflected=reflected)
+        return _number(value, expression, self.node.numbers)
+
+    return method
+
+
+def _comparison(combine: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        if not isinstance(other, (*NUMBERS, bool, np.bool_)):
+            return NotImplemented
+        value, expression = self.node.apply(combine, other)
+        self.node.numbers.guard(expression, value)
+        return value
+
+    return method
+
+
+def _unary(combine: Callable[..., Any]) -> Callable[[Any], Any]:
+    def method(self: Any) -> Any:
+        value, expression = self.node.apply(combine)
+        return _number(value, expression, self.node.numbers)
+
+    return method
+
+
+def _converted(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """A conversion, whose result the step is specialized on."""
+
+    def method(self: Any, *args: Any) -> Any:
+        if args:
+            return combine(self.node.specialized(), *args)
+        value, expression = self.node.apply(combine)
+        self.node.numbers.guard(expression, value)
+        return value
+
+    return method
+
+
+class _InputNumber:
+    """The methods of both kinds of input numbers. To Python code they are of the number's class."""
+
+    node: NumberNode
+    __array_ufunc__ = None  # NumPy's numbers leave arithmetic to the methods below
+
+    __class__ = property(lambda self: type(self.node.number))  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "node" or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.node.specialized(), name)
+
+    def __round__(self, digits: Any = None) -> Any:
+        combine = round if digits is None else functools.partial(round, ndigits=digits)
+        return _unary(combine)(self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other  # type: ignore[operator]
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.node.specialized().__reduce_ex__(protocol)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self.node.specialized(), *args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self.node.specialized())
+
+
+for _name, _combine in _ARITHMETIC.items():
+    setattr(_InputNumber, f"__{_name}__", _binary(_combine))
+    setattr(_InputNumber, f"__r{_name}__", _binary(_combine, reflected=True))
+for _name, _combine in _COMPARISONS.items():
+    setattr(_InputNumber, f"__{_name}__", _comparison(_combine))
+for _name, _combine in _UNARY.items():
+    setattr(_InputNumber, f"__{_name}__", _unary(_combine))
+for _name, _combine in {
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "str": str,
+    "repr": repr,
+    "format": format,
+}.items():
+    setattr(_InputNumber, f"__{_name}__", _converted(_combine))
+
+
+class InputFloat(_InputNumber, torch.SymFloat):
+    """A float that is an input. PyTorch's operations accept it as they accept a `SymFloat`."""
+
+    def __init__(self, node: NumberNode) -> None:
+        self.node = node
+
+
+class InputInt(_InputNumber, torch.SymInt):
+    """An int that is an input."""
+
+    def __init__(self, node: NumberNode) -> None:
+        self.node = node
+
+    __index__ = _converted(operator.index)
+    __and__, __or__, __xor__ = _binary(operator.and_), _binary(operator.or_), _binary(operator.xor)
+    __rand__, __ror__ = _binary(operator.and_, True), _binary(operator.or_, True)
+    __lshift__, __rshift__ = _binary(operator.lshift), _binary(operator.rshift)
+
+
+def _delegated(name: str) -> property:
+    return property(lambda self: getattr(self.node.specialized(), name))
+
+
+# Attributes that `torch.SymFloat` or `torch.SymInt` has, too.
+for _kind in (InputFloat, InputInt):
+    for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "real", "imag"):
+        if hasattr(_kind, _name):
+            setattr(_kind, _name, _delegated(_name))
+
+
+def is_input_number(value: Any) -> bool:
+    """Whether it is an input number."""
+    return type(value) is InputFloat or type(value) is InputInt
+
+
+def plain(value: Any) -> Any:
+    """The number itself, of an input number; any other value as it is."""
+    return value.node.number if is_input_number(value) else value
