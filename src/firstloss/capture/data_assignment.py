@@ -13,6 +13,7 @@ and undone afterwards. Such a step is traced at each call.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -58,6 +59,9 @@ class DataAssignments:
         self.weights: dict[DeferredStorage, Any] = {}
         self.viewers: list[Viewer] = []
         self._exported: set[DeferredStorage] = set()
+        # Tables that held views of a weight's memory when the step began, with their keys: see `views_before`.
+        self._holders: dict[DeferredStorage, list[tuple[dict, Any]]] = {}
+        self._held: list[weakref.ref[DeferredTensor]] = []
         self._real: list[tuple[torch.Tensor, Any]] = []  # weights not on a backend, and the source lines
 
     def assign(self, weight: torch.Tensor, other: Any) -> None:
@@ -151,12 +155,34 @@ class DataAssignments:
             if viewer is not None and viewer._storage is view._storage:
                 set_storage(viewer, before, geometry)
 
+    def views_before(self, tables: Iterable[dict]) -> None:
+        """Record which of these dicts (an optimizer's state) hold views of the weights' memory before the step, which
+        replaces them: `p.data = state["old_p"]` leaves one for the next step."""
+        for table in tables:
+            for key, held in table.items():
+                if type(held) is DeferredTensor and held._storage in self.weights:
+                    self._holders.setdefault(held._storage, []).append((table, key))
+                    self._held.append(weakref.ref(held))
+
+    def is_replaced(self, view: DeferredTensor) -> bool:
+        """Whether a view that one of the dicts held before the step has been replaced by the step, so that no later
+        step uses it."""
+        holders = [holder for held in self._holders.values() for holder in held]
+        return any(held() is view for held in self._held) and all(table.get(key) is not view for table, key in holders)
+
     def outdated(self) -> bool:
         """Whether a weight's memory has other views than when the step was traced."""
         return any(
-            len(storage.alive()) > 1 or storage.resident.is_exported != (storage in self._exported)
+            self._has_other_views(storage) or storage.resident.is_exported != (storage in self._exported)
             for storage in self.weights
         )
+
+    def _has_other_views(self, storage: DeferredStorage) -> bool:
+        views = storage.alive()
+        if len(views) == 1:
+            return False
+        known = {id(table.get(key)) for table, key in self._holders.get(storage, ())}
+        return sum(id(view) not in known for view in views) > 1
 
 
 class LayoutChanges:

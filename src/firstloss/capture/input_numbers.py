@@ -83,13 +83,13 @@ class InputNumbers:
     Attributes:
         sources: the expressions of the numbers that are read at each call.
         guards: the values of expressions that the step has branched on, or was specialized on.
-        inputs: the expressions whose values are inputs of the Program, by expression, with their traced tensors.
+        inputs: the traced tensors of those that are inputs of the Program, by expression and dtype.
     """
 
     def __init__(self) -> None:
         self.sources: list[Expression] = []
         self.guards: dict[Expression, Any] = {}
-        self.inputs: dict[Expression, Any] = {}
+        self.inputs: dict[tuple[Expression, torch.dtype], Any] = {}
         self._known: dict[tuple, Expression] = {}
         self.is_open = True  # while the step is being traced
 

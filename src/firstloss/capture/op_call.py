@@ -191,6 +191,10 @@ class OpCall:
                 else:
                     key.append(arg)
 
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, deferred ones first."""
+        return [*self.deferred, *self.real]
+
     def written(self) -> list[Tensor]:
         """The tensors that the call writes to; the list must not be modified."""
         if self._written is not None:

@@ -90,7 +90,7 @@ class Tracing:
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         raise NotImplementedError
 
-    def input_of(self, node: NumberNode) -> torch.Tensor:
+    def input_of(self, node: NumberNode, dtype: torch.dtype | None = None) -> torch.Tensor:
         raise NotImplementedError
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None: ...

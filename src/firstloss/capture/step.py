@@ -238,15 +238,15 @@ class StepTrace(recorder._Tracing):
             self._arguments[value] = storage
         return DeferredTensor.wrap(storage, shape, stride, 0, tensor.dtype)
 
-    def input_of(self, node: NumberNode) -> DeferredTensor:
-        """The input that has the value of an input number, 0-dim: float64 or int64."""
-        tensor = self.numbers.inputs.get(node.expression)
+    def input_of(self, node: NumberNode, dtype: torch.dtype | None = None) -> DeferredTensor:
+        """The input that has the value of an input number: 0-dim, by default float64 or int64."""
+        dtype = (torch.float64 if node.is_float() else torch.int64) if dtype is None else dtype
+        tensor = self.numbers.inputs.get((node.expression, dtype))
         if tensor is None:
-            dtype = torch.float64 if node.is_float() else torch.int64
             with DisableTorchDispatch():
                 example = torch.zeros((), dtype=dtype)
             tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
-            self.numbers.inputs[node.expression] = tensor
+            self.numbers.inputs[node.expression, dtype] = tensor
         return tensor
 
     def refuse_read(self, op: OpOverload) -> NoReturn:

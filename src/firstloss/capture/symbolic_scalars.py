@@ -8,6 +8,7 @@ Arithmetic on a symbolic number is recorded like arithmetic on tensors; branchin
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from ..errors import TraceError
 from ..program.graph import Ref
 from ..program.source import here
 from . import session
-from .input_numbers import node_of
+from .input_numbers import NumberNode, node_of
 from .op_call import OpCall, is_symbolic, ref_of
 from .tensor import DeferredTensor, Hooks
 
@@ -191,17 +192,25 @@ def tensor_of(number: Any) -> Tensor:
 
 def stand_in(number: Any) -> float | int:
     """A number of the same type, as an argument for meta kernels; shapes do not depend on it."""
-    return 2 if number.node.is_int() else 0.5
+    return stand_in_of(number.node)
+
+
+def stand_in_of(node: Any) -> float | int:
+    """As `stand_in`, for a number's node."""
+    return 2 if node.is_int() else 0.5
 
 
 def with_known_positions(call: OpCall) -> OpCall:
     """`call`, in which numbers that are inputs of the step are specialized where they are sizes, indices or dimensions;
-    numbers that the step has computed from tensors are refused there."""
+    numbers that the step has computed from tensors are refused there. In place of a tensor (`x * number`) they are
+    tensors of a dtype that does not change the result's."""
     by_name = {spec.name: str(spec.type) for spec in schema_of(call.op).arguments}
     types = [str(spec.type) for spec in schema_of(call.op).arguments]
 
     def known(arg: Any, kind: str) -> Any:
-        if kind in _NUMBER_TYPES:
+        if kind in _TENSOR_TYPES and is_symbolic(arg) and (node := node_of(arg)) is not None:
+            return session.trace.input_of(node, _dtype_beside(call, node))  # type: ignore[union-attr]
+        if kind in _NUMBER_TYPES or kind in _TENSOR_TYPES:
             return arg
         if type(arg) in (list, tuple):
             return type(arg)([known(a, kind) for a in arg])
@@ -215,7 +224,20 @@ def with_known_positions(call: OpCall) -> OpCall:
     return OpCall(call.op, call.traits, args, kwargs)
 
 
-_NUMBER_TYPES = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
+_NUMBER_TYPES = ("number", "Optional[number]", "List[number]")
+_TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
+
+
+def _dtype_beside(call: OpCall, node: NumberNode) -> torch.dtype:
+    """The dtype in which an operation computes with a number beside its tensors."""
+    example = stand_in_of(node)
+    dtypes = [torch.result_type(torch.empty((0,) * bool(t.dim()), dtype=t.dtype), example) for t in call.tensors()]
+    common = functools.reduce(torch.promote_types, dtypes, torch.bool)
+    if common in (torch.float16, torch.bfloat16, torch.complex64):
+        return torch.float32  # eager computes with the number in float32
+    if common.is_complex:
+        return torch.float64
+    return common if common.is_floating_point else torch.float64 if node.is_float() else torch.int64
 
 
 def number_ref(number: Any) -> Ref:

@@ -103,7 +103,7 @@ class _Correspondence:
     def one(self, a: Any, b: Any) -> bool:
         if type(b) is Ref and b.value in self._numbers and type(a) is not Ref:
             number = self._numbers[b.value]
-            return isinstance(a, (int, float)) and (a == number or (a != a and number != number))
+            return isinstance(a, (int, float)) and bool(a == number or a != a and number != number)
         if type(a) is not type(b):
             return False
         if type(a) is Ref:

@@ -42,7 +42,13 @@ class ItemUpdate(NamedTuple):
     update: Update
 
 
-Use = Update | Collect | ItemUpdate | None  # None: it is read
+class ItemCollect(NamedTuple):
+    """`history["loss"].append(...)`."""
+
+    method: str
+
+
+Use = Update | Collect | ItemUpdate | ItemCollect | None  # None: it is read
 
 _COMBINE = {"+": operator.add, "+=": operator.iadd, "-": operator.sub, "-=": operator.isub}
 _COLLECT = {"append", "appendleft", "add", "extend", "extendleft"}
@@ -85,7 +91,7 @@ def _use(steps: list[Instruction], i: int) -> Use:
     """How the value that the `i`-th instruction loads is used."""
     if i + 1 < len(steps) and steps[i + 1].name in ("LOAD_METHOD", "LOAD_ATTR") and steps[i + 1].argument in _COLLECT:
         return Collect(steps[i + 1].argument)
-    item = _item_update(steps[i + 1 : i + 10])
+    item = _item_update(steps[i + 1 : i + 10]) or _item_collect(steps[i + 1 : i + 4])
     if item is not None:
         return item
     name, after = steps[i].argument, [s for s in steps[i + 1 : i + 5] if s.name != "SWAP"][:3]
@@ -111,6 +117,17 @@ def _item_update(after: list[Instruction]) -> ItemUpdate | None:
     if operation is None or not isinstance(constant, (int, float)) or not isinstance(key, (str, int)):
         return None
     return ItemUpdate(key, Update(operation, constant))
+
+
+def _item_collect(after: list[Instruction]) -> ItemCollect | None:
+    """`[key].append(...)`, where the key is a constant or a variable."""
+    if len(after) < 3 or not after[0].name.startswith("LOAD_"):
+        return None
+    key, subscript, method = after
+    subscripts = subscript.name == "BINARY_SUBSCR" or subscript.name == "BINARY_OP" and subscript.symbol == "[]"
+    if "ATTR" in key.name or not subscripts or method.name not in ("LOAD_METHOD", "LOAD_ATTR"):
+        return None
+    return ItemCollect(method.argument) if method.argument in _COLLECT else None
 
 
 @functools.lru_cache(maxsize=65536)
@@ -233,7 +250,7 @@ def lines(code: types.CodeType) -> NameLines:
             use = _use(steps, i)
             if use is None:
                 reads.setdefault(step.argument, source)
-            elif isinstance(use, Collect | ItemUpdate):
+            elif isinstance(use, Collect | ItemUpdate | ItemCollect):
                 writes.setdefault(step.argument, source)
         elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
             reads.setdefault(step.argument, source)  # getattr(self, "name")
@@ -288,6 +305,15 @@ class Updates:
                     updates_by_key.setdefault(use.key, []).append(use.update)
             return True
         return False
+
+    def collects_in_items(self, before: Any, uses: list[Use] | None) -> bool:
+        """Whether the collections in a dict or a list are only appended to."""
+        if not uses or not all(isinstance(use, ItemCollect) for use in uses) or type(before) not in _WITH_NUMBERS:
+            return False
+        for item in before.values() if isinstance(before, dict) else before:
+            if kind_of(type(item)) in _COLLECTIONS:
+                self._collected[id(item)] = item
+        return True
 
     def item_updates(self, container: Any, before: Any, now: Any) -> list[tuple[Any, tuple]] | None:
         """The keys of the changed items of a dict or a list, each with what `numbers` holds of a number, if the step

@@ -188,8 +188,8 @@ class GuardSources:
             return
         description = f"the variable {name} that {function.__qualname__} uses"
         self._values.cells[id(cell)] = CellGuard(cell, before, description, name)
-        if not self.updates.collects(before, uses):
-            self._values.value(before, description, name)
+        if before is not MISSING:
+            self._values.value_in_use(before, uses, description, name)
 
     def _attributes(self, recording: Recording) -> None:
         snapshot = self._snapshot
@@ -221,8 +221,8 @@ class GuardSources:
                 uses = _uses(sites, before)
                 if not self.updates.is_only_updated((id(owner), name), before, uses):
                     self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
-                    if not self.updates.collects(before, uses):
-                        self._values.value(before, describe(name), name)
+                    if before is not MISSING:
+                        self._values.value_in_use(before, uses, describe(name), name)
                 continue
             if table is None:
                 continue

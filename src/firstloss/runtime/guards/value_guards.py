@@ -110,8 +110,25 @@ class Values:
         if name in guard.expected and guard.expected[name] is not MISSING and uses is None:
             return
         guard.expected[name] = before
-        if before is not MISSING and not self.updates.collects(before, uses or [None]):
-            self.value(before, describe(name), name)
+        if before is not MISSING:
+            self.value_in_use(before, uses or [None], describe(name), name)
+
+    def value_in_use(self, value: Any, uses: list[Use], description: str, name: str) -> None:
+        """Guard the content of a value that was read, as far as these uses depend on it."""
+        if self.updates.collects(value, uses):
+            return
+        if not self.updates.collects_in_items(value, uses):
+            self.value(value, description, name)
+        elif isinstance(value, dict):  # which collections it holds, but not what they hold
+            guard = self.table(value, lambda key: f"the content of {description}", name)
+            guard.whole = True
+            guard.expected = dict(self.before(value))
+            if isinstance(value, defaultdict):
+                self.value(value.default_factory, description, name)
+        else:
+            entry = self._snapshot.sequences.get(id(value))
+            items = entry[1] if entry is not None else items_of(value)
+            self.lists[id(value)] = ListGuard(value, items, f"the content of {description}", name)
 
     def value(self, value: Any, description: str, name: str) -> None:
         """Guard the content of a value that was read, and what is reached through it."""

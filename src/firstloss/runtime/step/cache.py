@@ -365,9 +365,10 @@ class CacheEntries:
 
     @staticmethod
     def _does_fit(entry: CacheEntry, arguments: Arguments) -> bool:
-        if entry.step.outdated() or entry.guards.unknown or entry.traced_each_time is not None:
+        if entry.guards.unknown or entry.traced_each_time is not None:
             return False
-        return not entry.changes(arguments)
+        # In this order: guards let go of tensors that the last call has replaced, which may be views of weights.
+        return not entry.changes(arguments) and not entry.step.outdated()
 
     def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
@@ -401,7 +402,9 @@ class CacheEntries:
         last = self._entries[0] if self._entries else None
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes(request.arguments)
-        places = {c.place.id: c.place for c in why if c.place is not None and c.place.id not in self._places}
+        changed = [change.place for change in why if change.place is not None]
+        changed += last.step.traced.optimizers.groups.changed_numbers() if outdated and last is not None else ()
+        places = {place.id: place for place in changed if place.id not in self._places}
         self._places |= places
         twin: list[CacheEntry] = []
 

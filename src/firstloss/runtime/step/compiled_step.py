@@ -46,6 +46,13 @@ _COPIED_BYTES = 1 << 16  # below, a tensor is passed to a call as a NumPy array
 _NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
+_NUMPY_NUMBERS: dict[torch.dtype, Any] = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.int64: np.int64,
+}
+
+
 class StepCall:
     """A call of a step: its arguments, and what it returns and binds after the step has run."""
 
@@ -370,7 +377,7 @@ class Inputs:
         number = self._numbers.get(value)
         if number is not None:
             read = number.read(arguments.leaves, arguments.known)
-            return np.float64(read) if value.dtype is torch.float64 else np.int64(read)
+            return _NUMPY_NUMBERS[value.dtype](read)
         index = self._argument_index.get(value)
         owner = self._owners[value] if index is None else arguments.leaves[index]
         sharding = self.where.get(value)

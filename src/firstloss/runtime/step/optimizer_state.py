@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...capture.input_numbers import is_input_number, is_plain_number, plain
@@ -23,8 +24,9 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.effects import Bind, Effects, always, setting
 from ..guards.equality import same
+from ..guards.guards import with_article
 from ..guards.object_kinds import MISSING
-from ..guards.places import Place, Varying
+from ..guards.places import Place, Varying, place_of
 from ..guards.reconstruct import CallFrame, Make, Reconstructor, number_of
 from ..guards.snapshot import Snapshot
 
@@ -54,6 +56,19 @@ class OptimizerStates:
             saved = (torch.Tensor, *PLAIN)
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, saved)]
         self._before.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
+
+    def save_others(self, snapshot: Snapshot) -> None:
+        """As `save`, after the trace, for optimizers that have not stepped, but whose methods may have been called."""
+        for optimizer in snapshot.optimizers:
+            if any(seen is optimizer for seen in self._seen):
+                continue
+            before = {p: held for p, held in snapshot.states[id(optimizer)].items() if isinstance(held, dict)}
+            for p, held in before.items():
+                entries = optimizer.state.get(p)
+                if isinstance(entries, dict):
+                    saved = (torch.Tensor, *PLAIN)
+                    self._entries += [(entries, key, value) for key, value in held.items() if isinstance(value, saved)]
+            self._before.append((optimizer, {p: set(held) for p, held in before.items()}))
 
     def traced(
         self, effects: Effects, reconstructor: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]
@@ -434,8 +449,8 @@ class ParameterGroups:
                         continue
                     if indices is not None and isinstance(value, tuple):  # some elements are inputs
                         value = tuple(v for i, v in enumerate(value) if i not in indices)
-                    plain = type(value) in _PLAIN
-                    constants[number, i, key] = value if plain else _frozen(value)
+                    comparable = type(value) in _PLAIN or is_plain_number(value)
+                    constants[number, i, key] = value if comparable else _frozen(value)
         return constants
 
     def outdated(self) -> bool:
@@ -460,6 +475,20 @@ class ParameterGroups:
                         varying.add((i, key))
                     differs |= (i, key) in varying  # an input of a later step, which works for this value too
         return differs
+
+    def changed_numbers(self) -> list[Place]:
+        """The places of numbers in the groups that have changed."""
+        now = self._constants()
+        places = []
+        for number, optimizer in enumerate(self._seen):
+            for i, group in enumerate(optimizer.param_groups):
+                for key in group:
+                    entry = number, i, key
+                    if entry in self._baked and entry in now and self._baked[entry] != now[entry]:
+                        text = f"{key!r} in a parameter group of {with_article(type(optimizer).__qualname__)}"
+                        place = place_of(group, key, text, key, self._baked[entry], now[entry])
+                        places += [] if place is None else [place]
+        return places
 
     def _regrouped(self) -> bool:
         """Whether the groups, or the weights in them, have changed or been reordered."""
@@ -516,8 +545,8 @@ _HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, fro
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a Python number, but not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is a number of Python's or NumPy's, but not a bool."""
+    return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:

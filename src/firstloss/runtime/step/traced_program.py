@@ -303,7 +303,7 @@ class TracedProgram:
     @functools.cached_property
     def numbers(self) -> Mapping[Value, GroupEntry | NumberInput]:
         """The inputs that are numbers."""
-        inputs = {t._storage.first: NumberInput(expression) for expression, t in self.trace.numbers.inputs.items()}
+        inputs = {t._storage.first: NumberInput(e) for (e, _), t in self.trace.numbers.inputs.items()}
         return {**self.optimizers.groups.inputs, **inputs}
 
     @property

@@ -11,10 +11,10 @@ import torch
 
 from ...capture import control_flow as _control_flow  # noqa: F401 - for its patches
 from ...capture import direct_memory_access
-from ...capture.data_assignment import Viewer
+from ...capture.data_assignment import DataAssignments, Viewer
 from ...capture.deferred import named_tensors
 from ...capture.step import StepTrace, is_traced
-from ...capture.storage_swap import rebind
+from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
 from ...errors import FirstlossError, TraceError
 from ...interpreter import Undo
@@ -208,13 +208,14 @@ class _Trace:
         effects = self.effects = self._observer.effects(reconstructor, weights)
         owners = Owners(trace, stand_ins.inputs)
         self.gradients.traced(trace.inputs, effects, reconstructor)
+        self.optimizers.state.save_others(snapshot)
         self.optimizers.traced(effects, reconstructor, owners.move)
         if trace.set_final_generator_state is not None:
             effects.add(lambda: None, always(trace.set_final_generator_state))
         stand_ins.follow(effects, reconstructor)
         for viewer in trace.new_memory.viewers:
             reconstructor.make(viewer.whole)  # keep all of the memory
-            effects.add(lambda: None, _restore_viewed_memory(viewer, reconstructor.make(viewer.view)))
+            effects.add(lambda: None, _restore_viewed_memory(viewer, reconstructor.make(viewer.view), trace.new_memory))
         handed_out = [
             (storage, reconstructor.make(memory))
             for storage, memory in trace.new_memory.weights.items()
@@ -227,6 +228,9 @@ class _Trace:
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(reconstructor, returned, trace, backend.mesh, viewers, reachable)
         trace.new_memory.restore_viewers()
+        if trace.new_memory.weights:
+            states = [state for optimizer in snapshot.optimizers for state in optimizer.state.values()]
+            trace.new_memory.views_before(state for state in states if isinstance(state, dict))
         owners.settle_changed(backend.move_to_device if backend.is_xla else None)
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
@@ -281,13 +285,17 @@ def _undo(traced: _Undoable) -> None:
     traced.optimizers.state.forget_new()
 
 
-def _restore_viewed_memory(viewer: Viewer, make: Callable[[CallFrame], Any]) -> Callable[[CallFrame], Bind]:
+def _restore_viewed_memory(
+    viewer: Viewer, make: Callable[[CallFrame], Any], assignments: DataAssignments
+) -> Callable[[CallFrame], Bind]:
     """Let a tensor keep the memory that it viewed when the weight's memory was swapped."""
 
     def bind(shows: Any) -> None:
         tensor = viewer.tensor()
         if tensor is not None and tensor._storage is viewer.before:
-            rebind(tensor, shows._storage, viewer.geometry)
+            # Other compiled steps may use the tensor, unless only this one did, and no more.
+            change = set_storage if assignments.is_replaced(tensor) else rebind
+            change(tensor, shows._storage, viewer.geometry)
 
     return lambda env: functools.partial(bind, make(env))
 
