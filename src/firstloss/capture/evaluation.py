@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch
-from ..errors import CaptureError, TraceError
+from ..errors import TraceError
 from ..program.graph import FileValue, Ref, geometry_of, is_contiguous, is_not_strided
 from ..program.source import here
 from . import session
@@ -215,12 +215,10 @@ def run_on_resident(call: OpCall) -> Any:
         views = [DeferredTensor.wrap(call.deferred[0]._storage, *g, new=is_new) for g in infer(call).geometry]
         return views[0] if call.traits.returns_one else views
     written = [t for t in call.written() if type(t) is DeferredTensor]
-    for t in written:
-        if is_pending(t):
-            raise CaptureError(
-                f"{here()}: {call.op} writes from a tensor on a backend to one that is still deferred. Call "
-                "firstloss.materialize_tensor on the latter first."
-            )
+    pending = [t for t in written if is_pending(t)]
+    if pending:  # a copy of the model from before it was compiled
+        Hooks.materialize_storages([t._storage for t in pending])
+        return Hooks.dispatch(call.op, call.args, call.kwargs)
     if call.op is aten.copy_.default and _is_read_per_device(*call.args[:2]):
         call.args[0]._storage.resident.replace_from(call.args[1]._storage.value)
         return call.args[0]

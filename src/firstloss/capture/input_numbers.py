@@ -261,6 +261,8 @@ def node_of(value: Any) -> NumberNode | None:
 def _number(value: Any, expression: Expression, numbers: InputNumbers) -> Any:
     """An input number; a value that is not one (a complex number, NaN as a bool) is returned itself, specialized."""
     node = NumberNode(value, expression, numbers)
+    if isinstance(value, (bool, np.bool_)):
+        return node.specialized()
     if isinstance(value, (float, np.floating)):
         return InputFloat(node)
     if is_plain_number(value):
@@ -314,7 +316,12 @@ class _InputNumber:
     """The methods of both kinds of input numbers. To Python code they are of the number's class."""
 
     node: NumberNode
-    __array_ufunc__ = None  # NumPy's numbers leave arithmetic to the methods below
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Call a function of NumPy's, also an operator of one of its numbers."""
+        if method == "__call__" and not kwargs and all(isinstance(i, (*NUMBERS, bool, np.bool_)) for i in inputs):
+            return apply_to(function, inputs)
+        return getattr(function, method)(*map(specialized, inputs), **kwargs)
 
     __class__ = property(lambda self: type(self.node.number))  # type: ignore[assignment]
 
@@ -396,6 +403,19 @@ for _kind in (InputFloat, InputInt):
     for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate", "real", "imag"):
         if hasattr(_kind, _name):
             setattr(_kind, _name, _delegated(_name))
+
+
+def apply_to(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The input number `function(*args)`, where some of `args` are input numbers."""
+    node = next(a.node for a in args if is_input_number(a))
+    value = function(*map(plain, args))
+    expression = node.numbers.computed(function, tuple(a.node.expression if is_input_number(a) else a for a in args))
+    return _number(value, expression, node.numbers)
+
+
+def specialized(value: Any) -> Any:
+    """As `plain`; the step depends on the value from now on."""
+    return value.node.specialized() if is_input_number(value) else value
 
 
 def is_input_number(value: Any) -> bool:

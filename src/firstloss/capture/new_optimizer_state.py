@@ -30,8 +30,8 @@ def find_new_state(
     to `optimizer.state` remain there, with their initial values.
 
     Raises:
-        FirstStepDiffers: if the state is initialized from a weight or a gradient, or with a number that the step
-            changes; `optimizer.state` is restored.
+        FirstStepDiffers: if the state is initialized from a weight or a gradient, or with an object or a number that
+            the step changes; `optimizer.state` is restored.
     """
     old_state = {p: dict(entries) for p, entries in optimizer.state.items()}
     numbers = _python_state(optimizer)
@@ -80,7 +80,8 @@ def _new_state(
                 entries[key] = before[key]  # the rehearsal may have replaced it
                 continue
             if not is_traced(entry, rehearsal):
-                if isinstance(entry, torch.Tensor):  # a gradient or a weight itself
+                # A gradient or a weight itself, or an object, which may hold tensors of the rehearsal.
+                if not isinstance(entry, (*PLAIN, list, tuple, dict)):
                     raise FirstStepDiffers
                 continue
             storage = entry._storage

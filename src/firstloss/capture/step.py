@@ -36,7 +36,10 @@ from ..rng.stream import Position
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
 from . import attention_fast_path as _attention_fast_path  # noqa: F401 - likewise
 from . import data_dependent, direct_memory_access, recorder, session
+from . import extrema as _extrema  # noqa: F401 - likewise
+from . import number_functions as _number_functions  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
+from . import sparse_gradients as _sparse_gradients  # noqa: F401 - likewise
 from .constant_folding import known_value
 from .data_assignment import DataAssignments, LayoutChanges
 from .input_numbers import InputNumbers, NumberNode

@@ -164,6 +164,16 @@ def is_state(tensor: Tensor) -> bool:
     return storage.trace is not session.trace or session.trace.is_external(storage)
 
 
+def _is_same_view(tensor: Tensor, other: Any) -> bool:
+    """Whether `other` is the same view of the same memory as a tensor of a step."""
+    if type(other) is not DeferredTensor or geometry_of(other) != geometry_of(tensor):
+        return False
+    if type(tensor) is DeferredTensor:
+        return other._storage is tensor._storage
+    held = session.trace.as_input(tensor)  # type: ignore[union-attr]
+    return held is not None and held[1] is other._storage
+
+
 def _assign_data(self: Tensor, other: Any) -> None:
     if type(self) is DeferredTensor:
         materialize_views(self)
@@ -196,6 +206,8 @@ def _assign_data(self: Tensor, other: Any) -> None:
             return
         if type(other) is not DeferredTensor:
             other = Hooks.to_backend(other)
+    elif same and session.trace is not None and _is_same_view(self, other):
+        return  # `p.data -= x` has edited the memory, and assigns it again
     elif is_state(self) and same:
         session.trace.new_memory.assign(self, other)  # type: ignore[union-attr]
         return

@@ -50,6 +50,7 @@ class Patch(NamedTuple):
 
 _VECTORS = "It uses another algorithm without vectors, whose bits differ: run at once"
 _MEMORY = "It accesses memory through tensors, which a capture would record"
+_SPARSE = "A compiled step has no sparse gradients"
 _FAST_PATH = "Its fast path decides by a mask's values, and calls kernels for nested tensors"
 _COUNT = "It reads a count as a Python number"
 _READS = "It reads a tensor's memory, bypassing the dispatcher"
@@ -61,6 +62,13 @@ DTENSOR = "torch.distributed.tensor"
 
 # Methods of tensors that read their memory.
 READ_IN_MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__repr__", "__format__")
+
+# Functions of numbers in Python's `math`.
+MATH_FUNCTIONS = (
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cos", "cosh", "degrees", "erf", "erfc",
+    "exp", "expm1", "fabs", "fmod", "gamma", "hypot", "lgamma", "log", "log10", "log1p", "log2", "pow", "radians",
+    "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
+)  # fmt: skip
 
 PATCHES = {
     # -- tensors --
@@ -134,6 +142,12 @@ PATCHES = {
     "torch.utils.checkpoint.detach_variable": Patch(TRACE, "As above"),
     "torch.nn.modules.batchnorm._BatchNorm.forward": Patch(TRACE, _COUNT),
     "torch.nn.SyncBatchNorm.forward": Patch(TRACE, _COUNT),
+    "torch.embedding": Patch(TRACE, _SPARSE),
+    "torch.embedding_bag": Patch(TRACE, _SPARSE),
+    "torch.gather": Patch(TRACE, _SPARSE),
+    **{f"math.{name}": Patch(TRACE, "It would specialize the step on a number") for name in MATH_FUNCTIONS},
+    "builtins.max": Patch(TRACE, "It compares numbers that only the device has"),
+    "builtins.min": Patch(TRACE, "As above"),
     "torch.nn.TransformerEncoder.forward": Patch(TRACE, _FAST_PATH),
     "torch.backends.mha.get_fastpath_enabled": Patch(TRACE, _FAST_PATH),
     "torch.optim.swa_utils.AveragedModel.update_parameters": Patch(TRACE, _COUNT),

@@ -38,8 +38,8 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
     same names, shapes and dtypes, and outputs of the same names. Source lines are ignored.
 
     Args:
-        numbers: inputs of `new` that are numbers, with their values, which may be constants in `old`; the names of
-            inputs are not compared then.
+        numbers: inputs of `new` that are numbers, with their values (None: any), which may be constants in `old`; the
+            names of inputs are not compared then.
     """
     match = _Correspondence(numbers or {})
     pairs = zip(old.inputs.items(), new.inputs.items(), strict=False) if not numbers else ()
@@ -103,7 +103,7 @@ class _Correspondence:
     def one(self, a: Any, b: Any) -> bool:
         if type(b) is Ref and b.value in self._numbers and type(a) is not Ref:
             number = self._numbers[b.value]
-            return isinstance(a, (int, float)) and bool(a == number or a != a and number != number)
+            return isinstance(a, (int, float)) and bool(number is None or a == number or a != a and number != number)
         if type(a) is not type(b):
             return False
         if type(a) is Ref:

@@ -711,6 +711,34 @@ def test_its_own_generator_is_refused():
         step(torch.ones(2))
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_rate_that_the_step_decays(before):
+    def train(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1)
+
+        @fl.trace
+        def step(x):
+            if before:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            compiled(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not before:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            return optimizer.param_groups[0]["lr"]
+
+        rates = [step(torch.ones(2, 3)) for _ in range(5)]
+        assert all(type(rate) is float for rate in rates)
+        return rates, optimizer.param_groups[0]["lr"], model.weight.detach().numpy()
+
+    eager, actual = train(fl.backend("CPU")), train(fl.backend("XLA"))
+    assert actual[:2] == eager[:2]
+    np.testing.assert_allclose(actual[2], eager[2], rtol=1e-5)  # float32, other kernels
+
+
 def test_a_rate_known_only_on_the_device_is_refused():
     backend = fl.backend("XLA")
     with backend.device:
@@ -721,7 +749,7 @@ def test_a_rate_known_only_on_the_device_is_refused():
     def step(x):
         compiled(x).sum().backward()
         optimizer.step()
-        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.param_groups[0]["lr"] = x.mean()
 
     with pytest.raises(TraceError, match="'lr' in a parameter group"):
         step(torch.ones(2, 3))

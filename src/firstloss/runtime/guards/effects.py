@@ -116,6 +116,7 @@ class Effects:
         changed_ids: the ids of the dicts, lists, cells and objects that have changed.
         retrace_reason: a change that cannot be replayed, so that the step has to be traced at each call; None if there
             is no such change.
+        takes_from_sets: sets have changed other than by additions: their order may not be restored.
         bindings: replay the changes: given a call's frame, each creates a binding of that call. All of them are created
             before the first is executed.
     """
@@ -127,6 +128,7 @@ class Effects:
         """
         self.changed_ids: set[int] = set()
         self.retrace_reason: str | None = None
+        self.takes_from_sets = False
         self._undo: list[Bind] = []
         self.bindings: list[Callable[[CallFrame], Bind]] = []
         self._reconstructor = reconstructor
@@ -354,6 +356,7 @@ class Effects:
             makes = [self._reconstructor.make(item) for item in added]
             self.bindings.append(lambda env: adding(container, [make(env) for make in makes]))
             return
+        self.takes_from_sets = self.takes_from_sets or isinstance(container, set)
         container_of = self._reconstructor.container(container)
         if not self._reconstructor.holds_arguments(container):
             reads.guard_content(container)

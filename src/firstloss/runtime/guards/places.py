@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ...capture.input_numbers import InputNumbers, Source, is_plain_number
+from ...capture.input_numbers import InputNumbers, Source, is_input_number, is_plain_number
 from ...interpreter import Undo
 from .equality import AnyNumber
 from .object_kinds import MISSING, cell_content
@@ -67,6 +67,7 @@ class Varying:
 
     def __init__(self, places: Iterable[Place], numbers: InputNumbers) -> None:
         self._held: list[tuple[Place, Any, Any]] = []
+        self._stored: set[tuple[int, Any]] = set()  # places in which the step has left other values
         for place in places:
             value = place.get()
             if is_plain_number(value):
@@ -82,9 +83,18 @@ class Varying:
 
     def _restore(self) -> None:
         for place, value, number in self._held:
-            if place.get() is number:
+            now = place.get()
+            if now is number:
                 place.set(value)
+            elif not is_input_number(now):
+                self._stored.add(place.id)
+
+    def is_replaced(self, container: Any, key: Any) -> bool:
+        """Whether the step has put something else in the place of an input number."""
+        return any(place.id == (id(container), key) and place.get() is not number for place, _, number in self._held)
 
     def expected(self) -> dict[tuple[int, Any], Any]:
-        """For guards: any number of its type, by place."""
-        return {place.id: AnyNumber(type(value)) for place, value, _ in self._held}
+        """For guards: any number of its type, by place. Where the step stores a constant, later calls do so only if
+        they find the same value."""
+        held = [(place, value) for place, value, _ in self._held if place.id not in self._stored]
+        return {place.id: AnyNumber(type(value)) for place, value in held}

@@ -247,6 +247,9 @@ class Snapshot:
             stack += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
             stack += [p for group in obj.param_groups for p in group["params"]]
             stack += schedules_of(obj)
+            for entries in self.states[id(obj)].values():
+                if isinstance(entries, dict):
+                    stack += [entry for entry in entries.values() if not isinstance(entry, torch.Tensor)]
         elif table is not None:
             self._table(table, obj, "attributes", stack)
         names = slots(cls)

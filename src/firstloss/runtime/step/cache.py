@@ -222,10 +222,11 @@ class Request(NamedTuple):
                 self._refuse_twice(observer)
                 traced.modes.undo()  # set again after the step has run
                 same = find(traced)
-                if traced.trace.numbers.sources and (
-                    traced.raised is not None or same is None and not self._is_the_same_without_inputs(traced)
-                ):
+                if traced.trace.numbers.sources and traced.raised is not None:
                     raise InputNumberError
+                if traced.trace.numbers.sources and same is None and _can_run_twice(traced, observer):
+                    if not self._is_the_same_without_inputs(traced):
+                        raise InputNumberError
             except BaseException:
                 tracing.abandon(traced, observer)
                 raise
@@ -260,6 +261,12 @@ class Request(NamedTuple):
                 "argument that shares memory with another tensor that it uses, so its Python code would run twice at "
                 "this call. Edit a clone of it, or read before the step, and pass what was read."
             )
+
+
+def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
+    """Whether the step's Python can run twice at one call: whether all that it changes is restored exactly."""
+    assert observer.guards is not None
+    return not (traced.retrace_reason or observer.guards.external_calls or traced.effects.takes_from_sets)
 
 
 class InputNumberError(Exception):
@@ -413,8 +420,10 @@ class CacheEntries:
                 if entry.step.traced.does_the_same(traced):
                     twin.append(entry)
                     return entry.step
-            if places and self._takes_input_numbers:
-                return None  # compiled once more, and no more after that
+            if last is not None and places and self._takes_input_numbers:
+                numbers = dict.fromkeys(traced.numbers)
+                if first_difference(last.step.traced.program, traced.program, numbers) is None:
+                    return None  # compiled once more for any numbers
             if last is not None and not outdated and not self._only_modes(why) and traced.raised is None:
                 difference = first_difference(last.step.traced.program, traced.program)
                 self._reports.report_difference(
@@ -494,6 +503,8 @@ class CacheEntries:
         # later check.
         records_code = not first or bool(self._entries) or not self._check or request.retried
         has_inputs = bool(self._places or request.arguments.varying) and not request.backend.replays
+        if self._entries and self._entries[0].traced_each_time is not None:
+            has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         while True:
             specialized = not (has_inputs and self._takes_input_numbers)
             observer = TraceObserver(request.roots(), self._functions, records_code)

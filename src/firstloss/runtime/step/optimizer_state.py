@@ -284,6 +284,7 @@ class ParameterGroups:
         self.varying: Varying | None = None  # the numbers that are inputs, in groups and elsewhere
         self._varying_ids: frozenset[tuple[int, Any]] = frozenset()
         self._first: list[_Set] = []
+        self._computed: list[_Set] = []  # input numbers that the step has set before the optimizers stepped
         self._later: list[_Set] = []
         self.inputs: dict[Any, GroupEntry] = {}
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -301,8 +302,14 @@ class ParameterGroups:
                 if not is_input_number(change.value):
                     self._first.append(change)
                 elif change.value.node.expression.source is None:  # computed by the step
-                    self._later.append(change)
-            self._saved.append((group, dict(group)))
+                    self._computed.append(change)
+            for key, value in group.items() if self.varying is not None else ():
+                if _is_plain(value) and not is_input_number(value) and same(before.get(key, MISSING), value):
+                    if self.varying.is_replaced(group, key):  # by the value that it has at this call
+                        self._first.append(_Set(group, key, value, value))
+            # An optimizer that wraps this one has replaced some.
+            hidden = {(id(g), key): before for g, key, before, traced in self._restore if g.get(key) is traced}
+            self._saved.append((group, {key: hidden.get((id(group), key), value) for key, value in group.items()}))
             if not is_known(optimizer):
                 self._custom_groups.add(id(group))
 
@@ -413,8 +420,9 @@ class ParameterGroups:
             for change in differences:
                 change.undo()
             refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
-        for change in reversed(self._first):
+        for change in reversed([*self._first, *self._computed]):
             change.undo()
+        self._later = [*self._computed, *self._later]
         self._saved.clear()
         self._restore.clear()
         self._snapshot = None

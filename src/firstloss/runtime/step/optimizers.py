@@ -134,12 +134,30 @@ class Optimizers:
                 "function of a step tensor; a custom optimizer should count in a tensor in its state."
             )
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """Prepare an optimizer before its step; returns other arguments for the step, or None."""
         if session.trace is None or self._rehearsing:
-            return
+            return None
+        others = None
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if callable(closure) and is_known(optimizer) and type(optimizer).__name__ not in _REFUSED:
+            with torch.enable_grad():  # they call it once, before anything else
+                loss = closure()
+            others = (args[:1], {"closure": lambda: loss})
+        self._prepare(optimizer, callable(closure) and others is None)
+        return others
+
+    def _prepare(self, optimizer: torch.optim.Optimizer, calls_closure: bool) -> None:
+        """Prepare an optimizer before its step.
+
+        Args:
+            calls_closure: whether the step calls a closure, so that it cannot be rehearsed.
+        """
         self.schedulers.before_step(optimizer)
         if not any(seen is optimizer for seen in self.seen):
-            self._first_step(optimizer, args, kwargs)
+            self._first_step(optimizer, calls_closure)
         else:
             self.groups.hide(optimizer)
         self._widen(optimizer)
@@ -188,16 +206,11 @@ class Optimizers:
                 torch._foreach_copy_([count for _, count in self._counting], wide)
         self._counting.clear()
 
-    def _first_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _first_step(self, optimizer: torch.optim.Optimizer, calls_closure: bool) -> None:
         """Prepare an optimizer that has not stepped in this trace yet."""
         name = type(optimizer).__name__
         if name in _REFUSED:
             raise TraceError(f"{name} cannot be traced: it {_REFUSED[name]}.")
-        if kwargs.get("closure") is not None or len(args) > 1 and callable(args[1]):
-            raise TraceError(
-                f"{name}.step(closure) runs forward and backward a variable number of times, which is not possible in "
-                "a traced step. Compute the loss first, then call step() without a closure."
-            )
         for owner, entries in optimizer.state.items():
             if not isinstance(entries, dict):
                 raise TraceError(
@@ -240,6 +253,8 @@ class Optimizers:
         snapshot = None if is_stock else Snapshot([optimizer, *hooks])
         groups = [(group, dict(group)) for group in optimizer.param_groups]
         try:
+            if calls_closure:
+                raise FirstStepDiffers
             with _without_hooks(optimizer):
                 self.state.new.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())
         except FirstStepDiffers:
@@ -258,10 +273,25 @@ class Optimizers:
                 group.update(before)
             if snapshot is not None:  # the optimizer's own code has not counted steps
                 Effects(snapshot, None, Reconstructor(lambda tensor: False, snapshot.holds)).undo()
+                _restore_states(snapshot, optimizer)
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
                 self.groups.make_input(optimizer, i, key)
         self.state.save(optimizer)
+
+
+def _restore_states(snapshot: Snapshot, optimizer: torch.optim.Optimizer) -> None:
+    """Restore the state of the optimizers that `optimizer` wraps, which its rehearsal has stepped, too."""
+    for inner in snapshot.optimizers:
+        if inner is optimizer or inner.state is optimizer.state:
+            continue
+        before = snapshot.states[id(inner)]
+        for p, entries in list(inner.state.items()):
+            if p not in before:
+                del inner.state[p]
+            elif isinstance(entries, dict):
+                entries.clear()
+                entries.update(before[p])
 
 
 def _keeps_gradients(group: dict[str, Any]) -> bool:
@@ -290,8 +320,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 @replaces("torch.amp.GradScaler.scale")
 def scale(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """An error for PyTorch's loss scaler, which decides on the host whether to step: use Firstloss's."""
-    if session.trace is None:
+    """An error for PyTorch's loss scaler, which decides on the host whether to step: use Firstloss's. A disabled one
+    does nothing."""
+    if session.trace is None or not self.is_enabled():
         return original(self, *args, **kwargs)
     raise TraceError(
         f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, but a traced step has no values. Use "
@@ -370,5 +401,6 @@ def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
                         entries[key] = old.copy_(new)
         before.clear()
 
-    optimizer.register_load_state_dict_pre_hook(remember)
-    optimizer.register_load_state_dict_post_hook(copy_back)
+    if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # not if a wrapper's constructor left them out
+        optimizer.register_load_state_dict_pre_hook(remember)
+        optimizer.register_load_state_dict_post_hook(copy_back)
