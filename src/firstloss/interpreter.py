@@ -6,12 +6,14 @@ them restored.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from gc import disable, enable, isenabled  # a step being traced sees replaced ones
 from typing import Any, Generic, TypeVar
 
@@ -55,6 +57,123 @@ class Undo:
             action, args = actions[-1]
             action(*args)
             actions.pop()
+
+
+# -- signals, which are put off while something is changed that must not be left half done --
+
+
+class Uninterrupted:
+    """A block during which signals that Python code handles, such as Ctrl-C, are put off: until its end, or until the
+    next `delivered` block in it.
+
+    Python runs handlers in the main thread, between any two instructions, and KeyboardInterrupt is raised there. For
+    the block's duration, the handlers are replaced by one that takes notes. In other threads, and inside of another
+    such block, it does nothing. Exceptions that other threads inject (`PyThreadState_SetAsyncExc`) are not put off.
+    """
+
+    __slots__ = ("_handlers", "_noted")
+
+    _is_open = False  # in the main thread
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._noted: list[tuple[Any, int, Any]] = []
+
+    def __enter__(self) -> Uninterrupted:
+        if Uninterrupted._is_open or threading.current_thread() is not threading.main_thread():
+            return self
+        try:
+            self._begin()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._handlers:
+            try:
+                self._end()
+            finally:
+                self._end()  # a signal may have interrupted the first one
+            self._deliver()
+
+    @contextmanager
+    def delivered(self) -> Iterator[None]:
+        """Inside the block, a block in which signals are delivered as usual."""
+        if not self._handlers:
+            yield
+            return
+        try:
+            try:
+                self._end()
+            finally:
+                self._end()
+            self._deliver()
+            yield
+        finally:
+            self._begin()
+
+    def _begin(self) -> None:
+        Uninterrupted._is_open = True
+        found = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        for number, handler in found.items():
+            if callable(handler) and not isinstance(handler, signal.Handlers):
+                self._handlers[number] = handler  # first: it may be interrupted
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._noted.append((self._handlers.get(number), number, frame))
+
+    def _end(self) -> None:
+        """Restore the handlers; that of Ctrl-C last, since it raises from then on. Idempotent."""
+        for number in sorted(self._handlers, key=lambda number: number == signal.SIGINT):
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, self._handlers[number])
+        self._handlers.clear()
+        Uninterrupted._is_open = False
+
+    def _deliver(self) -> None:
+        while self._noted:
+            handler, number, frame = self._noted.pop(0)
+            if callable(handler):
+                handler(number, frame)
+
+
+class _InterruptibleInside:
+    """A context manager whose entering and leaving are `Uninterrupted`."""
+
+    def __init__(self, manager: AbstractContextManager[Any]) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> Any:
+        entered = False
+        try:
+            with Uninterrupted():
+                value = self._manager.__enter__()
+                entered = True
+            return value
+        except BaseException as error:
+            if entered:  # a signal that was put off
+                with Uninterrupted():
+                    self._manager.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        with Uninterrupted():
+            return self._manager.__exit__(*exception)
+
+
+def interruptible_inside(function: Callable[..., Iterator[T]]) -> Callable[..., AbstractContextManager[T]]:
+    """As `contextlib.contextmanager`: what is before and after the `yield` is not interrupted by signals, so that
+    nothing is left half changed."""
+
+    manager = contextmanager(function)
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return _InterruptibleInside(manager(*args, **kwargs))
+
+    return make
 
 
 # -- pauses of the garbage collector while many long-lived objects are created --

@@ -85,8 +85,28 @@ REFUSED = {
     ),
     "math": lambda t: math.sqrt(t),
     "a format": lambda t: f"{t.sum():.3f}",
-    "min": lambda t: min(t, 0.5) * X,
+    "a sorted list": lambda t: sorted([t, 0.5])[0] * X,
 }
+EXTREMA = {
+    "min": lambda t: min(t, 0.5) * X,
+    "max": lambda t: max(0.5, t) * X,
+    "of a list": lambda t: max([t, t * 2, 0.1]) * X,
+    "of an iterator": lambda t: min(v * t for v in (2, 3)) * X,
+    "of equal numbers": lambda t: max(t, t + 0) * X,
+    "of ints": lambda t: max(t.long(), 1) * X,
+    "of plain numbers": lambda t: max(1, 2) * X * t,
+    "of a NaN": lambda t: max(t * float("nan"), 1.0) * X,
+}
+
+
+@pytest.mark.parametrize("extremum", EXTREMA)
+def test_pythons_max_and_min_are_computed_on_the_device(extremum, backend):
+    step = fl.trace(lambda t: EXTREMA[extremum](t))
+    for number in (0.3, 0.7, 3.0):
+        actual, expected = step(torch.tensor(number)).clone(), EXTREMA[extremum](torch.tensor(number))
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, equal_nan=True, rtol=1e-6, atol=0)  # one rounding
+    assert compiled_steps.kinds(step) == 1
 
 
 @pytest.mark.parametrize("place", REFUSED)

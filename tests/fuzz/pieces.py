@@ -331,6 +331,124 @@ def _use_number(d: Draft, n: str) -> None:
     )
 
 
+# What a step may compute from the number that it has kept.
+_COMPUTED = (
+    "{p} * 0.9", "{p} * 0.5 + 0.25", "min(1.0, {p} + 0.1)", "max({p} - 0.15, 0.1)", "1 - 0.9 * {p}", "{p} ** 2 + 0.1",
+    "math.cos({p})", "math.sqrt({p} + 1)", "0.5 * (1 + math.cos(math.pi * {p} / 4))", "round({p} * 1.1, 2)", "-{p}",
+    "{p} / 2 if {p} > 0.3 else {p} * 3", "np.sqrt(abs({p}) + 1)", "np.float64(0.7) * {p}", "float(np.clip({p}, 0.2, 0.8))",
+    "{p} // 0.25 * 0.5 + 0.1", "divmod({p} + 2.7, 0.9)[1]", "sum([{p}, 0.1]) / 2", "(lambda v: v * 0.8)({p})",
+    "operator.mul({p}, 0.95)", "{p} % 0.7 + 0.2", "math.pow(0.9, {p})", "float(f'{{{p}:.3f}}') * 0.9 + 0.01",
+    "abs({p} - 1) + 0.05", "copy.copy({p}) * 0.9",
+)  # fmt: skip
+# What it may do with it.
+_USES = (
+    "loss = loss * (1 + 0.1 * {p})", "loss = loss + {p} * out.mean()", "loss = torch.add(loss, out.sum(), alpha={p})",
+    "loss = loss + (out * {p}).mean()", "loss = loss + (out.abs() + 1).pow({p}).mean() * 0.01", "loss = loss / (1 + {p} ** 2)",
+    "loss = loss + out.clamp(max={p}).mean()", "loss = loss + torch.lerp(out, y, {p}).mean() * 0.1",
+    "loss = loss + torch.full((3,), {p}).sum() * 0.01", "loss = loss + ((out > {p}) * out).sum() * 0.01",
+    "loss = loss + F.dropout(out, 0.0 * {p}).sum() * 0.01", "loss = loss * torch.tensor({p})", "loss = {p} - (0.0 - loss)",
+    "loss = loss + F.leaky_relu(out, {p}).mean() * 0.1", "loss = loss + torch.where(out > 0, out, {p}).mean() * 0.1",
+    "loss = loss + out.masked_fill(out < 0, {p}).mean() * 0.1", "loss = loss + F.smooth_l1_loss(out, y, beta=abs({p}) + 0.1)",
+    "if {p} > 0.4:\n    loss = loss * 0.5", "loss = loss * (0.5 if 0.2 < {p} < 0.6 else 1.0)",
+    "loss = loss * [1.0, 0.5, 2.0][int({p} * 10) % 3]", "loss = loss + F.layer_norm(out, (3,), eps=abs({p}) + 1e-3).sum() * 0.01",
+    "loss = loss + max({p}, 0.3) * out.mean()", "loss = loss + {p} * 2 * torch.ones(2).sum() * 0.01", "pass",
+)  # fmt: skip
+
+
+def computed(d: Draft) -> None:
+    """A number that the step computes from the one before: a decay, a schedule, a running value."""
+    if "self." in (p := place(d, d.pick("0.5", "0.8", "1.0"), number=True)).get:
+        return
+    update = p.put(d.rng.choice(_COMPUTED).format(p=p.get))
+    d.rng.choice((d.pre, d.mid, d.post)).append(update)
+    for _ in range(d.rng.choice((1, 1, 2))):
+        d.mid.append(d.rng.choice(_USES).format(p=p.get))
+    if d.chance(0.3):
+        kept = d.name("log")
+        d.setup.append(f"{kept} = []")
+        d.post.append(
+            d.pick(
+                f"{kept}.append({p.get})",
+                f"{kept}.append({p.get} * 2)",
+                f"{kept}.append(f'{{{p.get}:.3f}}')"
+                if '"' not in p.get and "'" not in p.get
+                else f"{kept}.append({p.get})",
+                f"{kept}.append({{'n': {p.get}, 'type': type({p.get}).__name__}})",
+                f"{kept}.append(isinstance({p.get}, float))",
+            )
+        )
+    if d.chance(0.2):
+        d.at(p.put(d.pick("0.25", "0.75", "1")).replace("$", ""))
+
+
+def meter(d: Draft) -> None:
+    """Averages of what the step computes, as training scripts keep them."""
+    cls, m = d.name("Meter"), d.name("meter")
+    d.top.append(
+        f"class {cls}:\n    def __init__(self):\n        self.reset()\n\n    def reset(self):\n"
+        "        self.val = self.avg = self.sum = self.count = 0\n\n    def update(self, val, n=1):\n"
+        "        self.val = val\n        self.sum += val * n\n        self.count += n\n        self.avg = self.sum / self.count"
+    )
+    d.setup.append(f"{m} = {cls}()")
+    d.post.append(
+        d.pick(
+            f"{m}.update(loss.detach(), x.size(0))",
+            f"{m}.update(loss.detach(), len(x))",
+            f"{m}.update((out.argmax(1) == y.argmax(1)).to(out).mean())",
+            f"{m}.update(len(x))",
+            f"{m}.update(0.5, 3)",
+        )
+    )
+    if d.chance(0.4):
+        d.at(f"{m}.reset()")
+    if d.chance(0.3):
+        d.post.append(f"loss = loss.detach() + 0.1 * {m}.avg")
+
+
+def history(d: Draft) -> None:
+    """A dict of lists, or a list of dicts, to which the step appends."""
+    h = d.name("hist")
+    d.setup.append(d.pick(f"{h} = collections.defaultdict(list)", f"{h} = {{'loss': [], 'k': []}}"))
+    d.post.append(
+        d.pick(
+            f"{h}['loss'].append(loss.detach())",
+            f"{h}['loss'].append(loss.detach())\n{h}['k'].append(len(x))",
+            f"for key, value in (('loss', loss.detach()), ('k', out.detach().sum())):\n    {h}[key].append(value)",
+            f"{h}['loss'].append(loss.detach())\nloss = loss + 0 * len({h}['loss'])",
+            f"{h}['loss'].append(loss.detach())\nloss = loss + {h}['loss'][0] * 0.1",
+        )
+    )
+    if d.chance(0.4):
+        d.at(f"{h}['loss'].clear()")
+
+
+def extremum(d: Draft) -> None:
+    """Python's max and min of what only the step knows."""
+    d.mid.append(
+        d.pick(
+            "loss = max(loss, loss * 0.5)",
+            "loss = loss * min(1.0, 1.0 / (out.norm() + 1e-6))",
+            "loss = loss / max(out.detach().abs().max(), 1e-3)",
+            "loss = min([loss, loss + 1, loss * 2])",
+            "loss = max(0.01, loss)",
+        )
+    )
+
+
+def data_edited(d: Draft) -> None:
+    """The step edits weights through their `.data`."""
+    d.post.append(
+        d.pick(
+            "$m.z.weight.data *= 0.99",
+            "$m.z.weight.data -= 0.01 * $m.z.weight.data.sign()",
+            "for p in $m.parameters():\n    p.data -= 0.01 * p.data",
+            "$m.z.weight.data /= $m.z.weight.data.norm(dim=1, keepdim=True).clamp(min=1)",
+            "$m.z.weight.data[0] *= 0.5",
+            "$m.z.weight.data = $m.z.weight.data * 0.98",
+        )
+    )
+
+
 def changed_outside(d: Draft) -> None:
     """A number that the loop changes and the step reads."""
     p = place(d, "1", number=True)
@@ -861,8 +979,43 @@ def groups_in_step(d: Draft) -> None:
             f"if {n}[0] == 4:\n    for group in $o.param_groups:\n        group['weight_decay'] = 0.1",
             f"if {n}[0] == 4:\n    $o.state.clear()",
             "rate = $o.param_groups[0]['lr'] * 1.0",
+            "for group in $o.param_groups:\n    group['lr'] *= 0.9",
+            "for group in $o.param_groups:\n    group['lr'] = max(float(group['lr']) * 0.9, 0.02)",
+            "for group in $o.param_groups:\n    group['calls'] = group.get('calls', 0) + 1",
+            "for group in $o.param_groups:\n    group['lr'] = float(np.float64(0.1) * 0.9 ** $n[0])".replace("$n", n),
         )
     )
+    if d.chance(0.4):
+        rates = d.name("rates")
+        d.setup.append(f"{rates} = []")
+        d.post.append(
+            d.pick(
+                f"{rates}.append($o.param_groups[0]['lr'])",
+                f"{rates}.append({{'lr': $o.param_groups[0]['lr'], 'wd': $o.param_groups[0].get('weight_decay')}})",
+                f"{rates}.append(f'{{$o.param_groups[0][\"lr\"]:.2e}}')",
+                "$o.param_groups[0]['lr'] *= 0.95",
+                f"{rates}.append($o.param_groups[0]['lr'] * 2)",
+            )
+        )
+    if d.chance(0.2):
+        d.each.append(
+            d.pick("o.param_groups[0]['lr'] = np.float32(0.1 / (i + 1))", "o.param_groups[0]['lr'] = 0.1 / (i + 1)")
+        )
+
+
+def evaluated(d: Draft) -> None:
+    """The model is evaluated between two steps."""
+    v = d.name("val")
+    d.setup.append(f"{v} = []")
+    mode = d.pick("torch.inference_mode()", "torch.inference_mode()", "torch.no_grad()")
+    text = d.pick(
+        f"{v}.append(m(x).sum())",
+        f"{v}.append((x @ torch.ones(4, 5) @ m.z.weight.t()).sum())",
+        f"{v}.append(m.z.weight[0].sum())",
+        f"{v}.append(m.z.weight.to(torch.float64).sum())",
+        f"{v}.extend(w.detach().clone() for w in m.state_dict().values())",
+    )
+    d.after.append(f"with {mode}:\n    {text}")
 
 
 def skipped(d: Draft) -> None:
@@ -1258,6 +1411,12 @@ PIECES = (
     + [views] * 4
     + [weight_view] * 3
     + [counter] * 7
+    + [computed] * 7
+    + [meter] * 3
+    + [history] * 3
+    + [extremum] * 2
+    + [data_edited] * 2
+    + [evaluated] * 2
     + [changed_outside] * 6
     + [exchanged]
     + [of_kinds] * 6
@@ -1274,7 +1433,7 @@ PIECES = (
     + [second_gradient]
     + [weights_in_step] * 3
     + [model_in_step] * 3
-    + [groups_in_step]
+    + [groups_in_step] * 3
     + [skipped] * 2
     + [returned] * 3
     + [returned_plain] * 3

@@ -185,22 +185,25 @@ def test_a_transposed_operand_is_passed_without_a_copy(monkeypatch, tmp_path):
 def test_a_compiled_product_follows_the_precision_that_is_set_when_it_runs(monkeypatch):
     """As in eager PyTorch: here float32 products in bfloat16, a thousand times as coarse."""
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)
-    if not (kernels.registered_with_xla() and kernels._sets_mkl_threads() and kernels._bfloat16()):
-        pytest.skip("PyTorch multiplies in one precision on this processor")
+    if not (kernels.registered_with_xla() and kernels._sets_mkl_threads()):
+        pytest.skip("products are not PyTorch's here")
     torch.manual_seed(0)
     x, y = torch.randn(256, 512), torch.randn(512, 500)
     with kernels.within():
         run = jax.jit(lambda x, y: mm(x, y)).lower(to_array(x), to_array(y)).compile()
-    before, result = torch.get_float32_matmul_precision(), {}
+    before, result, eager = torch.get_float32_matmul_precision(), {}, {}
     try:
         for precision in ("highest", "medium", "highest"):
             torch.set_float32_matmul_precision(precision)
             result[precision] = to_tensor(run(to_array(x), to_array(y)), torch.float32)
             # float32 sums of 512 products in another order
-            torch.testing.assert_close(result[precision], x @ y, rtol=1e-5, atol=1e-4)
+            eager[precision] = x @ y
+            torch.testing.assert_close(result[precision], eager[precision], rtol=1e-5, atol=1e-4)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert (result["medium"] - result["highest"]).abs().max() > 1e-2
+    # Whether it is coarser depends on the processor, and on PyTorch's libraries.
+    is_coarser = [bool((results["medium"] - results["highest"]).abs().max() > 1e-2) for results in (result, eager)]
+    assert is_coarser[0] == is_coarser[1]
 
 
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default

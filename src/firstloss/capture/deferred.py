@@ -14,7 +14,7 @@ from .. import timeline
 from ..compat.patches import install_imported
 from ..compat.torch_names import buffers_of, parameters_of
 from ..errors import CaptureError, NothingDeferredError
-from ..interpreter import paused
+from ..interpreter import interruptible_inside, paused
 from ..program.source import here, is_machinery, raised_at
 from . import checkpoint_loaders as _checkpoint_loaders  # noqa: F401 - for its patches
 from . import direct_memory_access, first_use, session
@@ -76,7 +76,7 @@ def deferred(rng: str | None = None, *, preserve_rng_state: bool = False) -> Abs
     return _deferred(policy, preserve_rng_state)
 
 
-@contextmanager
+@interruptible_inside
 def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
     disable_first_use()

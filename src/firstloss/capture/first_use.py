@@ -37,7 +37,7 @@ from . import distributed, session
 from .direct_memory_access import is_unallocated
 from .evaluation import call_with_content, run_now, state_of
 from .op_call import OpCall
-from .tensor import DeferredStorage, DeferredTensor, Hooks, is_in_file, is_pending
+from .tensor import DeferredStorage, DeferredTensor, Hooks, becoming_real, is_in_file, is_pending
 
 _COLLECTIVES = distributed.COLLECTIVES
 
@@ -82,9 +82,10 @@ def run(call: OpCall) -> Any:
 
 def materialize(tensor: Any) -> torch.Tensor:
     """Materialize `tensor` and its module, because its memory is accessed."""
-    if not is_in_file(tensor):
-        _materialize_modules([tensor._storage], "its memory", keep=False)
-    return Hooks.materialize(tensor)
+    with becoming_real:
+        if is_pending(tensor) and not is_in_file(tensor):
+            _materialize_modules([tensor._storage], "its memory", keep=False)
+        return Hooks.materialize(tensor)
 
 
 class _NeedsValues(Exception):
@@ -108,9 +109,11 @@ def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: 
         )
         if plain or getattr(_this_thread, "in_torch_function", False):
             return _call(func, args, kwargs)
-        tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
-        # Tensors computed from weights would lose their history by becoming real.
-        if not tracked or any(not t.is_leaf and base_of(t) is None for t in tracked):
+        with becoming_real:
+            tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
+            # Tensors computed from weights would lose their history by becoming real.
+            loses_history = any(not t.is_leaf and base_of(t) is None for t in tracked)
+        if not tracked or loses_history:
             return _call(func, args, kwargs)
         state = torch.default_generator.get_state()
         _this_thread.in_torch_function = True
@@ -165,7 +168,11 @@ def _materialize_modules(storages: list[DeferredStorage], reader: str, keep: boo
     Returns:
         All storages to be made.
     """
-    pending = [storage for storage in dict.fromkeys(storages) if state_of(storage).pending]
+    with becoming_real:  # another thread may have done so, or do so now
+        return _materialize_pending([s for s in dict.fromkeys(storages) if state_of(s).pending], reader, keep)
+
+
+def _materialize_pending(pending: list[DeferredStorage], reader: str, keep: bool) -> list[DeferredStorage]:
     requested = list(pending)
     for module in _modules_of(pending):
         tensors = list(_tensors_below(module))

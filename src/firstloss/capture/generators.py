@@ -114,8 +114,8 @@ class Generators:
                 before = self.locate(generator)[0]
                 if id(before) in self._origin_states:
                     self._origin_states[id(stream)] = stream, self._origin_states[id(before)][1]
+            self._touched[id(generator)] = generator  # first: if this is interrupted, `settle` finds the ticket
             generator.set_state(self._to_ticket(state, stream, position))
-            self._touched[id(generator)] = generator
 
     def ticket(self, generator: torch.Generator, stream: Stream, position: Position) -> torch.Tensor:
         """A state of `generator` that encodes `position` of `stream`."""

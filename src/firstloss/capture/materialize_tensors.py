@@ -19,12 +19,13 @@ from ..compat.torch_names import (
     set_creation_meta,
 )
 from ..errors import MaterializeError
+from ..interpreter import Uninterrupted
 from ..program.graph import Value
 from ..program.source import here
 from . import conjugate_views
 from .distributed import parts_of
 from .storage_swap import become, like
-from .tensor import DeferredStorage, DeferredTensor, disable_first_use, is_pending
+from .tensor import DeferredStorage, DeferredTensor, becoming_real, disable_first_use, is_pending
 
 _BATCH_BYTES = 1 << 30  # made on the host before they are moved or converted
 
@@ -70,6 +71,19 @@ def materialize_storages(
         return
     if device is not None:
         _check_device(device)
+    with becoming_real:
+        _materialize(storages, num_threads, progress, device, dtype)
+
+
+def _materialize(
+    storages: list[DeferredStorage],
+    num_threads: int | None,
+    progress: Callable[[int, int], None] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """As `materialize_storages`. What was computed is kept in the storage until its tensors are real, and as long as
+    another thread's operation holds the deferred one, so that both have the same memory."""
     family = conjugate_views.with_mirrors(storages)
     mirrors = [storage for storage in family if storage.mirrors is not None]
     lazy = [(view, base, _has_history(view)) for storage in mirrors for view, base in conjugate_views.bases(storage)]
@@ -86,12 +100,18 @@ def materialize_storages(
             buffers = _make([value for value in values if value not in on_gpu], num_threads, report)
             buffers.update((value, on_gpu.pop(value)) for value in values if value in on_gpu)
             for storage in batch:
-                buffer = storage.made[1] if storage.is_made and storage.made is not None else buffers.pop(storage.value)
-                storage.made = None
-                _make_all_real(storage, buffer, device, dtype)
-                before += storage.value.nbytes
-        for view, base, is_computed in lazy:
-            _make_real_view(view, base, is_computed)
+                if not storage.is_made:
+                    storage.made = storage.value, buffers.pop(storage.value)
+            converted = [_converted(storage, device, dtype) for storage in batch]
+            with Uninterrupted():  # tensors that share memory become real together
+                for storage, buffer in zip(batch, converted, strict=True):
+                    _make_all_real(storage, buffer)
+                    if buffer is not storage.made[1]:  # type: ignore[index]
+                        storage.made = None
+                    before += storage.value.nbytes
+        with Uninterrupted():
+            for view, base, is_computed in lazy:
+                _make_real_view(view, base, is_computed)
 
 
 def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Value, torch.Tensor]:
@@ -116,7 +136,8 @@ def allocate_real(storage: DeferredStorage) -> None:
     with DisableTorchDispatch():
         memory = storage.value.empty()
     storage.made = None
-    _make_all_real(storage, memory, None, None)
+    with becoming_real, Uninterrupted():
+        _make_all_real(storage, memory)
 
 
 @torch.inference_mode(False)
@@ -158,12 +179,17 @@ def _check_device(device: torch.device | str) -> None:
         ) from None
 
 
-def _make_all_real(
-    storage: DeferredStorage, buffer: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
-) -> None:
-    """Make every tensor of `storage` a real view of `buffer`, moved and converted."""
-    if device is not None or (dtype is not None and buffer.is_floating_point()):
-        buffer = buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
+def _converted(storage: DeferredStorage, device: torch.device | str | None, dtype: torch.dtype | None) -> torch.Tensor:
+    """The content of a storage that was computed, moved and converted."""
+    assert storage.made is not None
+    buffer = storage.made[1]
+    if device is None and (dtype is None or not buffer.is_floating_point()):
+        return buffer
+    return buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
+
+
+def _make_all_real(storage: DeferredStorage, buffer: torch.Tensor) -> None:
+    """Make every tensor of `storage` a real view of `buffer`."""
     tensors = storage.alive()
     with_history = {id(tensor) for tensor in tensors if _has_history(tensor)}
     views = _views_and_bases(tensors) if buffer.dtype == storage.value.dtype else []

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -28,7 +27,7 @@ from ..compat.torch_names import (
     version_of,
 )
 from ..errors import TraceError, ValueReadError
-from ..interpreter import Undo, pause
+from ..interpreter import Undo, interruptible_inside, pause
 from ..program.compare import same_bytes
 from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
@@ -295,7 +294,7 @@ class StepTrace(recorder._Tracing):
 
     # -- around the step --
 
-    @contextmanager
+    @interruptible_inside
     def active(self) -> Iterator[None]:
         """Trace the block; afterwards every DeferredStorage is restored."""
         with session.tracing, Undo() as undo, undo:

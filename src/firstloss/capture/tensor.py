@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -131,7 +132,19 @@ def _deferred_storage_of(tensor: Any) -> DeferredStorage | None:
     return tensor._storage if type(tensor) is DeferredTensor else None
 
 
+# Held while deferred tensors become real, and while one that may become real is used, outside of captures and traces:
+# several threads may use a model for the first time.
+becoming_real = threading.RLock()
+
 _requires_grad: Any = Tensor.requires_grad
+
+
+def _tensors_in(args: Iterable[Any]) -> Iterator[Any]:
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            yield from _tensors_in(arg)
+        elif isinstance(arg, Tensor):
+            yield arg
 
 
 def is_leaf(tensor: Tensor) -> bool:
@@ -207,6 +220,10 @@ class DeferredTensor(Tensor):
             return NotImplemented
         if torch.is_inference_mode_enabled() and Hooks.is_composite(func):
             return func.decompose(*args, **(kwargs or {}))
+        if not session.this_thread.depth and session.this_thread.trace is None:
+            with becoming_real:
+                if any(map(is_pending, _tensors_in((args, tuple(kwargs.values()) if kwargs else ())))):
+                    return Hooks.dispatch(func, args, kwargs or {})
         return Hooks.dispatch(func, args, kwargs or {})
 
     def _ref(self) -> Ref:
@@ -438,8 +455,11 @@ def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = Fals
     """
     if session.trace is not None:  # raises
         return Hooks.value_of(tensor)
-    if is_pending(tensor):
-        return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
+    with becoming_real:
+        if type(tensor) is not DeferredTensor:  # another thread has materialized it
+            return tensor
+        if is_pending(tensor):
+            return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
     if writable and not tensor._storage.resident.in_host_memory:
         raise ElsewhereError(
             f"{here()}: the memory of this tensor is on another device, or sharded over a mesh, so it cannot be "

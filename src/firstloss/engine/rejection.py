@@ -116,6 +116,8 @@ class Rejection:
             self._found = result
         return result
 
+    _found: Corrections | None = None  # also if the constructor was interrupted
+
     def __del__(self) -> None:
         global _cached_bytes
         if self._found is not None:
