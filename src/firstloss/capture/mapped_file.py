@@ -14,6 +14,7 @@ import bisect
 import functools
 import mmap
 import os
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +41,21 @@ class _Mapping(NamedTuple):
     inode: int
 
 
+class _OpenFile:
+    """A file, open as long as deferred tensors refer to it, so that it can be read after it was deleted or replaced."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        weakref.finalize(self, os.close, self.descriptor)
+        self.stamp = _stamp(os.fstat(self.descriptor))
+
+
 class _FileRange(NamedTuple):
     """The location of a tensor's content in a file, and the file's stamp when the tensor was captured."""
 
-    path: str
+    file: _OpenFile
     offset: int
-    stamp: tuple[int, ...]
     where: str  # the user's line
 
 
@@ -66,16 +76,31 @@ def in_file(tensor: torch.Tensor) -> FileValue | None:
     mapping = _mapping_of(address, nbytes)
     if mapping is None or not _is_unmodified(address, nbytes):
         return None
-    try:
-        stat = os.stat(mapping.path)
-    except OSError:
+    file = _open_file(mapping)
+    if file is None:
         return None
-    if stat.st_ino != mapping.inode:  # another file takes its location
-        return None
-    location = _FileRange(mapping.path, address - mapping.begin + mapping.offset, _stamp(stat), str(here()))
-    label = f"bytes from {location.offset:,} on in {location.path}"
+    location = _FileRange(file, address - mapping.begin + mapping.offset, str(here()))
+    label = f"bytes from {location.offset:,} on in {mapping.path}"
     read = functools.partial(_read, location, tensor.dtype)
     return FileValue.read_by_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
+
+
+_open_files: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], _OpenFile] = weakref.WeakValueDictionary()
+
+
+def _open_file(mapping: _Mapping) -> _OpenFile | None:
+    """The file of a mapping, opened; None if another file takes its location, or if it cannot be opened."""
+    try:
+        stat = os.stat(mapping.path)
+        if stat.st_ino != mapping.inode:
+            return None
+        key = mapping.path, _stamp(stat)
+        file = _open_files.get(key)
+        if file is None:
+            file = _open_files[key] = _OpenFile(mapping.path)
+    except OSError:  # deleted, or too many files are open
+        return None
+    return file if file.stamp == key[1] else None
 
 
 def deferred_file_tensor(tensor: torch.Tensor) -> DeferredTensor | None:
@@ -167,17 +192,17 @@ def _stamp(stat: os.stat_result) -> tuple[int, ...]:
 
 def _read(location: _FileRange, dtype: torch.dtype, begin: int, out: torch.Tensor) -> None:
     """Read elements from index `begin` on into `out`, one-dimensional."""
-    with open(location.path, "rb", buffering=0) as file, DisableTorchDispatch():
-        if _stamp(os.fstat(file.fileno())) != location.stamp:
+    file = location.file
+    with DisableTorchDispatch():
+        if _stamp(os.fstat(file.descriptor)) != file.stamp:
             raise ConstantChangedError(
-                f"{location.where}: {location.path} has been written to, or replaced, since a deferred model loaded "
-                "it, so its content at that time is lost. Load it again, or call firstloss.materialize_module before "
-                "it is replaced."
+                f"{location.where}: {file.path} has been written to since a deferred model loaded it, so its content "
+                "at that time is lost. Load it again, or call firstloss.materialize_module before it is written to."
             )
         view = memoryview(out.view(torch.uint8).numpy())
         offset = location.offset + begin * dtype.itemsize
         while view:
-            count = os.preadv(file.fileno(), [view], offset)
+            count = os.preadv(file.descriptor, [view], offset)
             if not count:
-                raise ConstantChangedError(f"{location.where}: {location.path} has been truncated since it was loaded.")
+                raise ConstantChangedError(f"{location.where}: {file.path} has been truncated since it was loaded.")
             view, offset = view[count:], offset + count

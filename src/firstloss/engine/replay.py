@@ -80,10 +80,18 @@ class Replay:
         return buffer
 
     def run(self, nodes: Iterable[Node]) -> None:
-        """Execute `nodes`, which must be in the order of recording."""
-        with torch.no_grad():
-            for node in nodes:
-                self._run_one(node)
+        """Execute `nodes`, which must be in the order of recording, with as many threads as their constructor had."""
+        before = threads = torch.get_num_threads()
+        try:
+            with torch.no_grad():
+                for node in nodes:
+                    if node.threads != threads:
+                        threads = node.threads
+                        torch.set_num_threads(threads)
+                    self._run_one(node)
+        finally:
+            if threads != before:
+                torch.set_num_threads(before)
 
     def _run_one(self, node: Node) -> None:
         for value in node.reads():

@@ -208,6 +208,7 @@ class Node:
         "source",
         "kind",
         "saved_constants",
+        "threads",
     )
 
     def __init__(
@@ -232,6 +233,7 @@ class Node:
         self.outputs: tuple[Value, ...] = ()
         self.kind: Any = None  # see `node_kinds.kind_of`
         self.saved_constants: list[tuple[torch.Tensor, int]] | None = None
+        self.threads = torch.get_num_threads()  # factorizations and products have other last bits with others
 
     def refs(self) -> Iterator[Ref]:
         """The Refs that this node reads, in argument order; excludes a target that is overwritten."""

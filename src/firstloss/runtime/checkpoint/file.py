@@ -155,6 +155,36 @@ class Entry(NamedTuple):
     sums: str
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return keys
+
+
+def _whole_number(number: Any) -> int:
+    """
+    Raises:
+        ValueError: for anything but an int that PyTorch can have as a size.
+    """
+    if type(number) is not int or not 0 <= number < 1 << 63:
+        raise ValueError(f"{number!r:.40} is no size or offset")
+    return number
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    """
+    Raises:
+        ValueError: if it exceeds 64 bits on the way, also if a later size is 0.
+    """
+    product = 1
+    for size in sizes:
+        product *= size
+        if product >= 1 << 64:
+            raise ValueError(f"a tensor of shape {list(sizes[:-1])} is too large")
+    return product
+
+
 class TensorFile:
     """A safetensors file, open for reading; it stays readable if it is replaced or removed.
 
@@ -169,15 +199,16 @@ class TensorFile:
         self.size = os.fstat(self._descriptor).st_size
         self.head = self._read_head()
         try:
-            header = json.loads(self.head[8:])
-            self.metadata: dict[str, str] = dict(header.pop("__metadata__", {}))
+            header = json.loads(self.head[8:], object_pairs_hook=_without_duplicates)
+            self.metadata: dict[str, str] = dict(header.pop("__metadata__", None) or {})
             self._check_head(self.metadata.pop(_HEAD, None))
             sums = json.loads(self.metadata.pop(_CRC, "{}"))
             self.parts: dict[str, dict[str, Any]] = json.loads(self.metadata.pop(_PARTS, "{}"))
             self.entries = {key: self._entry(key, about, sums.get(key, "")) for key, about in header.items()}
+            self._check_extents()
         except CheckpointError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not a safetensors file, or its header is damaged ({type(error).__name__}: {error})"
             ) from error
@@ -206,10 +237,10 @@ class TensorFile:
     def _entry(self, key: str, about: dict[str, Any], sums: str) -> Entry:
         if about["dtype"] not in _NAMES:
             raise CheckpointError(f"{self.path}: {key} is of dtype {about['dtype']}, which Firstloss cannot read")
-        dtype, shape = _NAMES[about["dtype"]], tuple(int(n) for n in about["shape"])
-        begin, end = (len(self.head) + int(offset) for offset in about["data_offsets"])
-        count = math.prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or begin < len(self.head) or end - begin != count:
+        dtype, shape = _NAMES[about["dtype"]], tuple(map(_whole_number, about["shape"]))
+        begin, end = (len(self.head) + _whole_number(offset) for offset in about["data_offsets"])
+        count = _product((*shape, dtype.itemsize))
+        if begin < len(self.head) or end - begin != count:
             raise CheckpointError(
                 f"{self.path}: {key} of shape {list(shape)} takes {count:,} bytes, not {end - begin:,}"
             )
@@ -220,6 +251,19 @@ class TensorFile:
         if sums and len(sums) != 8 * -(-count // PIECE):
             raise CheckpointError(f"{self.path}: {key} has the wrong number of checksums")
         return Entry(dtype, shape, begin, end, sums)
+
+    def _check_extents(self) -> None:
+        """Check that the entries fill the file, without gaps and overlaps."""
+        end = len(self.head)
+        for key, entry in sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != end:
+                what = "overlaps the one before it" if entry.begin < end else "leaves a gap before it"
+                raise CheckpointError(f"{self.path} is damaged: {key}, which begins at byte {entry.begin:,}, {what}")
+            end = entry.end
+        if end != self.size:
+            raise CheckpointError(
+                f"{self.path} is damaged: its tensors end at byte {end:,}, but the file has {self.size:,} bytes"
+            )
 
     def read(self, key: str) -> torch.Tensor:
         """Read the tensor `key` into fresh memory, and verify its checksums."""

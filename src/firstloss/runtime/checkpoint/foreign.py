@@ -35,7 +35,9 @@ def load_folder(folder: str) -> dict[str, torch.Tensor]:
             try:
                 with open(path, encoding="utf-8") as file:
                     where = dict(json.load(file)["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
+                if not all(isinstance(part, str) for item in where.items() for part in item):
+                    raise TypeError("weight_map must map names to names")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
             return _load_indexed(folder, path, where)
     raise CheckpointMissingError(
@@ -116,7 +118,8 @@ class _Archive:
             archive = zipfile.ZipFile(self._file)
             members = [m for m in archive.infolist() if m.compress_type == zipfile.ZIP_STORED]
             for member in members:
-                if "/data/" not in member.filename:  # the pickle, whose checksum PyTorch's reader does not verify
+                # The pickle, whose checksum PyTorch's reader does not verify; 0 in files written without checksums
+                if "/data/" not in member.filename and member.CRC:
                     archive.read(member)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged or truncated ({error})") from error

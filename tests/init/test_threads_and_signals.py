@@ -1,0 +1,206 @@
+"""Threads that use one deferred model, and signals at random moments: weights, ties and captures stay whole."""
+
+import gc
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.capture import session
+from firstloss.interpreter import Uninterrupted
+
+SECONDS = 2.0  # of interrupts, for each case
+
+
+class Tied(nn.Module):
+    """Weights that share memory, a view that is a buffer, a rejection loop, and a decomposition."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(40))
+        self.embedding = nn.Embedding(50, 8)
+        self.register_buffer("view", self.embedding.weight.data[:3])
+        self.tied = nn.ParameterList(layer.weight.data for layer in self.layers)
+        nn.init.trunc_normal_(self.layers[0].weight)
+        nn.init.orthogonal_(self.layers[1].weight)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum() + self.view.sum()
+
+
+def check(model, expected):
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    for layer, tied in zip(model.layers, model.tied, strict=True):
+        assert layer.weight.data_ptr() == tied.data_ptr()
+    assert model.view.data_ptr() == model.embedding.weight.data_ptr()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
+def eager():
+    torch.manual_seed(3)
+    return Tied()
+
+
+def forward(model):
+    return model(torch.ones(2, 8))
+
+
+USES = {
+    "materialize": fl.materialize_module,
+    "forward": forward,
+    "forward without gradients": torch.no_grad()(forward),
+    "inference": torch.inference_mode()(forward),
+    "state dict": lambda model: {name: t.clone() for name, t in model.state_dict().items()},
+    "norms": lambda model: [p.norm() for p in model.parameters()],
+    "numpy": lambda model: [p.detach().numpy() for p in model.parameters()],
+    "pointers": lambda model: [p.data_ptr() for p in model.parameters()],
+    "clones": lambda model: [p.detach().clone().sum() for p in model.parameters()],
+    "mixed": None,
+}
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.NotMaterializedWarning")
+@pytest.mark.parametrize("use", USES)
+def test_threads_that_use_a_deferred_model_first(use):
+    expected = eager()
+    for trial in range(6):
+        torch.manual_seed(3)
+        model = fl.deferred_init(Tied)
+        barrier, errors = threading.Barrier(4), []
+        plain = [function for function in USES.values() if function is not None]
+        uses = [USES[use] or plain[(trial * 4 + i) % len(plain)] for i in range(4)]
+
+        def run(function, barrier=barrier, errors=errors, model=model):
+            barrier.wait()
+            try:
+                function(model)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(function,)) for function in uses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        fl.materialize_module(model)
+        check(model, expected)
+
+
+class Interrupts:
+    """Real signals at random moments of calls, whose handler raises KeyboardInterrupt."""
+
+    def __init__(self, longest):
+        self._random, self._longest = random.Random(1), longest
+        self.count = 0
+
+    def during(self, function):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-5, self._longest))
+            try:
+                function()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            self.count += 1
+
+
+@pytest.fixture
+def interrupts():
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield Interrupts
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def duration(function):
+    function()
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def check_process(handlers):
+    assert type(torch.ones(2)) is torch.Tensor and not session.depth and session.trace is None
+    assert gc.isenabled() and not Uninterrupted._is_open
+    assert [signal.getsignal(s) for s in sorted(signal.valid_signals())] == handlers
+
+
+def current_handlers():
+    return [signal.getsignal(s) for s in sorted(signal.valid_signals())]
+
+
+def test_interrupts_during_a_capture(interrupts):
+    alarms = interrupts(duration(lambda: fl.deferred_init(Tied)))
+    handlers, end = current_handlers(), time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        alarms.during(lambda: fl.deferred_init(Tied))
+        check_process(handlers)
+    assert alarms.count > 10
+    torch.manual_seed(3)
+    check(fl.materialize_module(fl.deferred_init(Tied)), eager())
+
+
+def test_interrupts_during_materialization(interrupts):
+    expected = eager()
+    alarms = interrupts(duration(lambda: fl.materialize_module(fl.deferred_init(Tied))))
+    handlers, end = current_handlers(), time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        torch.manual_seed(3)
+        model = fl.deferred_init(Tied)
+        alarms.during(lambda model=model: fl.materialize_module(model))
+        check_process(handlers)
+        check(fl.materialize_module(model), expected)
+    assert alarms.count > 10
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_interrupts_while_a_step_is_traced(interrupts, tmp_path):
+    backend = fl.backend("XLA", artifact_dir=str(tmp_path))
+    with backend.device:
+        model = nn.Linear(4, 4)
+    compiled = fl.compile(model, backend)
+    settings = {"text": "0"}
+
+    @fl.trace
+    def step(x):
+        return compiled(x).sum() * float(settings["text"])
+
+    def call():
+        settings["text"] = str(float(settings["text"]) + 1)  # traced at each call
+        return step(torch.ones(2, 4)).item()
+
+    alarms = interrupts(0.02)
+    call()
+    handlers, end = current_handlers(), time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        alarms.during(call)
+        check_process(handlers)
+        assert type(fl.materialize_module(fl.deferred_init(nn.Linear, 2, 2)).weight) is nn.Parameter
+    assert alarms.count > 10
+    expected = model(torch.ones(2, 4)).sum().item() * (float(settings["text"]) + 1)
+    assert call() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_factorization_has_the_bits_of_its_constructors_threads():
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            torch.manual_seed(4)
+            expected = nn.init.orthogonal_(torch.empty(513, 129))
+            torch.manual_seed(4)
+            weight = fl.deferred_init(lambda: nn.init.orthogonal_(torch.empty(513, 129)))
+            torch.set_num_threads(3 - threads)
+            assert torch.equal(fl.materialize_tensor(weight), expected)
+            assert torch.get_num_threads() == 3 - threads
+    finally:
+        torch.set_num_threads(before)
