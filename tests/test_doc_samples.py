@@ -217,15 +217,17 @@ told = warnings.catch_warnings(record=True).__enter__()
 warnings.simplefilter("always")
 <sample>
 assert [type(warning.message) for warning in told] == [fl.errors.GraphChangeWarning], [str(t.message) for t in told]
-assert "(1.0, now 0.5)" in str(told[0].message)
-settings["scale"] = 1.0
+assert "(False, now True)" in str(told[0].message)
+settings["squared"] = False
 step(batch)
 assert len(told) == 1, told
 settings["scale"] = 0.5
+step(batch)
+assert len(told) == 1, told
 shown = []
 print = shown.append
 <sample>
-assert "(0.5, now 2.0)" in str(shown.pop())
+assert "(False, now True)" in str(shown.pop())
 <sample>
 for _ in range(3):
     warm(batch)

@@ -154,14 +154,12 @@ def value_request() -> ValueRequest:
 
 
 def is_shown() -> bool:
-    """Whether the user's expression only displays its argument: in output, a log, or a debugger."""
+    """Whether a tensor is only displayed in a debugger or a traceback."""
     frame = user_frame()
-    if frame is None or frame.f_globals.get("__name__") in _SHOW:
-        return True
-    return _kind(_text(frame)) == "print"
+    return frame is None or frame.f_globals.get("__name__") in _SHOW
 
 
-_SHOW = {"logging", "traceback", "pdb", "pydevd"}
+_SHOW = {"traceback", "pdb", "pydevd"}
 
 
 def _text(frame: FrameType) -> str:

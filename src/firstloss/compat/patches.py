@@ -146,6 +146,7 @@ PATCHES = {
     "torch.embedding_bag": Patch(TRACE, _SPARSE),
     "torch.gather": Patch(TRACE, _SPARSE),
     **{f"math.{name}": Patch(TRACE, "It would specialize the step on a number") for name in MATH_FUNCTIONS},
+    "builtins.print": Patch(TRACE, "It prints values that only the device has: after the step"),
     "builtins.max": Patch(TRACE, "It compares numbers that only the device has"),
     "builtins.min": Patch(TRACE, "As above"),
     "torch.nn.TransformerEncoder.forward": Patch(TRACE, _FAST_PATH),

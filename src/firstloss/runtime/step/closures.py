@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from ...capture import session
+from ...capture.constant_folding import known_value
+from ...capture.input_numbers import specialized
 from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredTensor, Hooks
+from ...compat.patches import replaces
 from ...compat.torch_names import pytree
 from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
@@ -107,6 +110,15 @@ class _Closure:
             call.note(session.trace)
         else:
             call.run_now()
+
+
+@replaces("builtins.print")
+def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """As `print`; in a traced step, tensors are printed after each execution, when they have values."""
+    if not any(type(arg) is DeferredTensor and known_value(arg) is None for arg in args) or session.trace is None:
+        original(*args, **kwargs)
+        return
+    _Closure(original, checkpoint=False)(*map(specialized, args), **kwargs)
 
 
 class ClosureCall:
