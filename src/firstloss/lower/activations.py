@@ -8,7 +8,7 @@ import jax
 import torch
 from jax import lax
 
-from .dtypes import cast, floats, is_complex, operands, where
+from .dtypes import cast, floats, is_complex, number_in, operands, where
 from .pointwise import clamp, mul
 from .registry import rule
 
@@ -67,7 +67,8 @@ def sigmoid_backward(grad_output, output):
 
 @rule(aten.threshold.default)
 def threshold(self, threshold, value):
-    return where(self <= cast(threshold, self.dtype), value, self)
+    (x,) = operands(self)
+    return where(x <= cast(threshold, x.dtype), value, self)
 
 
 @rule(aten.threshold_backward.default)
@@ -225,6 +226,7 @@ def hardswish_backward(grad_output, self):
 @rule(aten.hardshrink.default)
 def hardshrink(self, lambd=0.5):
     (x,) = operands(self)
+    lambd = number_in(lambd, self.dtype)
     return where((x >= -lambd) & (x <= lambd), 0, x)
 
 

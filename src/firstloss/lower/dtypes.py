@@ -205,6 +205,22 @@ def operands(*args: Any, dtype: np.dtype | None = None) -> list[Any]:
     return broadcast(*(cast(x, dtype) for x in args))
 
 
+def narrowed(*args: Any) -> list[Any]:
+    """Like `operands`. In half precision, numbers and scalars of another dtype are rounded to it first, as in PyTorch's
+    CPU kernels of sums, differences, powers, remainders and comparisons, but not of products and quotients."""
+    dtype = promoted(*args)
+    return operands(*(number_in(x, dtype) for x in args), dtype=opmath(dtype))
+
+
+def number_in(x: Any, dtype: np.dtype) -> Any:
+    """`x`, rounded to `dtype` if that is a half precision, in float32."""
+    if dtype not in _HALVES or not is_number(x) and x.dtype == dtype:
+        return x
+    if is_number(x):
+        return np.asarray(x).astype(dtype).astype(np.float32)
+    return rounded(cast(x, np.dtype(np.float32)), dtype)
+
+
 def floats(*args: Any) -> list[Any]:
     """Like `operands`, for operations whose results are floating point even for integers."""
     return operands(*args, dtype=opmath(floating(promoted(*args))))

@@ -22,6 +22,8 @@ from .dtypes import (
     is_integer,
     is_number,
     kept,
+    narrowed,
+    number_in,
     operands,
     opmath,
     promoted,
@@ -40,10 +42,10 @@ aten = torch.ops.aten
 
 @rule(aten.add.Tensor, aten.add.Scalar)
 def add(self, other, alpha=1):
-    x, y = operands(self, other)
+    x, y = narrowed(self, other)
     if x.dtype == bool:
         return x | (y & cast(alpha, y.dtype))
-    y = times(y, alpha)
+    y = times(y, number_in(alpha, promoted(self, other)))
     return lax.add(x, kept(y, x) if _is_scalar(other) else y)
 
 
@@ -54,15 +56,15 @@ def _is_scalar(x: Any) -> bool:
 
 @rule(aten.sub.Tensor, aten.sub.Scalar)
 def sub(self, other, alpha=1):
-    x, y = operands(self, other)
-    y = times(y, alpha)
+    x, y = narrowed(self, other)
+    y = times(y, number_in(alpha, promoted(self, other)))
     return lax.sub(x, kept(y, x) if _is_scalar(other) else y)
 
 
 @rule(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(self, other, alpha=1):
-    y, x = operands(self, other)
-    return lax.sub(x, times(y, alpha))
+    y, x = narrowed(self, other)
+    return lax.sub(x, times(y, number_in(alpha, promoted(self, other))))
 
 
 @rule(aten.mul.Tensor, aten.mul.Scalar)
@@ -126,14 +128,14 @@ def floor_divide(self, other):
 @rule(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(self, other):
     """The remainder with the sign of the divisor."""
-    x, y = operands(self, other)
+    x, y = narrowed(self, other)
     result = lax.rem(x, y)
     return _of_integers(where((result != 0) & ((y < 0) != (result < 0)), result + y, result), y)
 
 
 @rule(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def pow_tensor(self, exponent):
-    x, y = operands(self, exponent)
+    x, y = narrowed(self, exponent)
     return _power(x, y)
 
 
@@ -164,7 +166,7 @@ def pow_scalar(self, exponent):
             return 1 / x
         if exponent == -2:
             return 1 / (x * x)
-    return _power(*broadcast(x, cast(exponent, x.dtype)))
+    return _power(*broadcast(x, cast(number_in(exponent, promoted(self, exponent)), x.dtype)))
 
 
 def _xlogy(x: Any, y: Any) -> Any:
@@ -242,10 +244,10 @@ _BINARY = {
     aten.__lshift__.Tensor: (lax.shift_left, False),
     aten.__lshift__.Scalar: (lax.shift_left, False),
 }
+_NARROWED = (_rem, lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge)
 for _overload, (_function, _to_float) in _BINARY.items():
-    register(
-        _overload, lambda self, other, f=_function, align=floats if _to_float else operands: f(*align(self, other))
-    )
+    _align = floats if _to_float else narrowed if _function in _NARROWED else operands
+    register(_overload, lambda self, other, f=_function, align=_align: f(*align(self, other)))
 
 
 @rule(
