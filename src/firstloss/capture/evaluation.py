@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -212,7 +213,8 @@ def run_on_resident(call: OpCall) -> Any:
     """Run a call on tensors on a backend: views stay views, everything else is computed on the host."""
     if call.traits.view:
         is_new = call.op in UNANNOTATED_VIEWS or (call.deferred or call.real)[0].is_inference()  # for autograd
-        views = [DeferredTensor.wrap(call.deferred[0]._storage, *g, new=is_new) for g in infer(call).geometry]
+        wrap = functools.partial(DeferredTensor.wrap, call.deferred[0]._storage, new=is_new)
+        views = [wrap(*g) for g in infer(call).geometry]
         return views[0] if call.traits.returns_one else views
     written = [t for t in call.written() if type(t) is DeferredTensor]
     pending = [t for t in written if is_pending(t)]

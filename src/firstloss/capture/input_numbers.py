@@ -230,7 +230,7 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "trunc": math.trunc,
 }
 # The methods of PyTorch's SymNode.
-_OF_NODES = {
+_OF_NODES: dict[str, Callable[..., Any]] = {
     **_ARITHMETIC,
     **_COMPARISONS,
     **_UNARY,
@@ -323,7 +323,7 @@ class _InputNumber:
             return apply_to(function, inputs)
         return getattr(function, method)(*map(specialized, inputs), **kwargs)
 
-    __class__ = property(lambda self: type(self.node.number))  # type: ignore[assignment]
+    __class__ = property(lambda self: type(self.node.number))
 
     def __getattr__(self, name: str) -> Any:
         if name == "node" or name.startswith("_"):
@@ -335,7 +335,7 @@ class _InputNumber:
         return _unary(combine)(self)
 
     def __divmod__(self, other: Any) -> Any:
-        return self // other, self % other  # type: ignore[operator]
+        return self // other, self % other
 
     def __rdivmod__(self, other: Any) -> Any:
         return other // self, other % self
@@ -363,7 +363,7 @@ for _name, _combine in _COMPARISONS.items():
     setattr(_InputNumber, f"__{_name}__", _comparison(_combine))
 for _name, _combine in _UNARY.items():
     setattr(_InputNumber, f"__{_name}__", _unary(_combine))
-for _name, _combine in {
+_CONVERSIONS: dict[str, Callable[..., Any]] = {
     "bool": bool,
     "float": float,
     "int": int,
@@ -371,7 +371,8 @@ for _name, _combine in {
     "str": str,
     "repr": repr,
     "format": format,
-}.items():
+}
+for _name, _combine in _CONVERSIONS.items():
     setattr(_InputNumber, f"__{_name}__", _converted(_combine))
 
 

@@ -6,6 +6,7 @@ storages that it writes to new Values. Nothing is computed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -157,7 +158,8 @@ def _record(call: OpCall) -> Any:
         if call.op is aten.as_strided.default:
             _refuse_beyond(storage, geometry[0])
         is_new = call.op in UNANNOTATED_VIEWS or (call.deferred or call.real)[0].is_inference()  # for autograd
-        views = [DeferredTensor.wrap(storage, *g, new=is_new) for g in geometry]
+        wrap = functools.partial(DeferredTensor.wrap, storage, new=is_new)
+        views = [wrap(*g) for g in geometry]
         return views[0] if call.traits.returns_one else views
 
     targets = call.written()

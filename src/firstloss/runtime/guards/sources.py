@@ -353,11 +353,12 @@ class GuardSources:
                 guard.expected = {**guard.expected, name: old}  # a copy, since guard sets share namespaces
         for (container, key), any_number in (varying.expected() if varying is not None else {}).items():
             for guards in (self._values.tables, self._values.lists, self._values.cells):
-                guard = guards.get(container)
-                if isinstance(guard, ListGuard):
-                    guard.expected = [any_number if i == key else item for i, item in enumerate(guard.expected)]
-                elif guard is not None and key in guard.expected:
-                    guard.expected = {**guard.expected, key: any_number}
+                of_container = guards.get(container)
+                if isinstance(of_container, ListGuard):
+                    items = enumerate(of_container.expected)
+                    of_container.expected = [any_number if i == key else item for i, item in items]
+                elif of_container is not None and key in of_container.expected:
+                    of_container.expected = {**of_container.expected, key: any_number}
         return GuardSet(self._values, self._executed.lines, self.unknown, self.external_calls, weights)
 
 

@@ -303,10 +303,10 @@ class ParameterGroups:
                     self._first.append(change)
                 elif change.value.node.expression.source is None:  # computed by the step
                     self._computed.append(change)
-            for key, value in group.items() if self.varying is not None else ():
-                if _is_plain(value) and not is_input_number(value) and same(before.get(key, MISSING), value):
-                    if self.varying.is_replaced(group, key):  # by the value that it has at this call
-                        self._first.append(_Set(group, key, value, value))
+            for key, value in group.items():
+                unchanged = _is_plain(value) and not is_input_number(value) and same(before.get(key, MISSING), value)
+                if self.varying is not None and unchanged and self.varying.is_replaced(group, key):
+                    self._first.append(_Set(group, key, value, value))  # in place of the value at this call
             # An optimizer that wraps this one has replaced some.
             hidden = {(id(g), key): before for g, key, before, traced in self._restore if g.get(key) is traced}
             self._saved.append((group, {key: hidden.get((id(group), key), value) for key, value in group.items()}))
@@ -398,7 +398,7 @@ class ParameterGroups:
             now = group.get(key)
             if now is before:
                 group[key] = traced
-            elif key == "lr" and is_input_number(now):
+            elif key == "lr" and now is not None and is_input_number(now):
                 self.set(group, key, self._trace.input_of((now * 1.0).node))
 
     def restore(self) -> list[str]:
