@@ -130,7 +130,7 @@ def duration(function):
 
 def check_process(handlers):
     assert type(torch.ones(2)) is torch.Tensor and not session.depth and session.trace is None
-    assert gc.isenabled() and not Uninterrupted._is_open
+    assert gc.isenabled() and torch.is_grad_enabled() and not Uninterrupted._is_open
     assert [signal.getsignal(s) for s in sorted(signal.valid_signals())] == handlers
 
 

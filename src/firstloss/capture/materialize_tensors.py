@@ -19,7 +19,7 @@ from ..compat.torch_names import (
     set_creation_meta,
 )
 from ..errors import MaterializeError
-from ..interpreter import Uninterrupted
+from ..interpreter import KeepsGradMode, Uninterrupted
 from ..program.graph import Value
 from ..program.source import here
 from . import conjugate_views
@@ -71,7 +71,7 @@ def materialize_storages(
         return
     if device is not None:
         _check_device(device)
-    with becoming_real:
+    with KeepsGradMode(), becoming_real:
         _materialize(storages, num_threads, progress, device, dtype)
 
 
@@ -144,7 +144,7 @@ def allocate_real(storage: DeferredStorage) -> None:
 def make(storages: list[DeferredStorage]) -> None:
     """Compute the content of `storages`, and store it there; their tensors stay deferred."""
     storages = [storage for storage in storages if not storage.is_made]
-    with timeline.span("materialize"):
+    with KeepsGradMode(), timeline.span("materialize"):
         buffers = _make([storage.value for storage in storages], None, None)
     for storage in storages:
         storage.made = storage.value, buffers.pop(storage.value)
