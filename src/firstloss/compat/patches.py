@@ -314,6 +314,11 @@ def original(name: str) -> Any:
     return getattr(current, "__wrapped__", current) if name in _installed else current
 
 
+def unreplaced(function: Any) -> Any:
+    """The original of a replacement that code has kept; other values as they are."""
+    return next((found for found, _, new in _latest.values() if new is function), function)
+
+
 def is_installed(name: str) -> bool:
     """Whether the replacement of `name` is installed."""
     return name in _installed

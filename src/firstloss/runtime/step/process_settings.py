@@ -14,6 +14,7 @@ import torch
 
 from ... import interpreter
 from ...amp.precision import current as precision
+from ...compat.patches import unreplaced
 from ...compat.torch_names import (
     dispatch_modes_count,
     get_current_dispatch_mode_stack,
@@ -55,7 +56,10 @@ def _folder() -> str | None:
 
 
 def _numpy_errors() -> tuple:
-    return *np.geterr().items(), ("call", np.geterrcall())
+    call = np.geterrcall()
+    if call is not None and unreplaced(call) is not call:  # `print`, set in a trace
+        np.seterrcall(call := unreplaced(call))
+    return *np.geterr().items(), ("call", call)
 
 
 def _set_numpy_errors(errors: tuple) -> None:
