@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager, contextmanager
 from gc import disable, enable, isenabled  # a step being traced sees replaced ones
 from typing import Any, Generic, TypeVar
 
-import torch
-
 T = TypeVar("T")
 
 
@@ -151,10 +149,14 @@ class KeepsGradMode:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
+        import torch  # here, since commands import this module without PyTorch
+
         self._before = torch.is_grad_enabled()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if kind is not None and not issubclass(kind, Exception):
+            import torch
+
             torch._C._set_grad_enabled(self._before)
 
 

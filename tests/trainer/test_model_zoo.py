@@ -3,6 +3,7 @@
 Tolerances are for float32 sums in another order: 1e-6 for a single value, 1e-4 after several training steps.
 """
 
+import gc
 import json
 import math
 import sys
@@ -628,3 +629,72 @@ def test_a_missing_logger_package_is_an_error(name, logger, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=f"pip install {name}"):
         logger()
+
+
+# -- hooks --
+
+
+class Hooks(Callback):
+    """Records the calls of Model Zoo's hooks; validates by itself; scales weights in checkpoints."""
+
+    def __init__(self, loader=None, scale=1.0):
+        self.calls, self.loader, self.scale = [], loader, scale
+
+    def pre_setup(self, trainer):
+        self.calls.append("pre_setup")
+
+    def setup(self, trainer):
+        self.calls.append("setup")
+
+    def post_setup(self, trainer):
+        self.calls.append("post_setup")
+
+    def finalize(self):
+        self.calls.append("finalize")
+
+    def run_validation(self, trainer, loop_idx, is_last):
+        metrics = trainer.validate(self.loader, ckpt_path=None) if self.loader is not None else {}
+        self.calls.append((trainer.global_step, loop_idx, is_last, "val_loss" in metrics))
+
+    def preprocess_checkpoint(self, trainer, state):
+        weights = state.get("model", state)
+        for name in weights:
+            weights[name] = weights[name] * self.scale
+
+    def postprocess_checkpoint(self, trainer, state):
+        state["model"] = {name: weight / self.scale for name, weight in state["model"].items()}
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+@pytest.mark.parametrize("own_loader", [False, True])
+def test_hooks_of_model_zoo_are_called(device, own_loader, tmp_path):
+    hooks, second = Hooks(loader(count=8) if own_loader else None), Hooks()
+    trainer, _ = run(tmp_path, device, loop=TrainingLoop(num_steps=4, eval_frequency=2), callbacks=[hooks, second])
+    assert hooks.calls == second.calls == ["pre_setup", "setup", "post_setup"]
+    trainer.fit(loader())
+    assert hooks.calls[3:] == [(2, 0, False, own_loader), (4, 1, True, own_loader)]
+    trainer.fit(loader(), loader(count=8))  # also after the Trainer's own validation; counted from 0 again
+    assert second.calls[5:] == [(6, 0, False, False), (8, 1, True, False)]
+    del trainer
+    gc.collect()
+    assert hooks.calls[-1] == second.calls[-1] == "finalize"
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+def test_checkpoints_are_changed_by_hooks_when_saved_and_loaded(device, tmp_path):
+    trainer, _ = run(tmp_path / "a", device, callbacks=[Hooks(scale=2.0)])
+    trainer.fit(loader())
+    saved = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    path = trainer.folder.last()
+    halves = fl.load(path)["model"]
+    assert all(torch.equal(halves[name], weight / 2) for name, weight in saved.items())
+    again, _ = run(tmp_path / "a", device, callbacks=[Hooks(scale=2.0)], loop=TrainingLoop(max_steps=4))
+    again.fit(loader())  # resumed at its end
+    other, _ = run(tmp_path / "b", device, callbacks=[Hooks(scale=2.0)])
+    other.load_checkpoint(path)
+    plain, _ = run(tmp_path / "c", device)
+    plain.load_checkpoint(path)
+    for name, weight in saved.items():
+        assert torch.equal(again.model.state_dict()[name], weight)
+        assert torch.equal(other.model.state_dict()[name], weight)
+        assert torch.equal(plain.model.state_dict()[name], weight / 2)

@@ -72,12 +72,26 @@ class Callback:
         name: of one of the Trainer's traced functions: "accumulate", "update" or "evaluate".
         path: the checkpoint's path.
         state: the checkpoint's contents.
+        loop_idx: how many validations this call of `fit` has had before.
+        is_last: whether training has ended.
         error: the exception that ends the run.
     """
 
     @_hook
+    def pre_setup(self, trainer: Trainer) -> None:
+        """The Trainer has been constructed; before any `setup`."""
+
+    @_hook
     def setup(self, trainer: Trainer) -> None:
         """The Trainer has been constructed."""
+
+    @_hook
+    def post_setup(self, trainer: Trainer) -> None:
+        """Every callback's `setup` has been called."""
+
+    @_hook
+    def finalize(self) -> None:
+        """The Trainer has been freed, or the process ends."""
 
     @_hook
     def on_fit_start(self, trainer: Trainer, train_dataloader: Any, val_dataloader: Any, loop: Any) -> None:
@@ -208,12 +222,24 @@ class Callback:
         """Validation is done."""
 
     @_hook
+    def run_validation(self, trainer: Trainer, loop_idx: int, is_last: bool) -> None:
+        """Validation of one's own: in `fit`, whenever validation is due, after that on `val_dataloader`, if any."""
+
+    @_hook
     def on_save_start(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Before a checkpoint is written; entries added to `state` are saved with it."""
 
     @_hook
+    def postprocess_checkpoint(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """After all `on_save_start`: `state` is what will be written."""
+
+    @_hook
     def on_save_end(self, trainer: Trainer, path: str) -> None:
         """The checkpoint has been written completely."""
+
+    @_hook
+    def preprocess_checkpoint(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Before a checkpoint, or a file of weights by name, is loaded: changes of `state` are loaded."""
 
     @_hook
     def on_load_end(self, trainer: Trainer, path: str, state: dict[str, Any]) -> None:
@@ -225,7 +251,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self.all = list(callbacks)
-        hooks = [name for name in vars(Callback) if name.startswith("on_") or name == "setup"]
+        hooks = [name for name in vars(Callback) if not name.startswith("_")]
         for callback in self.all:
             _check(callback, hooks)
         self._overriding = {

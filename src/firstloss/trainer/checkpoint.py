@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .run_state import RunState
     from .trainer import Trainer
 
+_BEFORE = "preprocess_checkpoint"
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -311,11 +312,13 @@ def matching(pattern: Any) -> list[Any]:
     return sorted(paths, key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path))])
 
 
-def load_weights(model: torch.nn.Module, path: str, strict: bool) -> Any:
-    """Load only the weights at `path` into `model`; return everything in the file."""
-    weights, contents = checkpoint_files.load_weights(path)
+def load_weights(trainer: Trainer, path: str) -> Any:
+    """Load only the weights at `path` into the model; return everything in the file."""
+    model = trainer.model
+    assert model is not None
+    weights, contents = checkpoint_files.load_weights(path, lambda state: trainer.callbacks(_BEFORE, trainer, state))
     wrong = _differences(model, weights)
-    if wrong and (strict or "shape" in wrong):
+    if wrong and (trainer.checkpoint.strict or "shape" in wrong):
         raise TrainerError(
             f"ckpt_path {path!r} does not fit this {type(model).__name__}: {wrong}. Pass weights of the same model"
             + (", or Checkpoint(strict=False) to load those whose names match." if "shape" not in wrong else ".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ def remove(path: str) -> None:
     shutil.rmtree(hidden)
 
 
-def load_weights(path: str) -> tuple[Mapping[str, torch.Tensor], Any]:
+def load_weights(path: str, preprocess: Callable[[Any], None]) -> tuple[Mapping[str, torch.Tensor], Any]:
     """Load weights by name from a Trainer checkpoint, a safetensors file or a Hugging Face folder.
 
-    Returns the weights, and everything in the file.
+    `preprocess` is called first, with everything in the file. Returns the weights, and everything in the file.
     """
-    contents = weights = fl.load(path)
+    contents = fl.load(path)
+    preprocess(contents)
+    weights = contents
     if isinstance(contents, Mapping) and isinstance(contents.get("model"), Mapping):
         weights = contents["model"]
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):

@@ -72,11 +72,12 @@ def check_settings(loop: Any, checkpoint: Any, logging: Any, callbacks: Any, log
             raise TrainerError(f"{name} is {_kind(given)}. Pass a list of them: {name}=[...].")
 
 
-def check_validated(loop: TrainingLoop, checkpoint: Checkpoint, val_dataloader: Any) -> None:
-    """Reject settings that need validation when there is no validation loader."""
+def check_validated(loop: TrainingLoop, checkpoint: Checkpoint, val_dataloader: Any, own: bool) -> None:
+    """Reject settings that need validation when there is no validation loader; `own`: nor a callback that validates."""
     if val_dataloader is not None:
         return
-    wants = [f"{name}={value}" for name in _EVERY if (value := getattr(loop, name)) not in (None, 0)]
+    settings = [] if own else _EVERY
+    wants = [f"{name}={value}" for name in settings if (value := getattr(loop, name)) not in (None, 0)]
     wants += [f"Checkpoint(best={checkpoint.best!r})"] if checkpoint.best is not None else []
     if wants:
         raise TrainerError(

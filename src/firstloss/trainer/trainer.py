@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from types import EllipsisType
@@ -129,8 +130,12 @@ class Trainer:
         self.steps: Steps | None = None
         self._interrupts = Interrupts("", self.processes, lambda: self.state.step)
         self._reporter = Reporter(self)
+        self._validations = 0  # in this call of `fit`
         self._saved = -1  # the step of the last checkpoint written
-        self.callbacks("setup", self)
+        for hook in ("pre_setup", "setup", "post_setup"):
+            self.callbacks(hook, self)
+        if self.callbacks.overridden("finalize"):
+            weakref.finalize(self, self.callbacks, "finalize")
 
     @property
     def global_step(self) -> int:
@@ -193,10 +198,12 @@ class Trainer:
         check_loader("train_dataloader", train_dataloader)
         for loader in several(val_dataloader):
             check_loader("val_dataloader", loader)
-        construct.check_validated(self.loop, self.checkpoint, val_dataloader)
+        own = self.callbacks.overridden("run_validation")
+        construct.check_validated(self.loop, self.checkpoint, val_dataloader, own)
         again = self.batches is not None
         self.batches = Batches(train_dataloader, epoch=self.state.epoch)
         self.val_dataloader = val_dataloader
+        self._validations = 0
         with self._running("saving after this step"):
             weights = self.folder.named(ckpt_path)
             last = self.checkpoint.autoload_last and not again
@@ -315,6 +322,7 @@ class Trainer:
         checkpoints.check_finite(self)
         state = checkpoints.collect(self)
         self.callbacks("on_save_start", self, state)
+        self.callbacks("postprocess_checkpoint", self, state)
         checkpoints.checkpoint_files.save(state, path)
         self._saved = self.state.step
         self.callbacks("on_save_end", self, path)
@@ -369,9 +377,10 @@ class Trainer:
                 self.schedulers = construct.make_schedulers(schedulers, self.optimizer)
             self.precision.setup()
         if saved is not None:  # before compile: loaded weights need not be initialized
+            self.callbacks("preprocess_checkpoint", self, saved)
             checkpoints.load_model(self, saved)
         elif weights is not None and not isinstance(weights, EllipsisType):
-            contents = checkpoints.load_weights(self.model, os.fspath(weights), self.checkpoint.strict)
+            contents = checkpoints.load_weights(self, os.fspath(weights))
             self.callbacks.load_with_weights(contents)
         if fresh:
             compiled = fl.compile(self.model, self.backend)
@@ -466,10 +475,15 @@ class Trainer:
 
     def _after(self, validate: bool, save: bool) -> None:
         """Validate, check for signals and save, as due between two steps."""
-        if validate and self.val_dataloader is not None and self.state.validated != self.state.step:
-            metrics = self._validate(self.val_dataloader, self.validation)
+        own = self.callbacks.overridden("run_validation")
+        if validate and (self.val_dataloader is not None or own) and self.state.validated != self.state.step:
+            if self.val_dataloader is not None:
+                metrics = self._validate(self.val_dataloader, self.validation)
+                save |= self.checkpoint.is_best(metrics, self.state)
             self.state.validated = self.state.step
-            save |= self.checkpoint.is_best(metrics, self.state)
+            if own and self.loop is not None:
+                self.callbacks("run_validation", self, self._validations, self._done(self.loop))
+            self._validations += 1
         # With several processes the check is a collective operation, so it is not done at every step.
         if self.processes.count == 1 or self._reporter.logs(self.state.step):
             self._interrupts.check()
