@@ -3,12 +3,15 @@
 import copy
 import importlib
 import json
+import types
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from firstloss.cli import main, modelzoo
+from firstloss.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["gpt2", "bert", "vision"]
@@ -128,6 +131,51 @@ def test_the_schema_accepts_what_the_commands_accept(options, capsys):
     assert valid(other, firstlosses) and not valid(other, model_zoos)
     other["loop"]["max_step"] = 3
     assert not valid(other, firstlosses)
+
+
+def content():
+    return yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())
+
+
+def test_biases_and_norms_do_not_decay(tmp_path):
+    described = content()
+    init = described["trainer"]["init"]
+    init |= {"model_dir": str(tmp_path), "backend": {"backend_type": "CPU"}, "logging": {"log_level": "info"}}
+    init["checkpoint"] = {"steps": 0}
+    init["optimizer"] = {"adamw": {"learning_rate": 0.1, "weight_decay": 0.1}}
+    init["model"].update(hidden_size=16, num_hidden_layers=2, num_heads=2)
+    trainer, calls = modelzoo.read(described, ["--trainer.init.loop.max_steps=1"])
+    trainer.fit(**calls["fit"])
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    decayed, others = trainer.optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    assert not [names[p] for p in decayed["params"] if p.ndim < 2]
+    assert [names[p] for p in others["params"]] == [name for p, name in names.items() if p.ndim < 2]
+
+
+@pytest.mark.parametrize("name", ["Adam", "adam", "ADAMW", "AdaFactor", "muon", "sgd", "Lamb"])
+def test_optimizers_are_found_in_either_case(name):
+    from firstloss.cstorch import optim
+
+    weights = {"Muon": torch.nn.Linear(2, 2, bias=False)}.get(name.title(), torch.nn.Linear(2, 2))
+    made = modelzoo._optimizer({name: {"learning_rate": 0.1}})(weights)
+    assert isinstance(made, optim.Optimizer) and type(made).__name__.lower() == name.lower()
+
+
+class Scaled(torch.nn.Linear):
+    lr_adjustment_groups = {"decoder_kernel": types.SimpleNamespace(scale=0.5), "embedding": None}
+
+
+def test_rates_of_parts_of_a_model_are_an_error():
+    with pytest.raises(ConfigError, match="adjust_learning_rate"):
+        modelzoo._optimizer({"AdamW": {"adjust_learning_rate": {"decoder_kernel": 0.5}}})
+    optimizer = modelzoo._optimizer({"AdamW": {"learning_rate": 0.1}})
+    with pytest.raises(ConfigError, match="Scaled asks for rates of their own for decoder_kernel, embedding"):
+        optimizer(Scaled(2, 2))
+    with pytest.raises(ConfigError, match="ScalePerParamLR"):
+        spec = {"ScalePerParamLR": {"scheduler": {"ConstantLR": {"learning_rate": 0.1}}}}
+        modelzoo.schedulers(optimizer(torch.nn.Linear(2, 2)), spec)
 
 
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}

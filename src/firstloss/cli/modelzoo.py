@@ -88,6 +88,8 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
         arguments["schedulers"] = lambda optimizer: schedulers(optimizer, init["schedulers"])
     for key, kind in SETTINGS.items():
         if init.get(key) is not None:
+            if key == "checkpoint" and isinstance(init[key], Mapping) and init[key].get("steps") == 0:
+                init[key] = {**init[key], "steps": None}  # Model Zoo's 0: only at the end
             arguments[key] = _called(f"trainer.init.{key}", kind, init[key])
     for key, module in (("callbacks", callbacks), ("loggers", loggers)):
         if init.get(key) is not None:
@@ -132,6 +134,11 @@ def _schedule(optimizer: Any, spec: Any) -> Any:
         arguments["schedulers"] = parts
     given = () if name.startswith("Chained") else (optimizer,)
     if name.startswith("ScalePerParam"):
+        if not any({"adjust_learning_rate", "adjust_val"} & group.keys() for group in optimizer.param_groups):
+            raise ConfigError(
+                f"trainer.init.schedulers: {name} scales groups of parameters that have a factor, and groups made from "
+                "a file have none. Make the optimizer in Python, or leave this schedule out."
+            )
         arguments["scheduler"] = _schedule(optimizer, arguments["scheduler"])
     return _called(f"trainer.init.schedulers.{name}", kind, arguments, *given)
 
@@ -164,13 +171,48 @@ def _model(spec: Any) -> Callable[[], Any]:
 
 def _optimizer(spec: Any) -> Callable[[Any], Any]:
     name, arguments = _named_one("trainer.init.optimizer", spec)
-    kind = getattr(optim, name, None)
+    known = {one.lower(): one for one in optim.__all__ if inspect.isclass(getattr(optim, one))}
+    kind = getattr(optim, known.get(name.lower(), ""), None)
     if kind is None:
-        raise ConfigError(f"trainer.init.optimizer: there is no {name!r}.{_near(name, optim.__all__)}")
+        raise ConfigError(f"trainer.init.optimizer: there is no {name!r}.{_near(name, list(known.values()))}")
+    if arguments.get("adjust_learning_rate") is not None:
+        raise ConfigError(
+            f"trainer.init.optimizer.{name}: adjust_learning_rate, rates for parts of the model, is not supported in "
+            'files. Make the optimizer in Python, with groups that have "adjust_learning_rate", and a ScalePerParamLR.'
+        )
     arguments = {"lr" if key == "learning_rate" else key: value for key, value in arguments.items()}
     if "lr" not in arguments and inspect.signature(kind).parameters["lr"].default is inspect.Parameter.empty:
         arguments["lr"] = 0.0  # set by the schedule
-    return lambda model: _called(f"trainer.init.optimizer.{name}", kind, arguments, model.parameters())
+    return lambda model: _called(f"trainer.init.optimizer.{name}", kind, arguments, _groups(model))
+
+
+def _groups(model: Any) -> list[dict[str, Any]]:
+    """The trained parameters in two groups, as Model Zoo makes them: biases, and the weights of normalizations, do not
+    decay.
+
+    Raises:
+        ConfigError: if parts of the model ask for rates of their own, as muP's do.
+    """
+    adjusted = getattr(model, "lr_adjustment_groups", None)
+    if isinstance(adjusted, Mapping) and any(
+        getattr(group, "scale", 1.0) not in (None, 1.0) for group in adjusted.values()
+    ):
+        raise ConfigError(
+            f"trainer.init.model: this {type(model).__name__} asks for rates of their own for {', '.join(adjusted)}, "
+            'which files do not support. Make the optimizer in Python, with groups that have "adjust_learning_rate", '
+            "and a ScalePerParamLR."
+        )
+    decays: dict[Any, bool] = {}
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                decays.setdefault(parameter, not is_norm and "bias" not in name)
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter, decay in decays.items() if decay]},
+        {"params": [parameter for parameter, decay in decays.items() if not decay], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _one(at: str, spec: Any, module: Any) -> Any:

@@ -18,7 +18,8 @@ class Logging(Settings):
 
     Attributes:
         log_steps: log every `log_steps` steps. The first and the last step are always logged.
-        log_level: level of Python's logger "firstloss" during a run: "DEBUG", "INFO", "WARNING" or "ERROR".
+        log_level: level of Python's logger "firstloss" during a run: "DEBUG", "INFO", "WARNING" or "ERROR", in
+            either case.
     """
 
     log_steps: int = 10
@@ -29,7 +30,7 @@ class Logging(Settings):
             raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not an integer.")
         if self.log_steps < 1:
             raise TrainerError(f"Logging: log_steps={self.log_steps!r} is not positive.")
-        if self.log_level not in logging.getLevelNamesMapping():
+        if str(self.log_level).upper() not in logging.getLevelNamesMapping():
             raise TrainerError(f"Logging: log_level={self.log_level!r} is not one of Python's levels, such as INFO.")
 
 

@@ -402,7 +402,7 @@ class Trainer:
         self.precision.choose()
         self._reporter.begin()
         self._interrupts = Interrupts(promise, self.processes, lambda: self.state.step)
-        logging.getLogger("firstloss").setLevel(self.logging.log_level)
+        logging.getLogger("firstloss").setLevel(self.logging.log_level.upper())
         with suppress(Interrupted), self._interrupts:
             try:
                 yield
