@@ -157,7 +157,7 @@ class KeepsGradMode:
         if kind is not None and not issubclass(kind, Exception):
             import torch
 
-            torch._C._set_grad_enabled(self._before)
+            torch.set_grad_enabled(self._before)
 
 
 class _InterruptibleInside:
