@@ -139,37 +139,14 @@ class Uninterrupted:
                 handler(number, frame)
 
 
-class KeepsGradMode:
-    """A block that an interrupt leaves with gradients enabled or disabled as before.
-
-    `torch.no_grad` is written in Python: an interrupt between its change and the start of its block leaves gradients
-    disabled for the rest of the process.
-    """
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        import torch  # here, since commands import this module without PyTorch
-
-        self._before = torch.is_grad_enabled()
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
-            import torch
-
-            torch.set_grad_enabled(self._before)
-
-
 class _InterruptibleInside:
     """A context manager whose entering and leaving are `Uninterrupted`."""
 
     def __init__(self, manager: AbstractContextManager[Any]) -> None:
         self._manager = manager
-        self._grad_mode = KeepsGradMode()
 
     def __enter__(self) -> Any:
         entered = False
-        self._grad_mode.__enter__()
         try:
             with Uninterrupted():
                 value = self._manager.__enter__()
@@ -179,13 +156,11 @@ class _InterruptibleInside:
             if entered:  # a signal that was put off
                 with Uninterrupted():
                     self._manager.__exit__(type(error), error, error.__traceback__)
-            self._grad_mode.__exit__(type(error))
             raise
 
-    def __exit__(self, kind: Any, *exception: Any) -> bool | None:
+    def __exit__(self, *exception: Any) -> bool | None:
         with Uninterrupted():
-            self._grad_mode.__exit__(kind)
-            return self._manager.__exit__(kind, *exception)
+            return self._manager.__exit__(*exception)
 
 
 def interruptible_inside(function: Callable[..., Iterator[T]]) -> Callable[..., AbstractContextManager[T]]:

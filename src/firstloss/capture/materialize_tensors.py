@@ -19,11 +19,12 @@ from ..compat.torch_names import (
     set_creation_meta,
 )
 from ..errors import MaterializeError
-from ..interpreter import KeepsGradMode, Uninterrupted
+from ..interpreter import Uninterrupted
 from ..program.graph import Value
 from ..program.source import here
 from . import conjugate_views
 from .distributed import parts_of
+from .session import KeepsGradMode
 from .storage_swap import become, like
 from .tensor import DeferredStorage, DeferredTensor, becoming_real, disable_first_use, is_pending
 

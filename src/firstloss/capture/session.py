@@ -25,6 +25,23 @@ from .input_numbers import NumberNode
 Storage = Any  # a DeferredStorage; `tensor.py` imports this module
 
 
+class KeepsGradMode:
+    """A block that an interrupt leaves with gradients enabled or disabled as before.
+
+    `torch.no_grad` is written in Python: an interrupt between its change and the start of its block leaves gradients
+    disabled for the rest of the process.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            torch.set_grad_enabled(self._before)
+
+
 class SupportsDataAssignment(Protocol):
     """The interface of `data_assignment.DataAssignments` that deferred tensors use."""
 
