@@ -63,8 +63,7 @@ class Undo:
 
 
 class Uninterrupted:
-    """A block during which signals that Python code handles, such as Ctrl-C, are put off: until its end, or until the
-    next `delivered` block in it.
+    """A block during which signals that Python code handles, such as Ctrl-C, are put off until its end.
 
     Python runs handlers in the main thread, between any two instructions, and KeyboardInterrupt is raised there. For
     the block's duration, the handlers are replaced by one that takes notes. In other threads, and inside of another
@@ -96,22 +95,6 @@ class Uninterrupted:
             finally:
                 self._end()  # a signal may have interrupted the first one
             self._deliver()
-
-    @contextmanager
-    def delivered(self) -> Iterator[None]:
-        """Inside the block, a block in which signals are delivered as usual."""
-        if not self._handlers:
-            yield
-            return
-        try:
-            try:
-                self._end()
-            finally:
-                self._end()
-            self._deliver()
-            yield
-        finally:
-            self._begin()
 
     def _begin(self) -> None:
         Uninterrupted._is_open = True
