@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from . import session
 from .constant_folding import compute, known_value
 from .constants import constant, constant_tensor
 from .exported_memory import record_exported_memory
-from .op_call import UNANNOTATED_VIEWS, OpCall
+from .op_call import OpCall, views
 from .shapes import infer
 from .storage_swap import rebind
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_pending, on_backend
@@ -212,10 +211,7 @@ def _replace_content(target: DeferredTensor, new: Tensor) -> None:
 def run_on_resident(call: OpCall) -> Any:
     """Run a call on tensors on a backend: views stay views, everything else is computed on the host."""
     if call.traits.view:
-        is_new = call.op in UNANNOTATED_VIEWS or (call.deferred or call.real)[0].is_inference()  # for autograd
-        wrap = functools.partial(DeferredTensor.wrap, call.deferred[0]._storage, new=is_new)
-        views = [wrap(*g) for g in infer(call).geometry]
-        return views[0] if call.traits.returns_one else views
+        return views(call, call.deferred[0]._storage, infer(call).geometry)
     written = [t for t in call.written() if type(t) is DeferredTensor]
     pending = [t for t in written if is_pending(t)]
     if pending:  # a copy of the model from before it was compiled

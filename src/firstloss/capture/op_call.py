@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 # Views that are not annotated as such in their schema.
-UNANNOTATED_VIEWS = frozenset(
+_UNANNOTATED_VIEWS = frozenset(
     {
         aten._unsafe_view.default,
         aten._reshape_alias.default,
@@ -90,7 +91,7 @@ def traits_of(op: OpOverload) -> Traits:
         if arg.name == "generator" and not arg.kwarg_only:
             generator = i
     returns: list[int | str | None] = []
-    view = op in UNANNOTATED_VIEWS
+    view = op in _UNANNOTATED_VIEWS
     for ret in schema.returns:
         info = ret.alias_info
         if info is None:
@@ -257,6 +258,13 @@ class OpCall:
             elif isinstance(arg, (int, float, bool)):
                 plain["from_" if name == "from" else name] = arg
         return plain
+
+
+def views(call: OpCall, storage: DeferredStorage, geometry: Iterable[Geometry]) -> Any:
+    """The results of a view operation, of `storage`; those that autograd takes for new tensors are wrapped as such."""
+    is_new = call.op in _UNANNOTATED_VIEWS or call.tensors()[0].is_inference()
+    results = [DeferredTensor.wrap(storage, *g, new=is_new) for g in geometry]
+    return results[0] if call.traits.returns_one else results
 
 
 def is_symbolic(arg: Any) -> bool:

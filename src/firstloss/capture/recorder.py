@@ -6,7 +6,6 @@ storages that it writes to new Values. Nothing is computed.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from typing import Any
@@ -27,7 +26,7 @@ from .constants import constant_tensor
 from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
 from .mapped_file import in_file
 from .metadata_mutation import resize
-from .op_call import UNANNOTATED_VIEWS, OpCall, is_composite, is_symbolic, outer_geometry, ref_of, storage_of, traits_of
+from .op_call import OpCall, is_composite, is_symbolic, outer_geometry, ref_of, storage_of, traits_of, views
 from .op_overrides import HANDLERS
 from .random_ops import draws_at_all, record_draw
 from .session import Tracing as _Tracing
@@ -157,10 +156,7 @@ def _record(call: OpCall) -> Any:
             geometry = [(size, stride, offset + shift, dtype) for size, stride, offset, dtype in geometry]
         if call.op is aten.as_strided.default:
             _refuse_beyond(storage, geometry[0])
-        is_new = call.op in UNANNOTATED_VIEWS or (call.deferred or call.real)[0].is_inference()  # for autograd
-        wrap = functools.partial(DeferredTensor.wrap, storage, new=is_new)
-        views = [wrap(*g) for g in geometry]
-        return views[0] if call.traits.returns_one else views
+        return views(call, storage, geometry)
 
     targets = call.written()
     if traits.random is not None and trace is None and len(targets) == 1 and _is_separate_draw(targets[0]):

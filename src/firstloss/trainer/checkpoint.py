@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .run_state import RunState
     from .trainer import Trainer
 
-_BEFORE = "preprocess_checkpoint"
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -316,7 +315,11 @@ def load_weights(trainer: Trainer, path: str) -> Any:
     """Load only the weights at `path` into the model; return everything in the file."""
     model = trainer.model
     assert model is not None
-    weights, contents = checkpoint_files.load_weights(path, lambda state: trainer.callbacks(_BEFORE, trainer, state))
+
+    def preprocess(state: Any) -> None:
+        trainer.callbacks("preprocess_checkpoint", trainer, state)
+
+    weights, contents = checkpoint_files.load_weights(path, preprocess)
     wrong = _differences(model, weights)
     if wrong and (trainer.checkpoint.strict or "shape" in wrong):
         raise TrainerError(
