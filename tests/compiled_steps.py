@@ -30,3 +30,8 @@ def segment_executables(compiled):
 def segment_result_counts(compiled):
     """The number of results of each distinct segment, by function number."""
     return {number: len(function.result_order) for number, function in compiled.executable._functions.items()}
+
+
+def steps(step):
+    """All `CompiledStep`s, one for each trace that is kept."""
+    return step._cache.steps()

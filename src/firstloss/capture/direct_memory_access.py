@@ -13,6 +13,8 @@ from ..compat.python_names import getframe
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.source import Source
 from . import session
+from .input_numbers import is_input_number
+from .python_draws import InputArray
 from .tensor import DeferredTensor
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -68,7 +70,10 @@ def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @replaces("torch.tensor", "torch.as_tensor", "torch.asarray")
 def tensor(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `original`, which reads numbers in a list directly from memory; stacks those of deferred tensors."""
+    """As `original`, which reads numbers in a list directly from memory; stacks those of deferred tensors. Of a number
+    or an array that is an input of a step it makes an input."""
+    if args and session.trace is not None and (new := _of_input(original, *args, **kwargs)) is not None:
+        return new
     try:
         return original(*args, **kwargs)
     except RuntimeError as error:
@@ -80,9 +85,32 @@ def tensor(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return original(_stacked(data).detach(), *rest, **kwargs).requires_grad_(requires_grad)
 
 
+def _of_input(
+    original: Any, data: Any, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any
+) -> torch.Tensor | None:
+    """The tensor of a number or an array that is an input of the step; None for anything else."""
+    if type(data) is InputArray:
+        new = data.tensor()
+    elif is_input_number(data):
+        assert session.trace is not None
+        new = session.trace.input_of(data.node)
+        if dtype is None and type(data.node.number) is float:
+            dtype = torch.get_default_dtype()
+        elif dtype is None:
+            dtype = original(data.node.number).dtype  # of NumPy's number
+    else:
+        return None
+    if type(data) is not InputArray or original.__name__ != "as_tensor" or dtype is not None:
+        # What PyTorch does, too, with the tensor that it makes of a real array.
+        new = torch.ops.aten._to_copy.default(new.detach(), dtype=dtype or new.dtype, device=new.device)
+    return new.requires_grad_(requires_grad) if requires_grad else new
+
+
 @replaces("torch.Tensor.new_tensor")
 def new_tensor(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As `original`; stacks numbers of deferred tensors."""
+    if args and (type(args[0]) is InputArray or is_input_number(args[0])):
+        kwargs.setdefault("dtype", self.dtype)
     return tensor(functools.partial(original, self), *args, **kwargs)
 
 

@@ -19,11 +19,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from .python_draws import Draws
 
 NUMBERS = (float, int, np.floating, np.integer)
 
@@ -35,10 +38,10 @@ def is_plain_number(value: Any) -> bool:
 
 
 class Source(NamedTuple):
-    """Where a number comes from, and how to read it at a call, given the leaves of its arguments."""
+    """Where a number or a text comes from, and how to read it at a call, given the leaves of its arguments."""
 
     read: Callable[[Sequence[Any]], Any]
-    kind: type  # of the number; one of another type is a change of the step
+    kind: type  # of the number or text; one of another type is a change of the step
     description: str
     name: str
 
@@ -84,6 +87,7 @@ class InputNumbers:
         sources: the expressions of the numbers that are read at each call.
         guards: the values of expressions that the step has branched on, or was specialized on.
         inputs: the traced tensors of those that are inputs of the Program, by expression and dtype.
+        draws: what is drawn from Python's and NumPy's generators; None if that is not an input.
     """
 
     def __init__(self) -> None:
@@ -92,12 +96,17 @@ class InputNumbers:
         self.inputs: dict[tuple[Expression, torch.dtype], Any] = {}
         self._known: dict[tuple, Expression] = {}
         self.is_open = True  # while the step is being traced
+        self.draws: Draws | None = None
 
     def number(self, value: Any, source: Source) -> Any:
         """The input number with the current `value`, which is read from `source` at each call."""
+        return _number(value, self.read(source), self)
+
+    def read(self, source: Source) -> Expression:
+        """The expression of what is read from `source` at each call."""
         expression = Expression(None, (), source)
         self.sources.append(expression)
-        return _number(value, expression, self)
+        return expression
 
     def computed(self, combine: Callable[..., Any], operands: tuple) -> Expression:
         """The expression `combine(*operands)`; the same object for equal ones."""
@@ -106,6 +115,31 @@ class InputNumbers:
         if expression is None:
             expression = self._known[key] = Expression(combine, operands)
         return expression
+
+    def expressions(self) -> Iterable[Expression]:
+        """What the step has computed from input numbers and texts."""
+        return self._known.values()
+
+    def apply(self, combine: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Expression]:
+        """The value of `combine(*args)`, where some of `args` are input numbers or their nodes, and its expression."""
+        nodes = [node_of(arg) or arg for arg in args]
+        try:
+            value = combine(*[n.number if type(n) is NumberNode else n for n in nodes])
+        except Exception:  # a division by zero, for example: it depends on the values
+            for node in nodes:
+                if type(node) is NumberNode:
+                    node.specialized()
+            raise
+        return value, self.computed(combine, tuple(n.expression if type(n) is NumberNode else n for n in nodes))
+
+    def read_all(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> None:
+        """Read everything that is read at a call, in the order of the trace; see `Expression.value`. Generators are
+        left as they are; see `Draws.commit`."""
+        if self.draws is not None and self.draws.count:
+            self.draws.read(self.sources, arguments, known)
+        else:
+            for source in self.sources:
+                source.value(arguments, known)
 
     def guard(self, expression: Expression, value: Any) -> None:
         """Assume that an expression has this value at each call."""
@@ -139,18 +173,7 @@ class NumberNode:
 
     def apply(self, combine: Callable[..., Any], *others: Any, reflected: bool = False) -> tuple[Any, Expression]:
         """The value of `combine(self, *others)`, and its expression."""
-        nodes = [self, *(node_of(o) or o for o in others)]
-        if reflected:
-            nodes.reverse()
-        try:
-            value = combine(*[n.number if type(n) is NumberNode else n for n in nodes])
-        except Exception:  # a division by zero, for example: it depends on the values
-            for node in nodes:
-                if type(node) is NumberNode:
-                    node.specialized()
-            raise
-        operands = tuple(n.expression if type(n) is NumberNode else n for n in nodes)
-        return value, self.numbers.computed(combine, operands)
+        return self.numbers.apply(combine, (*others, self) if reflected else (self, *others))
 
     # -- the SymNode interface --
 
@@ -408,10 +431,9 @@ for _kind in (InputFloat, InputInt):
 
 def apply_to(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """The input number `function(*args)`, where some of `args` are input numbers."""
-    node = next(a.node for a in args if is_input_number(a))
-    value = function(*map(plain, args))
-    expression = node.numbers.computed(function, tuple(a.node.expression if is_input_number(a) else a for a in args))
-    return _number(value, expression, node.numbers)
+    numbers = next(a.node.numbers for a in args if is_input_number(a))
+    value, expression = numbers.apply(function, args)
+    return _number(value, expression, numbers)
 
 
 def specialized(value: Any) -> Any:

@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 
 from ..compat import patches
 from ..compat.torch_names import OpOverload
 from ..program.graph import Node, Value
 from .generators import Generators
-from .input_numbers import NumberNode
+from .input_numbers import Expression, InputNumbers, NumberNode
 
 Storage = Any  # a DeferredStorage; `tensor.py` imports this module
 
@@ -63,6 +64,7 @@ class SupportsLayoutChange(Protocol):
 class Tracing:
     """The interface of a step trace (`step.StepTrace`) that the recorder uses."""
 
+    numbers: InputNumbers
     cbfloat16 = False  # float16 in the step is cbfloat16
     is_open = False  # active, in some thread
     latest: Value | None = None  # the last result of a recorded operation
@@ -108,6 +110,9 @@ class Tracing:
         raise NotImplementedError
 
     def input_of(self, node: NumberNode, dtype: torch.dtype | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def input_array(self, expression: Expression, array: np.ndarray) -> torch.Tensor:
         raise NotImplementedError
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None: ...

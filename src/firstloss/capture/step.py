@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeGuard
 
+import numpy as np
 import torch
 
 from ..compat import patches
@@ -37,11 +38,12 @@ from . import attention_fast_path as _attention_fast_path  # noqa: F401 - likewi
 from . import data_dependent, direct_memory_access, recorder, session
 from . import extrema as _extrema  # noqa: F401 - likewise
 from . import number_functions as _number_functions  # noqa: F401 - likewise
+from . import python_draws as _python_draws  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import sparse_gradients as _sparse_gradients  # noqa: F401 - likewise
 from .constant_folding import known_value
 from .data_assignment import DataAssignments, LayoutChanges
-from .input_numbers import InputNumbers, NumberNode
+from .input_numbers import Expression, InputNumbers, NumberNode
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 
@@ -249,6 +251,16 @@ class StepTrace(recorder._Tracing):
                 example = torch.zeros((), dtype=dtype)
             tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
             self.numbers.inputs[node.expression, dtype] = tensor
+        return tensor
+
+    def input_array(self, expression: Expression, array: np.ndarray) -> DeferredTensor:
+        """The input that has the content of an array: of its shape and dtype, and dense."""
+        with DisableTorchDispatch():
+            example = torch.from_numpy(np.array(array, order="C"))
+        tensor = self.numbers.inputs.get((expression, example.dtype))
+        if tensor is None:
+            tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
+            self.numbers.inputs[expression, example.dtype] = tensor
         return tensor
 
     def refuse_read(self, op: OpOverload) -> NoReturn:

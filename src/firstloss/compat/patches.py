@@ -54,6 +54,7 @@ _SPARSE = "A compiled step has no sparse gradients"
 _FAST_PATH = "Its fast path decides by a mask's values, and calls kernels for nested tensors"
 _COUNT = "It reads a count as a Python number"
 _READS = "It reads a tensor's memory, bypassing the dispatcher"
+_DRAW = "Drawn anew at each call, instead of being part of the compiled step"
 _COPY = "Every rank has the recipe, so nothing needs to be sent"
 _DYNAMO = "torch._dynamo.variables.builder"
 _PLANNER = "torch.distributed.checkpoint.default_planner"
@@ -68,6 +69,21 @@ MATH_FUNCTIONS = (
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cos", "cosh", "degrees", "erf", "erfc",
     "exp", "expm1", "fabs", "fmod", "gamma", "hypot", "lgamma", "log", "log10", "log1p", "log2", "pow", "radians",
     "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
+)  # fmt: skip
+
+# Functions that draw from the global generators of Python and NumPy, and change nothing else.
+PYTHON_DRAWS = (
+    "betavariate", "binomialvariate", "choice", "choices", "expovariate", "gammavariate", "gauss", "getrandbits",
+    "lognormvariate", "normalvariate", "paretovariate", "randint", "random", "randrange", "sample", "triangular",
+    "uniform", "vonmisesvariate", "weibullvariate",
+)  # fmt: skip
+NUMPY_DRAWS = (
+    "beta", "binomial", "chisquare", "choice", "dirichlet", "exponential", "f", "gamma", "geometric", "gumbel",
+    "hypergeometric", "laplace", "logistic", "lognormal", "logseries", "multinomial", "multivariate_normal",
+    "negative_binomial", "noncentral_chisquare", "noncentral_f", "normal", "pareto", "permutation", "poisson", "power",
+    "rand", "randint", "randn", "random", "random_integers", "random_sample", "ranf", "rayleigh", "sample",
+    "standard_cauchy", "standard_exponential", "standard_gamma", "standard_normal", "standard_t", "triangular",
+    "uniform", "vonmises", "wald", "weibull", "zipf",
 )  # fmt: skip
 
 PATCHES = {
@@ -146,6 +162,9 @@ PATCHES = {
     "torch.embedding_bag": Patch(TRACE, _SPARSE),
     "torch.gather": Patch(TRACE, _SPARSE),
     **{f"math.{name}": Patch(TRACE, "It would specialize the step on a number") for name in MATH_FUNCTIONS},
+    **{f"random.{name}": Patch(TRACE, _DRAW, optional=True) for name in PYTHON_DRAWS},
+    **{f"numpy.random.{name}": Patch(TRACE, _DRAW, optional=True) for name in NUMPY_DRAWS},
+    "torch.from_numpy": Patch(TRACE, "What is drawn at each call is an input"),
     "builtins.print": Patch(TRACE, "It prints values that only the device has: after the step"),
     "builtins.max": Patch(TRACE, "It compares numbers that only the device has"),
     "builtins.min": Patch(TRACE, "As above"),

@@ -38,20 +38,23 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
     same names, shapes and dtypes, and outputs of the same names. Source lines are ignored.
 
     Args:
-        numbers: inputs of `new` that are numbers, with their values (None: any), which may be constants in `old`; the
-            names of inputs are not compared then.
+        numbers: inputs of `new` that are numbers or NumPy arrays, with their values (None: any). In `old`, numbers may
+            be constants, and so may what `new` computes from them alone. The names of inputs are not compared then.
     """
     match = _Correspondence(numbers or {})
     pairs = zip(old.inputs.items(), new.inputs.items(), strict=False) if not numbers else ()
     for (name, value), (other, counterpart) in pairs:
         if name != other or not match.bind(value, counterpart):
             break  # reporting the first node that uses it is more helpful
-    for a, b in zip(old.nodes, new.nodes, strict=False):
-        if not match.nodes(a, b):
+    rest = iter(old.nodes)
+    a = next(rest, None)
+    for b in new.nodes:
+        if a is not None and match.nodes(a, b):
+            a = next(rest, None)
+        elif not match.fold(b):
             return Difference(a, b)
-    if len(old) != len(new):
-        shorter = min(len(old), len(new))
-        return Difference(next(iter(old.nodes[shorter:]), None), next(iter(new.nodes[shorter:]), None))
+    if a is not None:
+        return Difference(a, None)
     if list(old.outputs) != list(new.outputs) or not match.all(old.outputs.values(), new.outputs.values()):
         return Difference(None, None)
     return None
@@ -67,12 +70,45 @@ def _canonical(node: Node) -> tuple[Any, tuple]:
     return (node.op, node.args) if reflected is None else (reflected, node.args[::-1])
 
 
+_UNKNOWN = torch.empty(0)
+
+
+def _filled(part: Any, known: Mapping[Value, torch.Tensor]) -> Any:
+    """Arguments with tensors in place of Refs."""
+    if type(part) is Ref:
+        return part.view(known[part.value])
+    if isinstance(part, dict):
+        return {key: _filled(value, known) for key, value in part.items()}
+    return type(part)(_filled(value, known) for value in part) if type(part) in (list, tuple) else part
+
+
 class _Correspondence:
     """The correspondence between the Values of two Programs; its methods return whether the arguments match."""
 
     def __init__(self, numbers: Mapping[Value, Any]) -> None:
+        """`numbers`: see `first_difference`."""
         self._counterparts: dict[Value, Value] = {}
         self._numbers = numbers
+        # What may be constants in the first Program: numbers, and what is computed from them alone.
+        self._known: dict[Value, torch.Tensor] = {}
+        with DisableTorchDispatch():
+            for value, number in numbers.items():
+                if not value.shape:
+                    self._known[value] = _UNKNOWN if number is None else torch.as_tensor(number, dtype=value.dtype)
+
+    def fold(self, node: Node) -> bool:
+        """Take what a node of the second Program computes for constants of the first; returns whether they may be."""
+        refs = list(node.refs())
+        if node.draw is not None or node.writes or not refs or any(ref.value not in self._known for ref in refs):
+            return False
+        if any(self._known[ref.value] is _UNKNOWN for ref in refs):
+            self._known |= dict.fromkeys(node.outputs, _UNKNOWN)
+            return True
+        with DisableTorchDispatch(), torch.no_grad():
+            results = node.op(*_filled(node.args, self._known), **_filled(node.kwargs, self._known))
+        outputs = results if isinstance(results, (list, tuple)) else (results,)
+        self._known |= zip(node.outputs, outputs, strict=True)
+        return True
 
     def bind(self, a: Value, b: Value) -> bool:
         if (a.shape, a.stride, a.dtype) != (b.shape, b.stride, b.dtype):
@@ -101,9 +137,8 @@ class _Correspondence:
         return len(a) == len(b) and all(map(self.one, a, b))
 
     def one(self, a: Any, b: Any) -> bool:
-        if type(b) is Ref and b.value in self._numbers and type(a) is not Ref:
-            number = self._numbers[b.value]
-            return isinstance(a, (int, float)) and bool(number is None or a == number or a != a and number != number)
+        if type(b) is Ref and b.value in self._known and (type(a) is not Ref or a.value.real is not None):
+            return self.constants(a, b)
         if type(a) is not type(b):
             return False
         if type(a) is Ref:
@@ -112,12 +147,31 @@ class _Correspondence:
             return self.all(a, b)
         return bool(a == b) or (a != a and b != b)  # or both are NaN
 
+    def constants(self, a: Any, b: Ref) -> bool:
+        """Whether the constant `a`, a number or a Ref, is what is known of `b`."""
+        content = self._known[b.value]
+        if type(a) is not Ref and not isinstance(a, (int, float)):
+            return False
+        if content is _UNKNOWN:
+            return True
+        with DisableTorchDispatch():
+            if type(a) is Ref:
+                assert a.value.real is not None
+                return a[1:] == b[1:] and same_bytes(a.view(a.value.real), b.view(content))
+            number = self._numbers[b.value] if b.value in self._numbers else content.item()
+        return bool(a == number or a != a and number != number)
+
     def values(self, a: Value, b: Value) -> bool:
         counterpart = self._counterparts.get(a)
         if counterpart is not None:
             return counterpart is b
-        if (a.node is None) != (b.node is None) or (a.real is None) != (b.real is None) or not self.bind(a, b):
+        if (a.node is None) != (b.node is None) or not self.bind(a, b):
             return False
+        if (a.real is None) != (b.real is None) and b not in self._numbers:
+            return False
+        array = self._numbers.get(b)
+        if array is not None and a.real is not None:
+            return bool(array.tobytes() == a.real.numpy().tobytes())
         if a.real is None or b.real is None:
             return a.node is None  # uninitialized memory
         return a.real is b.real or same_bytes(a.real, b.real)

@@ -163,8 +163,10 @@ class GuardSet:
         return differences
 
     def _changed_numbers(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> list[Change]:
-        """Input numbers of another type, and those whose values the step has branched on."""
+        """Input numbers of another type, those whose values the step has branched on, and those from which it cannot
+        compute what it did."""
         differences = []
+        self.numbers.read_all(arguments, known)
         for expression in self.numbers.sources:
             source = expression.source
             assert source is not None
@@ -177,8 +179,13 @@ class GuardSet:
             except Exception:  # a division by zero, for example
                 now = MISSING
             if now is not expected and not same(expected, now):
-                source = next(iter(expression.sources()))
-                differences.append(Change(source.description, source.name, expected, now))
+                differences.append(_change_of(expression, expected, now))
+        for expression in self.numbers.expressions() if not differences else ():
+            try:
+                expression.value(arguments, known)
+            except Exception as error:  # which the step may catch
+                differences.append(_change_of(expression, "a value", error))
+                break
         return differences
 
     def _differing(self, hits: list[tuple[str, int]], move: Any) -> list[Change]:
@@ -232,6 +239,11 @@ class GuardSet:
         self._with_facts = [new_of.get(id(t), t) for t in self._with_facts]
         self._facts = _facts(self._with_facts)
         return True
+
+
+def _change_of(expression: Expression, old: Any, new: Any) -> Change:
+    source = next(iter(expression.sources()))
+    return Change(source.description, source.name, old, new)
 
 
 def _hooks(tensors: list[torch.Tensor]) -> list[Any]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...capture.conjugate_views import bits_of, unmirrored, vector_of
-from ...capture.input_numbers import Expression, is_input_number
+from ...capture.input_numbers import Expression
+from ...capture.input_texts import input_of
 from ...capture.tensor import DeferredTensor, Hooks
 from ...errors import TraceError
 from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
@@ -139,8 +140,8 @@ class Reconstructor:
         cached = self._makes.get(id(value))
         if cached is not None:
             return cached
-        if is_input_number(value):
-            return number_of(value)
+        if (expression := input_of(value)) is not None:
+            return computed(expression)
         kind = kind_of(type(value))
         if type(value) is UnavailableNumber:
             value.refuse()
@@ -343,9 +344,8 @@ class Reconstructor:
         return _constant(value)
 
 
-def number_of(number: Any) -> Make:
-    """Computes an input number anew at each call."""
-    expression: Expression = number.node.expression
+def computed(expression: Expression) -> Make:
+    """Computes an input number, or reads an input text, anew at each call."""
     return lambda env: expression.value(env.arguments, env.known)
 
 

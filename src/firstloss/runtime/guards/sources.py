@@ -14,17 +14,16 @@ import functools
 import logging
 import operator
 import os
-import random
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...capture.python_draws import STATES
 from . import bytecode, mutable_state
 from .bytecode import Use, may_be_updated
 from .external_state import PROCESS_STATE, ExternalCall, state_of
@@ -327,14 +326,15 @@ class GuardSources:
         """The guards to check at each call, once everything is collected.
 
         Args:
-            state_of_generators: the result of `generators()` before the trace.
+            state_of_generators: the result of `python_draws.states()` before what the step did to them; PyTorch's
+                generators are part of the Program.
             weights: the ids of tensors whose gradients are guarded elsewhere.
             varying: the numbers that are inputs of the step.
         """
         mentioned = {
             name for name, words in _GENERATOR_METHODS.items() if not words.isdisjoint(self._executed.mentioned)
         }
-        for (name, read), before in zip(_GENERATORS.items(), state_of_generators, strict=True):
+        for (name, (read, _)), before in zip(STATES.items(), state_of_generators, strict=True):
             if read() != before or name in mentioned:
                 self._values.read(name, read, before, f"the state of {name}'s random generator", name)
         for namespace_of_hooks, name, table in self._snapshot.hooks:
@@ -393,33 +393,8 @@ _READ_STATE = {"__repr__", "state_dict", "__getstate__"}
 _READ_ALL_ATTRIBUTES = {"__reduce__", "__reduce_ex__", "__getstate__", "__replace__"}
 
 
-def generators() -> list[Any]:
-    """The states of generators other than PyTorch's, which a trace cannot capture."""
-    return [read() for read in _GENERATORS.values()]
-
-
-def restore_generators(states: list[Any]) -> None:
-    """Restore what `generators` returned."""
-    for (name, read), state in zip(_GENERATORS.items(), states, strict=True):
-        if read() != state:
-            _SET_GENERATORS[name](state)
-
-
-def _numpy_state() -> tuple:
-    name, words, *rest = np.random.get_state()
-    return name, words.tobytes(), *rest
-
-
-def _set_numpy_state(state: tuple) -> None:
-    name, words, *rest = state
-    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
-
-
-# PyTorch's generators are part of the Program.
-_GENERATORS: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy": _numpy_state}
 # Methods that read the state, or set it.
 _GENERATOR_METHODS = {"random": {"seed", "setstate", "getstate"}, "numpy": {"seed", "set_state", "get_state"}}
-_SET_GENERATORS: dict[str, Callable[[Any], Any]] = {"random": random.setstate, "numpy": _set_numpy_state}
 
 
 _PRINTS_ARRAYS = {"numpy._core.arrayprint", "numpy.core.arrayprint"}  # the latter is of NumPy 1

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ...capture.input_numbers import Expression, Source, is_plain_number
+from ...capture.input_numbers import NUMBERS, Expression, Source, is_plain_number
+from ...capture.input_texts import InputText, is_text
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
@@ -59,7 +60,7 @@ class Arguments:
         gradients: the index of a leaf's gradient, by the index of the leaf.
         itself: the indices of leaves that are inputs themselves.
         padded: the indices of leaves that are padded copies.
-        varying: the indices of numbers that are inputs, since they have been seen to change, with their names.
+        varying: the indices of numbers and texts that are inputs, since they have been seen to change; with names.
         known: numbers that were computed for this call.
     """
 
@@ -207,8 +208,9 @@ class TracedArguments:
         inputs: the index of a leaf, by the input that stands in for it.
     """
 
-    def __init__(self, arguments: Arguments, tracing: StepTrace, number_inputs: bool = True) -> None:
-        """`number_inputs`: whether numbers that vary are inputs; otherwise the step is specialized on them."""
+    def __init__(self, arguments: Arguments, tracing: StepTrace, inputs: tuple[type, ...] = NUMBERS) -> None:
+        """`inputs`: the classes of the numbers and texts that are inputs if they vary; the step is specialized on
+        others."""
         self._before = leaves = arguments.leaves
         self._stand_ins: list[tuple[DeferredTensor, int]] = []
         self.inputs: dict[Value, int] = {}
@@ -224,9 +226,16 @@ class TracedArguments:
             traced[i] = stand_in
         for i, j in arguments.gradients.items():
             traced[i].grad = traced[j]
-        for i, name in arguments.varying.items() if number_inputs else ():
-            kind, text = type(leaves[i]), f"the argument {name}" if name else "an argument"
-            traced[i] = tracing.numbers.number(leaves[i], Source(operator.itemgetter(i), kind, text, name))
+        numbers = tracing.numbers
+        for i, name in arguments.varying.items():
+            leaf, description = leaves[i], f"the argument {name}" if name else "an argument"
+            source = Source(operator.itemgetter(i), type(leaf), description, name)
+            if not isinstance(leaf, inputs):
+                numbers.guard(Expression(None, (), source), leaf)
+            elif is_text(leaf):
+                traced[i] = InputText(leaf, numbers.read(source), numbers)
+            else:
+                traced[i] = numbers.number(leaf, source)
         self._gradients = {i: traced[j] for i, j in arguments.gradients.items()}
         self._rebuilt = [arguments.rebuilt(traced[: len(arguments.given)])]
         self._containers = list(containers(self._rebuilt[0]))
@@ -333,7 +342,7 @@ class Shapes:
         self._policy = policy
         self._parameters = parameters
         self._kinds: dict[Any, tuple] = {}  # kinds, by everything except shapes
-        self._varying: dict[Any, dict[int, str]] = {}  # likewise, the indices and names of numbers that have changed
+        self._varying: dict[Any, dict[int, str]] = {}  # likewise, indices and names of changed numbers and texts
 
     def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
         """The arguments to run the step on, padded if necessary, and their kind.
@@ -349,7 +358,7 @@ class Shapes:
         varying = self._varying.get(spec, {})
         if varying:
             kind = _without_values(kind, varying)
-        if kind not in kinds and kinds and (changed := _changed_numbers(kinds[-1], kind)):
+        if kind not in kinds and kinds and (changed := _changed_inputs(kinds[-1], kind)):
             names = self._names(args, kwargs)
             varying = self._varying[spec] = {**varying, **{i: names[i] for i in changed}}
             kind = _without_values(kind, varying)
@@ -466,22 +475,33 @@ def _kind(leaf: Any) -> tuple:
     return (type(leaf), leaf)
 
 
-_ANY = "any number"
+class _AnyValue:
+    def __repr__(self) -> str:
+        return "any value"
+
+
+_ANY = _AnyValue()
 
 
 def _without_values(kind: tuple, varying: Mapping[int, str]) -> tuple:
-    """A kind without the values of the numbers that vary."""
+    """A kind without the values of the numbers and texts that vary."""
     return tuple([(leaf[0], _ANY) if i in varying and len(leaf) == 2 else leaf for i, leaf in enumerate(kind)])
 
 
-def _changed_numbers(old: tuple, kind: tuple) -> list[int]:
-    """The indices of numbers that have changed; none if something else has."""
-    changed = [i for i, (a, b) in enumerate(zip(old, kind, strict=True)) if a != b]
-    are_numbers = all(
-        kind[i][0] is old[i][0] and len(kind[i]) == 2 and is_plain_number(kind[i][1]) and is_plain_number(old[i][1])
-        for i in changed
+def generalizes(kind: tuple, other: tuple) -> bool:
+    """Whether a kind is another one, or that without the values of some numbers and texts."""
+    return len(kind) == len(other) and all(
+        a == b or a[0] is b[0] and len(a) == 2 and a[1] is _ANY for a, b in zip(kind, other, strict=True)
     )
-    return changed if are_numbers else []
+
+
+def _changed_inputs(old: tuple, kind: tuple) -> list[int]:
+    """The indices of numbers and texts that have changed."""
+    return [
+        i
+        for i, (a, b) in enumerate(zip(old, kind, strict=True))
+        if a != b and a[0] is b[0] and len(a) == 2 and (is_plain_number(b[1]) or is_text(b[1]))
+    ]
 
 
 def _same_but_sizes(old: tuple, kind: tuple) -> bool:

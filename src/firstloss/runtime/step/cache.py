@@ -25,6 +25,9 @@ import torch
 
 from ... import timeline
 from ...capture import session
+from ...capture.input_numbers import NUMBERS
+from ...capture.input_texts import TEXTS
+from ...capture.python_draws import GENERATORS
 from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError
 from ...interpreter import Undo, pause, paused_until
@@ -36,7 +39,7 @@ from ..guards.guards import Change
 from ..guards.places import Place
 from ..guards.recording import functions_of
 from . import tracing
-from .arguments import Arguments, Itself, owner_of
+from .arguments import Arguments, Itself, generalizes, owner_of
 from .owners import Shared
 from .process_settings import modes, settings
 from .retrace_reports import ADVICE, Reports, reasons
@@ -134,7 +137,7 @@ class StepCache:
                     key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
-            similar = [] if fits else [v for (other, _), v in self.kinds.items() if other[:-1] == setting[:-1]]
+            similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)
             compiled = self._found = versions.step(request, similar)
             self._latest = versions
@@ -151,7 +154,7 @@ class StepCache:
 
     def compilations(self) -> int:
         """The number of cached steps that were compiled."""
-        return sum(len({id(step.executable) for step in versions.steps()}) for versions in self.kinds.values())
+        return len({id(step.executable) for step in self.steps()})
 
     def _forget_some(self) -> None:
         """Drop the oldest steps that are specific to certain objects, which they keep alive."""
@@ -187,6 +190,15 @@ class StepCache:
         return tuple([(p.requires_grad, p.grad is not None) for p in self._all])
 
 
+def _is_similar(setting: tuple, other: tuple) -> bool:
+    """Whether what was compiled for the setting `other` may do for `setting`: without its last part, the process's
+    settings, and without the values of what varies."""
+    (backend, spec, kind), (backend_of_other, other_spec, other_kind) = setting[:3], other[:3]
+    if (backend, spec, *setting[3:-1]) != (backend_of_other, other_spec, *other[3:-1]):
+        return False
+    return generalizes(kind, other_kind)
+
+
 def _is_for_certain(kind: tuple, more: tuple) -> bool:
     """Whether a kind belongs to steps that are specific to certain objects."""
     return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)
@@ -199,7 +211,8 @@ class Request(NamedTuple):
     arguments: Arguments
     backend: Backend
     retried: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
-    places: Sequence[Place] | None = ()  # of numbers that are inputs; None: the step is specialized on all numbers
+    places: Sequence[Place] = ()  # of numbers that are inputs
+    inputs: tuple[type, ...] = NUMBERS  # see `tracing.trace_step`
 
     def roots(self) -> tuple:
         """The roots of everything that the step's Python code can reach."""
@@ -217,14 +230,17 @@ class Request(NamedTuple):
 
         backend = self.backend
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, backend, observer, self.places)
+            traced = tracing.trace_step(self.step, self.arguments, backend, observer, self.places, self.inputs)
             try:
                 self._refuse_twice(observer)
                 traced.modes.undo()  # set again after the step has run
+                if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
+                    raise InputNumberError
                 same = find(traced)
                 if traced.trace.numbers.sources and traced.raised is not None:
                     raise InputNumberError
-                if traced.trace.numbers.sources and same is None and _can_run_twice(traced, observer):
+                proven = same is not None and same.traced.trace.numbers.sources
+                if traced.trace.numbers.sources and not proven and _can_run_twice(traced, observer):
                     if not self._is_the_same_without_inputs(traced):
                         raise InputNumberError
             except BaseException:
@@ -239,12 +255,13 @@ class Request(NamedTuple):
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
     def _is_the_same_without_inputs(self, traced: TracedProgram) -> bool:
-        """Whether a trace that is specialized on all numbers gives the same Program: whether the step's Python does not
-        see the difference between a number and an input number (`type(x) is float`)."""
+        """Whether a trace that is specialized on all numbers and texts gives the same Program: whether the step's
+        Python does not see the difference between a number and an input number (`type(x) is float`)."""
         observer = TraceObserver(self.roots(), (), False)
-        specialized = tracing.trace_step(self.step, self.arguments, self.backend, observer, None)
+        specialized = tracing.trace_step(self.step, self.arguments, self.backend, observer, (), ())
         try:
             arguments = self.arguments
+            traced.trace.numbers.read_all(arguments.leaves, arguments.known)
             numbers = {
                 value: number.read(arguments.leaves, arguments.known) for value, number in traced.numbers.items()
             }
@@ -270,7 +287,7 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
 
 
 class InputNumberError(Exception):
-    """The step's Python does not treat an input number as it does a number."""
+    """The step's Python does not treat an input number as it does a number, or an input text as a text."""
 
 
 class CacheEntry:
@@ -285,6 +302,7 @@ class CacheEntry:
         # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
         # again, and records the code.
         self.records_code = observer.records_code
+        self.moves_generators = observer.moves_generators
         self.uses = 0
         self._unseen: str | None = None
         self.again = 0  # how often it was retraced for its own changes
@@ -357,7 +375,8 @@ class CacheEntries:
         self._name = name
         self._functions: list[types.FunctionType] = []
         self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
-        self._takes_input_numbers = True
+        # What its Python treats as it does the values; see `tracing.trace_step`.
+        self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS)
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
@@ -420,7 +439,8 @@ class CacheEntries:
                 if entry.step.traced.does_the_same(traced):
                     twin.append(entry)
                     return entry.step
-            if last is not None and places and self._takes_input_numbers:
+            newly_drawn = last is not None and last.moves_generators and last.step.traced.trace.numbers.draws is None
+            if last is not None and (places or newly_drawn) and self._inputs:
                 numbers = dict.fromkeys(traced.numbers)
                 if first_difference(last.step.traced.program, traced.program, numbers) is None:
                     return None  # compiled once more for any numbers
@@ -434,7 +454,7 @@ class CacheEntries:
         entry = self._traced(request, find, first=not any(versions._entries for versions in similar))
         if entry.step.traced.raised is not None:  # it may not raise the next time
             return entry
-        if last is not None and last.changes_by_step(why) and not (places and self._takes_input_numbers):
+        if last is not None and last.changes_by_step(why) and not (places and self._inputs):
             entry.again = last.again + 1
             if entry.again > 1:
                 self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
@@ -502,23 +522,26 @@ class CacheEntries:
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
         records_code = not first or bool(self._entries) or not self._check or request.retried
-        has_inputs = bool(self._places or request.arguments.varying) and not request.backend.replays
+        draws = any(entry.moves_generators for entry in self._entries)
+        has_inputs = bool(self._places or request.arguments.varying or draws) and not request.backend.replays
         if self._entries and self._entries[0].traced_each_time is not None:
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
+        inputs = self._inputs if has_inputs else ()
         while True:
-            specialized = not (has_inputs and self._takes_input_numbers)
             observer = TraceObserver(request.roots(), self._functions, records_code)
             begin = time.perf_counter()
             try:
-                places = None if specialized else tuple(self._places.values())
-                compiled = request._replace(places=places).compiled(observer, find)
+                places = tuple(self._places.values()) if inputs else ()
+                compiled = request._replace(places=places, inputs=inputs).compiled(observer, find)
                 break
             except Shared:
                 raise
             except Exception:
-                if specialized:
+                if not inputs:
                     raise
-                self._takes_input_numbers = False
+                inputs = NUMBERS if inputs != NUMBERS else ()
+        if has_inputs and compiled.traced.raised is None:
+            self._inputs = inputs
         entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
         if entry.guards.unknown:
             self._functions += functions_of(entry.guards.unknown)

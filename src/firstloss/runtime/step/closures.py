@@ -11,7 +11,8 @@ import torch
 
 from ...capture import session
 from ...capture.constant_folding import known_value
-from ...capture.input_numbers import specialized
+from ...capture.input_numbers import Expression
+from ...capture.input_texts import input_of
 from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredTensor, Hooks
@@ -33,8 +34,9 @@ def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
     order of the calls, at most two steps late, on the executor's activation steps. Its exceptions are raised out of the
     loop. Without an executor, and on the "CPU" and "GPU" backends, it runs at once.
 
-    Tensor arguments are passed as tensors on the host, in memory of their own. Other arguments are passed as they are:
-    inside a step, as they were when it was traced. The call returns None.
+    Tensor arguments are passed as tensors on the host, in memory of their own; numbers and texts that are inputs of a
+    step, as they are at its call. Other arguments are passed as they are: inside a step, as they were when it was
+    traced. The call returns None.
 
     Examples:
         >>> device = fl.backend("XLA")
@@ -118,7 +120,7 @@ def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     if not any(type(arg) is DeferredTensor and known_value(arg) is None for arg in args) or session.trace is None:
         original(*args, **kwargs)
         return
-    _Closure(original, checkpoint=False)(*map(specialized, args), **kwargs)
+    _Closure(original, checkpoint=False)(*args, **kwargs)
 
 
 class ClosureCall:
@@ -139,6 +141,8 @@ class ClosureCall:
                 if type(leaf) is DeferredTensor and leaf._storage.trace is not trace:
                     trace.adopt(leaf._storage)
                 self.leaves[i] = ref_of(leaf)
+            else:
+                self.leaves[i] = input_of(leaf) or leaf
         trace.closures.append(self)
 
     @property
@@ -146,10 +150,17 @@ class ClosureCall:
         """The tensor arguments of a recorded call."""
         return [leaf for leaf in self.leaves if type(leaf) is Ref]
 
-    def after_step(self, arrays: Sequence[Any]) -> None:
-        """Queue the call after the step has been dispatched; `arrays` are, or will be, the values of `refs`."""
+    def after_step(self, arrays: Sequence[Any], arguments: Sequence[Any], known: dict[Expression, Any]) -> None:
+        """Queue the call after the step has been dispatched.
+
+        Args:
+            arrays: what are, or will be, the values of `refs`.
+            arguments, known: of this call of the step; see `Expression.value`.
+        """
         fresh = iter(arrays)
-        self._queue([next(fresh) if type(leaf) is Ref else leaf for leaf in self.leaves], list(arrays))
+        leaves = [next(fresh) if type(leaf) is Ref else leaf for leaf in self.leaves]
+        leaves = [leaf.value(arguments, known) if type(leaf) is Expression else leaf for leaf in leaves]
+        self._queue(leaves, list(arrays))
 
     # -- outside a step --
 

@@ -144,6 +144,10 @@ class CompiledStep:
                 "tensor would not change. Edit a clone of it, or return it."
             )
         leaves = arguments.leaves
+        numbers = traced.trace.numbers
+        numbers.read_all(leaves, arguments.known)
+        if numbers.draws is not None:
+            numbers.draws.commit(arguments.known)
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
             dispatch.settled()
@@ -185,7 +189,8 @@ class CompiledStep:
         self._ran = True
         for_closures = dict(zip(traced.for_closures, results[len(traced.outputs.out) :], strict=True))
         for i, closure in enumerate(traced.trace.closures):
-            closure.after_step([for_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))])
+            arrays = [for_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))]
+            closure.after_step(arrays, leaves, arguments.known)
         for schedule in call.schedules:
             schedule()
         loop = loops.current() if loops.under_way else None
@@ -377,6 +382,8 @@ class Inputs:
         number = self._numbers.get(value)
         if number is not None:
             read = number.read(arguments.leaves, arguments.known)
+            if isinstance(read, np.ndarray):
+                return np.array(read, order="C")
             return _NUMPY_NUMBERS[value.dtype](read)
         index = self._argument_index.get(value)
         owner = self._owners[value] if index is None else arguments.leaves[index]

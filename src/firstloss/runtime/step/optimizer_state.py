@@ -27,7 +27,7 @@ from ..guards.equality import same
 from ..guards.guards import with_article
 from ..guards.object_kinds import MISSING
 from ..guards.places import Place, Varying, place_of
-from ..guards.reconstruct import CallFrame, Make, Reconstructor, number_of
+from ..guards.reconstruct import CallFrame, Make, Reconstructor, computed
 from ..guards.snapshot import Snapshot
 
 
@@ -438,7 +438,7 @@ class ParameterGroups:
         for change in self._later:
             if is_input_number(change.value):
                 set_number = functools.partial(operator.setitem, change.group, change.key)
-                effects.add(lambda: None, setting(set_number, number_of(change.value)))
+                effects.add(lambda: None, setting(set_number, computed(change.value.node.expression)))
             else:
                 effects.add(lambda: None, always(change.apply))
 

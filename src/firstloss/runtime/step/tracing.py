@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from ...capture import control_flow as _control_flow  # noqa: F401 - for its patches
-from ...capture import direct_memory_access
+from ...capture import direct_memory_access, python_draws
 from ...capture.data_assignment import DataAssignments, Viewer
 from ...capture.deferred import named_tensors
+from ...capture.input_numbers import NUMBERS
+from ...capture.python_draws import GENERATORS, Draws
 from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
@@ -29,7 +31,7 @@ from ..guards.places import Place, Varying
 from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from ..guards.sources import GuardSources, generators, restore_generators
+from ..guards.sources import GuardSources
 from .arguments import Arguments, TracedArguments
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
@@ -41,7 +43,8 @@ class TraceObserver:
     """Created before a trace, and queried after it.
 
     Attributes:
-        noted: whether the executed code was recorded.
+        records_code: whether the executed code is recorded.
+        moves_generators: whether the step has moved Python's or NumPy's generator.
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType], profile: bool) -> None:
@@ -51,25 +54,30 @@ class TraceObserver:
             functions: functions that an earlier trace has called.
             profile: whether to record the executed code.
         """
-        self._generators = generators()
+        self._generators = python_draws.states()
+        self.moves_generators = False
         self.snapshot = Snapshot(roots, functions)
         self.recording = Recording(self.snapshot.classes, profile)
         self.guards: GuardSet | None = None
         self.varying: Varying | None = None
         self.records_code = profile
 
-    def effects(self, reconstructor: Reconstructor, weights: set[int]) -> Effects:
+    def effects(self, reconstructor: Reconstructor, weights: set[int], draws: Draws | None = None) -> Effects:
         """The step's side effects in Python. Guards are created as well.
 
         Args:
             weights: the ids of the backend's weights.
+            draws: the draws that each call repeats.
         """
         reads = GuardSources(self.snapshot, self.recording)
         effects = Effects(self.snapshot, reads, reconstructor)
-        if generators() != self._generators:
-            before, after = self._generators, generators()
-            effects.add(lambda: restore_generators(before), always(lambda: restore_generators(after)))
-        self.guards = reads.guards(self._generators, weights, self.varying)
+        before, after = self._generators, python_draws.states()
+        self.moves_generators = before != after
+        repeated = draws is not None and draws.complete
+        if before != after:
+            leave = (lambda: None) if repeated else lambda: python_draws.restore(after)
+            effects.add(lambda: python_draws.restore(before), always(leave))
+        self.guards = reads.guards(after if repeated else before, weights, self.varying)
         self.recording.forget()
         return effects
 
@@ -80,7 +88,7 @@ class TraceObserver:
     def restore_contents(self) -> bool:
         """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
         restore_environment(self.snapshot.environment)
-        restore_generators(self._generators)
+        python_draws.restore(self._generators)
         return restore_contents(self.snapshot)
 
 
@@ -89,7 +97,8 @@ def trace_step(
     arguments: Arguments,
     backend: Backend,
     observer: TraceObserver,
-    places: Iterable[Place] | None = (),
+    places: Iterable[Place] = (),
+    inputs: tuple[type, ...] = NUMBERS,
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
@@ -97,12 +106,14 @@ def trace_step(
 
     Args:
         observer: observes the Python side of the trace.
-        places: the places of numbers that are inputs of the step; None: it is specialized on all numbers.
+        places: the places of numbers that are inputs of the step.
+        inputs: the classes of the arguments that are inputs if they vary, besides tensors, and of the generators whose
+            draws are inputs.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
     """
-    trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places)
+    trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places, inputs)
     try:
         return trace.run(step, arguments)
     except BaseException as error:
@@ -125,9 +136,17 @@ def abandon(traced: TracedProgram, observer: TraceObserver) -> None:
 class _Trace:
     """A trace, from start to end."""
 
-    def __init__(self, name: str, backend: Backend, observer: TraceObserver, places: Iterable[Place] | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        observer: TraceObserver,
+        places: Iterable[Place],
+        inputs: tuple[type, ...],
+    ) -> None:
         self.name = name
         self._places = places
+        self._inputs = inputs
         self.effects: Effects | None = None
         self.trace = StepTrace()
         self.optimizers = Optimizers(self.trace, observer.snapshot, keep_fused=backend.replays)
@@ -162,12 +181,15 @@ class _Trace:
         raised = None
         with Undo() as undo, undo, self.trace.active(), self.optimizers.watched(recording):
             recording.begin(undo)
-            stand_ins = TracedArguments(arguments, self.trace, self._places is not None)
+            stand_ins = TracedArguments(arguments, self.trace, self._inputs)
             args, kwargs = stand_ins.take()
             snapshot.add_root((args, kwargs))
-            self._observer.varying = Varying(self._places or (), self.trace.numbers)
+            self._observer.varying = Varying(self._places, self.trace.numbers)
             self._observer.varying.begin(undo)
             self.optimizers.groups.varying = self._observer.varying
+            numbers = self.trace.numbers
+            if set(GENERATORS) <= set(self._inputs):
+                numbers.draws = Draws(numbers)
             try:
                 result = [step(*args, **kwargs)]
             except FirstlossError:
@@ -176,7 +198,9 @@ class _Trace:
                 if direct_memory_access.is_unallocated(error):
                     raise
                 raised, result = error, [None]
-        self.trace.numbers.is_open = False
+            if numbers.draws is not None:
+                numbers.draws.check()
+        numbers.is_open = False
         stand_ins.check(self.name)
         self.optimizers.check()
         backend = self._backend
@@ -205,7 +229,7 @@ class _Trace:
                     "between two steps."
                 )
         weights = {id(p) for p in backend.parameters()}
-        effects = self.effects = self._observer.effects(reconstructor, weights)
+        effects = self.effects = self._observer.effects(reconstructor, weights, trace.numbers.draws)
         owners = Owners(trace, stand_ins.inputs)
         self.gradients.traced(trace.inputs, effects, reconstructor)
         self.optimizers.state.save_others(snapshot)

@@ -1,0 +1,232 @@
+"""Draws from the global random generators of Python and NumPy, which a traced step repeats at each call.
+
+A step that mixes up its batch with `lam = np.random.beta(0.4, 0.4)` computes with another number at each call. Once a
+generator has been seen to move, its functions give *inputs* while the step is traced: numbers (`input_numbers.py`) and
+arrays, which each call draws anew with the same functions in the same order, from the state in which it finds the
+generator. As for numbers, what Python does with them decides: arithmetic and `torch.from_numpy` make an input of the
+Program, a branch makes a guard, and anything else specializes the step on the value.
+
+A step that moves a generator in another way (`random.shuffle`, a seed, a method of the generator) is traced with the
+values themselves, and guarded on the generator's state.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..compat.patches import NUMPY_DRAWS, PYTHON_DRAWS, replaces
+from . import session
+from .input_numbers import Expression, InputNumbers, Source, is_input_number, is_plain_number, specialized
+from .input_texts import InputText, is_text
+
+# The classes of the generators.
+GENERATORS = (random.Random, np.random.RandomState)
+
+
+def _numpy_state() -> tuple:
+    name, words, *rest = np.random.get_state()
+    return name, words.tobytes(), *rest
+
+
+def _set_numpy_state(state: tuple) -> None:
+    name, words, *rest = state
+    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
+
+
+# How to read and set the state of each generator.
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "random": (random.getstate, random.setstate),
+    "numpy": (_numpy_state, _set_numpy_state),
+}
+
+
+def states() -> list[Any]:
+    """The states of the generators."""
+    return [read() for read, _ in STATES.values()]
+
+
+def restore(before: Sequence[Any]) -> None:
+    """Restore what `states` returned."""
+    for (read, write), state in zip(STATES.values(), before, strict=True):
+        if read() != state:
+            write(state)
+
+
+class Draws:
+    """The draws of one trace.
+
+    Attributes:
+        complete: whether nothing else has moved the generators, so that each call repeats the draws.
+        count: the number of draws.
+    """
+
+    def __init__(self, numbers: InputNumbers) -> None:
+        self._numbers = numbers
+        self._states = states()
+        self.complete = True
+        self.count = 0
+
+    def draw(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of `function(*args, **kwargs)`, a function of a generator, as an input."""
+        args, kwargs = tuple(map(specialized, args)), {key: specialized(value) for key, value in kwargs.items()}
+        if not all(map(_is_immutable, (*args, *kwargs.values()))):
+            return function(*args, **kwargs)
+        self.check()
+        value = function(*args, **kwargs)
+        self._states = states()
+        self.count += 1
+        name = f"{function.__name__}()"
+        source = Source(lambda _: function(*args, **kwargs), type(value), f"what {name} draws", name)
+        if is_plain_number(value):
+            return self._numbers.number(value, source)
+        expression = self._numbers.read(source)
+        if type(value) is np.ndarray and value.dtype.kind in "fiu":
+            return InputArray(value, expression, self._numbers)
+        if is_text(value):
+            return InputText(value, expression, self._numbers)
+        self._numbers.guard(expression, value)
+        return value
+
+    def read(self, sources: Iterable[Expression], arguments: Sequence[Any], known: dict[Any, Any]) -> None:
+        """Draw as the trace did, and restore the generators: the call may be traced again. See `Expression.value`."""
+        if self in known:
+            return
+        before = states()
+        try:
+            for source in sources:
+                source.value(arguments, known)
+            known[self] = states()
+        finally:
+            restore(before)
+
+    def commit(self, known: dict[Any, Any]) -> None:
+        """Leave the generators as the draws that were read for a call leave them."""
+        if self in known:
+            restore(known[self])
+
+    def check(self) -> None:
+        """Note whether something else has moved the generators."""
+        self.complete = self.complete and states() == self._states
+
+
+@replaces(*(f"random.{name}" for name in PYTHON_DRAWS), *(f"numpy.random.{name}" for name in NUMPY_DRAWS))
+def draw(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As a function of `random` or `numpy.random`."""
+    numbers = session.trace.numbers if session.trace is not None else None
+    if numbers is None or numbers.draws is None or not numbers.is_open:
+        return original(*args, **kwargs)
+    return numbers.draws.draw(original, args, kwargs)
+
+
+def _is_immutable(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_immutable, value))
+    return value is None or is_plain_number(value) or is_text(value) or isinstance(value, (bool, range, type))
+
+
+class InputArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array that is drawn at each call. To Python code it is of the class of NumPy's arrays.
+
+    Its shape and dtype are the same at each call; the step depends on its content where it reads that in any other way
+    than by arithmetic and by `torch.from_numpy`.
+    """
+
+    def __init__(self, array: np.ndarray, expression: Expression, numbers: InputNumbers) -> None:
+        self._array = array
+        self._expression = expression
+        self._numbers = numbers
+
+    __class__ = property(lambda self: np.ndarray)
+
+    def content(self) -> np.ndarray:
+        """The array, on whose content the step depends from now on."""
+        self._numbers.guard(self._numbers.computed(_bytes, (self._expression,)), _bytes(self._array))
+        return self._array
+
+    def computed(self, function: Callable[..., Any], *operands: Any, **kwargs: Any) -> Any:
+        """The array `function(*operands)`, whose operands are numbers and input arrays, this one among them."""
+        call = functools.partial(function, **kwargs) if kwargs else function
+        expressions = [_expression_of(operand) for operand in operands]
+        result = call(*[o._array if type(o) is InputArray else _plain(o) for o in operands])
+        if type(result) is not np.ndarray:
+            for operand in operands:
+                if type(operand) is InputArray:
+                    operand.content()
+            return result
+        return InputArray(result, self._numbers.computed(call, tuple(expressions)), self._numbers)
+
+    def tensor(self) -> torch.Tensor:
+        """As `torch.from_numpy`, an input of the Program."""
+        assert session.trace is not None
+        return session.trace.input_array(self._expression, self._array)
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method == "__call__" and not kwargs and all(map(_is_operand, inputs)):
+            return self.computed(function, *inputs)
+        return getattr(function, method)(*[_content(i) for i in inputs], **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "ndim", "size", "itemsize", "nbytes"):
+            return getattr(self._array, name)
+        if name in ("astype", "reshape", "copy", "ravel", "flatten", "squeeze", "transpose", "clip"):
+            return functools.partial(self.computed, getattr(np.ndarray, name), self)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.content(), name)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.content()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise InPlaceError  # the step is traced with the array itself
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return np.array(self.content(), *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.content().__reduce_ex__(protocol)
+
+
+class InPlaceError(Exception):
+    """An array that is an input is edited in place."""
+
+
+for _name, _function in {"iter": iter, "float": float, "int": int, "bool": bool, "repr": repr, "str": str}.items():
+    setattr(InputArray, f"__{_name}__", lambda self, function=_function: function(self.content()))
+
+
+def _bytes(array: np.ndarray) -> bytes:
+    return array.tobytes()
+
+
+def _plain(operand: Any) -> Any:
+    return operand.node.number if is_input_number(operand) else operand
+
+
+def _expression_of(operand: Any) -> Any:
+    if type(operand) is InputArray:
+        return operand._expression
+    return operand.node.expression if is_input_number(operand) else operand
+
+
+def _is_operand(value: Any) -> bool:
+    return type(value) is InputArray or is_input_number(value) or is_plain_number(value)
+
+
+def _content(value: Any) -> Any:
+    return value.content() if type(value) is InputArray else specialized(value)
+
+
+@replaces("torch.from_numpy")
+def from_numpy(original: Callable[..., torch.Tensor], array: Any) -> torch.Tensor:
+    """As `torch.from_numpy`."""
+    return array.tensor() if type(array) is InputArray else original(array)
