@@ -20,13 +20,12 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from .python_draws import Draws
+from .python_generators import Draws
 
 NUMBERS = (float, int, np.floating, np.integer)
 

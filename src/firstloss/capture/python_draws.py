@@ -13,8 +13,7 @@ values themselves, and guarded on the generator's state.
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,95 +24,6 @@ from . import session
 from .input_numbers import Expression, InputNumbers, Source, is_input_number, is_plain_number, specialized
 from .input_texts import InputText, is_text
 
-# The classes of the generators.
-GENERATORS = (random.Random, np.random.RandomState)
-
-
-def _numpy_state() -> tuple:
-    name, words, *rest = np.random.get_state()
-    return name, words.tobytes(), *rest
-
-
-def _set_numpy_state(state: tuple) -> None:
-    name, words, *rest = state
-    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
-
-
-# How to read and set the state of each generator.
-STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "random": (random.getstate, random.setstate),
-    "numpy": (_numpy_state, _set_numpy_state),
-}
-
-
-def states() -> list[Any]:
-    """The states of the generators."""
-    return [read() for read, _ in STATES.values()]
-
-
-def restore(before: Sequence[Any]) -> None:
-    """Restore what `states` returned."""
-    for (read, write), state in zip(STATES.values(), before, strict=True):
-        if read() != state:
-            write(state)
-
-
-class Draws:
-    """The draws of one trace.
-
-    Attributes:
-        complete: whether nothing else has moved the generators, so that each call repeats the draws.
-        count: the number of draws.
-    """
-
-    def __init__(self, numbers: InputNumbers) -> None:
-        self._numbers = numbers
-        self._states = states()
-        self.complete = True
-        self.count = 0
-
-    def draw(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of `function(*args, **kwargs)`, a function of a generator, as an input."""
-        args, kwargs = tuple(map(specialized, args)), {key: specialized(value) for key, value in kwargs.items()}
-        if not all(map(_is_immutable, (*args, *kwargs.values()))):
-            return function(*args, **kwargs)
-        self.check()
-        value = function(*args, **kwargs)
-        self._states = states()
-        self.count += 1
-        name = f"{function.__name__}()"
-        source = Source(lambda _: function(*args, **kwargs), type(value), f"what {name} draws", name)
-        if is_plain_number(value):
-            return self._numbers.number(value, source)
-        expression = self._numbers.read(source)
-        if type(value) is np.ndarray and value.dtype.kind in "fiu":
-            return InputArray(value, expression, self._numbers)
-        if is_text(value):
-            return InputText(value, expression, self._numbers)
-        self._numbers.guard(expression, value)
-        return value
-
-    def read(self, sources: Iterable[Expression], arguments: Sequence[Any], known: dict[Any, Any]) -> None:
-        """Draw as the trace did, and restore the generators: the call may be traced again. See `Expression.value`."""
-        if self in known:
-            return
-        before = states()
-        try:
-            for source in sources:
-                source.value(arguments, known)
-            known[self] = states()
-        finally:
-            restore(before)
-
-    def commit(self, known: dict[Any, Any]) -> None:
-        """Leave the generators as the draws that were read for a call leave them."""
-        if self in known:
-            restore(known[self])
-
-    def check(self) -> None:
-        """Note whether something else has moved the generators."""
-        self.complete = self.complete and states() == self._states
-
 
 @replaces(*(f"random.{name}" for name in PYTHON_DRAWS), *(f"numpy.random.{name}" for name in NUMPY_DRAWS))
 def draw(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +31,22 @@ def draw(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     numbers = session.trace.numbers if session.trace is not None else None
     if numbers is None or numbers.draws is None or not numbers.is_open:
         return original(*args, **kwargs)
-    return numbers.draws.draw(original, args, kwargs)
+    args, kwargs = tuple(map(specialized, args)), {key: specialized(value) for key, value in kwargs.items()}
+    if not all(map(_is_immutable, (*args, *kwargs.values()))):
+        return original(*args, **kwargs)
+    again = functools.partial(original, *args, **kwargs)
+    value = numbers.draws.draw(again)
+    name = f"{original.__name__}()"
+    source = Source(lambda _: again(), type(value), f"what {name} draws", name)
+    if is_plain_number(value):
+        return numbers.number(value, source)
+    expression = numbers.read(source)
+    if type(value) is np.ndarray and value.dtype.kind in "fiu":
+        return InputArray(value, expression, numbers)
+    if is_text(value):
+        return InputText(value, expression, numbers)
+    numbers.guard(expression, value)
+    return value
 
 
 def _is_immutable(value: Any) -> bool:

@@ -19,7 +19,7 @@ from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, is
 from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
-from . import conjugate_views, distributed, evaluation, first_use, materialize_tensors
+from . import collectives, conjugate_views, distributed, evaluation, first_use, materialize_tensors
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call
 from .constants import constant_tensor
@@ -81,7 +81,9 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         torch.autograd.graph.increment_version([t for t in call.written() if not t.is_inference()])
     trace, depth = this_thread.trace, this_thread.depth
     if traits.namespace in distributed.COLLECTIVES and call.deferred and (depth or trace is not None):
-        distributed.refuse(op)
+        if trace is None:
+            distributed.refuse(op)
+        return collectives.run(op, args, kwargs)
     if trace is None:
         on_backend = False
         for tensor in call.deferred:

@@ -154,6 +154,7 @@ PATCHES = {
     "torch._higher_order_ops.while_loop.WhileLoopOp.__call__": Patch(TRACE, "As above"),
     "torch._higher_order_ops.scan.ScanOp.__call__": Patch(TRACE, "As above"),
     "torch._higher_order_ops.utils._hop_compile_and_call": Patch(TRACE, "As above", optional=True),
+    "torch.nn.parallel.DistributedDataParallel.forward": Patch(TRACE, "It sends gradients from C++", optional=True),
     "torch.utils.checkpoint._CheckpointFrame.__init__": Patch(TRACE, "It starts behind an optimization barrier"),
     "torch.utils.checkpoint.detach_variable": Patch(TRACE, "As above"),
     "torch.nn.modules.batchnorm._BatchNorm.forward": Patch(TRACE, _COUNT),

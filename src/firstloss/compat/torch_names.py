@@ -239,6 +239,20 @@ NAMES = {
         "tracing",
     ),
     "global_step_post_hooks": Name("torch.optim.optimizer._global_optimizer_post_hooks", "As above", "tracing"),
+    "finished_work": Name(
+        "torch._C._distributed_c10d.FakeWork", "What a collective of one process returns", "collectives in steps"
+    ),
+    "process_group_of_name": Name(
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "The size of a functional collective's group",
+        "collectives in steps",
+    ),
+    "fsdp_state_of": Name(
+        "_get_fsdp_state",
+        "Finds the hooks of fully_shard over one process, to remove them",
+        "firstloss.compile of models after fully_shard",
+        "torch.distributed.fsdp.FSDPModule",
+    ),
     "operation_handlers": Name(
         "_op_dispatcher._custom_op_handlers",
         "Adds Firstloss's operations to DTensor's table",
@@ -285,6 +299,22 @@ def settings_of_torch() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]
 def local_tensor_or(tensor: Any, otherwise: Any) -> Any:
     """The local shard of a DTensor, without autograd; `otherwise` for any other tensor."""
     return getattr(tensor, "_local_tensor", otherwise)
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The parameter groups of a module's FSDP state (one group before PyTorch 2.12)."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
+
+
+def remove_fsdp_hooks(state: Any) -> None:
+    """Remove the hooks of `fully_shard`, and its record of the parameters; the module's methods then do nothing."""
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups = []
+    else:
+        state._fsdp_param_group = None
 
 
 def storage_use_count(storage: Any) -> int:

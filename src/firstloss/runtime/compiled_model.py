@@ -16,6 +16,7 @@ from ..capture.deferred import named_tensors
 from ..errors import BackendError, TraceError
 from ..program.source import here
 from .backend import Backend, current_backend
+from .fully_sharded import undo_over_one_process
 from .guards.object_kinds import ModuleProxy, module_of
 
 # Special methods that the wrapper defines itself, or that every Python object has.
@@ -189,6 +190,7 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
         )
     backend = backend or current_backend()
     if backend.is_xla:
+        undo_over_one_process(model)
         named = list(named_tensors(model))
         for name, tensor, kind in named:
             if tensor.layout != torch.strided:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...capture.python_draws import STATES
+from ...capture.python_generators import STATES
 from . import bytecode, mutable_state
 from .bytecode import Use, may_be_updated
 from .external_state import PROCESS_STATE, ExternalCall, state_of
@@ -326,7 +326,7 @@ class GuardSources:
         """The guards to check at each call, once everything is collected.
 
         Args:
-            state_of_generators: the result of `python_draws.states()` before what the step did to them; PyTorch's
+            state_of_generators: the result of `python_generators.states()` before what the step did to them; PyTorch's
                 generators are part of the Program.
             weights: the ids of tensors whose gradients are guarded elsewhere.
             varying: the numbers that are inputs of the step.

@@ -27,7 +27,7 @@ from ... import timeline
 from ...capture import session
 from ...capture.input_numbers import NUMBERS
 from ...capture.input_texts import TEXTS
-from ...capture.python_draws import GENERATORS
+from ...capture.python_generators import GENERATORS
 from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError
 from ...interpreter import Undo, pause, paused_until

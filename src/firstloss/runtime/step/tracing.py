@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from ...capture import control_flow as _control_flow  # noqa: F401 - for its patches
-from ...capture import direct_memory_access, python_draws
+from ...capture import direct_memory_access, python_generators
 from ...capture.data_assignment import DataAssignments, Viewer
 from ...capture.deferred import named_tensors
 from ...capture.input_numbers import NUMBERS
-from ...capture.python_draws import GENERATORS, Draws
+from ...capture.python_generators import GENERATORS, Draws
 from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
@@ -54,7 +54,7 @@ class TraceObserver:
             functions: functions that an earlier trace has called.
             profile: whether to record the executed code.
         """
-        self._generators = python_draws.states()
+        self._generators = python_generators.states()
         self.moves_generators = False
         self.snapshot = Snapshot(roots, functions)
         self.recording = Recording(self.snapshot.classes, profile)
@@ -71,12 +71,12 @@ class TraceObserver:
         """
         reads = GuardSources(self.snapshot, self.recording)
         effects = Effects(self.snapshot, reads, reconstructor)
-        before, after = self._generators, python_draws.states()
+        before, after = self._generators, python_generators.states()
         self.moves_generators = before != after
         repeated = draws is not None and draws.complete
         if before != after:
-            leave = (lambda: None) if repeated else lambda: python_draws.restore(after)
-            effects.add(lambda: python_draws.restore(before), always(leave))
+            leave = (lambda: None) if repeated else lambda: python_generators.restore(after)
+            effects.add(lambda: python_generators.restore(before), always(leave))
         self.guards = reads.guards(after if repeated else before, weights, self.varying)
         self.recording.forget()
         return effects
@@ -88,7 +88,7 @@ class TraceObserver:
     def restore_contents(self) -> bool:
         """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
         restore_environment(self.snapshot.environment)
-        python_draws.restore(self._generators)
+        python_generators.restore(self._generators)
         return restore_contents(self.snapshot)
 
 
@@ -189,7 +189,7 @@ class _Trace:
             self.optimizers.groups.varying = self._observer.varying
             numbers = self.trace.numbers
             if set(GENERATORS) <= set(self._inputs):
-                numbers.draws = Draws(numbers)
+                numbers.draws = Draws()
             try:
                 result = [step(*args, **kwargs)]
             except FirstlossError:
