@@ -9,13 +9,18 @@ import gc
 import importlib
 import importlib.metadata
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 
 gc.disable()  # until all tests are collected: nearly all objects created until then stay alive
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+# Not the user's; in the environment, so that child processes use it too.
+os.environ.setdefault("FIRSTLOSS_CACHE", tempfile.mkdtemp(prefix="firstloss-tests-"))
 
 settings.register_profile("untimed", deadline=None)  # the machine may be busy, and no test asserts how long it takes
 settings.load_profile("untimed")
@@ -129,6 +134,11 @@ def freeze() -> None:
     if not AS_USERS:
         gc.collect()
         gc.freeze()
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):  # of the process that has created it
+        shutil.rmtree(os.environ["FIRSTLOSS_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_finish():

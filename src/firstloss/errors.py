@@ -35,6 +35,10 @@ class MetaTensorsWarning(UserWarning):
     """A module to be materialized also has tensors on the meta device, which have neither values nor recipes."""
 
 
+class CacheFolderWarning(UserWarning):
+    """The folder for compiled steps cannot be used, so that they are compiled again at each start."""
+
+
 class NotMaterializedWarning(UserWarning):
     """A deferred module was used before it was materialized, so all of it is materialized now."""
 

@@ -31,9 +31,8 @@ def x64() -> Any:
     return jax.enable_x64(True)
 
 
-def use_compilation_cache(directory: str) -> None:
-    """Cache compiled executables in `directory`, whatever their size."""
-    os.makedirs(directory, exist_ok=True)
+def use_compilation_cache(directory: str | None) -> None:
+    """Cache compiled executables in `directory`, whatever their size; None: do not cache them."""
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Packages that provide JAX with devices other than the CPU.
 _PLUGINS = ("jax_plugins", "libtpu")
 
-_compile_dir: list[str] = []
+_compile_dir: list[str | None] = []
 
 
 def is_imported() -> bool:
@@ -112,8 +112,8 @@ def is_cpu_only() -> bool:
     return not importlib.metadata.entry_points(group="jax_plugins")
 
 
-def set_compilation_cache(directory: str) -> None:
-    """Cache compiled executables in `directory`, once JAX is imported."""
+def set_compilation_cache(directory: str | None) -> None:
+    """Cache compiled executables in `directory`, once JAX is imported; None: do not cache them."""
     jaxlib: Any = sys.modules.get(f"{__package__}.jax_support")
     if hasattr(jaxlib, "use_compilation_cache"):
         jaxlib.use_compilation_cache(directory)

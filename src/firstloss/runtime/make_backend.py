@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import malloc_settings, timeline
+from .. import cache_folder, malloc_settings, timeline
 from ..dependencies import require_jax
 from ..errors import BackendError
 from ..interpreter import paused
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 
 _XLA_NAMES = ("XLA", "CSX")
 
-ARTIFACTS = "./artifacts"
+
+class _Default(str):
+    """A default value, told from the same value that is passed."""
+
+
+_ARTIFACTS = _Default("./artifacts")
 
 
 def backend(
@@ -28,7 +34,7 @@ def backend(
     *,
     mesh: Any = None,
     cluster_config: ClusterConfig | None = None,
-    artifact_dir: str | os.PathLike | None = ARTIFACTS,
+    artifact_dir: str | os.PathLike | None = _ARTIFACTS,
     compile_dir: str | os.PathLike | None = None,
     compile_only: bool = False,
     validate_only: bool = False,
@@ -53,8 +59,9 @@ def backend(
             the like (`docs/reference/sharding.md`). None: one device. A `jax.sharding.AbstractMesh` has no devices: use
             it with `validate_only`, to plan steps (`step.plan(batch)`).
         cluster_config: the same as `mesh={"data": cluster_config.num_csx}`, plus the number of loader workers.
-        artifact_dir: a folder for files that are reused between runs.
-        compile_dir: where compiled executables are cached; by default "compiled" in `artifact_dir`.
+        artifact_dir: a folder for files that are reused between runs, and for those of a `DataExecutor`.
+        compile_dir: where compiled executables are cached; by default "compiled" in `artifact_dir`, or, if none is
+            passed, in the platform's folder for caches (`docs/runtime.md`).
         compile_only: trace, compile and cache steps in `compile_dir` without executing them: no weights are made, a
             `DataExecutor` yields one batch, of which only the shapes are used, and closures do not run. A step's
             results have no values. A later run with the same `compile_dir` need not compile.
@@ -80,8 +87,8 @@ def backend(
     if first_loss not in (None, "eager", "compiled"):
         raise BackendError(f"first_loss={first_loss!r}: write 'eager' or 'compiled'.")
     given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir, **only}
-    dropped = [word for word, value in given.items() if value not in (None, False) and value is not ARTIFACTS]
-    artifact_dir = ARTIFACTS if artifact_dir is None else artifact_dir
+    dropped = [word for word, value in given.items() if value not in (None, False) and type(value) is not _Default]
+    artifact_dir = _ARTIFACTS if artifact_dir is None else artifact_dir
     for word in ("compile_only", "validate_only"):
         if not isinstance(only[word], bool):
             raise BackendError(f"{word}={only[word]!r}: write True or False.")
@@ -132,19 +139,28 @@ def backend(
                 "an AbstractMesh has no devices to run on. Pass validate_only=True to plan steps for it, or the sizes "
                 f"of its axes, as mesh={devices.axes}."
             )
-        folder = os.path.abspath(os.path.join(artifact_dir, "compiled") if compile_dir is None else compile_dir)
+        asked = type(artifact_dir) is not _Default
+        caches = Path(artifact_dir).absolute() if asked else cache_folder.default()
+        folder = caches / "compiled" if compile_dir is None else Path(compile_dir).absolute()
+        if not cache_folder.prepare(folder) and compile_only:
+            raise BackendError(
+                f"compile_only=True leaves executables in {folder}, which cannot be used. Pass compile_dir."
+            )
+        lowered = (folder.parent if compile_dir is not None and not asked else caches) / "lowered"
+        if not asked and compile_dir is None:
+            cache_folder.bound(caches)
         new_backend = Backend(
             "XLA",
             str(artifact_dir),
             devices,
             cluster_config=cluster_config,
-            compile_dir=folder,
+            compile_dir=str(folder),
             compile_only=compile_only,
             validate_only=validate_only,
             first_loss=first_loss or "eager",
         )
-        lazy_jax.set_compilation_cache(folder)
-        lowering_markers.set_folder(os.path.abspath(os.path.join(new_backend.artifact_dir, "lowered")))
+        lazy_jax.set_compilation_cache(str(folder) if cache_folder.prepare(folder) else None)
+        lowering_markers.set_folder(lowered if cache_folder.prepare(lowered) else None)
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in EAGER:

@@ -136,7 +136,8 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     device_ids = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
     versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
     name = hashlib.sha256(repr((text, options, device_ids, versions)).encode()).hexdigest()
-    path = os.path.join(jax.config.jax_compilation_cache_dir or "", f"{name}.processes")
+    folder = jax.config.jax_compilation_cache_dir
+    path = os.path.join(folder or os.devnull, f"{name}.processes")  # without a folder, no file
     with contextlib.suppress(Exception), open(path, "rb") as file:  # recompile if there is no valid file
         packed = file.read()
         return _unpacked(packed, lowered, devices), packed

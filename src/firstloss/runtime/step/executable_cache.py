@@ -19,7 +19,6 @@ import os
 import pickle
 import platform
 import re
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 from jax.experimental import serialize_executable
 
+from ...cache_folder import is_own
 from ...compat.torch_names import OpOverload, schema_of
 from ...files import replacing
 from ...interpreter import cores
@@ -81,10 +81,10 @@ class Entry:
         """Load the compiled function; None if the file is not valid."""
         try:
             with open(self.path, "rb") as file:
-                if not _is_ours(os.fstat(file.fileno())):
+                if not is_own(os.fstat(file.fileno())):
                     raise OSError
                 digest, content = file.read(_DIGEST_BYTES), file.read()
-            if hashlib.sha256(content).digest() == digest:
+            if self._digest(content) == digest:
                 unloaded, in_tree, out_tree = pickle.loads(content)
                 return serialize_executable.deserialize_and_load(
                     unloaded, in_tree, out_tree, execution_devices=self._devices
@@ -105,26 +105,23 @@ class Entry:
                 self._store(compiled)
         return compiled
 
+    def _digest(self, content: bytes) -> bytes:
+        """A digest of the content and of the key: a file that was renamed is not valid."""
+        return hashlib.sha256(self.path.name.encode() + content).digest()
+
     def _store(self, compiled: Any) -> None:
         """Write the file. It contains a digest, so that it need not be synced."""
         content = pickle.dumps(serialize_executable.serialize(compiled))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as aside, open(aside, "xb") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(hashlib.sha256(content).digest())
+            file.write(self._digest(content))
             file.write(content)
 
 
 def _custom_calls(lowered: Any) -> set[str]:
     """The names of custom calls in a lowered function."""
     return set(re.findall(r"custom_call\s*@\"?([^\s(\"]+)", lowered.as_text()))
-
-
-def _is_ours(status: os.stat_result) -> bool:
-    """Whether only this user can have written a file, whose code will be run."""
-    if not hasattr(os, "getuid"):
-        return True
-    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def entry_of(

@@ -7,15 +7,16 @@ marker is wrong, the error is raised at the next use of the step's state instead
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 _folder: Path | None = None
 
 
-def set_folder(folder: str) -> None:
-    """Keep markers in `folder` from now on."""
+def set_folder(folder: Path | None) -> None:
+    """Keep markers in `folder` from now on; None: keep none."""
     global _folder
-    _folder = Path(folder)
+    _folder = folder
 
 
 def folder() -> Path | None:
@@ -31,5 +32,6 @@ def is_marked(digest: str) -> bool:
 def mark(digest: str) -> None:
     """Mark `digest`."""
     if _folder is not None:
-        _folder.mkdir(parents=True, exist_ok=True)
-        (_folder / digest).touch()
+        with contextlib.suppress(OSError):  # only slower at the next start
+            _folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (_folder / digest).touch()
