@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 import firstloss as fl
 from firstloss.distributed import ClusterConfig
@@ -25,6 +25,7 @@ from firstloss.trainer.callback import Callback
 from firstloss.trainer.randomness import seed_everything
 
 from ..errors import ConfigError
+from . import yaml_text
 from .config_errors import named, shortened
 
 set_parsing_settings(instantiate_subclass_spec_in_any=False)  # leave values without a declared type as they are
@@ -174,11 +175,10 @@ def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
         return None
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with open(file, encoding="utf-8") as opened:
-        try:
-            content = get_loader("yaml")(opened.read())
-        except Exception:  # `read` reports it
-            return None
+    try:
+        content = yaml_text.load(_text_of(file))
+    except ConfigError:  # `read` reports it
+        return None
     if not modelzoo.is_one(content):
         return None
     try:
@@ -238,13 +238,18 @@ def _called_later(spec: Namespace, count: int) -> Callable[..., Any]:
     return later
 
 
+def _text_of(file: str) -> str:
+    with open(file, "rb") as opened:
+        content = opened.read()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not valid YAML: {error}") from error
+
+
 def _content(file: str) -> dict[str, Any]:
     """The file's content, with names expanded to class paths."""
-    with open(file, encoding="utf-8") as opened:
-        try:
-            content = get_loader("yaml")(opened.read())
-        except Exception as error:
-            raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from error
+    content = yaml_text.load(_text_of(file))
     if not isinstance(content, dict):
         raise ConfigError('not a run file: it must be a mapping with the key "trainer:".')
     for key, modules in _CALLED.items():
@@ -269,7 +274,7 @@ def _with_class_paths(overrides: Sequence[str]) -> Iterator[str]:
             continue
         if not equals:
             value = remaining.pop(0) if remaining else ""
-        spec = get_loader("yaml")(value) if value.startswith("{") else {"class_path": value}
+        spec = yaml_text.load(value) if value.startswith("{") else {"class_path": value}
         if value in ("null", "") or not isinstance(spec, dict) or "class_path" not in spec:
             yield f"--{key}={value}"
             continue

@@ -17,6 +17,7 @@ from firstloss.trainer import Checkpoint, Logging, MixedPrecision, Trainer, Trai
 
 from ..cstorch import optim
 from ..errors import ConfigError
+from . import yaml_text
 from .config_errors import named
 
 _UNSUPPORTED = {
@@ -64,8 +65,6 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
     Raises:
         ConfigError: a one-line error that names the key.
     """
-    from jsonargparse import get_loader
-
     for override in overrides:
         key, equals, value = override.removeprefix("--").partition("=")
         if not equals or not key.startswith("trainer."):
@@ -74,7 +73,7 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
         *path, last = key.split(".")
         for part in path:
             node = node.setdefault(part, {})
-        node[last] = get_loader("yaml")(value)
+        node[last] = yaml_text.load(value)
     trainer = content["trainer"]
     _check("trainer", trainer, ("init", "fit", "validate", "validate_all"))
     init = trainer["init"]
