@@ -39,9 +39,11 @@ test: $(if $(OTHER_VERSIONS),install-test,style)
 sweep: install-test
 	FIRSTLOSS_AS_USERS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "sweep or not sweep"
 
-# Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled as for users)
+# Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled as for users).
+# Others: make fuzz KIND=constructors, checkpoints, or files (damaged files of all kinds)
+KIND ?= steps
 fuzz: install-test
-	PYTHONPATH=src $(BIN)/python -m tests.fuzz steps --seeds $(SEEDS) --jobs $(WORKERS)
+	PYTHONPATH=src $(BIN)/python -m tests.fuzz $(KIND) --seeds $(SEEDS) --jobs $(WORKERS)
 
 # Check that Programs, recipes, weights and StableHLO are unchanged: make replay AGAINST=HEAD~3
 replay: install-test

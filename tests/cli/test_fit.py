@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import json
 
 import pytest
@@ -264,3 +265,22 @@ def test_model_zoos_names_for_precision_and_workers_work(config, given, dtype):
     trainer = configuration.instantiate("fit", *configuration.read("fit", file, [])).trainer
     assert trainer.precision.dtype == dtype
     assert trainer.backend.cluster_config.num_workers_per_csx == 1
+
+
+BOMB = list(itertools.pairwise("abcdefghijklmnopqrstuvwxyz"))
+BAD_YAML = {
+    "a bomb of aliases": ("a: &a [1]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}, *{a}]\n" for a, b in BOMB), "10,000"),
+    "a list that contains itself": ("a: &a [*a]\n", "what it is a part of"),
+    "another encoding": (b"\xff\xfe\x00", "utf-8"),
+    "a large file": ("a: " + "1" * (1 << 20), "the largest run file"),
+    "code": ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_YAML)
+def test_yaml_that_nobody_would_write_is_an_error(case, tmp_path, capsys):
+    content, message = BAD_YAML[case]
+    (tmp_path / "bad.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["fit", str(tmp_path / "bad.yaml")]) == 1
+    error = capsys.readouterr().err
+    assert "bad.yaml: " in error and message in error and len(error) < 500

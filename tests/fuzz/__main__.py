@@ -14,7 +14,7 @@ from pathlib import Path
 from .outcome import REFUSED, Outcome
 from .pool import Worker, check_all
 
-KINDS = ("steps", "constructors", "checkpoints")
+KINDS = ("steps", "constructors", "checkpoints", "files")
 
 
 def main() -> int:

@@ -85,7 +85,7 @@ def parsed(text):
 
 def test_the_module_is_valid_with_names_and_shardings():
     text = program().to_stablehlo({"data": 2, "tp": 4}, {"*.up.weight": ("tp", None), "embedding.weight": ("data",)})
-    assert parsed(text) == text
+    assert parsed(text) == text[: text.rindex("// sha256")]
     assert 'sdy.mesh @mesh = <["data"=2, "tp"=4]>' in text and "mhlo.num_partitions = 8" in text
     names = re.findall(r'jax\.result_info = "([^"]*)"', text)
     assert names == sorted(["embedding.weight", *(f"layers.{i}.{n}.weight" for i in (0, 1) for n in ("up", "down"))])

@@ -185,6 +185,9 @@ def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
         return modelzoo.read(content, overrides)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        # the file has another structure than Model Zoo's, or a class of the user's rejects its arguments
+        raise ConfigError(f"{file}: {type(error).__name__}: {error}") from error
 
 
 def instantiate(command: str, command_parser: ArgumentParser, config: Namespace) -> Namespace:

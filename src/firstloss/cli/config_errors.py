@@ -43,7 +43,13 @@ def named(path: str, key: str = "") -> Any:
 def shortened(message: str, parser: Any, trainer: type) -> str:
     """Shorten jsonargparse's report to one line that says what to change."""
     for rule in (_unknown_option, _unknown, _wrong_class, _refused, _wrong_type):
-        shorter = rule(message, parser, trainer)
+        try:
+            shorter = rule(message, parser, trainer)
+        except (
+            TypeError,
+            ValueError,
+        ):  # for example, a builtin class that has no signature: the message stays as it is
+            continue
         if shorter:
             return shorter
     alone = re.search(r"Expected a dot import path string: (\w+)", message)

@@ -140,7 +140,7 @@ def _from_config(path: str, values: dict[str, Any]) -> Target:
             fields = json.load(file)
     except OSError as error:
         raise TargetError(f"TARGET {path!r} cannot be read: {error.strerror}: {_FORMS}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TargetError(f"TARGET {path!r} is not JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise TargetError(f'TARGET {path!r} has no "model_type": a Hugging Face config.json has one, such as "llama"')
@@ -157,13 +157,19 @@ def _from_config(path: str, values: dict[str, Any]) -> Target:
         if unknown := values.keys() - known:  # transformers accepts any field, misspelt ones too
             raise TargetError(f"TARGET {path!r}: a {kind} config has no field {min(unknown)!r}: check the spelling")
         config = transformers.CONFIG_MAPPING[kind].from_dict({**fields, **values})
-    architecture = (config.architectures or [None])[0]
+        architectures = config.architectures or [None]
+        if not isinstance(architectures, list) or not isinstance(architectures[0], (str, type(None))):
+            raise TargetError(f'TARGET {path!r}: "architectures" must be a list of names')
+    architecture = architectures[0]
     if architecture is None:
         return Target(path, transformers.AutoModel.from_config, {"config": config})
-    if not hasattr(transformers, architecture):
-        raise TargetError(f"TARGET {path!r}: transformers {transformers.__version__} has no class {architecture!r}")
+    constructor = getattr(getattr(transformers, architecture, None), "_from_config", None)
+    if constructor is None:
+        raise TargetError(
+            f"TARGET {path!r}: transformers {transformers.__version__} has no class {architecture!r} that makes a model"
+        )
     # Like AutoModel.from_config, which makes weights in the config's dtype, unlike the class itself.
-    return Target(path, getattr(transformers, architecture)._from_config, {"config": config})
+    return Target(path, constructor, {"config": config})
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from ...rng.counter_stream import CounterStream
 from ...rng.stream import Stream
 from ..recipes import Recipes
 from ..shardings import Axes, starts
+from .checksum import with_checksum
 from .evaluate import name_of, part
 from .fill import WordSource
 from .plan import ShardingPlan, Weight, plan
@@ -119,7 +120,7 @@ def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any
                 "host; or initialize it with uniform_ or normal_ of at least 16 elements, or remove it"
             )
     with jax.enable_x64(True):
-        return _text(sharding_plan, abstract(sharding_plan.axes))
+        return with_checksum(_text(sharding_plan, abstract(sharding_plan.axes)))
 
 
 def abstract(axes: Axes) -> AbstractMesh | None:

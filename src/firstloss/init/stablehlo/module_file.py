@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ...compat.jax_names import compiler, ir, mlir, sdy, xla_client
 from ...errors import ModuleTextError, ShardingError
+from .checksum import is_whole
 
 
 class _Outputs(NamedTuple):
@@ -50,15 +51,18 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
 
     Raises:
         ShardingError: if there are fewer devices than the module was written for, or one is given twice.
-        ModuleTextError: if the file is not such a module, or is truncated.
+        ModuleTextError: if the file is not such a module, or is not as it was written.
     """
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
         text = file.read()
-    if "custom_call @lapack_" in text:  # written by an earlier version: JAX finds LAPACK when it lowers a call
-        jax.jit(jax.lax.linalg.qr).lower(jax.ShapeDtypeStruct((1, 1), np.float32))
     with mlir.make_ir_context():
         module = _parsed(path, text)
-        outputs = _outputs_of(path, module)
+        try:
+            outputs = _outputs_of(path, module)
+        except ModuleTextError:
+            raise
+        except (KeyError, ValueError, TypeError, AttributeError) as error:  # not what `to_stablehlo` writes
+            raise _no_module(path) from error
         selected = _select_devices(path, outputs.axes, devices)
         shards = _execute(module, selected)
     return {
@@ -72,6 +76,11 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
 def _parsed(path: str | os.PathLike, text: str) -> Any:
     if not text.startswith("module @constructor "):
         raise _no_module(path)
+    if not is_whole(text):
+        raise ModuleTextError(
+            f"{os.fspath(path)} is damaged or truncated, or was edited: its last line is not the checksum of the "
+            "others. Write it again"
+        )
     try:
         return ir.Module.parse(text)
     except ir.MLIRError as error:

@@ -31,6 +31,7 @@ from .file import RESERVED, TensorFile, write
 from .sources import Sources, on_host
 from .tensors import Tensors
 from .tree import Encoder, decode
+from .untrusted import as_part_of, damage_as_errors, parse
 
 INDEX = "checkpoint.json"
 _FORMAT = "firstloss checkpoint 1"
@@ -242,36 +243,29 @@ def _write_hub_index(folder: str, tree: Any, files: list[dict[str, Any]]) -> Non
 
 def _load_folder(target: str) -> Any:
     path = os.path.join(target, INDEX)
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+    with open(path, "rb") as file, damage_as_errors(path):
+        content = parse(file.read())
         stored = content.pop("crc32")
-        damaged = content["format"] == _FORMAT and stored != _checksum(content)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or not a checkpoint index ({type(error).__name__}: {error})"
-        ) from error
-    if damaged:
-        raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    if content["format"] != _FORMAT:
-        raise CheckpointError(f"{path} is of format {content['format']!r}; this version reads {_FORMAT!r}")
-    files = []
-    for about in content["files"]:
-        file_path = os.path.join(target, about["name"])
+        if content["format"] != _FORMAT:
+            raise CheckpointError(f"{path} is of format {content['format']!r:.80}; this version reads {_FORMAT!r}")
+        if stored != _checksum(content):
+            raise CheckpointError(f"{path} is damaged: its checksum does not match")
+        tensors = Tensors([_file_of(path, **about) for about in content["files"]])
         try:
-            found = TensorFile(file_path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{file_path}, a file of the checkpoint, is missing") from None
-        if found.size != about["size"]:
-            raise CheckpointError(f"{file_path} has {found.size:,} bytes instead of {about['size']:,}")
-        if zlib.crc32(found.head) != about["head"]:
-            raise CheckpointError(f"{file_path} is damaged: the checksum of its header does not match")
-        files.append(found)
-    tensors = Tensors(files)
-    try:
-        return decode(content["object"], tensors.get)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+            return decode(content["object"], tensors.get)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+
+def _file_of(index: str, name: str, size: int, head: int) -> TensorFile:
+    """One of the files that the index describes."""
+    with as_part_of(index, name) as path:
+        file = TensorFile(path)
+    if file.size != size:
+        raise CheckpointError(f"{path} has {file.size:,} bytes instead of {size}")
+    if zlib.crc32(file.head) != head:
+        raise CheckpointError(f"{path} is damaged: the checksum of its header does not match")
+    return file
 
 
 def _check_data(written: str, target: str) -> None:

@@ -20,13 +20,14 @@ import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ...errors import CheckpointError
 from ...init.disk.direct_file import BLOCK, DirectFile, aligned
 from ...init.disk.safetensors_file import DTYPES, FileLayout, TensorMeta
+from .untrusted import damage_as_errors, parse, product, sizes
 
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
@@ -35,6 +36,7 @@ _NO_SUM = "0" * 8  # placeholder for the header's checksum while it is computed
 RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # metadata keys with a special meaning
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30
+_T = TypeVar("_T")
 
 
 class TensorPart(NamedTuple):
@@ -155,34 +157,22 @@ class Entry(NamedTuple):
     sums: str
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = dict(pairs)
-    if len(keys) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return keys
+class PartOf(NamedTuple):
+    """Which part of a tensor an entry is: of which, its shape, and where the part begins."""
+
+    of: str
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
 
 
-def _whole_number(number: Any) -> int:
+def _of_type(kind: type[_T], value: Any) -> _T:
     """
     Raises:
-        ValueError: for anything but an int that PyTorch can have as a size.
+        TypeError: for a value of another type.
     """
-    if type(number) is not int or not 0 <= number < 1 << 63:
-        raise ValueError(f"{number!r:.40} is no size or offset")
-    return number
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    """
-    Raises:
-        ValueError: if it exceeds 64 bits on the way, also if a later size is 0.
-    """
-    product = 1
-    for size in sizes:
-        product *= size
-        if product >= 1 << 64:
-            raise ValueError(f"a tensor of shape {list(sizes[:-1])} is too large")
-    return product
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+    return value
 
 
 class TensorFile:
@@ -198,20 +188,16 @@ class TensorFile:
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
         self.head = self._read_head()
-        try:
-            header = json.loads(self.head[8:], object_pairs_hook=_without_duplicates)
-            self.metadata: dict[str, str] = dict(header.pop("__metadata__", None) or {})
+        with damage_as_errors(path):
+            header = _of_type(dict, parse(self.head[8:]))
+            metadata = header.pop("__metadata__", None) or {}
+            self.metadata: dict[str, str] = {k: _of_type(str, v) for k, v in _of_type(dict, metadata).items()}
             self._check_head(self.metadata.pop(_HEAD, None))
-            sums = json.loads(self.metadata.pop(_CRC, "{}"))
-            self.parts: dict[str, dict[str, Any]] = json.loads(self.metadata.pop(_PARTS, "{}"))
+            sums = _of_type(dict, parse(self.metadata.pop(_CRC, "{}")))
+            parts = _of_type(dict, parse(self.metadata.pop(_PARTS, "{}")))
             self.entries = {key: self._entry(key, about, sums.get(key, "")) for key, about in header.items()}
+            self.parts = {key: self._part(key, about) for key, about in parts.items()}
             self._check_extents()
-        except CheckpointError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is not a safetensors file, or its header is damaged ({type(error).__name__}: {error})"
-            ) from error
 
     def _read_head(self) -> bytes:
         start = os.pread(self._descriptor, 8, 0)
@@ -237,9 +223,9 @@ class TensorFile:
     def _entry(self, key: str, about: dict[str, Any], sums: str) -> Entry:
         if about["dtype"] not in _NAMES:
             raise CheckpointError(f"{self.path}: {key} is of dtype {about['dtype']}, which Firstloss cannot read")
-        dtype, shape = _NAMES[about["dtype"]], tuple(map(_whole_number, about["shape"]))
-        begin, end = (len(self.head) + _whole_number(offset) for offset in about["data_offsets"])
-        count = _product((*shape, dtype.itemsize))
+        dtype, shape = _NAMES[about["dtype"]], sizes(about["shape"])
+        begin, end = (len(self.head) + offset for offset in sizes(about["data_offsets"]))
+        count = product((*shape, dtype.itemsize))
         if begin < len(self.head) or end - begin != count:
             raise CheckpointError(
                 f"{self.path}: {key} of shape {list(shape)} takes {count:,} bytes, not {end - begin:,}"
@@ -248,9 +234,20 @@ class TensorFile:
             raise CheckpointError(
                 f"{self.path} is truncated: {key} ends at byte {end:,}, but the file has {self.size:,} bytes"
             )
-        if sums and len(sums) != 8 * -(-count // PIECE):
+        if _of_type(str, sums) and len(sums) != 8 * -(-count // PIECE):
             raise CheckpointError(f"{self.path}: {key} has the wrong number of checksums")
         return Entry(dtype, shape, begin, end, sums)
+
+    def _part(self, key: str, about: dict[str, Any]) -> PartOf:
+        entry, part = (
+            self.entries[key],
+            PartOf(_of_type(str, about["of"]), sizes(about["shape"]), sizes(about["begin"])),
+        )
+        product((*part.shape, entry.dtype.itemsize))
+        ends = [first + count for first, count in zip(part.begin, entry.shape, strict=True)]
+        if any(end > whole for end, whole in zip(ends, part.shape, strict=True)):
+            raise CheckpointError(f"{self.path}: {key} ends at {ends}, beyond {part.of} of shape {list(part.shape)}")
+        return part
 
     def _check_extents(self) -> None:
         """Check that the entries fill the file, without gaps and overlaps."""

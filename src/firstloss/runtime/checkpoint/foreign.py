@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 import zlib
@@ -18,6 +17,7 @@ from ...program.graph import FileValue, Ref, is_contiguous
 from .file import TensorFile
 from .map import map_tensors
 from .tensors import SMALL_BYTES, Tensors
+from .untrusted import as_part_of, damage_as_errors, parse
 
 HUB_INDEX = "model.safetensors.index.json"
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -32,13 +32,10 @@ def load_folder(folder: str) -> dict[str, torch.Tensor]:
     for name in _INDICES:
         path = os.path.join(folder, name)
         if os.path.exists(path):
-            try:
-                with open(path, encoding="utf-8") as file:
-                    where = dict(json.load(file)["weight_map"])
+            with open(path, "rb") as file, damage_as_errors(path):
+                where = dict(parse(file.read())["weight_map"])
                 if not all(isinstance(part, str) for item in where.items() for part in item):
                     raise TypeError("weight_map must map names to names")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
             return _load_indexed(folder, path, where)
     raise CheckpointMissingError(
         f"{folder} has no complete checkpoint: it contains neither checkpoint.json nor a Hugging Face model"
@@ -48,11 +45,10 @@ def load_folder(folder: str) -> dict[str, torch.Tensor]:
 def _load_indexed(folder: str, index: str, where: dict[str, str]) -> dict[str, torch.Tensor]:
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name in dict.fromkeys(where.values()):
-        if os.path.basename(name) != name:
-            raise CheckpointError(f"{index} names {name!r}, which is not in its folder")
-        if not os.path.exists(os.path.join(folder, name)):
-            raise CheckpointError(f"{os.path.join(folder, name)}, which {index} refers to, is missing")
-        files[name] = load_file(os.path.join(folder, name))
+        with as_part_of(index, name) as path:
+            files[name] = load_file(path)
+            if not isinstance(files[name], dict):
+                raise CheckpointError(f"{path}, to which {index} refers, holds no dict of tensors")
     out = {}
     for key, name in where.items():
         if key not in files[name]:

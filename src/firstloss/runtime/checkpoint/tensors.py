@@ -43,9 +43,7 @@ class Tensors:
         for file in files:
             for key, entry in file.entries.items():
                 about = file.parts.get(key)
-                name = key if about is None else about["of"]
-                shape = entry.shape if about is None else tuple(about["shape"])
-                begin = (0,) * len(shape) if about is None else tuple(about["begin"])
+                name, shape, begin = about or (key, entry.shape, (0,) * len(entry.shape))
                 saved = self._saved.setdefault(name, _StoredTensor(name, entry.dtype, shape, []))
                 if (entry.dtype, shape) != (saved.dtype, saved.shape):
                     raise CheckpointError(f"{file.path}: {key} is not a part of {name} in {saved.boxes[0].file.path}")
@@ -72,12 +70,30 @@ class Tensors:
             raise CheckpointError(f"the tensor {name} is not in the checkpoint's files")
         if sum(math.prod(box.shape) for box in saved.boxes) != math.prod(saved.shape):
             raise CheckpointError(f"the files of the checkpoint have only parts of the tensor {name}")
+        if _overlap(saved.boxes):
+            raise CheckpointError(f"parts of the tensor {name} overlap in the files of the checkpoint")
         if math.prod(saved.shape) * saved.dtype.itemsize <= SMALL_BYTES:
             return _read(saved)
         read = functools.partial(_read, saved)
         label = f"{name} in {saved.boxes[0].file.path}"
         read_box = functools.partial(_read_box, saved)
         return file_tensor(FileValue(saved.shape, contiguous_stride(saved.shape), saved.dtype, read, label, read_box))
+
+
+def _overlap(boxes: list[_StoredBox]) -> bool:
+    """Whether two boxes overlap. It sweeps along the dimension with most cuts, to be fast for thousands of shards."""
+    if len(boxes) == 1:
+        return False
+    along = max(range(len(boxes[0].shape)), key=lambda d: len({box.begin[d] for box in boxes}))
+    reached: list[_StoredBox] = []  # the boxes that reach the current one
+    for box in sorted(boxes, key=lambda box: box.begin[along]):
+        reached = [other for other in reached if other.begin[along] + other.shape[along] > box.begin[along]]
+        for other in reached:
+            sides = zip(box.begin, box.shape, other.begin, other.shape, strict=True)
+            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides):
+                return True
+        reached.append(box)
+    return False
 
 
 def _read(saved: _StoredTensor) -> torch.Tensor:
