@@ -28,6 +28,7 @@ COMMON = {
     "interpreter",
     "dependencies",
     "settings",
+    "locks",
     "cache_folder",
 }
 PUBLIC = {"trainer", "cli", "utils", "distributed", "cstorch", "__main__", ""}  # they use the public API, and more

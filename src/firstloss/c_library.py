@@ -6,10 +6,13 @@ All of them are optional: `setup.py` builds them if there is a C compiler.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
+
+from .errors import MissingKernelsWarning
 
 
 def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL | None:
@@ -19,7 +22,8 @@ def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any
         functions: {name: (result type, argument types)} of all functions that are called.
 
     Returns:
-        The library; None if it was not built, or built for another machine, or from older source that lacks functions.
+        The library; None, with a warning, if it was not built, or built for another machine, or from older source
+        that lacks functions.
     """
     paths = (path for suffix in EXTENSION_SUFFIXES if (path := Path(module).with_name(name + suffix)).exists())
     try:
@@ -27,6 +31,28 @@ def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any
         for function, (result, arguments) in functions.items():
             entry = getattr(library, function)
             entry.restype, entry.argtypes = result, tuple(arguments)
-    except (StopIteration, OSError, AttributeError):
+    except StopIteration:
+        warn_missing(name, "it was not built")
+        return None
+    except (OSError, AttributeError) as error:
+        warn_missing(name, str(error))
         return None
     return library
+
+
+_has_warned = False
+
+
+def warn_missing(name: str, reason: str) -> None:
+    """Say, once in a process, that compiled parts are missing, and what that costs."""
+    global _has_warned
+    if _has_warned:
+        return
+    _has_warned = True
+    warnings.warn(
+        f"Firstloss runs without its parts in C ({name}: {reason}): weights are initialized up to 6 times as slowly, "
+        "and a step takes up to twice as long. pip builds them if there is a C compiler: install one, such as gcc, "
+        "and Firstloss again (pip install --force-reinstall --no-deps --no-cache-dir firstloss).",
+        MissingKernelsWarning,
+        stacklevel=3,
+    )

@@ -39,6 +39,10 @@ class CacheFolderWarning(UserWarning):
     """The folder for compiled steps cannot be used, so that they are compiled again at each start."""
 
 
+class MissingKernelsWarning(UserWarning):
+    """Parts of Firstloss that are written in C were not built, which makes it slower."""
+
+
 class NotMaterializedWarning(UserWarning):
     """A deferred module was used before it was materialized, so all of it is materialized now."""
 

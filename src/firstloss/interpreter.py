@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from gc import disable, enable, isenabled  # a step being traced sees replaced ones
 from typing import Any, Generic, TypeVar
 
+from .locks import fork_safe_lock
+
 T = TypeVar("T")
 
 
@@ -274,7 +276,7 @@ class TemporarySetting(Generic[T]):
         self._set = set
         self._meanwhile = meanwhile
         self._before_restoring = before_restoring
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._blocks = 0
         self._users: T = get()  # during blocks
         self._ours: T = self._users  # likewise

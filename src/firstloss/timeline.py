@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .files import atomic_write
+from .locks import fork_safe_lock
 
 FIRST_LOSS = "first loss"
 """The name of the mark at the first loss."""
@@ -110,7 +111,7 @@ class Timeline:
 
     def __init__(self, start: float | None = None) -> None:
         self.start = process_started() if start is None else start
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._spans: list[Span] = []
         self._marks: list[Mark] = []
 

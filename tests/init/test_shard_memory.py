@@ -31,7 +31,7 @@ def test_writes_show_in_the_array():
         assert (array.shape, array.dtype) == kind[:2]
         assert array.sharding.is_equivalent_to(kind.sharding, array.ndim)
         [address] = places.values()
-        tensor_at(address, kind.shape, dtype).fill_(number)
+        tensor_at(address, kind.shape, dtype, array).fill_(number)
     for number, (array, _) in enumerate(allocated):
         assert np.array_equal(np.asarray(array), np.full(array.shape, number, array.dtype))
 
@@ -39,7 +39,7 @@ def test_writes_show_in_the_array():
 def test_the_memory_can_be_donated():
     kind = ArraySpec((1 << 16,), np.dtype(np.float32), SingleDeviceSharding(jax.devices()[0]))
     [(array, places)] = shard_memory.allocate([kind])
-    tensor_at(*places.values(), kind.shape, torch.float32).fill_(1)
+    tensor_at(*places.values(), kind.shape, torch.float32, array).fill_(1)
     grown = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert grown.unsafe_buffer_pointer() in places.values() and np.all(np.asarray(grown) == 2)
 

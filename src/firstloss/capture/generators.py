@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..errors import CaptureError
+from ..locks import fork_safe_lock
 from ..program.source import here
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream
@@ -39,7 +40,7 @@ class Generators:
     """The generators that active captures have drawn from."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # held while a position is read and advanced
+        self.lock = fork_safe_lock(delays_forks=True)  # held while a position is read and advanced
         self._this_thread = threading.local()
         self._captures = 0  # the number of active ones, each in its own thread
         self._tickets: list[tuple[Stream, Position]] = []

@@ -19,6 +19,7 @@ import torch
 
 from ..compat import patches
 from ..compat.torch_names import OpOverload
+from ..locks import fork_safe_lock
 from ..program.graph import Node, Value
 from .generators import Generators
 from .input_numbers import Expression, InputNumbers, NumberNode
@@ -27,19 +28,26 @@ Storage = Any  # a DeferredStorage; `tensor.py` imports this module
 
 
 class KeepsGradMode:
-    """A block that an interrupt leaves with gradients enabled or disabled as before.
+    """A block that an exception leaves with gradients enabled or disabled as before.
 
-    `torch.no_grad` is written in Python: an interrupt between its change and the start of its block leaves gradients
-    disabled for the rest of the process.
+    `torch.no_grad` is written in Python: a signal whose handler raises between its change and the start of its block
+    leaves gradients disabled for the rest of the process.
     """
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "_kinds")
+
+    def __init__(self, *, runs_users_code: bool = False) -> None:
+        """
+        Args:
+            runs_users_code: whether an Exception keeps the mode, which the user's code may have set.
+        """
+        self._kinds = (KeyboardInterrupt, SystemExit) if runs_users_code else BaseException
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is not None and not issubclass(kind, Exception):
+        if kind is not None and issubclass(kind, self._kinds):
             torch.set_grad_enabled(self._before)
 
 
@@ -161,7 +169,7 @@ rebinds = 0  # the number of times that a tensor on a backend was given another 
 traces: weakref.WeakSet[Tracing] = weakref.WeakSet()  # of steps that may be called again, and the active one
 seedings = 0  # the number of calls of torch.manual_seed
 generators = Generators()
-tracing = threading.RLock()  # one thread at a time traces a step, since it patches functions of the process
+tracing = fork_safe_lock()  # one thread at a time traces a step, since it patches functions of the process
 
 
 def enter(policy: str | None = None, preserve: bool = False) -> None:

@@ -309,7 +309,7 @@ class StepTrace(recorder._Tracing):
     @interruptible_inside
     def active(self) -> Iterator[None]:
         """Trace the block; afterwards every DeferredStorage is restored."""
-        with session.KeepsGradMode(), session.tracing, Undo() as undo, undo:
+        with session.KeepsGradMode(runs_users_code=True), session.tracing, Undo() as undo, undo:
             before: Any = session.trace
             self._outer = before
             undo(self._restore, before)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeGuard
@@ -25,6 +24,7 @@ from ..compat.torch_names import (
     throw_on_mutable_data_ptr,
 )
 from ..errors import ElsewhereError, TraceError
+from ..locks import fork_safe_lock
 from ..program.graph import FileValue, Ref, Value, geometry_of
 from ..program.source import here
 from . import distributed, session
@@ -134,7 +134,7 @@ def _deferred_storage_of(tensor: Any) -> DeferredStorage | None:
 
 # Held while deferred tensors become real, and while one that may become real is used, outside of captures and traces:
 # several threads may use a model for the first time.
-becoming_real = threading.RLock()
+becoming_real = fork_safe_lock(delays_forks=True)
 
 _requires_grad: Any = Tensor.requires_grad
 

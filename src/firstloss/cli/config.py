@@ -185,7 +185,7 @@ def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
         return modelzoo.read(content, overrides)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OSError) as error:
         # the file has another structure than Model Zoo's, or a class of the user's rejects its arguments
         raise ConfigError(f"{file}: {type(error).__name__}: {error}") from error
 
@@ -205,7 +205,7 @@ def instantiate(command: str, command_parser: ArgumentParser, config: Namespace)
         seed_everything(config.trainer.seed)  # for loaders that draw random data
     try:
         given = command_parser.instantiate(config)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         if isinstance(error, fl.errors.FirstlossError):
             raise
         raise ConfigError(shortened(str(error), command_parser, ConfiguredTrainer)) from error

@@ -11,12 +11,12 @@ import functools
 import importlib
 import operator
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import CompatibilityError
 from ..interpreter import Undo
+from ..locks import fork_safe_lock
 
 # From the first deferred tensor on, as it may turn up anywhere.
 DEFERRED = "from the first deferred tensor on"
@@ -194,7 +194,7 @@ PATCHES = {
 }  # fmt: skip
 
 _ABSENT = object()
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 _replacements: dict[str, Any] = {}  # functions, or properties
 deferred_installed = False  # whether the replacements for deferred tensors are, which each of them asks
 modules_seen = 0  # the number of modules at the last `install_imported`, which each deferred tensor compares

@@ -8,7 +8,6 @@ weight passes through memory once instead of five times, and all cores take part
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch
+from ..locks import fork_safe_lock
 from ..program.graph import Draw, Ref, Value, dtype_name, is_contiguous
 from ..program.node_kinds import Copy, Fill, Pointwise
 from ..rng import native, words_drawn
@@ -101,7 +101,7 @@ class WholeValueCache:
     def __init__(self, make: Callable[[Value], torch.Tensor] = make_whole, keep: int = 2) -> None:
         self._make = make
         self._keep = keep
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._made: OrderedDict[Value, torch.Tensor] = OrderedDict()
 
     def __call__(self, value: Value) -> torch.Tensor:

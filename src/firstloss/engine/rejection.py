@@ -8,7 +8,6 @@ piece in a core's cache, each piece for as many rounds as it needs.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..interpreter import cores
+from ..locks import fork_safe_lock
 from ..program.graph import dtype_name
 from ..rng import words_drawn
 from ..rng.stream import Position, Stream
@@ -64,7 +64,7 @@ class Rejection:
         self.low, self.high = low, high
         self._rounds: int | None = None
         self._found: Corrections | None = None
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     @property
     def words_a_round(self) -> int:

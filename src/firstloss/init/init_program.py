@@ -9,6 +9,7 @@ import torch
 
 from ..capture.deferred import named_tensors
 from ..capture.op_call import ref_of
+from ..capture.session import KeepsGradMode
 from ..capture.tensor import DeferredTensor, on_backend
 from ..dependencies import require_jax
 from ..errors import NothingDeferredError
@@ -85,7 +86,8 @@ class InitProgram(Recipes):
         require_jax("InitProgram.run")
         from .stablehlo.devices import run
 
-        return run(self, mesh, shardings, engine)
+        with KeepsGradMode():
+            return run(self, mesh, shardings, engine)
 
 
 def init_program(module: torch.nn.Module) -> InitProgram:

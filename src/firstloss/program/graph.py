@@ -12,7 +12,6 @@ Python: this is how dead fills are eliminated.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 
 from ..compat.torch_names import OpOverload, version_of
 from ..errors import ConstantChangedError
+from ..locks import fork_safe_lock
 from ..rng.stream import Position, Stream
 from .source import Source
 
@@ -295,7 +295,7 @@ class FileValue(Value):
         self._read_range: ReadRange | None = None
         self._follows: tuple[torch.Tensor, int] | None = None
         self._weak: Callable[[], torch.Tensor | None] = lambda: None
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         super().__init__(tuple(shape), tuple(stride), dtype, torch.device("cpu"), label=label)
 
     @classmethod

@@ -11,11 +11,11 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from firstloss.locks import fork_safe_lock
 from firstloss.rng.jump import has_kernel, jump, native_generate
 from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
 
@@ -55,7 +55,7 @@ class Stream:
         # PyTorch draws its words in blocks of 624. Block 0 is the origin's, with this many words not yet drawn.
         self._in_block_0 = int(self._origin["left"]) - 1
         block_0 = consistent(self._origin["words"].astype(np.uint32))
-        self._lock = Lock()
+        self._lock = fork_safe_lock()
         self._blocks: OrderedDict[int, Words] = OrderedDict({0: block_0})  # LRU; 0 is never evicted
 
     @classmethod
@@ -169,7 +169,7 @@ class DeferredOffsetStream(Stream):
         self.before = before
         self._position = position
         self._words = words
-        self._origin_lock = Lock()
+        self._origin_lock = fork_safe_lock()
         self._root: tuple[Stream, Position] | None = None
 
     def absolute(self, position: Position) -> tuple[Stream, Position]:

@@ -1,5 +1,8 @@
 """Reading and writing files of PyTorch and Hugging Face."""
 
+import os
+import zipfile
+
 import pytest
 import safetensors.torch
 import torch
@@ -106,3 +109,21 @@ def test_files_of_save_initialized_can_be_loaded(tmp_path):
     torch.manual_seed(0)
     fl.save_initialized(fl.deferred_init(model_of_two), tmp_path / "it")
     assert equal(dict(sorted(fl.load(tmp_path / "it").items())), dict(sorted(model_of_two().state_dict().items())))
+
+
+def test_tensors_larger_than_one_read_are_read(tmp_path, monkeypatch):
+    content = {"weight": torch.arange(50_000.0)}
+    torch.save(content, tmp_path / "it.pt")
+    real = os.preadv  # which Linux limits to 2 GiB
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: real(file, [view[:70_000] for view in views], at))
+    assert torch.equal(fl.load(tmp_path / "it.pt", map_location="cpu")["weight"], content["weight"])
+
+
+@pytest.mark.parametrize("alignment", [b"00", b"-1", b"xy"])
+def test_an_alignment_by_which_pytorchs_reader_would_crash_is_an_error(tmp_path, alignment):
+    torch.save({"a": torch.ones(3), "b": torch.ones(4)}, tmp_path / "good.pt")
+    with zipfile.ZipFile(tmp_path / "good.pt") as good, zipfile.ZipFile(tmp_path / "bad.pt", "w") as bad:
+        for member in good.namelist():
+            bad.writestr(member, alignment if member.endswith(".storage_alignment") else good.read(member))
+    with pytest.raises(fl.errors.CheckpointError, match="damaged"):
+        fl.load(tmp_path / "bad.pt")

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import timeline
+from ...capture.session import KeepsGradMode
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import make_whole
 from ...engine.reader import Reader, WholeValueCache
@@ -82,7 +83,7 @@ def save_initialized(
     """
     limit = layout.parse_size(max_shard_size)
     saved, omitted = tensors_to_save(module)
-    with timeline.span("save"):
+    with timeline.span("save"), KeepsGradMode():
         plan = _plan(saved, limit, omitted)
         digest = fingerprint((s.ref for s in saved), [s.name for s in saved], limit, omitted, _RUN)
         target = os.fspath(directory)
@@ -331,6 +332,8 @@ def _explained(target: str, plan: list[_File]) -> Iterator[None]:
     except SaveError:
         raise
     except OSError as error:
+        if error.errno is None:  # a handler of a signal has raised it, such as TimeoutError
+            raise
         size = sum(file.size for file in plan)
         where = error.filename or target
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -45,7 +45,8 @@ def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[in
             shape, dtype = ref.size, ref.dtype
             if key in allocated:
                 local = sharding.shard_shape(shape)
-                memory = {device: tensor_at(at, local, dtype) for device, at in allocated[key][1].items()}
+                array, addresses = allocated[key]
+                memory = {device: tensor_at(at, local, dtype, array) for device, at in addresses.items()}
             else:
                 boxes = sharding.addressable_devices_indices_map(shape)
                 memory = {device: torch.empty(_box(shape, i).size, dtype=dtype) for device, i in boxes.items()}

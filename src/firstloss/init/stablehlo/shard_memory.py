@@ -76,12 +76,17 @@ def rounds(counts: Sequence[int]) -> int:
     )
 
 
-def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on memory at `address`, which it does not own."""
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) -> torch.Tensor:
+    """A tensor on memory at `address`, which belongs to `owner`: it is kept as long as there is such a tensor.
+
+    If the caller is interrupted, threads may still be writing to the memory.
+    """
     count = math.prod(shape) * dtype.itemsize
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer((ctypes.c_char * count).from_address(address), dtype=dtype).view(shape)
+    memory: Any = (ctypes.c_char * count).from_address(address)
+    memory.owner = owner
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @lru_cache(maxsize=64)

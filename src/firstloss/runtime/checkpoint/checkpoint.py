@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ... import timeline
+from ...capture.session import KeepsGradMode
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
 from ...files import atomic_write, locked, replacing, sync_folder
@@ -64,13 +65,10 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         SaveError: if the files cannot be written, or another process is writing there.
     """
     target = os.path.abspath(os.fspath(path))
-    with timeline.span("save"), _errors_as_save_errors(target):
+    with timeline.span("save"), KeepsGradMode(), _errors_as_save_errors(target):
         if target.endswith(_TORCH):
             if processes().index == 0:
-                with atomic_write(target) as file:
-                    torch.save(on_host(obj), file)
-                    file.flush()
-                    _check_data(file.name, target)
+                _save_for_torch(obj, target)
             return
         sources = Sources()
         tree = Encoder(sources.store).encode(obj)
@@ -114,7 +112,7 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
     if map_location is not None:
         return _on_device(load(path), map_location)
     target = os.path.abspath(os.fspath(path))
-    with timeline.span("load"):
+    with timeline.span("load"), KeepsGradMode():
         if not os.path.isdir(target):
             return foreign.load_file(target)
         if os.path.exists(os.path.join(target, INDEX)):
@@ -280,6 +278,20 @@ def _check_data(written: str, target: str) -> None:
         ) from error
 
 
+def _save_for_torch(obj: Any, target: str) -> None:
+    with atomic_write(target) as file:
+        try:
+            torch.save(on_host(obj), file)
+        except RuntimeError as error:
+            if "inline_container" not in str(error):
+                raise
+            # PyTorch's writer, after an error of the operating system that it hides
+            reason = error.__context__ or error
+            raise SaveError(f"{target} cannot be written: the disk may be full ({reason})") from error
+        file.flush()
+        _check_data(file.name, target)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -310,4 +322,6 @@ def _errors_as_save_errors(target: str) -> Iterator[None]:
     except (SaveError, CheckpointMissingError):
         raise
     except OSError as error:
+        if error.errno is None:  # a handler of a signal has raised it, such as TimeoutError
+            raise
         raise SaveError(f"{error.filename or target} cannot be written: {error.strerror or error}") from error

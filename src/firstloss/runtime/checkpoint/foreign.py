@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...compat.torch_names import FakeTensorMode, checkpoint_offset, neg_view
 from ...errors import CheckpointError, CheckpointMissingError
+from ...interpreter import Uninterrupted
 from ...program.graph import FileValue, Ref, is_contiguous
 from .file import TensorFile
 from .map import map_tensors
@@ -88,19 +88,20 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
 
 def load_torch(path: str, lazily: bool) -> Any:
     """Load data only: PyTorch's reader rejects anything that would run code. Tensors in a zip file are read lazily."""
-    try:
-        if not lazily:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        archive = _Archive(path)
-        with FakeTensorMode():
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise CheckpointError(
-            f"{path} is damaged, or holds code, which is never run ({type(error).__name__}: {reason})"
-        ) from error
+    with Uninterrupted():  # what handlers of signals raise must not be taken for damage
+        try:
+            if not lazily:
+                return torch.load(path, map_location="cpu", weights_only=True)
+            archive = _Archive(path)
+            with FakeTensorMode():
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle may raise anything
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            raise CheckpointError(
+                f"{path} is damaged, or holds code, which is never run ({type(error).__name__}: {reason})"
+            ) from error
     return map_tensors(loaded, archive.tensor)
 
 
@@ -117,11 +118,18 @@ class _Archive:
                 # The pickle, whose checksum PyTorch's reader does not verify; 0 in files written without checksums
                 if "/data/" not in member.filename and member.CRC:
                     archive.read(member)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+                if member.filename.endswith("/.storage_alignment"):  # PyTorch's reader divides by it
+                    if int(os.pread(self._file.fileno(), member.file_size, self._offset_of(member))) <= 0:
+                        raise ValueError("storages are aligned to 0 bytes")
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} is damaged or truncated ({error})") from error
-        self._members = sorted(members, key=lambda m: m.header_offset)
-        self._offsets = [m.header_offset for m in self._members]
+        self._members = {self._offset_of(member): member for member in members}  # by the offset of their content
         self._stores: dict[int, DeferredStorage] = {}
+
+    def _offset_of(self, member: zipfile.ZipInfo) -> int:
+        """Where the content begins, after a header of 30 bytes, a name and an extra field."""
+        lengths = os.pread(self._file.fileno(), 4, member.header_offset + 26)
+        return member.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
     def tensor(self, fake: torch.Tensor, name: str) -> torch.Tensor:
         """The real or deferred tensor for `fake`; tensors that share a storage still share it."""
@@ -150,10 +158,17 @@ class _Archive:
 
     def _read(self, offset: int, nbytes: int, name: str) -> torch.Tensor:
         data = torch.empty(nbytes, dtype=torch.uint8)
-        count = os.preadv(self._file.fileno(), [memoryview(data.numpy())], offset) if nbytes else 0
-        member = self._members[bisect_right(self._offsets, offset) - 1]
-        if count < nbytes:
-            raise CheckpointError(f"{self._path} is truncated: {name} ({member.filename}) lies beyond its end")
-        if nbytes and member.CRC and zlib.crc32(memoryview(data.numpy())) != member.CRC:
+        if not nbytes:
+            return data
+        member = self._members.get(offset)
+        if member is None or member.file_size != nbytes:
+            raise CheckpointError(f"{self._path} is damaged: there is no storage of {nbytes:,} bytes for {name}")
+        view, at = memoryview(data.numpy()), offset
+        while view:
+            count = os.preadv(self._file.fileno(), [view], at)
+            if count == 0:
+                raise CheckpointError(f"{self._path} is truncated: {name} ({member.filename}) lies beyond its end")
+            view, at = view[count:], at + count
+        if member.CRC and zlib.crc32(memoryview(data.numpy())) != member.CRC:
             raise CheckpointError(f"{self._path}: {name} is damaged: {member.filename} has the wrong checksum")
         return data

@@ -10,15 +10,18 @@ from typing import Any
 
 from ...errors import CheckpointError
 
+# What readers raise for damaged files. Not Exception, which would include what handlers of signals raise.
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
+
 
 @contextmanager
 def damage_as_errors(path: str) -> Iterator[None]:
     """Turn what the content of a file may make its reader raise into a CheckpointError that names the file."""
     try:
         yield
-    except (CheckpointError, OSError, MemoryError):
+    except CheckpointError:
         raise
-    except Exception as error:
+    except DAMAGE as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} is damaged, or not a checkpoint ({type(error).__name__}: {reason:.200})"
@@ -41,6 +44,8 @@ def as_part_of(index: str, name: Any) -> Iterator[str]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}, which {index} refers to, is missing") from None
     except OSError as error:
+        if error.errno is None:  # a handler of a signal has raised it, such as TimeoutError
+            raise
         raise CheckpointError(f"{path}, which {index} refers to, cannot be read: {error.strerror or error}") from error
 
 

@@ -185,8 +185,13 @@ def _profiler(codes: dict, whole: list, outside: ExternalCalls) -> Callable:
             codes[id(frame.f_code)] = (frame.f_code, frame.f_globals)
         elif event == "c_call" and argument is globals:
             whole.append(frame.f_globals)
-        elif event == "c_call" and argument not in dull and not outside.called(argument, frame):
-            dull.add(argument)
+        elif event == "c_call":
+            owner = argument.__self__
+            # Not a bound method, which would keep its object: PyTorch copies a gradient that somebody else holds.
+            is_function = owner is None or isinstance(owner, (type, types.ModuleType))
+            key = argument if is_function else (type(owner), argument.__name__)
+            if key not in dull and not outside.called(argument, frame):
+                dull.add(key)
 
     return record
 

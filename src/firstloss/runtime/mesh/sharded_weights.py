@@ -99,7 +99,7 @@ class WholeArrays:
         local = array.sharding.shard_shape(array.shape)
         with DisableTorchDispatch():
             for device, index in array.sharding.devices_indices_map(array.shape).items():
-                tensor_at(addresses[device], local, value.dtype).copy_(content[index])
+                tensor_at(addresses[device], local, value.dtype, array).copy_(content[index])
         return array
 
     def forget(self, value: Value) -> None:
