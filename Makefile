@@ -40,7 +40,7 @@ sweep: install-test
 	FIRSTLOSS_AS_USERS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "sweep or not sweep"
 
 # Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled as for users).
-# Others: make fuzz KIND=constructors, checkpoints, or files (damaged files of all kinds)
+# Others: make fuzz KIND=constructors, checkpoints, files (damaged ones of all kinds), or faults (signals, forks, full disks, ...)
 KIND ?= steps
 fuzz: install-test
 	PYTHONPATH=src $(BIN)/python -m tests.fuzz $(KIND) --seeds $(SEEDS) --jobs $(WORKERS)

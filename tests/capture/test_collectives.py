@@ -1,7 +1,10 @@
 """Collectives of a group of one process in a traced step do what they do in eager PyTorch; others are an error."""
 
 import contextlib
+import functools
+import sys
 import tempfile
+import types
 import warnings
 
 import pytest
@@ -11,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import firstloss as fl
-from firstloss.errors import TraceError
+from firstloss.capture import distributed
+from firstloss.errors import CaptureError, TraceError
 from tests.init.distributed import on_ranks
 
 X = torch.arange(6.0).reshape(3, 2)
@@ -131,3 +135,21 @@ def refuse_two():
 @pytest.mark.timeout(0)  # `on_ranks` has a time limit of its own
 def test_a_step_of_one_process_among_several_is_an_error():
     on_ranks(2, "tests.capture.test_collectives:refuse_two")
+
+
+ADVICE = {
+    ("deepspeed",): r"firstloss.deferred_init\(Model\); deepspeed.zero.Init\(module=model",
+    ("transformers", "deepspeed"): r"TrainingArguments\(deepspeed=...\).* call from_pretrained, before you make them",
+}
+
+
+@pytest.mark.parametrize("callers", ADVICE)
+def test_the_advice_for_zero_init_can_be_followed(callers, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.partition_parameters", types.ModuleType("it"))
+    call = functools.partial(distributed.refuse, torch.ops.c10d.broadcast_.default)
+    for name in reversed(callers):
+        scope = {"__name__": f"{name}.module", "call": call}
+        exec("def enter(): call()", scope)
+        call = scope["enter"]
+    with pytest.raises(CaptureError, match=ADVICE[callers]):
+        call()

@@ -14,7 +14,7 @@ from pathlib import Path
 from .outcome import REFUSED, Outcome
 from .pool import Worker, check_all
 
-KINDS = ("steps", "constructors", "checkpoints", "files")
+KINDS = ("steps", "constructors", "checkpoints", "files", "faults")
 
 
 def main() -> int:

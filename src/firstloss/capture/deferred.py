@@ -81,8 +81,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
     session.enter(policy, preserve)
     disable_first_use()
     try:
-        keeps_grad_mode = session.KeepsGradMode(runs_users_code=True)
-        with keeps_grad_mode, timeline.span("capture"), paused(), _synchronous_loading(), CaptureMode():
+        with session.KeepsGradMode(), timeline.span("capture"), paused(), _synchronous_loading(), CaptureMode():
             yield
     except (AssertionError, RuntimeError) as error:
         _explain_no_cuda(error)

@@ -20,11 +20,20 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 def refuse(op: Any) -> NoReturn:
     """Refuse a collective on a deferred tensor."""
     if "deepspeed.runtime.zero.partition_parameters" in sys.modules and _is_on_stack("deepspeed"):
+        if _is_on_stack("transformers"):
+            instead = (
+                "transformers enters it by itself once there are TrainingArguments(deepspeed=...) with ZeRO stage 3: "
+                "construct the model, or call from_pretrained, before you make them."
+            )
+        else:
+            instead = (
+                "Construct without it, and pass it the module: model = firstloss.deferred_init(Model); "
+                "deepspeed.zero.Init(module=model, config_dict_or_path=config), or only "
+                "deepspeed.initialize(model=model, ...)."
+            )
         raise CaptureError(
             f"{here()}: DeepSpeed's zero.Init sends each weight to other ranks while the constructor runs, and in a "
-            "deferred block weights have no values. Construct without it, and pass it the module: model = "
-            "firstloss.deferred_init(Model); deepspeed.zero.Init(module=model, config_dict_or_path=config), or only "
-            "deepspeed.initialize(model=model, ...)."
+            f"deferred block weights have no values. {instead}"
         )
     raise CaptureError(
         f"{here()}: {op} sends a deferred tensor, which has no values yet, to other ranks. Every rank that runs the "

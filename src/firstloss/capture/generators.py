@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class Generators:
         self.lock = fork_safe_lock(delays_forks=True)  # held while a position is read and advanced
         self._this_thread = threading.local()
         self._captures = 0  # the number of active ones, each in its own thread
+        self._traces: set[Any] = set()  # the active ones
         self._tickets: list[tuple[Stream, Position]] = []
         self._touched: dict[int, torch.Generator] = {}
         self._origin_states: dict[int, tuple[Stream, torch.Tensor]] = {}  # by stream, the state that the user set
@@ -76,6 +77,17 @@ class Generators:
         with self.lock:
             self._captures -= 1
             self.settle()
+
+    def begin_trace(self, trace: Any) -> None:
+        """Keep tickets until `end_trace`: the step may have read one, and set it again after a capture of its own."""
+        with self.lock:
+            self._traces.add(trace)
+
+    def end_trace(self, trace: Any) -> None:
+        """Note that a step's trace has ended. Idempotent."""
+        with self.lock:
+            self._traces.discard(trace)
+            self._forget()
 
     def locate(self, generator: torch.Generator) -> tuple[Stream, Position]:
         """The stream of `generator`, and its position in it."""
@@ -160,10 +172,14 @@ class Generators:
                 else:
                     self.load(generator)
             self._touched.clear()
-            if not self._captures:  # else another thread may hold a ticket
-                self._tickets.clear()
-                self._origin_states.clear()
-                self._states_before_draws.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drop tickets, unless a capture or a trace may hold one."""
+        if not self._captures and not self._traces:
+            self._tickets.clear()
+            self._origin_states.clear()
+            self._states_before_draws.clear()
 
 
 def _same_seed(state: torch.Tensor, other: torch.Tensor) -> bool:

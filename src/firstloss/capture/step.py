@@ -79,6 +79,17 @@ class KeyStream:
 
     start = Position(0)
 
+    def absolute(self, position: Position) -> NoReturn:
+        """
+        Raises:
+            TraceError: the draws are values of the compiled step.
+        """
+        raise TraceError(
+            f"{here()}: a deferred module whose weights were drawn in a traced step is initialized in it. In a step "
+            "random numbers are drawn by the device, at each call: construct and materialize modules before the step, "
+            "or construct this one without firstloss.deferred_init."
+        )
+
 
 class StepTrace(recorder._Tracing):
     """The trace of a step.
@@ -314,6 +325,8 @@ class StepTrace(recorder._Tracing):
             self._outer = before
             undo(self._restore, before)
             recorder.set_trace(self)
+            undo(session.generators.end_trace, self)
+            session.generators.begin_trace(self)
             pause(undo)
             for when in (patches.CAPTURE, patches.TRACE):
                 undo(patches.leave, when, self)

@@ -225,3 +225,26 @@ def test_other_threads_draw_what_they_would(backend):
         stop.set()
         thread.join()
     assert drawn and all(drawn) and len(expected) == 1000
+
+
+def test_a_step_may_construct_deferred_modules_between_its_draws(backend):
+    """With generators saved and restored around it, as code does that must not draw."""
+
+    @fl.trace
+    def step(x):
+        with torch.random.fork_rng(devices=[]):
+            norm = fl.materialize_module(fl.deferred_init(torch.nn.BatchNorm1d, 3))
+        return x * norm.weight.sum() + torch.rand(3)
+
+    torch.manual_seed(0)
+    first, second = (step(torch.ones(3)).clone() for _ in range(2))
+    assert not torch.equal(first, second) and ((first >= 3) & (first < 4)).all()
+
+
+def test_weights_drawn_in_a_step_cannot_be_initialized_in_it(backend):
+    @fl.trace
+    def step(x):
+        return fl.materialize_module(fl.deferred_init(torch.nn.Linear, 3, 3))(x)
+
+    with pytest.raises(fl.errors.TraceError, match=r"test_python_draws.py:\d+: .* materialize modules before the step"):
+        step(torch.ones(3))

@@ -285,9 +285,11 @@ def _save_for_torch(obj: Any, target: str) -> None:
         except RuntimeError as error:
             if "inline_container" not in str(error):
                 raise
-            # PyTorch's writer, after an error of the operating system that it hides
-            reason = error.__context__ or error
-            raise SaveError(f"{target} cannot be written: the disk may be full ({reason})") from error
+            # PyTorch's writer hides an error of the operating system, or what a handler of a signal has raised.
+            cause = error.__context__
+            if cause is not None and getattr(cause, "errno", None) is None:
+                raise cause from None
+            raise SaveError(f"{target} cannot be written: the disk may be full ({cause or error})") from error
         file.flush()
         _check_data(file.name, target)
 
