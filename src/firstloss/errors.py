@@ -39,6 +39,10 @@ class CacheFolderWarning(UserWarning):
     """The folder for compiled steps cannot be used, so that they are compiled again at each start."""
 
 
+class NoEffectWarning(UserWarning):
+    """A setting of Cerebras' hardware was made, which has no effect here."""
+
+
 class MissingKernelsWarning(UserWarning):
     """Parts of Firstloss that are written in C were not built, which makes it slower."""
 

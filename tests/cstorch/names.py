@@ -38,19 +38,28 @@ def rows():
 
 
 def resolve(path):
-    """The object at a path such as firstloss.cstorch.optim.AdamW.step, or None."""
+    """The object at a path such as firstloss.cstorch.optim.AdamW.step, or None; an attribute before a module, since
+    modules may have the names of classes in them."""
     parts = path.split(".")
-    for cut in range(len(parts), 0, -1):
+    for cut in [*range(len(parts) - 1, 0, -1), len(parts)]:
         try:
             here = importlib.import_module(".".join(parts[:cut]))
         except ImportError:
             continue
         for part in parts[cut:]:
             if not hasattr(here, part) and not (inspect.isclass(here) and part in getattr(here, "__annotations__", {})):
-                return None
+                break
             here = getattr(here, part, here)
-        return here
+        else:
+            return here
     return None
+
+
+def only_raises(thing):
+    """Whether it is a class in place of something that is not supported."""
+    from firstloss.cstorch.accepted import _Unsupported
+
+    return isinstance(thing, type) and issubclass(thing, _Unsupported)
 
 
 def parameters(signature):

@@ -1,6 +1,7 @@
 """The list of names is correct, complete and on its page."""
 
 import json
+import types
 
 import pytest
 
@@ -34,11 +35,12 @@ def test_every_row_is_true(module):
 
 
 def test_missing_names_are_missing():
-    """A name added later must be listed as present."""
+    """A name added later must be listed as present. Classes that only raise an error count as missing."""
     for row in ROWS:
         if row["status"] == "not here" and row["package"] == "cerebras.pytorch" and "." not in row["name"]:
             path = ".".join(part for part in ("firstloss.cstorch", row["module"], row["name"]) if part)
-            assert names.resolve(path) is None, row
+            found = names.resolve(path)
+            assert found is None or names.only_raises(found) or isinstance(found, types.ModuleType), row
 
 
 def test_the_list_has_all_names():

@@ -1,5 +1,6 @@
 """The package as a whole: its names, and a program for `cerebras.pytorch` with only its import changed."""
 
+import importlib
 import subprocess
 import sys
 
@@ -10,21 +11,83 @@ from torch import nn
 
 import firstloss as fl
 import firstloss.cstorch as cstorch
+from firstloss.cstorch import submodules
 
 
-def test_its_names_are_those_of_firstloss():
-    """Apart from three modules, the names are the same objects."""
-    own = {"amp", "optim", "utils"}
-    assert set(cstorch.__all__) == set(fl.__all__) - {"cstorch"} and set(cstorch.__all__) <= set(dir(cstorch))
+def test_its_names_are_those_of_firstloss_and_cerebras():
+    """Apart from modules and names of Cerebras' own, they are the same objects."""
+    own = {*cstorch._MODULES, *cstorch._NAMES}
+    assert set(cstorch.__all__) == {*fl.__all__, *own} - {"cstorch"} and set(cstorch.__all__) <= set(dir(cstorch))
     for name in cstorch.__all__:
-        assert (getattr(cstorch, name) is getattr(fl, name)) == (name not in own), name
-    for module in own:
+        assert (getattr(cstorch, name) is getattr(fl, name, None)) == (name not in own), name
+    for module in ("amp", "distributed", "nn", "optim", "profiler", "utils"):
         for name in getattr(cstorch, module).__all__:
             assert getattr(getattr(cstorch, module), name) is not None
     with pytest.raises(AttributeError, match="cstorch-names.md"):
-        _ = cstorch.sparse
+        _ = cstorch.no_such_name
     with pytest.raises(AttributeError, match="cstorch-names.md"):
         _ = cstorch.utils.benchmark
+
+
+@pytest.mark.parametrize("name", [*submodules.SUBMODULES, *submodules.UNSUPPORTED])
+def test_submodules_can_be_imported(name):
+    module = importlib.import_module(f"firstloss.cstorch.{name}")
+    for source in submodules.SUBMODULES.get(name, ()):
+        importlib.import_module(source)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = module.no_such_name
+
+
+def test_names_in_submodules_are_the_same_objects():
+    from firstloss.cstorch.backend import current_backend_impl, use_cs
+    from firstloss.cstorch.core.device import device
+    from firstloss.cstorch.metrics.accuracy import AccuracyMetric
+    from firstloss.cstorch.nn.modules.DiceLoss import DiceLoss
+    from firstloss.cstorch.optim.SGD import SGD
+    from firstloss.cstorch.utils.data.data_executor import DataExecutor
+    from firstloss.cstorch.utils.step_closures import step_closure
+
+    from firstloss.cstorch.optim.lr_scheduler import LinearLR
+    from firstloss.cstorch.utils.nest import visit_torch_tensors
+
+    assert (use_cs, device, step_closure) == (cstorch.use_cs, cstorch.device, cstorch.step_closure)
+    assert (AccuracyMetric, SGD) == (cstorch.metrics.AccuracyMetric, cstorch.optim.SGD)
+    assert (LinearLR, DataExecutor) == (cstorch.optim.lr_scheduler.LinearLR, cstorch.utils.data.DataExecutor)
+    assert DiceLoss is cstorch.nn.DiceLoss and visit_torch_tensors is cstorch.utils.nest.visit_torch_tensors
+    backend = cstorch.backend("CPU")
+    assert current_backend_impl() is backend is cstorch.current_backend()
+
+
+INSTALLED = """
+import firstloss.cstorch
+firstloss.cstorch.install()
+firstloss.cstorch.install()
+import cerebras.pytorch as cstorch
+import cerebras.pytorch.utils.data.sampler, cerebras.pytorch.nn.modules.DiceLoss
+from cerebras.pytorch.optim.lr_scheduler import CosineDecayLR
+from cerebras.pytorch.sparse import configure
+assert cstorch is firstloss.cstorch and cstorch.__name__ == cstorch.__spec__.name == "firstloss.cstorch"
+assert CosineDecayLR is firstloss.optim.lr_scheduler.CosineDecayLR
+try:
+    import cerebras.pytorch.no_such_module
+except ModuleNotFoundError as error:
+    assert "cerebras.pytorch.no_such_module" in str(error)
+else:
+    raise AssertionError
+print("fine")
+"""
+
+
+def test_cerebras_pytorch_can_mean_this_package():
+    done = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_installing_after_the_real_package_is_an_error():
+    code = "import sys, types; sys.modules['cerebras.pytorch'] = types.ModuleType('it')\n"
+    code += "import firstloss.cstorch; firstloss.cstorch.install()"
+    error = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    assert "BackendError: cerebras.pytorch has been imported before" in error
 
 
 def test_importing_it_imports_neither_torch_nor_jax():

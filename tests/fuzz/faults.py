@@ -573,7 +573,7 @@ def _duration(name: str, kind: type[Call], folder: str) -> float:
             begin = time.perf_counter()
             call.run()
             _durations[key] = time.perf_counter() - begin
-            shutil.rmtree(inner)
+            shutil.rmtree(inner, ignore_errors=True)  # a compiled step may still be written to it
     return _durations[key]
 
 

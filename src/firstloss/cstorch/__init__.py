@@ -11,20 +11,57 @@ from typing import Any
 
 import firstloss as _firstloss
 
-# Name -> the module that defines it, if that is not firstloss.
-_MODULES = {
-    "amp": ".amp",
-    "utils": ".utils",
-    "optim": ".optim",
-}
+from .submodules import register
 
-__all__ = sorted({*_firstloss.__all__, *_MODULES} - {"cstorch"})
+# Name -> the module that defines it, if that is not firstloss.
+_NAMES = {
+    "install": ".install",
+    "device": ".on_device",
+    "tensor": ".on_device",
+    **dict.fromkeys(
+        (
+            "add_debug_name",
+            "backends",
+            "current_pol",
+            "device_annotation",
+            "get_debug_name",
+            "make_constant",
+            "name_scope",
+            "pol",
+            "register_decomposition",
+            "set_debug_scope",
+        ),
+        ".accepted",
+    ),
+}
+_MODULES = (
+    "amp",
+    "core",
+    "distributed",
+    "experimental",
+    "mesh",
+    "nn",
+    "optim",
+    "profiler",
+    "sparse",
+    "storage",
+    "utils",
+)
+
+__all__ = sorted({*_firstloss.__all__, *_NAMES, *_MODULES} - {"cstorch"})
+register()
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'firstloss.cstorch' has no attribute {name!r}; see docs/cstorch-names.md")
-    value = importlib.import_module(_MODULES[name], __name__) if name in _MODULES else getattr(_firstloss, name)
+    value: Any
+    if name in _MODULES:
+        value = importlib.import_module(f".{name}", __name__)
+    elif name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name], __name__), name)
+    else:
+        value = getattr(_firstloss, name)
     globals()[name] = value
     return value
 

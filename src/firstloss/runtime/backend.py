@@ -46,8 +46,17 @@ class DeviceConfig(Settings):
             raise BackendError(f"lazy_initialization={self.lazy_initialization!r}: write True or False.")
 
 
-class Device:
-    """A backend's device; as a context manager, it makes weights constructed inside belong to the backend."""
+class Device(str):
+    """A backend's device; as a context manager, it makes weights constructed inside belong to the backend.
+
+    As an argument of PyTorch's functions (`torch.ones(2, device=backend.device)`, `tensor.to(backend.device)`), it is
+    the name of `backend.torch_device`, where batches are made before they are transferred.
+    """
+
+    _backend: Backend
+
+    def __new__(cls, backend: Backend) -> Device:
+        return super().__new__(cls, backend.torch_device)
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -4,9 +4,9 @@
 docs/cstorch.md says which to use.
 """
 
-from ...optim import lr_scheduler, scheduler, weight_decay_scheduler
 from ...optim.adam_base import AdamBase
 from ...optim.optimizer import Optimizer
+from . import lr_scheduler, scheduler, weight_decay_scheduler
 from .adafactor import Adafactor
 from .adam import Adam, AdamW
 from .muon import Muon
