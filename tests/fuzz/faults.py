@@ -36,7 +36,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
-from firstloss.interpreter import Uninterrupted
+from firstloss.interpreter import Uninterrupted, gc_thresholds, switch_interval
 
 from .outcome import CRASHED, DIFFERS, FOREIGN, SAME, Outcome
 
@@ -220,10 +220,10 @@ class Values(Deferred):
 
 
 class Copies(Deferred):
-    """Copies and casts, which stay deferred."""
+    """Copies, which stay deferred."""
 
     def run(self, thread: int = 0) -> None:
-        copy.deepcopy(self.model).to(torch.float64)
+        copy.deepcopy(self.model)  # not .to(), in which eager PyTorch, too, may be interrupted inside torch.no_grad
 
 
 class Load(Deferred):
@@ -402,7 +402,7 @@ def _handler(call: Call, rng: random.Random, duration: float) -> None:
         with torch.random.fork_rng(devices=[]):
             kind = nn.BatchNorm1d if isinstance(call, Step) else nn.Linear  # a step's draws cannot be initialized
             done.append(fl.materialize_module(fl.deferred_init(kind, 3, 2)))
-        assert type(done[-1].weight) is nn.Parameter
+        assert isinstance(done[-1].weight, nn.Parameter)
 
     with _alarm(handle, rng.uniform(0, 1.1 * duration)):
         call.run()
@@ -592,7 +592,8 @@ def _process() -> dict[str, Any]:
     """What a call must leave as it was."""
     return {
         "handlers": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
-        "collector": gc.isenabled(),
+        "collector": (gc.isenabled(), gc_thresholds.get()),  # which a thread of the backend may have changed meanwhile
+        "switch interval": switch_interval.get(),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "functions": _functions(),
@@ -619,6 +620,9 @@ def check(source: str, traceback: bool = False) -> Outcome:
             os.mkdir(inner)
             call = kind(scope["MODEL"], inner)
             call.prepare()
+            fl.materialize_module(
+                fl.deferred_init(nn.Linear, 2, 2)
+            )  # from the first one on, some functions are replaced
             before = _process()
             fault(call, random.Random(scope["SEED"]), duration)
             for what, value in _process().items():

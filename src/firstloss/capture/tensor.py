@@ -221,9 +221,11 @@ class DeferredTensor(Tensor):
         if torch.is_inference_mode_enabled() and Hooks.is_composite(func):
             return func.decompose(*args, **(kwargs or {}))
         if not session.this_thread.depth and session.this_thread.trace is None:
-            with becoming_real:
-                if any(map(is_pending, _tensors_in((args, tuple(kwargs.values()) if kwargs else ())))):
-                    return Hooks.dispatch(func, args, kwargs or {})
+            with session.KeepsGradMode():
+                with becoming_real:
+                    if any(map(is_pending, _tensors_in((args, tuple(kwargs.values()) if kwargs else ())))):
+                        return Hooks.dispatch(func, args, kwargs or {})
+                return Hooks.dispatch(func, args, kwargs or {})
         return Hooks.dispatch(func, args, kwargs or {})
 
     def _ref(self) -> Ref:
@@ -251,6 +253,10 @@ class DeferredTensor(Tensor):
         return out
 
     def __deepcopy__(self, memo):
+        with session.KeepsGradMode():
+            return self._deep_copy(memo)
+
+    def _deep_copy(self, memo):
         out: Any
         if id(self) in memo:
             return memo[id(self)]
