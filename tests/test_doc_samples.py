@@ -78,6 +78,9 @@ import torch
 <sample>
 assert cstorch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).defaults["eps"] == 1e-6
 assert cstorch.utils.tensorboard.SummaryWriter
+<sample>
+import cerebras.pytorch
+assert cerebras.pytorch is cstorch
 """,
     "README.md": """
 import transformers

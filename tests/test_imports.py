@@ -30,6 +30,7 @@ COMMON = {
     "settings",
     "locks",
     "cache_folder",
+    "no_effect",
 }
 PUBLIC = {"trainer", "cli", "utils", "distributed", "cstorch", "__main__", ""}  # they use the public API, and more
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import firstloss.cstorch as cstorch
-from firstloss.cstorch import accepted
+from firstloss import no_effect
 from firstloss.errors import BackendError, NoEffectWarning
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(accepted, "_said", set())
+    monkeypatch.setattr(no_effect, "_said", set())
     yield
     cstorch.backends.reset()
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 import yaml
 
+from firstloss import no_effect
 from firstloss.cli import main, modelzoo
-from firstloss.errors import ConfigError
+from firstloss.errors import ConfigError, NoEffectWarning
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["gpt2", "bert", "vision"]
@@ -98,11 +99,9 @@ WRONG = {
     "--trainer.init.optimizer={AdmW: {}}": "Did you mean 'AdamW'",
     "--trainer.init.optimizer={AdamW: {beta: 1}}": "Did you mean 'betas'",
     "--trainer.init.schedulers=[{LinearLr: {}}]": "Did you mean 'LinearLR'",
-    "--trainer.init.callbacks=[ScopedTrainFlags]": "sets flags of Cerebras' compiler",
     "--trainer.init.sparsity={}": "sparse weights",
     "--trainer.init.model={hidden_size: 3}": "name: package.module.Class",
     "--trainer.fit.train_dataloader={batch_size: 3}": "data_processor",
-    "--trainer.init.precision.precision_opt_level=1": "precision_opt_level",
 }
 
 
@@ -209,3 +208,19 @@ def valid(value, schema):
         elif schema.get("additionalProperties", True) is False and not ("." in key and "patternProperties" in schema):
             return False
     return True
+
+
+ACCEPTED = {
+    "--trainer.init.callbacks=[{ScopedTrainFlags: {csx.performance.micro_batch_size: 1}}]": "ScopedTrainFlags",
+    "--trainer.init.precision.precision_opt_level=1": "precision_opt_level",
+    "--trainer.init.autorestart={max_num_restarts: 3}": "autorestart",
+    "--trainer.init.backend={backend_type: CPU, cluster_config: {num_csx: 1, mount_dirs: [/data]}}": "mount_dirs",
+}
+
+
+@pytest.mark.parametrize("override", ACCEPTED)
+def test_settings_of_cerebras_hardware_are_accepted_and_named(override, tmp_path, monkeypatch):
+    monkeypatch.setattr(no_effect, "_said", set())
+    folder = [f"--trainer.init.model_dir={tmp_path}", "--trainer.init.loop.max_steps=1"]
+    with pytest.warns(NoEffectWarning, match=f"{ACCEPTED[override]} is for Cerebras' hardware"):
+        assert main(["fit", "examples/model_zoo/gpt2.yaml", *folder, override]) == 0

@@ -123,7 +123,6 @@ WRONG = {
         num_steps=1, eval_steps=1, validation=ValidationLoop(max_batches=1)
     ),
     "nothing": lambda: TrainingLoop(eval_steps=1),
-    "a compiler's level": lambda: MixedPrecision(precision_opt_level=1),
     "float32 as half": lambda: MixedPrecision(fp16_type="float32"),
     "clipped twice": lambda: MixedPrecision(max_gradient_norm=1.0, max_gradient_value=1.0),
     "clipped to nothing": lambda: MixedPrecision(max_gradient_norm=0.0),

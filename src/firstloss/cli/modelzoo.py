@@ -17,17 +17,16 @@ from firstloss.trainer import Checkpoint, Logging, MixedPrecision, Trainer, Trai
 
 from ..cstorch import optim
 from ..errors import ConfigError
+from ..no_effect import say_no_effect
 from . import yaml_text
 from .config_errors import named
 
 _UNSUPPORTED = {
     "sparsity": "trains sparse weights on Cerebras' hardware",
-    "autorestart": "restarts Cerebras' cluster jobs; start the command again, and the run resumes from its checkpoint",
-    "GlobalFlags": "sets flags of Cerebras' compiler",
-    "ScopedTrainFlags": "sets flags of Cerebras' compiler",
-    "ScopedValidateFlags": "sets flags of Cerebras' compiler",
-    "DebugArgsPath": "is for Cerebras' compiler",
 }
+# What is accepted, and has no effect here.
+_FLAGS = ("GlobalFlags", "ScopedTrainFlags", "ScopedValidateFlags", "DebugArgsPath")
+_NO_EFFECT = ("autorestart",)
 SETTINGS = {"loop": TrainingLoop, "checkpoint": Checkpoint, "logging": Logging, "precision": MixedPrecision}
 KEYS = (
     "backend",
@@ -77,6 +76,10 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
     trainer = content["trainer"]
     _check("trainer", trainer, ("init", "fit", "validate", "validate_all"))
     init = trainer["init"]
+    for key in _NO_EFFECT:
+        if key in init:
+            say_no_effect(f"trainer.init.{key}")
+    init = {key: value for key, value in init.items() if key not in _NO_EFFECT} if isinstance(init, Mapping) else init
     _check("trainer.init", init, KEYS)
     arguments: dict[str, Any] = {key: init[key] for key in ("model_dir", "seed") if key in init}
     arguments["backend"] = _backend(init)
@@ -92,7 +95,8 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
             arguments[key] = _called(f"trainer.init.{key}", kind, init[key])
     for key, module in (("callbacks", callbacks), ("loggers", loggers)):
         if init.get(key) is not None:
-            arguments[key] = [_one(f"trainer.init.{key}", item, module) for item in init[key]]
+            made = [_one(f"trainer.init.{key}", item, module) for item in init[key]]
+            arguments[key] = [one for one in made if one is not None]
     if arguments.get("seed") is not None:
         from firstloss.trainer.randomness import seed_everything
 
@@ -215,7 +219,11 @@ def _groups(model: Any) -> list[dict[str, Any]]:
 
 
 def _one(at: str, spec: Any, module: Any) -> Any:
+    """A callback or logger; None for one that has no effect here."""
     name, arguments = _named_one(at, spec)
+    if name in _FLAGS:
+        say_no_effect(f"{at}.{name}")
+        return None
     kind = named(name, at) if "." in name else getattr(module, name, None)
     if kind is None or name not in module.__all__ and "." not in name:
         why = f" It {_UNSUPPORTED[name]}." if name in _UNSUPPORTED else _near(name, module.__all__)

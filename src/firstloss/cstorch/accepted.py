@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..errors import BackendError, NoEffectWarning
+from ..errors import BackendError
+from ..no_effect import say_no_effect
 from ..program.source import here
 
 F = TypeVar("F", bound=Callable[..., Any])
-_said: set[str] = set()
 
 
 def say(name: str) -> None:
     """Say, once for each name, that it has no effect here."""
-    if name not in _said:
-        _said.add(name)
-        line = here()
-        message = f"cstorch.{name} is for Cerebras' hardware and has no effect here"
-        warnings.warn_explicit(message, NoEffectWarning, line.file, line.line)
+    say_no_effect(f"cstorch.{name}")
 
 
 def unsupported(name: str, instead: str) -> NoReturn:

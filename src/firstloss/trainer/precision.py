@@ -12,6 +12,7 @@ import torch
 import firstloss as fl
 
 from ..errors import PrecisionError, TrainerError
+from ..no_effect import say_no_effect
 from ..settings import Settings
 
 _DTYPES = ("float32", "bfloat16", "float16", "cbfloat16")
@@ -146,7 +147,7 @@ class MixedPrecision(Precision):
     Attributes:
         enabled: whether to use mixed precision; False is float32.
         fp16_type: "bfloat16", "float16" or "cbfloat16".
-        precision_opt_level: must be None: an option of Cerebras' compiler.
+        precision_opt_level: no effect: an option of Cerebras' compiler.
         loss_scaling_factor: "dynamic" or a number; 1 disables loss scaling.
         initial_loss_scale, steps_per_increase, min_loss_scale, max_loss_scale: of a dynamic scale, as in
             `amp.GradScaler`.
@@ -155,7 +156,7 @@ class MixedPrecision(Precision):
         log_loss_scale: whether to log the loss scale; by default if it is dynamic.
 
     Raises:
-        TrainerError: for invalid numbers, and if `precision_opt_level` is given.
+        TrainerError: for invalid numbers.
     """
 
     enabled: bool = True
@@ -184,10 +185,7 @@ class MixedPrecision(Precision):
         log_loss_scale: bool | None = None,
     ) -> None:
         if precision_opt_level is not None:
-            raise TrainerError(
-                f"MixedPrecision: precision_opt_level={precision_opt_level!r} selects kernels of Cerebras' compiler "
-                "and has no effect here. Leave it out."
-            )
+            say_no_effect("MixedPrecision's precision_opt_level")
         if max_gradient_norm is not None and max_gradient_value is not None:
             raise TrainerError("MixedPrecision clips by norm or by value, not both. Leave one of them out.")
         for name, limit in (("max_gradient_norm", max_gradient_norm), ("max_gradient_value", max_gradient_value)):
