@@ -28,7 +28,6 @@ COMMON = {
     "interpreter",
     "dependencies",
     "settings",
-    "locks",
     "cache_folder",
     "no_effect",
 }

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from gc import disable, enable, isenabled  # a step being traced sees replaced ones
 from typing import Any, Generic, TypeVar
 
-from .locks import fork_safe_lock
+from .compat.locks import fork_safe_lock
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .compat.locks import fork_safe_lock
 from .files import atomic_write
-from .locks import fork_safe_lock
 
 FIRST_LOSS = "first loss"
 """The name of the mark at the first loss."""

@@ -41,6 +41,7 @@ def test_a_save_that_loses_the_checkpoint_is_found(monkeypatch):
         real(path, content)
 
     monkeypatch.setattr(checkpoint, "_write_json", in_place)
+    monkeypatch.setattr(faults, "_duration", lambda *_: 0.05)
     assert any(outcome.failed for outcome in checked("Save", "kill"))
 
 

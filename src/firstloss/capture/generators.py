@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..compat.locks import fork_safe_lock
 from ..errors import CaptureError
-from ..locks import fork_safe_lock
 from ..program.source import here
 from ..rng.counter_stream import CounterStream
 from ..rng.stream import Position, Stream

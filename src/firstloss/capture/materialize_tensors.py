@@ -13,6 +13,7 @@ from torch.overrides import enable_reentrant_dispatch
 from .. import timeline
 from ..compat.torch_names import (
     DisableTorchDispatch,
+    InferenceMode,
     base_of,
     creation_meta_of,
     is_parameter,
@@ -58,7 +59,6 @@ def pending(tensor: torch.Tensor) -> list[DeferredStorage]:
     return [part._storage for part in parts_of(tensor) if is_pending(part)]
 
 
-@torch.inference_mode(False)  # weights are ordinary tensors, wherever they are first used
 def materialize_storages(
     storages: list[DeferredStorage],
     num_threads: int | None = None,
@@ -72,7 +72,8 @@ def materialize_storages(
         return
     if device is not None:
         _check_device(device)
-    with KeepsGradMode(), becoming_real:
+    # Weights are ordinary tensors, wherever they are first used.
+    with KeepsGradMode(), InferenceMode(False), becoming_real:
         _materialize(storages, num_threads, progress, device, dtype)
 
 
@@ -131,21 +132,20 @@ def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Val
     return buffers
 
 
-@torch.inference_mode(False)
 def allocate_real(storage: DeferredStorage) -> None:
     """Make the tensors of `storage` real, with uninitialized memory that the caller fills; drops the recipe."""
-    with DisableTorchDispatch():
-        memory = storage.value.empty()
-    storage.made = None
-    with becoming_real, Uninterrupted():
-        _make_all_real(storage, memory)
+    with InferenceMode(False):
+        with DisableTorchDispatch():
+            memory = storage.value.empty()
+        storage.made = None
+        with becoming_real, Uninterrupted():
+            _make_all_real(storage, memory)
 
 
-@torch.inference_mode(False)
 def make(storages: list[DeferredStorage]) -> None:
     """Compute the content of `storages`, and store it there; their tensors stay deferred."""
     storages = [storage for storage in storages if not storage.is_made]
-    with KeepsGradMode(), timeline.span("materialize"):
+    with KeepsGradMode(), InferenceMode(False), timeline.span("materialize"):
         buffers = _make([storage.value for storage in storages], None, None)
     for storage in storages:
         storage.made = storage.value, buffers.pop(storage.value)

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ..compat import patches
+from ..compat.locks import fork_safe_lock
 from ..compat.torch_names import OpOverload
-from ..locks import fork_safe_lock
 from ..program.graph import Node, Value
 from .generators import Generators
 from .input_numbers import Expression, InputNumbers, NumberNode

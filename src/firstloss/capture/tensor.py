@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from ..compat import patches
+from ..compat.locks import fork_safe_lock
 from ..compat.torch_names import (
     PARAMETER_FLAG,
     DisableTorchDispatch,
+    InferenceMode,
     OpOverload,
     disabled_torch_function,
     is_parameter,
@@ -24,7 +26,6 @@ from ..compat.torch_names import (
     throw_on_mutable_data_ptr,
 )
 from ..errors import ElsewhereError, TraceError
-from ..locks import fork_safe_lock
 from ..program.graph import FileValue, Ref, Value, geometry_of
 from ..program.source import here
 from . import distributed, session
@@ -195,7 +196,7 @@ class DeferredTensor(Tensor):
                 Views of weights are not, as in eager PyTorch.
         """
         if not new and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with InferenceMode(False):
                 return DeferredTensor.wrap(storage, size, stride, offset, dtype)
         if not patches.deferred_installed:
             patches.enter(patches.DEFERRED, None)

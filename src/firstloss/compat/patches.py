@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CompatibilityError
 from ..interpreter import Undo
-from ..locks import fork_safe_lock
+from .locks import fork_safe_lock
 
 # From the first deferred tensor on, as it may turn up anywhere.
 DEFERRED = "from the first deferred tensor on"

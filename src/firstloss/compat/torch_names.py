@@ -58,6 +58,11 @@ NAMES = {
         "Computes eagerly while a capture is open; no public context disables modes and subclasses alike",
         _EVERYTHING,
     ),
+    "InferenceMode": Name(
+        "torch._C._InferenceMode",
+        "Entered and left in C: `torch.inference_mode` can be interrupted in between, and is then left at any time",
+        _EVERYTHING,
+    ),
     "DisableTorchFunction": Name(
         "torch._C.DisableTorchFunction", "Inspects a tensor within a `__torch_function__` mode", "control flow in steps"
     ),

@@ -13,6 +13,7 @@ from ..no_effect import say_no_effect
 from ..program.source import here
 
 F = TypeVar("F", bound=Callable[..., Any])
+_DEBUG_NAME = "_debug_name"
 
 
 def say(name: str) -> None:
@@ -97,7 +98,7 @@ def add_debug_name(module: torch.nn.Module, root_name: str | None = None) -> Non
         root_name: what the names begin with.
     """
     for name, inner in module.named_modules():
-        inner._debug_name = ".".join(filter(None, (root_name, name)))
+        setattr(inner, _DEBUG_NAME, ".".join(filter(None, (root_name, name))))
 
 
 def get_debug_name(module: torch.nn.Module) -> str:
@@ -109,7 +110,7 @@ def get_debug_name(module: torch.nn.Module) -> str:
     Returns:
         The name; without one, that of the class.
     """
-    return str(getattr(module, "_debug_name", type(module).__name__))
+    return str(getattr(module, _DEBUG_NAME, type(module).__name__))
 
 
 def make_constant(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat.locks import fork_safe_lock
 from ..compat.torch_names import DisableTorchDispatch
-from ..locks import fork_safe_lock
 from ..program.graph import Draw, Ref, Value, dtype_name, is_contiguous
 from ..program.node_kinds import Copy, Fill, Pointwise
 from ..rng import native, words_drawn

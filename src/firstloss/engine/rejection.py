@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ..compat.locks import fork_safe_lock
 from ..compat.torch_names import DisableTorchDispatch
 from ..interpreter import cores
-from ..locks import fork_safe_lock
 from ..program.graph import dtype_name
 from ..rng import words_drawn
 from ..rng.stream import Position, Stream

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..compat.locks import fork_safe_lock
 from ..compat.torch_names import OpOverload, version_of
 from ..errors import ConstantChangedError
-from ..locks import fork_safe_lock
 from ..rng.stream import Position, Stream
 from .source import Source
 

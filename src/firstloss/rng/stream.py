@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from firstloss.locks import fork_safe_lock
+from firstloss.compat.locks import fork_safe_lock
 from firstloss.rng.jump import has_kernel, jump, native_generate
 from firstloss.rng.mt19937 import N, Words, build_state, consistent, extend, parse_state, temper
 

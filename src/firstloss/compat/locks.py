@@ -1,4 +1,7 @@
-"""Locks that a forked process finds free, although a thread held them that is not there any more."""
+"""Locks that a forked process finds free, although a thread held them that is not there any more.
+
+They use two private methods of Python's `threading.RLock`, as the standard library does for locks of its own.
+"""
 
 from __future__ import annotations
 
