@@ -391,8 +391,11 @@ def _signal(call: Call, rng: random.Random, duration: float) -> None:
             call.run()
     except RuntimeError as wrapped:
         # PyTorch collects exceptions in load_state_dict; one in Python's Condition.wait leaves it without its lock.
-        if not any(words in str(wrapped) for words in ("in loading state_dict", "cannot release un-acquired lock")):
+        known = ("in loading state_dict", "cannot release un-acquired lock", "release unlocked lock")
+        if not any(words in str(wrapped) for words in known):
             raise
+    if isinstance(call, Load):  # PyTorch's own load_state_dict may have been interrupted in torch.no_grad, as in eager
+        torch.set_grad_enabled(True)
 
 
 def _handler(call: Call, rng: random.Random, duration: float) -> None:
@@ -643,6 +646,7 @@ def check(source: str, traceback: bool = False) -> Outcome:
         return Outcome(FOREIGN, f"{type(error).__name__}: {what}", _where(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        torch.set_grad_enabled(True)  # for the next program
     return Outcome(SAME)
 
 

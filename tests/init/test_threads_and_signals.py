@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import session
+from firstloss.capture import recorder, session
 from firstloss.interpreter import Uninterrupted
 
 SECONDS, INTERRUPTS = 2.0, 20  # at least, for each case
@@ -189,6 +189,27 @@ def test_interrupts_while_a_step_is_traced(interrupts, tmp_path):
         assert type(fl.materialize_module(fl.deferred_init(nn.Linear, 2, 2)).weight) is nn.Parameter
     expected = model(torch.ones(2, 4)).sum().item() * (float(settings["text"]) + 1)
     assert call() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_edit_that_is_interrupted_is_made_or_not(is_late, monkeypatch):
+    """Never half: a value whose operation is not complete could not be computed."""
+    real = recorder._write
+
+    def write(*args):
+        if is_late:
+            real(*args)
+        raise KeyboardInterrupt
+
+    weights = [fl.deferred_init(make, 300) for make in (torch.ones, torch.rand)]
+    before = [fl.materialize_tensor(weight.clone()) for weight in weights]
+    monkeypatch.setattr(recorder, "_write", write)
+    for weight in weights:
+        with pytest.raises(KeyboardInterrupt):
+            weight.mul_(2)
+    monkeypatch.undo()
+    for weight, old in zip(weights, before, strict=True):
+        assert torch.equal(fl.materialize_tensor(weight), old * 2 if is_late else old)
 
 
 def test_a_factorization_has_the_bits_of_its_constructors_threads():

@@ -189,10 +189,9 @@ def _record(call: OpCall) -> Any:
         if "generator" in node.kwargs:
             node.kwargs = {**node.kwargs, "generator": None}
 
-    outputs: list[Value] = []
     storages = [storage_of(target) for target in targets]
-    for storage, ref in zip(storages, writes, strict=True):
-        outputs.append(_write(storage, ref, node))
+    written = [Value(old.shape, old.stride, old.dtype, old.device, node) for old in (ref.value for ref in writes)]
+    outputs: list[Value] = list(written)
     results: list[DeferredTensor | int | None] = []
     if geometry is not None and None in traits.returns:
         device = call.device()
@@ -211,6 +210,9 @@ def _record(call: OpCall) -> Any:
             results.append(DeferredTensor.wrap(storage, size, stride, offset, dtype, new=True))
             outputs.append(value)
     node.outputs = tuple(outputs)
+    # Only now, when the node is complete: if this is interrupted, a storage has its old Value or the new one.
+    for storage, ref, new in zip(storages, writes, written, strict=True):
+        _write(storage, ref.value, new, node)
     if trace is not None and outputs:
         trace.latest = outputs[-1]
     for storage in storages:
@@ -267,16 +269,13 @@ def _write_one_by_one(call: OpCall, targets: list[Tensor]) -> Any:
     return call.args[0] if returns and returns[0] is not None else None
 
 
-def _write(storage: DeferredStorage, ref: Ref, node: Node) -> Value:
-    """Give `storage` the Value that `node` has written through `ref`."""
-    old = ref.value
-    new = Value(old.shape, old.stride, old.dtype, old.device, node)
+def _write(storage: DeferredStorage, old: Value, new: Value, node: Node) -> None:
+    """Give `storage` the Value that `node` has written."""
     storage.value = new
     if node.overwrites:
         storage.fills += 1
         if storage.first is old and old.node is not None and old.node.op in _EMPTY:
             storage.first = new
-    return new
 
 
 def _is_same_memory(target: Tensor, source: Any) -> bool:
