@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import signal
 import sys
 import threading
 import weakref
@@ -228,3 +229,19 @@ def test_what_the_user_sets_during_such_a_block_stays(users_thresholds):
         assert gc.get_threshold() == (600, 6, 6) and not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_block_ends_where_no_signal_has_a_handler():
+    """As in a process that was started with Ctrl-C ignored."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        for number, handler in before.items():
+            if callable(handler) and not isinstance(handler, signal.Handlers):
+                signal.signal(number, signal.SIG_IGN)
+        with interpreter.Uninterrupted():
+            assert interpreter.Uninterrupted._is_open
+        assert not interpreter.Uninterrupted._is_open
+    finally:
+        for number, handler in before.items():
+            if callable(handler) and not isinstance(handler, signal.Handlers):
+                signal.signal(number, handler)

@@ -72,12 +72,13 @@ class Uninterrupted:
     such block, it does nothing. Exceptions that other threads inject (`PyThreadState_SetAsyncExc`) are not put off.
     """
 
-    __slots__ = ("_handlers", "_noted")
+    __slots__ = ("_handlers", "_is_outermost", "_noted")
 
     _is_open = False  # in the main thread
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
+        self._is_outermost = False
         self._noted: list[tuple[Any, int, Any]] = []
 
     def __enter__(self) -> Uninterrupted:
@@ -91,7 +92,7 @@ class Uninterrupted:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._handlers:
+        if self._is_outermost:
             try:
                 self._end()
             finally:
@@ -99,6 +100,7 @@ class Uninterrupted:
             self._deliver()
 
     def _begin(self) -> None:
+        self._is_outermost = True  # also if no signal has a handler, as where Ctrl-C is ignored
         Uninterrupted._is_open = True
         found = {number: signal.getsignal(number) for number in signal.valid_signals()}
         for number, handler in found.items():

@@ -62,6 +62,7 @@ def test_what_would_change_results_is_an_error(make):
 
 
 def test_earlier_versions_arguments_of_an_executor_are_accepted():
+    cstorch.backend("CPU")
     with pytest.warns(NoEffectWarning) as caught:
         config = cstorch.utils.CSConfig(num_csx=2)
         executor = cstorch.utils.data.DataExecutor([torch.ones(2)], cs_config=config, writer=object())

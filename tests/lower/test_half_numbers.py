@@ -61,3 +61,13 @@ def test_numbers_are_rounded_where_eager_rounds_them(operation, dtype, backend):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0)), number
     assert compilations(step) <= 3 or "scalar tensor" in operation  # which specializes the step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_an_exponent_that_changes_gives_what_a_constant_gives(dtype, backend):
+    x = torch.arange(1, 50).to(dtype) if dtype is torch.int32 else values(dtype).abs() + 0.5
+    step = fl.trace(lambda x, s: x**s)
+    for number in (0.3, 2.0, 0.5, 3.0, -0.5, -1.0, -2.0, 1.0, 0.0, 2.5):  # with the special cases of PyTorch's kernel
+        constant = fl.trace(lambda x, number=number: x**number)
+        assert torch.equal(step(x, number).clone(), constant(x)), number
+    assert compilations(step) <= 3

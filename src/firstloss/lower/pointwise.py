@@ -153,20 +153,26 @@ def _power(x: Any, y: Any) -> Any:
 def pow_scalar(self, exponent):
     """With the special cases of PyTorch's CPU kernel, which are the exponents that models use."""
     (x,) = operands(self, dtype=opmath(promoted(self, exponent)))
-    if exponent == 2:
-        return x * x
-    if exponent == 3:
-        return x * x * x
-    if not is_integer(x.dtype):
-        if exponent == 0.5:
-            return lax.sqrt(x)
-        if exponent == -0.5:
-            return lax.rsqrt(x)
-        if exponent == -1:
-            return 1 / x
-        if exponent == -2:
-            return 1 / (x * x)
-    return _power(*broadcast(x, cast(number_in(exponent, promoted(self, exponent)), x.dtype)))
+    special = {value: power for value, power in _POWERS.items() if value in (2, 3) or not is_integer(x.dtype)}
+
+    def general(x: Any) -> Any:
+        return _power(*broadcast(x, cast(number_in(exponent, promoted(self, exponent)), x.dtype)))
+
+    if is_number(exponent):
+        return special.get(exponent, general)(x)
+    # An input of the step: which case it is is decided when the step runs.
+    case = sum(cast(exponent == value, np.dtype(np.int32)) * (i + 1) for i, value in enumerate(special))
+    return lax.switch(case, [general, *special.values()], x)
+
+
+_POWERS: dict[float, Callable[[Any], Any]] = {
+    2: lambda x: x * x,
+    3: lambda x: x * x * x,
+    0.5: lax.sqrt,
+    -0.5: lax.rsqrt,
+    -1: lambda x: 1 / x,
+    -2: lambda x: 1 / (x * x),
+}
 
 
 def _xlogy(x: Any, y: Any) -> Any:
