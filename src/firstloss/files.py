@@ -15,6 +15,11 @@ from typing import IO
 from .errors import SaveError
 
 
+def is_of_the_system(error: OSError) -> bool:
+    """Whether the operating system reported an error, and not a signal's handler that raises one, like TimeoutError."""
+    return error.errno is not None
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Context with a temporary path beside `path`; the file written there is renamed to `path` at the end.

@@ -30,7 +30,7 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import make_whole
 from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
-from ...files import atomic_write, sync_folder
+from ...files import atomic_write, is_of_the_system, sync_folder
 from ...interpreter import cores
 from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
@@ -332,7 +332,7 @@ def _explained(target: str, plan: list[_File]) -> Iterator[None]:
     except SaveError:
         raise
     except OSError as error:
-        if error.errno is None:  # a handler of a signal has raised it, such as TimeoutError
+        if not is_of_the_system(error):
             raise
         size = sum(file.size for file in plan)
         where = error.filename or target

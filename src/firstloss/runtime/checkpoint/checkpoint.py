@@ -24,7 +24,7 @@ from ... import timeline
 from ...capture.session import KeepsGradMode
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import atomic_write, locked, replacing, sync_folder
+from ...files import atomic_write, is_of_the_system, locked, replacing, sync_folder
 from ...init.materialize_module import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
@@ -324,6 +324,6 @@ def _errors_as_save_errors(target: str) -> Iterator[None]:
     except (SaveError, CheckpointMissingError):
         raise
     except OSError as error:
-        if error.errno is None:  # a handler of a signal has raised it, such as TimeoutError
+        if not is_of_the_system(error):
             raise
         raise SaveError(f"{error.filename or target} cannot be written: {error.strerror or error}") from error

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...errors import CheckpointError
+from ...files import is_of_the_system
 
 # What readers raise for damaged files. Not Exception, which would include what handlers of signals raise.
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
@@ -44,7 +45,7 @@ def as_part_of(index: str, name: Any) -> Iterator[str]:
     except FileNotFoundError:
         raise CheckpointError(f"{path}, which {index} refers to, is missing") from None
     except OSError as error:
-        if error.errno is None:  # a handler of a signal has raised it, such as TimeoutError
+        if not is_of_the_system(error):
             raise
         raise CheckpointError(f"{path}, which {index} refers to, cannot be read: {error.strerror or error}") from error
 
