@@ -38,7 +38,7 @@ import firstloss as fl
 from firstloss.capture import session
 from firstloss.interpreter import Uninterrupted, gc_thresholds, switch_interval
 
-from .outcome import CRASHED, DIFFERS, FOREIGN, SAME, Outcome
+from .outcome import DIFFERS, FOREIGN, SAME, Outcome
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
@@ -667,4 +667,4 @@ def _where(error: BaseException) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-__all__ = ["CRASHED", "check", "generate"]
+__all__ = ["check", "generate"]

@@ -376,12 +376,11 @@ def _load_distributed(path: Path) -> None:
         dcp.load(state, checkpoint_id=path)
         module.load_state_dict(state)
     finally:
-        made, saved = _net().state_dict(), _saved_net()
+        made = _net().state_dict()
         for name, tensor in fl.materialize_module(module).state_dict().items():
             # The values themselves may be damaged: PyTorch's format has no checksums.
             if tensor.shape != made[name].shape or tensor.dtype != made[name].dtype:
                 raise AssertionError(f"{name} is neither constructed nor loaded") from None
-        del saved
 
 
 # -- run files, configs, modules, executables --------------------------------------------------------------------------

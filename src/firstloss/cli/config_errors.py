@@ -45,10 +45,7 @@ def shortened(message: str, parser: Any, trainer: type) -> str:
     for rule in (_unknown_option, _unknown, _wrong_class, _refused, _wrong_type):
         try:
             shorter = rule(message, parser, trainer)
-        except (
-            TypeError,
-            ValueError,
-        ):  # for example, a builtin class that has no signature: the message stays as it is
+        except (TypeError, ValueError):  # a builtin class without a signature, for example: the message stays as it is
             continue
         if shorter:
             return shorter

@@ -76,11 +76,10 @@ def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
     trainer = content["trainer"]
     _check("trainer", trainer, ("init", "fit", "validate", "validate_all"))
     init = trainer["init"]
+    _check("trainer.init", init, (*KEYS, *_NO_EFFECT))
     for key in _NO_EFFECT:
         if key in init:
             say_no_effect(f"trainer.init.{key}")
-    init = {key: value for key, value in init.items() if key not in _NO_EFFECT} if isinstance(init, Mapping) else init
-    _check("trainer.init", init, KEYS)
     arguments: dict[str, Any] = {key: init[key] for key in ("model_dir", "seed") if key in init}
     arguments["backend"] = _backend(init)
     arguments["model"] = _model(init.get("model"))

@@ -20,7 +20,7 @@ from ..distributed import (
 )
 from ..errors import LoaderError
 from ..program.source import here
-from ..utils.data import current_executor, infer_batch_size
+from ..utils.data import current_executor
 from .utils.tools import get_dir_size
 
 
@@ -90,7 +90,6 @@ __all__ = [
     "get_streaming_rank",
     "get_worker_state",
     "global_batch",
-    "infer_batch_size",
     "initialize",
     "is_master_ordinal",
     "is_receiver",

@@ -59,8 +59,6 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
         module = _parsed(path, text)
         try:
             outputs = _outputs_of(path, module)
-        except ModuleTextError:
-            raise
         except (KeyError, ValueError, TypeError, AttributeError) as error:  # not what `to_stablehlo` writes
             raise _no_module(path) from error
         selected = _select_devices(path, outputs.axes, devices)

@@ -287,7 +287,7 @@ def _save_for_torch(obj: Any, target: str) -> None:
                 raise
             # PyTorch's writer hides an error of the operating system, or what a handler of a signal has raised.
             cause = error.__context__
-            if cause is not None and getattr(cause, "errno", None) is None:
+            if cause is not None and not (isinstance(cause, OSError) and is_of_the_system(cause)):
                 raise cause from None
             raise SaveError(f"{target} cannot be written: the disk may be full ({cause or error})") from error
         file.flush()

@@ -20,14 +20,14 @@ import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import CheckpointError
 from ...init.disk.direct_file import BLOCK, DirectFile, aligned
 from ...init.disk.safetensors_file import DTYPES, FileLayout, TensorMeta
-from .untrusted import damage_as_errors, parse, product, sizes
+from .untrusted import damage_as_errors, of_type, parse, product, sizes
 
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
 _BUFFER = 8 << 20  # bytes written at a time; a multiple of BLOCK
@@ -36,7 +36,6 @@ _NO_SUM = "0" * 8  # placeholder for the header's checksum while it is computed
 RESERVED = ("__metadata__", "format", _CRC, _PARTS, _HEAD)  # metadata keys with a special meaning
 _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 _MAX_HEADER = 1 << 30
-_T = TypeVar("_T")
 
 
 class TensorPart(NamedTuple):
@@ -165,16 +164,6 @@ class PartOf(NamedTuple):
     begin: tuple[int, ...]
 
 
-def _of_type(kind: type[_T], value: Any) -> _T:
-    """
-    Raises:
-        TypeError: for a value of another type.
-    """
-    if type(value) is not kind:
-        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
-    return value
-
-
 class TensorFile:
     """A safetensors file, open for reading; it stays readable if it is replaced or removed.
 
@@ -189,12 +178,12 @@ class TensorFile:
         self.size = os.fstat(self._descriptor).st_size
         self.head = self._read_head()
         with damage_as_errors(path):
-            header = _of_type(dict, parse(self.head[8:]))
+            header = of_type(dict, parse(self.head[8:]))
             metadata = header.pop("__metadata__", None) or {}
-            self.metadata: dict[str, str] = {k: _of_type(str, v) for k, v in _of_type(dict, metadata).items()}
+            self.metadata: dict[str, str] = {k: of_type(str, v) for k, v in of_type(dict, metadata).items()}
             self._check_head(self.metadata.pop(_HEAD, None))
-            sums = _of_type(dict, parse(self.metadata.pop(_CRC, "{}")))
-            parts = _of_type(dict, parse(self.metadata.pop(_PARTS, "{}")))
+            sums = of_type(dict, parse(self.metadata.pop(_CRC, "{}")))
+            parts = of_type(dict, parse(self.metadata.pop(_PARTS, "{}")))
             self.entries = {key: self._entry(key, about, sums.get(key, "")) for key, about in header.items()}
             self.parts = {key: self._part(key, about) for key, about in parts.items()}
             self._check_extents()
@@ -234,14 +223,14 @@ class TensorFile:
             raise CheckpointError(
                 f"{self.path} is truncated: {key} ends at byte {end:,}, but the file has {self.size:,} bytes"
             )
-        if _of_type(str, sums) and len(sums) != 8 * -(-count // PIECE):
+        if of_type(str, sums) and len(sums) != 8 * -(-count // PIECE):
             raise CheckpointError(f"{self.path}: {key} has the wrong number of checksums")
         return Entry(dtype, shape, begin, end, sums)
 
     def _part(self, key: str, about: dict[str, Any]) -> PartOf:
         entry, part = (
             self.entries[key],
-            PartOf(_of_type(str, about["of"]), sizes(about["shape"]), sizes(about["begin"])),
+            PartOf(of_type(str, about["of"]), sizes(about["shape"]), sizes(about["begin"])),
         )
         product((*part.shape, entry.dtype.itemsize))
         ends = [first + count for first, count in zip(part.begin, entry.shape, strict=True)]

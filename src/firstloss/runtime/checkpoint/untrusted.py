@@ -6,10 +6,12 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import CheckpointError
 from ...files import is_of_the_system
+
+_T = TypeVar("_T")
 
 # What readers raise for damaged files. Not Exception, which would include what handlers of signals raise.
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
@@ -60,6 +62,17 @@ def parse(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def of_type(kind: type[_T], value: Any) -> _T:
+    """The value, if it is of this type.
+
+    Raises:
+        TypeError: for a value of another type.
+    """
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+    return value
 
 
 def sizes(numbers: Any) -> tuple[int, ...]:
