@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import os
 import sys
 import time
 import warnings
@@ -205,17 +204,10 @@ def _one_line(error: Exception) -> str:
 
 
 def prepare() -> None:
-    """Find torchvision and timm where the tests install them, importable with a CPU build of torch."""
-    import torch
+    """Make torchvision and timm importable."""
+    from benchmarks.zoo import find_zoo
 
-    sys.path.append(os.path.join(sys.prefix, "zoo"))
-    try:
-        torch.ops.torchvision.nms  # noqa: B018
-    except AttributeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_library"] = library  # the declarations last as long as this object
+    find_zoo()
     warnings.simplefilter("ignore")
 
 

@@ -19,6 +19,8 @@ gc.disable()  # until all tests are collected: nearly all objects created until 
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from benchmarks.zoo import find_zoo  # noqa: E402
+
 # Not the user's; in the environment, so that child processes use it too.
 os.environ.setdefault("FIRSTLOSS_CACHE", tempfile.mkdtemp(prefix="firstloss-tests-"))
 
@@ -48,22 +50,6 @@ if not AS_USERS:  # in the environment, so that child processes use it too
     os.environ["XLA_FLAGS"] = " ".join([FLAGS, *(f"--{name}={value}".lower() for name, (value, _) in QUICK.items())])
 
 
-def define_torchvision_operations() -> None:
-    """Declare the schemas of the compiled operations whose fake implementations torchvision registers on import.
-
-    The registry's torchvision is built for CUDA: its compiled library does not load with a CPU build of torch, and
-    importing torchvision (as transformers does if it is installed) fails without the schemas. No model here calls one
-    of these operations.
-    """
-    try:
-        torch.ops.torchvision.nms  # noqa: B018
-    except AttributeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        globals()["_library"] = library  # the declarations last as long as this object
-
-
 def seed_no_absent_devices() -> None:
     """Do not let `torch.manual_seed` queue a call, with a formatted stack, for each kind of device that is missing
     here.
@@ -77,9 +63,8 @@ def seed_no_absent_devices() -> None:
                     module._lazy_call = lambda *_, **__: None
 
 
-define_torchvision_operations()
+find_zoo()
 seed_no_absent_devices()
-sys.path.append(os.path.join(sys.prefix, "zoo"))  # where `make test` installs torchvision and timm
 
 
 @pytest.fixture(scope="session")
