@@ -17,7 +17,7 @@ from ..errors import BackendError, TraceError
 from ..program.source import here
 from .backend import Backend, current_backend
 from .fully_sharded import undo_over_one_process
-from .guards.object_kinds import ModuleProxy, module_of
+from .guards.access import ModuleProxy, module_of
 
 # Special methods that the wrapper defines itself, or that every Python object has.
 _OWN_SPECIAL = {*vars(object), *vars(torch.nn.Module), "__class_getitem__", "__del__"}

@@ -11,10 +11,11 @@ import torch
 
 import firstloss as fl
 from firstloss.errors import GraphChangeWarning
-from firstloss.runtime.guards import mutable_state
+from firstloss.runtime.guards.kinds.containers import MAX_ITEMS
+from firstloss.runtime.guards.snapshot import LARGEST
 from firstloss.runtime.step import cache
 
-MANY, TOO_MANY = 5000, mutable_state.MAX_ITEMS + 2000
+MANY, TOO_MANY = 5000, MAX_ITEMS + 2000
 X = torch.ones(2)
 filled: list = []
 # Not one of the first or last items, nor of the evenly spaced ones, that are compared in larger containers.
@@ -47,7 +48,7 @@ WATCHED = {
     "a deque": lambda: switched(collections.deque([0] * MANY)),
     "a dict": lambda: switched(dict.fromkeys(range(MANY), 0)),
     "an OrderedDict": lambda: switched(collections.OrderedDict.fromkeys(range(MANY), 0)),
-    "as many as are looked at": lambda: switched([0] * mutable_state.MAX_ITEMS),
+    "as many as are looked at": lambda: switched([0] * MAX_ITEMS),
     "a megabyte of numpy's": lambda: switched(np.zeros(1 << 17)),
     "a megabyte that is not contiguous": lambda: switched(matrix(), (PLACE // 5, 7)),
     "objects of numpy's": lambda: switched(np.zeros(MANY, object)),
@@ -118,7 +119,7 @@ def test_reading_a_very_large_container_is_named_and_traced_at_each_call(what, b
 
 @pytest.mark.parametrize("kind", ["list", "keys", "values", "set", "deque", "tuples"])
 def test_reading_objects_in_a_large_container_is_named_and_traced_at_each_call(kind, backend):
-    flags = [Flag() for _ in range(mutable_state.LARGEST + 1)]
+    flags = [Flag() for _ in range(LARGEST + 1)]
     containers = {
         "list": lambda: flags,
         "keys": lambda: dict.fromkeys(flags),

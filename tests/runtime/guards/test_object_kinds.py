@@ -9,7 +9,8 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.compat.python_names import is_python_class
-from firstloss.runtime.guards.object_kinds import LEAVES, ObjectKind, kind_of, module_of_class
+from firstloss.runtime.guards.kind import has_kind, kind_of
+from firstloss.runtime.guards.packages import module_of_class
 from tests.fuzz.objects import CASES
 from tests.fuzz.program_builder import imports
 
@@ -71,5 +72,5 @@ def subclasses(cls, seen):
 
 def test_c_classes_are_not_taken_for_plain_ones_by_their_module():
     made_in_c = [cls for cls in subclasses(object, set()) if not is_python_class(cls)]
-    plain = [cls for cls in made_in_c if kind_of(cls) is ObjectKind.LEAF and not issubclass(cls, LEAVES)]
+    plain = [cls for cls in made_in_c if kind_of(cls).is_leaf and not any(map(has_kind, cls.__mro__[:-1]))]
     assert {module_of_class(cls).partition(".")[0] for cls in plain} <= PLAIN

@@ -13,13 +13,10 @@ import importlib.util
 import operator
 import sys
 import types
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...program.source import Source
-from .equality import same_items
-from .object_kinds import ObjectKind, kind_of
 
 
 class Update(NamedTuple):
@@ -201,6 +198,12 @@ def imports(code: types.CodeType, table: dict) -> list[str]:
     return modules
 
 
+def imported_modules(code: types.CodeType, table: dict) -> list[types.ModuleType]:
+    """The modules that `code`, and the functions within it, may import."""
+    names = {name for inner in with_inner(code) for name in imports(inner, table)}
+    return [module for name in names if type(module := sys.modules.get(name)) is types.ModuleType]
+
+
 _BY_NAME = {"import_module", "__import__"}
 
 
@@ -255,83 +258,3 @@ def lines(code: types.CodeType) -> NameLines:
         elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
             reads.setdefault(step.argument, source)  # getattr(self, "name")
     return NameLines(reads, writes)
-
-
-_NUMBERS = (int, float)
-_COLLECTIONS = (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE)
-_WITH_NUMBERS = (dict, list, defaultdict)
-
-
-def may_be_updated(before: Any) -> bool:
-    """Whether a step may update a value without depending on it: a number, or a collection."""
-    kind = type(before)
-    return kind in _NUMBERS or kind in _WITH_NUMBERS or kind_of(kind) in _COLLECTIONS
-
-
-class Updates:
-    """What a step updates and does not otherwise read.
-
-    Attributes:
-        numbers: by the id of their dict or cell and their name, numbers with their updates.
-    """
-
-    def __init__(self, looked_at: set[int]) -> None:
-        """`looked_at` has the ids of the objects that the step is known to read."""
-        self.numbers: dict[tuple[int, Any], tuple[Any, list[Update], bool]] = {}
-        self._collected: dict[int, Any] = {}  # by id, the collections that were only added to
-        # By id, dicts and lists whose numbers are read only by their own updates, with these by key.
-        self._counted: dict[int, tuple[Any, dict[Any, list[Update]]]] = {}
-        self._looked_at = looked_at
-
-    def is_only_updated(self, key: tuple, before: Any, uses: list[Use]) -> bool:
-        """Whether a number is read only by its own update, as in `n += 1`."""
-        if type(before) not in _NUMBERS or not uses:
-            return False
-        if not all(isinstance(use, Update) for use in uses):
-            return False
-        self.numbers[key] = (before, [use for use in uses if isinstance(use, Update)], len(uses) == 1)
-        return True
-
-    def collects(self, before: Any, uses: list[Use] | None) -> bool:
-        """Whether a collection is only appended to, or only has numbers updated in it."""
-        kind = kind_of(type(before))
-        if uses and all(isinstance(use, Collect) for use in uses) and kind in _COLLECTIONS:
-            self._collected[id(before)] = before
-            return True
-        if uses and all(isinstance(use, ItemUpdate) for use in uses) and type(before) in _WITH_NUMBERS:
-            updates_by_key = self._counted.setdefault(id(before), (before, {}))[1]
-            for use in uses:
-                if isinstance(use, ItemUpdate):
-                    updates_by_key.setdefault(use.key, []).append(use.update)
-            return True
-        return False
-
-    def collects_in_items(self, before: Any, uses: list[Use] | None) -> bool:
-        """Whether the collections in a dict or a list are only appended to."""
-        if not uses or not all(isinstance(use, ItemCollect) for use in uses) or type(before) not in _WITH_NUMBERS:
-            return False
-        for item in before.values() if isinstance(before, dict) else before:
-            if kind_of(type(item)) in _COLLECTIONS:
-                self._collected[id(item)] = item
-        return True
-
-    def item_updates(self, container: Any, before: Any, now: Any) -> list[tuple[Any, tuple]] | None:
-        """The keys of the changed items of a dict or a list, each with what `numbers` holds of a number, if the step
-        only updates numbers in it."""
-        if id(container) not in self._counted or id(container) in self._looked_at:
-            return None
-        updates = self._counted[id(container)][1]
-        if not same_items(list(_keys(now)), list(_keys(before))):
-            return None
-        changed = [key for key in _keys(now) if now[key] is not before[key]]
-        if not all(key in updates and type(before[key]) in _NUMBERS for key in changed):
-            return None
-        return [(key, (before[key], updates[key], len(updates[key]) == 1)) for key in changed]
-
-    def only_collected(self, container: Any) -> bool:
-        """Whether the step only appends to a collection."""
-        return id(container) in self._collected and id(container) not in self._looked_at
-
-
-def _keys(container: Any) -> Iterable[Any]:
-    return range(len(container)) if isinstance(container, list) else container

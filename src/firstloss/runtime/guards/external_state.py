@@ -27,7 +27,7 @@ import torch
 from ...compat.torch_names import DisableTorchDispatch
 from ...interpreter import is_handling
 from ...program.source import Source
-from .object_kinds import PACKAGE, is_closed, is_harmless_module, is_installed, is_ours
+from .packages import PACKAGE, is_closed, is_harmless_module, is_installed, is_runtime
 
 
 class ExternalCall(NamedTuple):
@@ -276,7 +276,7 @@ def _called_by(frame: types.FrameType | None, not_in_libraries: bool) -> tuple[b
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
         top = name.partition(".")[0]
-        if is_ours(name) or frame.f_code.co_filename.startswith(PACKAGE):
+        if is_runtime(name) or frame.f_code.co_filename.startswith(PACKAGE):
             return counts, None
         if not counts and top in _WRITERS:
             return False, None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
+import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from ...capture.autograd_boundary import is_returned
 from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
+from .access import MISSING
+from .equality import same
 from .external_state import ExternalCall
-from .guards import Change, ListGuard, is_shared, same, with_article
+from .guards import Change, ClassGuard, Guard, ListGuard, ReadGuard, is_shared
 from .native import native
-from .object_kinds import MISSING
 from .recording import CodeLines
 from .value_guards import Values
 
@@ -25,11 +26,13 @@ class GuardSet:
     """The guards of one traced step.
 
     Attributes:
-        unwatched: containers that are too large to be compared at each call, by name, with a description.
-        unwatchable: objects whose changes cannot be detected, by id, each with a description.
+        too_large: containers that are too large to be compared at each call, by name, with a description.
+        unguardable: objects whose changes cannot be detected, by id, each with a description.
         unknown: the code of functions that ran but are not in the snapshot, so that what they read is not guarded.
+        external_calls: calls whose results cannot be guarded.
         lines: the lines where the code that ran reads and writes names.
         weak: the step reads an object by a weak reference.
+        numbers: its input numbers, which are set once the trace has ended.
     """
 
     def __init__(
@@ -40,74 +43,46 @@ class GuardSet:
         external_calls: list[ExternalCall],
         weights: set[int],
     ) -> None:
-        """
-        Args:
-            unknown: see the attribute.
-            external_calls: those calls whose results cannot be guarded.
-            weights: the ids of tensors whose gradients are guarded elsewhere.
-        """
+        """`weights` are the ids of tensors whose gradients are guarded elsewhere."""
         self.external_calls = external_calls
-        self.numbers = InputNumbers()  # set once the trace has ended
+        self.numbers = InputNumbers()
         self.weak = values.weak
-        self.unwatched = values.unwatched
-        self.unwatchable = values.unwatchable
+        self.too_large = values.too_large
+        self.unguardable = values.unguardable
         self.unknown = unknown
         self.lines = lines
-        self.tables = list(values.tables.values())
-        self.lists = list(values.lists.values())
-        self.cells = list(values.cells.values())
-        self._classes_of = [(owner, type(owner)) for owner in values.objects.values()]
-        self._functions = list(values.functions.values())
-        self._reads = list(values.reads.values())
-        self._optimizers = values.optimizers
-        self._global_hooks = values.hooks
-        self._orders = [
-            (g, tuple(g.table)) for g in self.tables if g.whole and len(g.table) > 1 and type(g.table) is not dict
-        ]
-        leaves = list(values.leaves.values())
-        self._weights = [t for t in leaves if t.requires_grad]
+        tables = list(values.tables.values())
+        # Those of changes that the watch detects, in an order that branch prediction likes.
+        self._guards: list[Guard] = [*tables, *values.lists.values(), *values.cells.values()]
+        holders = [guard for guard in self._guards if not is_shared(guard.expected)]
+        self._guards += values.functions.values()
+        self._count = len(self._guards)
+        self._guards += map(ClassGuard, values.objects.values())
+        # The version of an OrderedDict is the same when an item is moved.
+        ordered = [g for g in tables if g.whole and len(g.held) > 1 and type(g.held) is not dict]
+        orders = [(g.change(MISSING, None, None), functools.partial(tuple, g.held)) for g in ordered]
+        self._reads = [*values.reads.values()]
+        self._reads += [ReadGuard(read, read(), text, name, id_) for (text, name, _, _, id_, _), read in orders]
+        tensors = list(values.tensors.values())
+        self._weights = [t for t in tensors if t.requires_grad]
         self._hooked = _hooks(self._weights)
-        self._with_facts = [t for t in leaves if id(t) not in weights]
+        self._with_facts = [t for t in tensors if id(t) not in weights]
         self._facts = _facts(self._with_facts)
         self._watch: Any = None  # created once all guards pass: the step itself may have changed what it reads
-        self.tensors: dict[int, list[tuple[Any, Any]]] = {}  # by id, the guards and keys that hold a tensor
-        guard: Any
-        for guard in (*self.tables, *self.lists, *self.cells):
-            if is_shared(guard.expected):
-                continue
+        self._holders: dict[int, list[tuple[Guard, Any]]] = {}  # by a tensor's id, the guards and keys that hold it
+        for guard in holders:
             entries = enumerate(guard.expected) if isinstance(guard, ListGuard) else guard.expected.items()
             for key, value in entries:
-                if isinstance(value, torch.Tensor):
-                    self.tensors.setdefault(id(value), []).append((guard, key))
-                if isinstance(key, torch.Tensor):  # a key cannot be replaced by another tensor
-                    self.tensors.setdefault(id(key), []).append((guard, key))
+                for held in (key, value):  # a key cannot be replaced by another tensor
+                    if isinstance(held, torch.Tensor):
+                        self._holders.setdefault(id(held), []).append((guard, key))
 
     def release(self) -> None:
         """Stop checking, and release everything that is guarded."""
-        collections: list[Any] = [self.tables, self.lists, self.cells, self._classes_of, self._functions, self._reads]
-        collections += [self._optimizers, self._global_hooks]
-        for collection in (
-            *collections,
-            self._orders,
-            self._weights,
-            self._hooked,
-            self._with_facts,
-            self._facts,
-            self.tensors,
-        ):
+        for collection in (self._guards, self._reads, self._weights, self._hooked, self._with_facts, self._facts):
             collection.clear()
+        self._holders.clear()
         self._watch = None
-
-    def _start_watch(self) -> None:
-        """All guards pass: from here on watch for changes of the present state."""
-        if self._watch is None and native is not None and _versions_work():
-            self._watch = native.Watch(
-                [guard.table for guard in self.tables],
-                [guard.held for guard in self.lists],
-                [(guard.held, guard.expected[None]) for guard in self.cells],
-                self._classes_of,
-                [guard.held for guard in self._functions],
-            )
 
     def changes(
         self,
@@ -123,43 +98,21 @@ class GuardSet:
             move: called with pairs of replaced tensors and their replacements; returns whether the compiled step
                 accepts the replacements.
         """
-        watch = self._watch
-        if watch is None:
-            hits: Any = [
-                *(("d", i) for i in range(len(self.tables))),
-                *(("l", i) for i in range(len(self.lists))),
-                *(("c", i) for i in range(len(self.cells))),
-                *(("f", i) for i in range(len(self._functions))),
-                *(("o", i) for i, (owner, cls) in enumerate(self._classes_of) if type(owner) is not cls),
-            ]
-        else:
-            hits = watch.changed()
-        differences: list[Change] = []
-        if hits is not None:
-            differences = self._differing(hits, move)
+        changed = range(len(self._guards)) if self._watch is None else self._watch.changed()
+        differences = [] if changed is None else self._differences(changed, move)
         for guard in self._reads:
             now = guard.read()
             if now is not guard.expected and not same(guard.expected, now):
                 differences.append(Change(guard.description, guard.name, guard.expected, now, guard.container_id))
-        for optimizer, before in self._optimizers:
-            now = [p for group in optimizer.param_groups for p in group["params"]]
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                description = f"the parameters of {with_article(type(optimizer).__qualname__)}"
-                differences.append(Change(description, "param_groups", before, now, id(optimizer)))
-        for namespace, name, hooks in self._global_hooks:
-            if (namespace[name] or hooks) and not same(hooks, tuple(namespace[name].items())):
-                differences.append(Change(f"PyTorch's {name}", name, hooks, tuple(namespace[name].items())))
-        for table, order in self._orders:
-            if not same(order, tuple(table.table)):
-                differences.append(table.change(MISSING, order, tuple(table.table)))
         if _hooks(self._weights) != self._hooked:
             differences.append(Change("the hooks of a tensor", "register_hook", None, None))
         if self._with_facts and _facts(self._with_facts) != self._facts:
             differences.append(Change("the shape, dtype, gradient or memory of a tensor", "", None, None))
         if not differences:
             differences = self._changed_numbers(arguments, known)
-        if not differences:
-            self._start_watch()
+        if not differences and self._watch is None and native is not None and _versions_work():
+            held = [guard.held for guard in self._guards]
+            self._watch = native.Watch(held[: self._count], held[self._count :])
         return differences
 
     def _changed_numbers(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> list[Change]:
@@ -188,52 +141,37 @@ class GuardSet:
                 break
         return differences
 
-    def _differing(self, hits: list[tuple[str, int]], move: Any) -> list[Change]:
-        changes: list[tuple[Any, tuple]] = []
-        for kind, n in hits:
-            if kind == "o":
-                owner, cls = self._classes_of[n]
-                changes.append((None, (f"the class of {with_article(cls.__qualname__)}", cls, type(owner))))
-                continue
-            guard = self._guard(kind, n)
-            changes += [(guard, change) for change in guard.changes()]
+    def _differences(self, numbers: Iterable[int], move: Any) -> list[Change]:
+        """The changes that the guards with these `numbers` find."""
+        changes = [(self._guards[n], change) for n in numbers for change in self._guards[n].changes()]
         if changes and not self._moved(changes, move):
-            return [
-                guard.change(*change) if guard is not None else Change(change[0], "__class__", *change[1:])
-                for guard, change in changes
-            ]
-        if self._watch is not None:
-            for kind, n in hits:
-                if kind != "o":
-                    self._watch.settle(kind, n)
+            return [guard.change(*change) for guard, change in changes]
+        for n in numbers if self._watch is not None else ():
+            self._watch.accept(n)  # they do not matter
         return []
 
-    def _guard(self, kind: str, n: int) -> Any:
-        kinds: dict[str, list[Any]] = {"d": self.tables, "l": self.lists, "c": self.cells, "f": self._functions}
-        return kinds[kind][n]
-
-    def _moved(self, changes: list[tuple[Any, tuple]], move: Any) -> bool:
+    def _moved(self, changes: list[tuple[Guard, tuple]], move: Any) -> bool:
         """Whether the only change is that the compiled step's tensors were replaced by equivalent ones."""
         new_of: dict[int, torch.Tensor] = {}
         old_of: dict[int, torch.Tensor] = {}
         count: dict[int, int] = {}
-        for guard, (key, old, new) in changes:
-            if guard is None or key is MISSING or not _interchangeable(old, new):
+        for _, (key, old, new) in changes:
+            if key is MISSING or not _interchangeable(old, new):
                 return False
             if new_of.setdefault(id(old), new) is not new:
                 return False
             old_of[id(old)] = old
             count[id(old)] = count.get(id(old), 0) + 1
-        if any(len(self.tensors[i]) != n for i, n in count.items()):
+        if any(len(self._holders[i]) != n for i, n in count.items()):
             return False  # the old tensor is still held elsewhere
-        now = [id(new_of[i]) if i in new_of else i for i in self.tensors]
+        now = [id(new_of[i]) if i in new_of else i for i in self._holders]
         if len(set(now)) != len(now):
             return False  # one tensor has replaced two
         if not move([(old_of[i], new) for i, new in new_of.items()]):
             return False
-        moved = {i: self.tensors.pop(i) for i in new_of}
+        moved = {i: self._holders.pop(i) for i in new_of}
         for i, holders in moved.items():
-            self.tensors[id(new_of[i])] = holders
+            self._holders[id(new_of[i])] = holders
             for guard, key in holders:
                 guard.expected[key] = new_of[i]
         self._with_facts = [new_of.get(id(t), t) for t in self._with_facts]

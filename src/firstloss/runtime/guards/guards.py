@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .access import MISSING, cell_content, class_table, definition, items_of, table_of
 from .equality import same, same_items
-from .object_kinds import MISSING, PACKAGE, cell_content, class_table, definition, items_of, table_of
+from .packages import PACKAGE
 from .places import Place, place_of
 
 _NAMESPACES = (torch, torch.nn.functional, torch.functional, torch.linalg, torch.special, torch.fft, torch.Tensor)
@@ -103,24 +104,54 @@ class Change(NamedTuple):
     place: Place | None = None  # of a number, which may become an input of the step
 
 
-class TableGuard:
-    """Guards names in a dict: all of them in order (`whole`), or some."""
+class Guard:
+    """Guards the content of an object, which it expects to be the same.
 
-    __slots__ = ("table", "expected", "whole", "_describe", "name", "of_class")
+    Attributes:
+        held: the object.
+        expected: its content, by key.
+    """
 
-    def __init__(self, table: dict, describe: Callable[[Any], str], name: str | None = None) -> None:
-        self.table = table
-        self.expected: dict[Any, Any] = {}
-        self.whole = False
-        self._describe = describe
-        self.name = name  # of the dict in the code, if its keys are not names themselves
-        self.of_class = False  # whether it has the attributes of a class
+    __slots__ = ("held", "expected", "description", "name")
+
+    def __init__(self, held: Any, expected: Any, description: str, name: str) -> None:
+        """
+        Args:
+            description: of the content, for messages.
+            name: by which the code mentions it.
+        """
+        self.held = held
+        self.expected = expected
+        self.description = description
+        self.name = name
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Yields key, old and new value of each change; the key is MISSING for the dict as a whole."""
-        plain = type(self.table) is dict
-        get = self.table.get if plain else lambda key, default: dict.get(self.table, key, default)
-        current = map(self.table.get, self.expected, itertools.repeat(MISSING))
+        """Yields key, old and new value of each change; the key is MISSING for the object as a whole."""
+        raise NotImplementedError
+
+    def change(self, key: Any, old: Any, new: Any) -> Change:
+        """The change, with a description."""
+        place = None if key is MISSING else place_of(self.held, key, self.description, self.name, old, new)
+        return Change(self.description, self.name, old, new, id(self.held), place)
+
+
+class TableGuard(Guard):
+    """Guards names in a dict: all of them in order (`whole`), or some."""
+
+    __slots__ = ("whole", "_describe", "of_class")
+
+    def __init__(self, table: dict, describe: Callable[[Any], str], name: str | None = None) -> None:
+        """`name`: of the dict in the code, if its keys are not names themselves."""
+        super().__init__(table, {}, "", name or "")
+        self.whole = False
+        self._describe = describe
+        self.of_class = False  # whether it has the attributes of a class
+        self.name = name  # type: ignore[assignment]
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        plain = type(self.held) is dict
+        get = self.held.get if plain else lambda key, default: dict.get(self.held, key, default)
+        current = map(self.held.get, self.expected, itertools.repeat(MISSING))
         if plain and all(map(operator.is_, current, self.expected.values())):
             entries: Iterable[tuple[Any, Any]] = ()  # skips a loop over thousands of names, as in PyTorch's modules
         else:
@@ -131,42 +162,23 @@ class TableGuard:
                 yield key, old, new
         if self.whole:
             before = [key for key, value in self.expected.items() if value is not MISSING]
-            now = list(table_of(self.table))
+            now = list(table_of(self.held))
             if not same_items(now, before):
                 yield MISSING, before, now
 
     def change(self, key: Any, old: Any, new: Any) -> Change:
-        """The change, with a description."""
         name = self.name if self.name is not None else str(key)
         text = self._describe(key)
-        place = None if key is MISSING or self.of_class else place_of(self.table, key, text, name, old, new)
-        return Change(text, name, old, new, id(self.table), place)
+        place = None if key is MISSING or self.of_class else place_of(self.held, key, text, name, old, new)
+        return Change(text, name, old, new, id(self.held), place)
 
 
-class _ObjectGuard:
-    """Guards the content of an object that is not a dict."""
-
-    __slots__ = ("held", "expected", "description", "name")
-
-    def __init__(self, held: Any, expected: Any, description: str, name: str) -> None:
-        self.held = held
-        self.expected = expected
-        self.description = description
-        self.name = name
-
-    def change(self, key: Any, old: Any, new: Any) -> Change:
-        """See `TableGuard.change`."""
-        place = None if key is MISSING else place_of(self.held, key, self.description, self.name, old, new)
-        return Change(self.description, self.name, old, new, id(self.held), place)
-
-
-class ListGuard(_ObjectGuard):
+class ListGuard(Guard):
     """Guards the items of a list."""
 
     __slots__ = ()
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """See `TableGuard.changes`."""
         now = items_of(self.held)
         if len(now) != len(self.expected):
             yield MISSING, self.expected, now
@@ -176,7 +188,7 @@ class ListGuard(_ObjectGuard):
                 yield i, old, new
 
 
-class CellGuard(_ObjectGuard):
+class CellGuard(Guard):
     """Guards a variable of an enclosing function."""
 
     __slots__ = ()
@@ -185,22 +197,36 @@ class CellGuard(_ObjectGuard):
         super().__init__(cell, {None: expected}, description, name)
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """See `TableGuard.changes`."""
         now = cell_content(self.held)
         if now is not self.expected[None] and not same(self.expected[None], now):
             yield None, self.expected[None], now
 
 
-class FunctionGuard(_ObjectGuard):
+class FunctionGuard(Guard):
     """Guards the code of a function, and its default arguments."""
 
     __slots__ = ()
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """See `TableGuard.changes`."""
         now = definition(self.held)
         if not same(self.expected, now):
             yield MISSING, self.expected, now
+
+
+class ClassGuard(Guard):
+    """Guards the class of an object."""
+
+    __slots__ = ()
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(held, type(held), f"the class of {with_article(type(held).__qualname__)}", "__class__")
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        if type(self.held) is not self.expected:
+            yield MISSING, self.expected, type(self.held)
+
+    def change(self, key: Any, old: Any, new: Any) -> Change:
+        return Change(self.description, self.name, old, new)
 
 
 class ReadGuard(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from .mutable_state import LARGEST
+from .snapshot import LARGEST
 
 
 def results(cached: Any) -> list[Any]:

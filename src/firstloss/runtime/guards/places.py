@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from ...capture.input_numbers import InputNumbers, Source, is_input_number, is_plain_number
 from ...interpreter import Undo
+from .access import MISSING, cell_content
 from .equality import AnyNumber
-from .object_kinds import MISSING, cell_content
 
 
 class Place(NamedTuple):

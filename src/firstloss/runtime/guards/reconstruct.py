@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,19 +14,8 @@ from ...capture.tensor import DeferredTensor, Hooks
 from ...errors import TraceError
 from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
 from ...program.source import here
-from .object_kinds import (
-    MISSING,
-    ObjectKind,
-    empty_like,
-    items_of,
-    kind_of,
-    own_attributes,
-    set_items,
-    set_table,
-    slot_value,
-    slots,
-    table_of,
-)
+from .access import own_attributes
+from .kind import kind_of
 
 
 class CallFrame:
@@ -125,7 +112,7 @@ class Reconstructor:
     def container(self, container: Any) -> Make:
         """A function that returns `container` at each call: itself, unless it stands for a container of arguments."""
         if id(container) not in self._arguments.containers:
-            return _constant(container)
+            return constant(container)
         number = self._arguments.containers[id(container)]
         return lambda env: env.containers()[number]
 
@@ -145,56 +132,53 @@ class Reconstructor:
         kind = kind_of(type(value))
         if type(value) is UnavailableNumber:
             value.refuse()
-        if kind is ObjectKind.LEAF or kind is not ObjectKind.TENSOR and self._is_old(value):
-            return _constant(value)
+        if kind.is_leaf or not isinstance(value, torch.Tensor) and self._is_old(value):
+            return constant(value)
         self._values.append(value)  # so that its id is not reused
         box: list[Make] = []
         self._makes[id(value)] = lambda env: box[0](env)  # the value may contain itself
-        new = self._make(value, kind)
+        new: Make = kind.make(value, self)
         box.append(new)
         self._makes[id(value)] = new
         return new
 
-    def _make(self, value: Any, kind: ObjectKind) -> Make:
-        if kind is ObjectKind.TENSOR:
-            return self._tensor(value)
-        if kind is ObjectKind.TUPLE:
-            parts = [self.make(part) for part in items_of(value)]
-            if all(isinstance(part, _Constant) for part in parts):
-                return _constant(value)
-            cls = type(value)
-            if cls in (tuple, frozenset):
-                return lambda env: cls([part(env) for part in parts])
-            if isinstance(getattr(cls, "_fields", None), tuple):
-                return lambda env: tuple.__new__(cls, [part(env) for part in parts])
-            return self._cannot(value)
-        if kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE):
-            return self._once(value, self._sequence(value))
-        if kind is ObjectKind.DICT:
-            return self._once(value, self._dict(value))
-        if kind is ObjectKind.FUNCTION:
-            return self._function(value)
-        if kind is ObjectKind.BINDING:
-            return self._binding(value)
-        if kind is ObjectKind.CELL:
-            content = self.make(value.cell_contents)
-            return self._once(
-                value, lambda env: (types.CellType(), lambda new: setattr(new, "cell_contents", content(env)))
-            )
-        if kind is ObjectKind.INSTANCE:
-            return self._once(value, self._instance(value))
-        if kind in (ObjectKind.CLASS, ObjectKind.MODULE):
-            return _constant(value)
-        if hasattr(value, "copy") and type(value).__module__ == "numpy":
-            copy = value.copy()
-            return lambda env: copy.copy()
-        return self._cannot(value)
+    # -- for kinds --
 
-    def _cannot(self, value: Any) -> Make:
+    def cannot(self, value: Any) -> Make:
+        """Note that `value` cannot be recreated."""
         self.retrace_reason = self.retrace_reason or f"an object of type {type(value).__name__}"
-        return _constant(value)
+        return constant(value)
 
-    def _tensor(self, value: torch.Tensor) -> Make:
+    @staticmethod
+    def once(value: Any, create: Callable[[], Any], fill: Callable[[Any, CallFrame], Any]) -> Make:
+        """Recreated once per call, even if it occurs in several places or contains itself.
+
+        Args:
+            create: makes a new, empty object.
+            fill: puts in it what it holds, given the call's frame.
+        """
+        key = id(value)
+
+        def make(env: CallFrame) -> Any:
+            if key not in env.created:
+                env.created[key] = new = create()
+                fill(new, env)
+            return env.created[key]
+
+        return make
+
+    def attributes(self, value: Any) -> Callable[[Any, CallFrame], None]:
+        """A function that copies the attributes of `value` to a recreated object."""
+        parts = {key: self.make(part) for key, part in (own_attributes(value) or {}).items()}
+
+        def copy_to(new: Any, env: CallFrame) -> None:
+            if parts:
+                own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
+
+        return copy_to
+
+    def tensor(self, value: torch.Tensor) -> Make:
+        """A function that recreates a tensor."""
         argument = self._arguments.tensors.get(id(value))
         if argument is not None:
             return lambda env: env.arguments[argument]
@@ -202,7 +186,14 @@ class Reconstructor:
         if not self._is_traced(value) and self._is_old(value):
             return lambda env: env.stand_in.get(key, value)
         new, more = self._new_tensor(value), self._attributes_and_gradient(value)
-        return self._once(value, lambda env: (new(env), lambda tensor: more(tensor, env)))
+
+        def make(env: CallFrame) -> Any:
+            if key not in env.created:
+                env.created[key] = tensor = new(env)
+                more(tensor, env)
+            return env.created[key]
+
+        return make
 
     def _new_tensor(self, value: torch.Tensor) -> Make:
         """A tensor created by the step, without attributes and gradient."""
@@ -251,97 +242,6 @@ class Reconstructor:
                 new.grad = gradient(env)
 
         return copy_to
-
-    @staticmethod
-    def _once(value: Any, create: Callable[[CallFrame], tuple[Any, Callable[[Any], None]]]) -> Make:
-        """Recreated once per call, even if it occurs in several places or contains itself."""
-        key = id(value)
-
-        def make(env: CallFrame) -> Any:
-            if key not in env.created:
-                new, fill = create(env)
-                env.created[key] = new
-                fill(new)
-            return env.created[key]
-
-        return make
-
-    def _sequence(self, value: Any) -> Callable[[CallFrame], tuple]:
-        parts = [self.make(part) for part in items_of(value)]
-        empty, more = empty_like(value), self._more(value)
-
-        def fill(new: Any, env: CallFrame) -> None:
-            set_items(new, [part(env) for part in parts])
-            more(new, env)
-
-        return lambda env: (empty(), lambda new: fill(new, env))
-
-    def _dict(self, value: dict) -> Callable[[CallFrame], tuple]:
-        parts = [(self.make(key), self.make(part)) for key, part in table_of(value).items()]
-        empty, more = empty_like(value), self._more(value)
-
-        def fill(new: Any, env: CallFrame) -> None:
-            set_table(new, {key(env): part(env) for key, part in parts})
-            more(new, env)
-
-        return lambda env: (empty(), lambda new: fill(new, env))
-
-    def _more(self, value: Any) -> Callable[[Any, CallFrame], None]:
-        """Copies the attributes of `value` to the recreated container."""
-        parts = {key: self.make(part) for key, part in (own_attributes(value) or {}).items()}
-
-        def copy_to(new: Any, env: CallFrame) -> None:
-            if parts:
-                own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
-
-        return copy_to
-
-    def _instance(self, value: Any) -> Callable[[CallFrame], tuple]:
-        table = own_attributes(value) or {}
-        parts = {key: self.make(part) for key, part in table.items()}
-        held = {name: slot_value(value, name) for name in slots(type(value))}
-        slotted = {name: self.make(part) for name, part in held.items() if part is not MISSING}
-        cls = type(value)
-
-        def fill(new: Any, env: CallFrame) -> None:
-            if parts:
-                own_attributes(new).update({key: part(env) for key, part in parts.items()})  # type: ignore[union-attr]
-            for name, part in slotted.items():
-                object.__setattr__(new, name, part(env))
-
-        base: Any = types.SimpleNamespace if issubclass(cls, types.SimpleNamespace) else object
-        try:
-            base.__new__(cls)
-        except TypeError:
-            refuse = self._cannot(value)
-            return lambda env: (refuse(env), lambda new: None)
-        return lambda env: (base.__new__(cls), lambda new: fill(new, env))
-
-    def _function(self, value: types.FunctionType) -> Make:
-        cells = [self.make(cell) for cell in value.__closure__ or ()]
-        if all(isinstance(cell, _Constant) for cell in cells):
-            return _constant(value)
-
-        def make(env: CallFrame) -> Any:
-            function = types.FunctionType(
-                value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(c(env) for c in cells)
-            )
-            function.__kwdefaults__ = value.__kwdefaults__
-            return functools.update_wrapper(function, value)
-
-        return make
-
-    def _binding(self, value: Any) -> Make:
-        if isinstance(value, types.MethodType):
-            function, owner = self.make(value.__func__), self.make(value.__self__)
-            return lambda env: types.MethodType(function(env), owner(env))
-        if isinstance(value, functools.partial):
-            f, args = self.make(value.func), [self.make(a) for a in value.args]
-            kwargs = {k: self.make(v) for k, v in value.keywords.items()}
-            return lambda env: functools.partial(
-                f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()}
-            )
-        return _constant(value)
 
 
 def computed(expression: Expression) -> Make:
@@ -416,8 +316,14 @@ class _Constant:
         return self.value
 
 
-def _constant(value: Any) -> _Constant:
+def constant(value: Any) -> Make:
+    """Returns the same object at each call."""
     return _Constant(value)
+
+
+def is_constant(make: Make) -> bool:
+    """Whether it returns the same object at each call."""
+    return isinstance(make, _Constant)
 
 
 class UnavailableNumber:

@@ -5,6 +5,7 @@ lines, and the attributes that are read, set and deleted.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import gc
 import os
@@ -14,22 +15,23 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.modules.module
 
-from ...compat.python_names import getframe
+from ...compat.python_names import getframe, is_python_class
 from ...interpreter import Undo
 from ...program.source import Source
 from . import bytecode
 from .external_state import ExternalCalls
 from .native import native
-from .object_kinds import (
+from .packages import (
     INSTALLED_FOLDERS,
     PACKAGE,
-    can_be_instrumented,
     is_closed,
     is_closed_function,
     is_installed,
-    is_ours,
+    is_runtime,
+    module_of_class,
     own_module,
 )
 from .snapshot import Snapshot
@@ -40,6 +42,18 @@ _THROUGH = os.path.join(PACKAGE, "runtime", "compiled_model.py")
 _RUNTIME = os.path.join(PACKAGE, "runtime") + os.sep  # reads nothing on behalf of the step
 # Reads of parameters and modules from `__dict__` by nn.Module itself.
 _LOOKS_INSIDE = (str(torch.nn.modules.module.__file__), PACKAGE)
+
+
+def can_be_instrumented(cls: type) -> bool:
+    """Whether attribute reads of its instances can be recorded: whether it is a Python class whose look-up can be
+    replaced."""
+    if cls is types.SimpleNamespace:
+        return native is not None
+    return (
+        is_python_class(cls)
+        and not issubclass(cls, (torch.Tensor, enum.Enum, type, types.ModuleType))
+        and (not is_runtime(module_of_class(cls)) or issubclass(cls, torch.optim.Optimizer))
+    )
 
 
 class Recording:
@@ -119,7 +133,9 @@ class Recording:
 def is_closed_code(code: types.CodeType, table: dict) -> bool:
     """Whether it is library code that reads no state of the user's."""
     name = table.get("__name__")
-    return is_ours(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
+    return (
+        is_runtime(name) or name not in (None, "builtins") and is_closed(name) or code.co_filename.startswith(PACKAGE)
+    )
 
 
 def _overrides_lookup(cls: type) -> bool:

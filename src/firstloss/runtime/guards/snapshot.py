@@ -8,125 +8,70 @@ library are not entered; of other installed packages, only what the code mention
 from __future__ import annotations
 
 import array
-import collections
-import sys
+import operator
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...capture.constants import owned_by_torch
-from ...compat.python_names import is_python_class, lru_cache_wrapper
-from ...compat.torch_names import (
-    PARAMETER_FLAG,
-    DisableTorchDispatch,
-    backward_hooks,
-    post_accumulate_grad_hooks,
-)
-from ...optim.schedule import schedules_of
-from . import lru_caches, mutable_state
-from .bytecode import attributes_set, imports, with_inner
-from .equality import same
-from .object_kinds import (
-    MISSING,
-    ModuleProxy,
-    ObjectKind,
-    cell_content,
-    class_table,
-    definition,
-    is_closed,
-    is_closed_class,
-    is_installed,
-    is_ours,
-    items_of,
-    kind_of,
-    module_of,
-    module_of_class,
-    names_in,
-    own_attributes,
-    own_module,
-    referents,
-    slot_value,
-    slots,
-    table_of,
-)
+from ...compat.torch_names import DisableTorchDispatch
+from .access import definition, items_of, table_of
+from .bytecode import attributes_set, with_inner
+from .effects import Effects
+from .kind import State, kind_of
+from .packages import is_closed
+from .process_state import Environment, Filters
+from .reconstruct import Reconstructor
+from .states import Content, Definition, NameInModule, Sequence, Slots, Table
 
 # Containers with more items are treated as data: copied, but their items are not walked.
-_MAX_ITEMS = mutable_state.LARGEST
+LARGEST = 1024
 # The walk stops here. What is beyond is not known, and the step is traced at each call.
 _MAX_OBJECTS = 2_000_000
-
-
-class DictSnapshot(NamedTuple):
-    """A dict of attributes, globals or items, and its former content."""
-
-    table: dict
-    before: dict
-    owner: Any  # the object with these attributes; the module's name for globals; None for a dict's own items
-    kind: str  # "attributes", "globals", "items"
-
-
-class SlotsSnapshot(NamedTuple):
-    """An object with `__slots__`, and their former values."""
-
-    owner: Any
-    names: tuple[str, ...]
-    before: tuple
 
 
 class Snapshot:
     """Everything reachable from `roots`, as of the creation of the snapshot.
 
     Attributes:
-        tables: by id, dicts of attributes, globals and items.
-        sequences: by id, lists, sets and deques, each with its items.
-        cells: by id, variables of enclosing functions.
-        slotted: by id, objects with `__slots__`.
-        opaque: by id, objects whose content only `mutable_state.py` can read, each with a reader and its result.
-        functions: by code object, the functions that may run; `definitions` has the `definition` of each.
+        states: the objects' states by their class, and by the object's id.
+        functions: by code object, the functions that may run.
         modules: the `nn.Module`s.
         optimizers: the optimizers.
         classes: the Python classes of the objects.
         tensors: by id.
-        types: objects whose class may be replaced, each with its class.
         cached: functions behind an `lru_cache`, which may not run though the step calls them.
         unknown: by id, objects whose changes cannot be detected.
         groups: by the optimizer's id, its parameter groups.
-        states: by the optimizer's id, its state by weight.
+        optimizer_states: by the optimizer's id, its state by weight.
+        firstloss_objects: by id, the plain attributes of objects of this package.
         seed: the initial seed of PyTorch's default generator.
-        environment: the variables in `os.environ`.
-        filters: the warning filters.
-        ours: by id, objects of this package's classes, with their attributes that are plain values.
-        module_names: what the code sets in modules that are not entered: by the id of the module's dict and the name,
-            the module, the name and the former value.
+        environment, filters: the state of the variables in `os.environ`, and of the warning filters.
+        seen: the objects, by id.
         hooks: global hooks of modules and optimizers: the globals of PyTorch's module, the name in them, and the dict.
     """
 
     def __init__(self, roots: Iterable[Any], functions: Iterable[types.FunctionType] = ()) -> None:
-        self.tables: dict[int, DictSnapshot] = {}
-        self.sequences: dict[int, tuple[Any, list]] = {}
-        self.cells: dict[int, tuple[types.CellType, Any]] = {}
-        self.slotted: dict[int, SlotsSnapshot] = {}
-        self.opaque: dict[int, tuple[Any, Callable[[], Any], Any]] = {}
+        self.states: dict[type[State], dict[Any, State]] = defaultdict(dict)
         self.functions: dict[types.CodeType, list[types.FunctionType]] = {}
-        self.definitions: dict[int, tuple[types.FunctionType, tuple]] = {}
         self.modules: list[torch.nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.classes: set[type] = set()
         self.tensors: dict[int, torch.Tensor] = {}
         self.unknown: dict[int, Any] = {}
-        self.types: list[tuple[Any, type]] = []
         self.groups: dict[int, list[dict[str, Any]]] = {}
-        self.states: dict[int, dict[Any, Any]] = {}
+        self.optimizer_states: dict[int, dict[Any, Any]] = {}
+        self.firstloss_objects: dict[int, dict[str, Any]] = {}
         self.seed = torch.initial_seed()
-        self.firstloss_objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self.cached: list[types.FunctionType] = []
-        self.module_names: dict[tuple[int, str], tuple[types.ModuleType, str, Any]] = {}
         self.seen: dict[int, Any] = {}
-        self.environment = mutable_state.environment()
-        self.filters = mutable_state.filters()
+        self.environment, self.filters = Environment(), Filters()
+        self.keep(self.environment)
+        self.keep(self.filters)
         self._mentioned: set[tuple[int, str]] = set()
         self._beyond: set[int] = set()  # the ids of the items of large containers
         self.roots = list(roots)
@@ -150,200 +95,123 @@ class Snapshot:
     def shares_memory(self, tensor: torch.Tensor, edited: bool = False) -> bool:
         """Whether a real tensor shares memory with an array that existed before the step; with `edited`, with one whose
         contents have changed."""
-        arrays = [entry for entry in self.opaque.values() if isinstance(entry[0], (np.ndarray, bytearray, array.array))]
-        held = [content for content, read, before in arrays if not edited or not same(before, read())]
+        contents: Iterable[Any] = self.states[Content].values()
+        arrays = [state for state in contents if isinstance(state.held, (np.ndarray, bytearray, array.array))]
+        held = [state.held for state in arrays if not edited or not state.is_unchanged()]
         if not held or tensor.layout != torch.strided or owned_by_torch(tensor):
             return False
         with DisableTorchDispatch(), torch.no_grad():
             memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()  # for any dtype
         return any(np.may_share_memory(memory, np.asarray(memoryview(content))) for content in held if len(content))
 
+    # -- the states --
+
+    def state(self, kind: type[State], held: Any) -> Any:
+        """The state of one kind that was kept of an object, or None."""
+        return self.states[kind].get(id(held))
+
+    def table(self, table: dict) -> Table | None:
+        """The state of a dict, or None."""
+        state: Table | None = self.states[Table].get(id(table))  # type: ignore[assignment]
+        return state
+
+    def tables(self, kind: str) -> list[Table]:
+        """The states of dicts of a kind."""
+        return [state for state in self.states[Table].values() if isinstance(state, Table) and state.kind == kind]
+
+    def items_before(self, container: Any) -> list[Any]:
+        """The former items of a list, set, deque or tuple."""
+        state = self.state(Sequence, container)
+        return items_of(container) if state is None else state.before
+
+    def definition_before(self, function: types.FunctionType) -> tuple:
+        """The former `definition` of a function."""
+        state = self.state(Definition, function)
+        return definition(function) if state is None else state.before
+
+    def slots_before(self, owner: Any) -> dict[str, Any]:
+        """The former values of an object's slots by name."""
+        state = self.state(Slots, owner)
+        return {} if state is None else state.before
+
+    def names_in_modules(self) -> list[NameInModule]:
+        """The names that the step may set in modules that are not entered."""
+        return [state for state in self.states[NameInModule].values() if isinstance(state, NameInModule)]
+
+    def content(self, held: Any) -> Content | None:
+        """The content of an object that only its kind can read, or None."""
+        state: Content | None = self.states[Content].get(id(held))  # type: ignore[assignment]
+        return state
+
+    def compare(self, reads: Any, reconstructor: Reconstructor) -> Effects:
+        """Compare all states with the present ones; see `Effects`."""
+        effects = Effects(reads, reconstructor)
+        for kind in sorted(self.states, key=operator.attrgetter("order")):
+            for state in list(self.states[kind].values()):
+                state.compare(effects)
+        effects.reads = None  # which refers to all of the snapshot
+        return effects
+
+    def undo(self) -> None:
+        """Undo all changes, but for those of contents."""
+        self.compare(None, Reconstructor(lambda tensor: False, self.holds)).undo()
+
+    def restore_contents(self) -> bool:
+        """Restore arrays, buffers and the like. Returns whether nothing else has changed that cannot be restored, such
+        as the position of an iterator."""
+        restored = [state.restore() for state in self.states[Content].values() if isinstance(state, Content)]
+        return all(restored)
+
     # -- the walk --
 
     def _walk(self, stack: list[Any]) -> None:
         while stack and len(self.seen) < _MAX_OBJECTS:
-            self._visit(stack.pop(), stack)
+            obj = stack.pop()
+            kind = kind_of(type(obj))
+            if not kind.is_leaf and id(obj) not in self.seen:
+                self.seen[id(obj)] = obj
+                kind.visit(obj, self, stack)
 
-    def _visit(self, obj: Any, stack: list[Any]) -> None:
-        kind = kind_of(type(obj))
-        if kind is ObjectKind.LEAF:
-            return
-        if id(obj) in self.seen:
-            return
-        self.seen[id(obj)] = obj
-        if kind is ObjectKind.TENSOR:
-            self.tensors[id(obj)] = obj
-            self._tensor(obj, stack)
-            return
-        if kind in (ObjectKind.DICT, ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE) and len(obj) > _MAX_ITEMS:
-            read = mutable_state.reader(obj)
-            assert read is not None
-            self.opaque[id(obj)] = (obj, read, read())
-        if kind is ObjectKind.DICT:
-            self._table(obj, None, "items", stack)
-            if isinstance(obj, collections.defaultdict):
-                stack.append(obj.default_factory)
-        elif kind in (ObjectKind.LIST, ObjectKind.SET, ObjectKind.DEQUE, ObjectKind.TUPLE):
-            items = items_of(obj)
-            if kind is not ObjectKind.TUPLE:
-                self.sequences[id(obj)] = (obj, items)
-            if len(items) <= _MAX_ITEMS:
-                stack += items
-            else:
-                self._beyond.update(map(id, items))
-        elif kind is ObjectKind.FUNCTION:
-            self._function(obj, stack)
-            return
-        elif kind is ObjectKind.CELL:
-            content = cell_content(obj)
-            self.cells[id(obj)] = (obj, content)
-            if content is not MISSING:
-                stack.append(content)
-            return
-        elif kind is ObjectKind.BINDING:
-            stack.extend(referents(obj))
-            if isinstance(obj, lru_cache_wrapper) and isinstance(obj.__wrapped__, types.FunctionType):
-                self.cached.append(obj.__wrapped__)
-                if not is_installed(obj.__wrapped__.__module__):
-                    stack += lru_caches.results(obj)
-            if isinstance(obj, types.MappingProxyType):
-                self.opaque[id(obj)] = (obj, read := _proxy_reader(obj), read())
-        elif kind is ObjectKind.CLASS:
-            self._class(obj, stack)
-            return
-        elif kind is ObjectKind.MODULE:
-            self._module(obj, stack)
-            return
-        elif kind is ObjectKind.OPAQUE:
-            read = mutable_state.reader(obj)
-            if read is not None:
-                self.opaque[id(obj)] = (obj, read, read())
-            stack.extend(mutable_state.inside(obj))
-        elif kind is ObjectKind.UNKNOWN:
-            self.unknown[id(obj)] = obj
-            return
-        elif kind is ObjectKind.OURS:
-            plain = {k: v for k, v in vars(obj).items() if kind_of(type(v)) is ObjectKind.LEAF}
-            self.firstloss_objects[id(obj)] = (obj, plain)
-            return
-        self._instance(obj, stack)
+    # -- for kinds --
 
-    def _instance(self, obj: Any, stack: list[Any]) -> None:
-        """The attributes of an object."""
-        cls = type(obj)
-        if issubclass(cls, ModuleProxy):
-            stack.append(module_of(obj))
-            return
-        table = own_attributes(obj)
-        if isinstance(obj, torch.optim.Optimizer):  # `optimizers.py` handles its state and groups
-            self.optimizers.append(obj)
-            self.groups[id(obj)] = [{**group, "params": list(group["params"])} for group in obj.param_groups]
-            state = obj.state.items()
-            self.states[id(obj)] = {p: dict(held) if isinstance(held, dict) else held for p, held in state}
-            assert table is not None
-            before = table_of(table)
-            self.tables[id(table)] = DictSnapshot(table, before, obj, "attributes")
-            self.seen[id(table)] = table
-            stack += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
-            stack += [p for group in obj.param_groups for p in group["params"]]
-            stack += schedules_of(obj)
-            for entries in self.states[id(obj)].values():
-                if isinstance(entries, dict):
-                    stack += [entry for entry in entries.values() if not isinstance(entry, torch.Tensor)]
-        elif table is not None:
-            self._table(table, obj, "attributes", stack)
-        names = slots(cls)
-        if names:
-            values = tuple(slot_value(obj, name) for name in names)
-            self.slotted[id(obj)] = SlotsSnapshot(obj, names, values)
-            stack += [value for value in values if value is not MISSING]
-        if is_python_class(cls):
-            self.types.append((obj, cls))
-            if cls not in self.classes:
-                self.classes.add(cls)
-                stack += [base for base in cls.__mro__ if not is_closed_class(base)]
-            if isinstance(obj, torch.nn.Module):
-                self.modules.append(obj)
+    def keep(self, state: State) -> None:
+        """Keep the state of an object."""
+        self.states[state.group][id(state.held)] = state
 
-    def _table(self, table: dict, owner: Any, kind: str, stack: list[Any]) -> None:
-        before = table_of(table) if table else {}
-        self.tables[id(table)] = DictSnapshot(table, before, owner, kind)
-        if kind == "attributes":
-            self.seen[id(table)] = table
-        if kind == "attributes":
-            stack += before.values()
-        elif len(before) <= _MAX_ITEMS:
-            stack += before
-            stack += before.values()
+    def items(self, items: list[Any], stack: list[Any]) -> None:
+        """Walk the items of a container, if they are few."""
+        if len(items) <= LARGEST:
+            stack += items
         else:
-            self._beyond.update(map(id, before), map(id, before.values()))
+            self._beyond.update(map(id, items))
 
-    def _tensor(self, obj: torch.Tensor, stack: list[Any]) -> None:
-        if (obj.is_leaf or obj.retains_grad) and obj.grad is not None:
-            stack.append(obj.grad)
-        for hooks in (backward_hooks(obj), post_accumulate_grad_hooks(obj)) if obj.requires_grad else ():
-            stack += (hooks or {}).values()
-        table = obj.__dict__
-        if table and not table.keys() <= _OUR_ATTRIBUTES:
-            self._table(table, obj, "attributes", stack)
+    def attributes(self, table: dict, owner: Any, stack: list[Any]) -> None:
+        """Keep the attributes of an object, and walk them."""
+        before = table_of(table) if table else {}
+        self.keep(Table(table, before, owner, "attributes"))
+        self.seen[id(table)] = table
+        stack += before.values()
 
-    def _function(self, obj: types.FunctionType, stack: list[Any]) -> None:
-        code = obj.__code__
-        module_name = own_module(obj)
-        if is_ours(module_name) or module_name is not None and is_closed(module_name):
-            if obj.__closure__ and not is_ours(module_name):  # a library's decorator around a user's function
-                stack += [content for cell in obj.__closure__ if callable(content := cell_content(cell))]
-            return
-        if obj.__dict__ or not is_installed(module_name):
-            self._table(obj.__dict__, obj, "attributes", stack)
-        self.functions.setdefault(code, []).append(obj)
-        self.definitions[id(obj)] = (obj, definition(obj))
-        self._globals(obj.__globals__, set(names_in(code)), is_installed(module_name), stack)
-        if not is_installed(module_name):  # users seldom change what a package imports
-            self._set_in_modules(obj)
-            imported = {name for inner in with_inner(code) for name in imports(inner, obj.__globals__)}
-            stack += [module for name in imported if type(module := sys.modules.get(name)) is types.ModuleType]
-        stack.extend(obj.__closure__ or ())
-        stack.extend(obj.__defaults__ or ())
-        stack.extend((obj.__kwdefaults__ or {}).values())
-
-    def _set_in_modules(self, function: types.FunctionType) -> None:
-        """Record what a function sets in modules, as in `torch.nn.functional.gelu = ...`."""
-        for first, *path, name in {path for code in with_inner(function.__code__) for path in attributes_set(code)}:
-            module = function.__globals__.get(first)
-            for part in path:
-                module = vars(module).get(part) if isinstance(module, types.ModuleType) else None
-            if isinstance(module, types.ModuleType) and is_closed(module.__name__):
-                self.module_names.setdefault((id(vars(module)), name), (module, name, vars(module).get(name, MISSING)))
-
-    def _globals(self, table: dict, names: set[str], installed: bool, stack: list[Any]) -> None:
-        if id(table) not in self.tables:
-            self.tables[id(table)] = DictSnapshot(table, table.copy(), table.get("__name__", "?"), "globals")
+    def globals(self, table: dict, names: set[str], installed: bool, stack: list[Any]) -> None:
+        """Keep the globals of a function, and walk those that it mentions."""
+        if self.table(table) is None:
+            self.keep(Table(table, table.copy(), table.get("__name__", "?"), "globals"))
         for name in names & table.keys():
             binding = (id(table), name)
             if binding not in self._mentioned:
                 self._mentioned.add(binding)
                 # Definitions of installed packages would lead to all of the package; their instances may be mutated.
-                if not installed or kind_of(type(table[name])) is ObjectKind.INSTANCE:
+                if not installed or kind_of(type(table[name])).has_only_attributes:
                     stack.append(table[name])
 
-    def _class(self, obj: type, stack: list[Any]) -> None:
-        if is_closed_class(obj):
-            return
-        table = class_table(obj)
-        self.tables[id(table)] = DictSnapshot(table, table.copy(), obj, "attributes")
-        skipped = _IMPLICIT_ATTRIBUTES if is_installed(module_of_class(obj)) else _IMPLICIT_ATTRIBUTES - OF_FIELDS
-        stack += [value for name, value in table.items() if name not in skipped]
-        stack += [base for base in (type(obj), *obj.__mro__[1:]) if not is_closed_class(base)]
-
-    def _module(self, obj: types.ModuleType, stack: list[Any]) -> None:
-        if obj is sys:
-            stack += [getattr(sys, name) for name in SETTINGS_OF_SYS]
-        if is_closed(obj.__name__) or is_installed(obj.__name__):
-            return
-        table = vars(obj)
-        self.tables[id(table)] = DictSnapshot(table, table.copy(), obj.__name__, "globals")
-        stack += [v for v in table.values() if kind_of(type(v)) is not ObjectKind.MODULE]
+    def set_in_modules(self, function: types.FunctionType) -> None:
+        """Keep what a function sets in modules that are not entered, as in `torch.nn.functional.gelu = ...`."""
+        for first, *path, name in {path for code in with_inner(function.__code__) for path in attributes_set(code)}:
+            module = function.__globals__.get(first)
+            for part in path:
+                module = vars(module).get(part) if isinstance(module, types.ModuleType) else None
+            if isinstance(module, types.ModuleType) and is_closed(module.__name__):
+                self.states[NameInModule].setdefault((id(vars(module)), name), NameInModule(module, name))
 
 
 def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
@@ -357,17 +225,9 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
 
 
 SETTINGS_OF_SYS = ("argv", "path")  # lists that any code may change
-_OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
-_IMPLICIT_ATTRIBUTES = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__",
-                  "_abc_impl", "__dataclass_fields__"}  # fmt: skip
 
 
 def is_guarded_elsewhere(name: str) -> bool:
     """Whether an attribute of optimizers is guarded by `optimizers.py`, or only used for checkpoints."""
     return name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_") and "state_dict" in name
-
-
-def _proxy_reader(proxy: types.MappingProxyType) -> Callable[[], tuple]:
-    """A function that returns the content of a read-only view of a dict, or of a class's attributes."""
-    return lambda: (*proxy.keys(), *proxy.values())

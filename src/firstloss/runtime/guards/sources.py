@@ -24,28 +24,20 @@ import numpy as np
 import torch
 
 from ...capture.python_generators import STATES
-from . import bytecode, mutable_state
-from .bytecode import Use, may_be_updated
+from . import bytecode, process_state
+from .access import MISSING, cell_content, items_of, own_attributes, slot_reader
+from .bytecode import Use
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
 from .guards import CellGuard, ListGuard, describe_attribute, describe_global, namespaces, undisguised, with_article
-from .object_kinds import (
-    MISSING,
-    ObjectKind,
-    cell_content,
-    is_closed,
-    is_installed,
-    is_ours,
-    items_of,
-    kind_of,
-    module_of_class,
-    own_attributes,
-    slot_reader,
-)
+from .kind import kind_of
+from .packages import is_closed, is_installed, is_runtime, module_of_class
 from .places import Varying
 from .recording import Executed, Recording, Site, is_closed_code
 from .snapshot import Snapshot, is_guarded_elsewhere
+from .states import CellContent, Slots, Table
 from .stored_names import guard_stored_names
+from .updates import may_be_updated
 from .value_guards import Values
 
 
@@ -83,19 +75,15 @@ class GuardSources:
         self._functions(recording)
         self._attributes(recording)
         guard_stored_names(snapshot, recording, self._executed, self._values)
-        for snapshot_of_table in list(snapshot.tables.values()):
-            if isinstance(snapshot_of_table.owner, threading.local):  # its attributes differ between threads
-                read = functools.partial(_held_attributes, snapshot_of_table.owner)
-                description = (
-                    f"the attributes of {with_article(type(snapshot_of_table.owner).__qualname__)} in this thread"
-                )
-                self._values.read(
-                    (id(snapshot_of_table.owner), "__dict__"), read, (snapshot_of_table.table,), description, ""
-                )
+        for table in snapshot.tables("attributes"):
+            if isinstance(table.owner, threading.local):  # its attributes differ between threads
+                read = functools.partial(_held_attributes, table.owner)
+                description = f"the attributes of {with_article(type(table.owner).__qualname__)} in this thread"
+                self._values.read((id(table.owner), "__dict__"), read, (table.held,), description, "")
         for function in self._executed.cached:
             self._reads_of(function)
         for root in snapshot.roots:
-            if kind_of(type(root)) in (ObjectKind.BINDING, ObjectKind.CLASS):  # a method, perhaps of a class
+            if kind_of(type(root)).refers:  # a method, perhaps of a class
                 self._values.value(root, "the step or its arguments", "")
         for cls, names in list(self._values.classes.items()):  # attributes of classes, methods among them
             self._values.of_class(cls, names)
@@ -133,7 +121,7 @@ class GuardSources:
         for cell, name, function, uses in cells.values():
             self._cell(cell, name, function, uses)
         for table in recording.whole:
-            if is_ours(table.get("__name__")) or is_installed(table.get("__name__")):
+            if is_runtime(table.get("__name__")) or is_installed(table.get("__name__")):
                 continue
             self._values.table(table, describe_global(table), None)
             for name, value in self._values.before(table).items():
@@ -143,15 +131,21 @@ class GuardSources:
             self._values.read("numpy prints", _numpy_print_options, _numpy_print_options(), "NumPy's print options", "")
         if not _READS_ENVIRONMENT.isdisjoint(self.ran) or {"environ", "getenv"} & self._executed.mentioned:
             self._values.read(
-                "environ", mutable_state.environment, snapshot.environment, "the content of os.environ", "environ"
+                "environ",
+                process_state.environment,
+                snapshot.environment.before,
+                "the content of os.environ",
+                "environ",
             )
         self.sets_filters = not _SETS_FILTERS.isdisjoint(self._executed.mentioned)
         if self.sets_filters or not _READS_FILTERS.isdisjoint(self.ran):
-            self._values.read("filters", mutable_state.filters, snapshot.filters, "the warning filters", "filters")
-        elif recording.outside.warns or {"np", "numpy"} & self._executed.mentioned:
-            description, before = "which warnings are errors", mutable_state.raising(snapshot.filters)
             self._values.read(
-                "filters", lambda: mutable_state.raising(mutable_state.filters()), before, description, "filters"
+                "filters", process_state.filters, snapshot.filters.before, "the warning filters", "filters"
+            )
+        elif recording.outside.warns or {"np", "numpy"} & self._executed.mentioned:
+            description, before = "which warnings are errors", process_state.raising(snapshot.filters.before)
+            self._values.read(
+                "filters", lambda: process_state.raising(process_state.filters()), before, description, "filters"
             )
         for module in sorted(recording.outside.process_state):
             self._values.read(
@@ -164,13 +158,13 @@ class GuardSources:
         held = [self._values.before(function.__globals__).get(name) for name in names]
         held += [cell_content(cell) for cell in function.__closure__ or ()]
         for value in held:
-            table = own_attributes(value) if kind_of(type(value)) is ObjectKind.INSTANCE else None
+            table = own_attributes(value) if kind_of(type(value)).has_only_attributes else None
             if table is not None:
-                self._values.some(table, describe_attribute(value))
+                self._values.mentioned_in(table, describe_attribute(value))
 
     def _global(self, table: dict, name: str, uses: list[Use]) -> None:
         before = self._values.before(table).get(name, MISSING)
-        if is_installed(table.get("__name__")) and kind_of(type(before)) not in (ObjectKind.FUNCTION, ObjectKind.CLASS):
+        if is_installed(table.get("__name__")) and not isinstance(before, (types.FunctionType, type)):
             self._values.table(table, describe_global(table), None).expected[name] = before
             return
         if self.updates.is_only_updated((id(table), name), before, uses):
@@ -181,8 +175,8 @@ class GuardSources:
             self._values.name(builtin_names, name, builtin_names.get(name, MISSING), describe_global(builtin_names))
 
     def _cell(self, cell: types.CellType, name: str, function: types.FunctionType, uses: list[Use]) -> None:
-        entry = self._snapshot.cells.get(id(cell))
-        before = entry[1] if entry is not None else MISSING
+        state = self._snapshot.state(CellContent, cell)
+        before = MISSING if state is None else state.before
         if self.updates.is_only_updated((id(cell), None), before, uses):
             return
         description = f"the variable {name} that {function.__qualname__} uses"
@@ -214,9 +208,9 @@ class GuardSources:
                 continue
             if type(owner) in recording.computed or name in _READ_ALL_ATTRIBUTES:
                 self._any_attribute(owner)
-            slotted = snapshot.slotted.get(id(owner))
-            if slotted is not None and name in slotted.names:
-                before = slotted.before[slotted.names.index(name)]
+            slots = snapshot.slots_before(owner)
+            if name in slots:
+                before = slots[name]
                 uses = _uses(sites, before)
                 if not self.updates.is_only_updated((id(owner), name), before, uses):
                     self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
@@ -231,17 +225,16 @@ class GuardSources:
                 self._values.name(table, name, before, describe, uses)
 
         if self._executed.reads_past_classes:  # these reads are not recorded
-            for attributes in [table for table in snapshot.tables.values() if table.kind == "attributes"]:
+            for attributes in snapshot.tables("attributes"):
                 if not is_installed(module_of_class(type(attributes.owner))):
                     self._any_attribute(attributes.owner)
-            for slotted in list(snapshot.slotted.values()):
-                self._any_attribute(slotted.owner)
+            for slotted in list(snapshot.states[Slots].values()):
+                self._any_attribute(slotted.held)
 
     def _any_attribute(self, owner: Any) -> None:
         """All attributes of an object, since any of them may have been read."""
-        slotted = self._snapshot.slotted.get(id(owner))
         describe = describe_attribute(owner)
-        for name, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
+        for name, before in self._snapshot.slots_before(owner).items():
             self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
             self._values.value(before, describe(name), name)
         table = own_attributes(owner)
@@ -261,7 +254,7 @@ class GuardSources:
                 guard = self._values.table(group, lambda key: f"{key!r} in a parameter group of {kind}", name)
                 guard.expected.update({k: v for k, v in before.items() if k != "params"})
         elif name == "state":
-            state = self._snapshot.states[id(optimizer)]
+            state = self._snapshot.optimizer_states[id(optimizer)]
             read = functools.partial(_weights_with_state, optimizer)
             self._values.read((id(optimizer), name), read, tuple(state), f"the {name} of {kind}", name)
             for weight, before in state.items():
@@ -276,7 +269,7 @@ class GuardSources:
 
     def _imported(self, name: str, code: types.CodeType) -> None:
         """Guard a module that code imports whenever it runs."""
-        if is_closed(name) or is_ours(name) or is_installed(name):
+        if is_closed(name) or is_runtime(name) or is_installed(name):
             return
         module = sys.modules.get(name, MISSING)
         guard = self._values.table(sys.modules, lambda key: f"the module {key}", None)
@@ -309,16 +302,17 @@ class GuardSources:
         """Guard a number whose update cannot be repeated."""
         before, _, _ = self.updates.numbers.pop(key)
         container, name = key
-        if container in self._snapshot.cells:
-            cell, _ = self._snapshot.cells[container]
+        states = self._snapshot.states
+        if container in states[CellContent]:
+            cell = states[CellContent][container].held
             self._values.cells[container] = CellGuard(cell, before, "a variable that the step updates", "")
-        elif container in self._snapshot.slotted:
-            owner = self._snapshot.slotted[container].owner
+        elif container in states[Slots]:
+            owner = states[Slots][container].held
             self._values.read(key, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
         else:
-            table = self._snapshot.tables[container]
-            describe = describe_global(table.table) if table.kind == "globals" else describe_attribute(table.owner)
-            self._values.name(table.table, name, before, describe)
+            table: Any = states[Table][container]
+            describe = describe_global(table.held) if table.kind == "globals" else describe_attribute(table.owner)
+            self._values.name(table.held, name, before, describe)
 
     # -- the result --
 
@@ -339,7 +333,8 @@ class GuardSources:
                 self._values.read(name, read, before, f"the state of {name}'s random generator", name)
         for namespace_of_hooks, name, table in self._snapshot.hooks:
             before = self._values.before(table)
-            self._values.hooks.append((namespace_of_hooks, name, tuple(before.items())))
+            read = functools.partial(_items_in, namespace_of_hooks, name)
+            self._values.read(f"hooks {name}", read, tuple(before.items()), f"PyTorch's {name}", name)
             for hook in before.values():
                 self._values.value(hook, f"PyTorch's {name}", name)
         for namespace in namespaces():
@@ -347,10 +342,10 @@ class GuardSources:
                 self._values.tables[id(namespace.table)].expected |= namespace.expected
             else:
                 self._values.table(namespace.table, namespace.describe, None).expected = namespace.expected
-        for module, name, old in self._snapshot.module_names.values():  # the former values
-            guard = self._values.tables.get(id(vars(module)))
-            if guard is not None and name in guard.expected:
-                guard.expected = {**guard.expected, name: old}  # a copy, since guard sets share namespaces
+        for state in self._snapshot.names_in_modules():  # the former values
+            guard = self._values.tables.get(id(vars(state.held)))
+            if guard is not None and state.name in guard.expected:
+                guard.expected = {**guard.expected, state.name: state.before}  # a copy: guard sets share namespaces
         for (container, key), any_number in (varying.expected() if varying is not None else {}).items():
             for guards in (self._values.tables, self._values.lists, self._values.cells):
                 of_container = guards.get(container)
@@ -377,6 +372,10 @@ def _uses(sites: dict[Site, int], before: Any) -> list[Use]:
 def _held_attributes(owner: Any) -> tuple:
     """The dict of an object's attributes, to be compared as an object."""
     return (own_attributes(owner),)
+
+
+def _items_in(namespace: dict, name: str) -> tuple:
+    return tuple(namespace[name].items())
 
 
 def _param_groups(optimizer: torch.optim.Optimizer) -> tuple:

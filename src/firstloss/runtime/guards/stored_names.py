@@ -14,18 +14,12 @@ import torch
 
 from ...compat.torch_names import MODULE_TABLES
 from . import bytecode
+from .access import MISSING, cell_content, own_attributes, slot_reader, slot_value
 from .guards import CellGuard, describe_attribute, describe_global
-from .object_kinds import (
-    MISSING,
-    can_be_instrumented,
-    cell_content,
-    is_closed,
-    own_attributes,
-    slot_reader,
-    slot_value,
-)
-from .recording import Executed, Recording
-from .snapshot import DictSnapshot, Snapshot, is_guarded_elsewhere
+from .packages import is_closed
+from .recording import Executed, Recording, can_be_instrumented
+from .snapshot import Snapshot, is_guarded_elsewhere
+from .states import CellContent, NameInModule, Slots
 from .value_guards import Values
 
 
@@ -40,25 +34,25 @@ def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Execu
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
                 if name in variables:
                     stores.variable(cell, name, function)
-    for module, name, _ in snapshot.module_names.values():
-        stores.name(vars(module), name, describe_global(vars(module)))
+    for in_module in snapshot.names_in_modules():
+        stores.name(vars(in_module.held), in_module.name, describe_global(vars(in_module.held)))
     for (_, attribute), (owner, _) in recording.stores.items():
         if id(owner) in snapshot.seen:  # else created in the step
             method = type(owner).__setattr__
             translates = isinstance(method, types.FunctionType) and not is_closed(method.__module__)
             stores.attribute(owner, None if translates else attribute)
     # These stores are not recorded, at least where the class is not instrumented.
-    attributes = [table for table in snapshot.tables.values() if table.kind == "attributes"]
+    attributes = snapshot.tables("attributes")
     if executed.stores_past_classes or recording.outside.sets_by_string:
-        for table_snapshot in attributes:
-            if executed.stores_past_classes or not _stores_are_recorded(type(table_snapshot.owner)):
-                stores.table(table_snapshot)
-        for slotted in list(snapshot.slotted.values()) if executed.stores_past_classes else ():
-            stores.attribute(slotted.owner, None)
+        for state in attributes:
+            if executed.stores_past_classes or not _stores_are_recorded(type(state.owner)):
+                stores.table(state.held, state.owner)
+        for slotted in list(snapshot.states[Slots].values()) if executed.stores_past_classes else ():
+            stores.attribute(slotted.held, None)
     stored = {name for code, _ in executed.code for name in bytecode.stored_attributes(code)}
-    for table_snapshot in attributes if stored else ():
-        for name in stored & table_snapshot.table.keys() if type(table_snapshot.owner) is types.SimpleNamespace else ():
-            stores.name(table_snapshot.table, name, describe_attribute(table_snapshot.owner))
+    for state in attributes if stored else ():
+        for name in stored & state.held.keys() if type(state.owner) is types.SimpleNamespace else ():
+            stores.name(state.held, name, describe_attribute(state.owner))
 
 
 def _stores_are_recorded(cls: type) -> bool:
@@ -74,31 +68,30 @@ class _Stores:
 
     def name(self, table: dict, name: str, describe: Callable[[Any], str]) -> None:
         """Guard a name in a dict."""
-        entry = self._snapshot.module_names.get((id(table), name))
-        before = entry[2] if entry is not None else self._values.before(table).get(name, MISSING)
+        state = self._snapshot.states[NameInModule].get((id(table), name))
+        before = state.before if state is not None else self._values.before(table).get(name, MISSING)
         if table.get(name, MISSING) is before and (id(table), name) not in self._counted:
             self._values.table(table, describe, None).expected.setdefault(name, before)
 
-    def table(self, snapshot: DictSnapshot) -> None:
+    def table(self, table: dict, owner: Any) -> None:
         """Guard all names of an object or a class."""
-        describe = describe_attribute(snapshot.owner)
-        for name in list(snapshot.table):
+        describe = describe_attribute(owner)
+        for name in list(table):
             if isinstance(name, str) and not name.startswith("__"):
-                if not (isinstance(snapshot.owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
-                    self.name(snapshot.table, name, describe)
+                if not (isinstance(owner, torch.optim.Optimizer) and is_guarded_elsewhere(name)):
+                    self.name(table, name, describe)
 
     def variable(self, cell: types.CellType, name: str, function: types.FunctionType) -> None:
         """Guard a variable of an enclosing function."""
-        entry = self._snapshot.cells.get(id(cell))
-        if entry is not None and entry[1] is cell_content(cell) and (id(cell), None) not in self._counted:
+        state = self._snapshot.state(CellContent, cell)
+        if state is not None and state.before is cell_content(cell) and (id(cell), None) not in self._counted:
             description = f"the variable {name} that {function.__qualname__} sets"
-            self._values.cells.setdefault(id(cell), CellGuard(cell, entry[1], description, name))
+            self._values.cells.setdefault(id(cell), CellGuard(cell, state.before, description, name))
 
     def attribute(self, owner: Any, name: str | None) -> None:
         """Guard an attribute of an object; all of them if `name` is None."""
         describe = describe_attribute(owner)
-        slotted = self._snapshot.slotted.get(id(owner))
-        for slot, before in zip(slotted.names, slotted.before, strict=True) if slotted is not None else ():
+        for slot, before in self._snapshot.slots_before(owner).items():
             key = id(owner), slot
             if name in (slot, None) and slot_value(owner, slot) is before and key not in self._counted:
                 self._values.read(key, slot_reader(owner, slot), before, describe(slot), slot)
@@ -106,7 +99,7 @@ class _Stores:
         if table is None:
             return
         if name is None:
-            self.table(DictSnapshot(table, table, owner, "attributes"))
+            self.table(table, owner)
             return
         if isinstance(owner, torch.nn.Module) and any(name in table.get(part, ()) for part in MODULE_TABLES):
             self._values.of_object(owner)

@@ -26,7 +26,7 @@ from ...errors import GraphChangeWarning, ShapeError, TraceError
 from ...program.graph import Value, contiguous_stride, is_not_strided
 from ...program.source import here, warn
 from ..guards.effects import Bind, Effects
-from ..guards.object_kinds import ObjectKind, kind_of
+from ..guards.kind import kind_of
 from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor
 from ..pytrees import containers, flatten, flattened_attributes
 
@@ -466,7 +466,7 @@ def _kind(leaf: Any) -> tuple:
     try:
         hash(leaf)
     except TypeError:
-        if kind_of(type(leaf)) is ObjectKind.INSTANCE:  # a dataclass, for example
+        if kind_of(type(leaf)).has_only_attributes:  # a dataclass, for example
             return (type(leaf), Itself(leaf))
         raise TraceError(
             f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists and "

@@ -324,7 +324,7 @@ class CacheEntry:
         """Why it must be traced at each call, if it must."""
         if self.step.traced.retrace_reason is not None:
             return str(self.step.traced.retrace_reason)
-        for held, description in self.guards.unwatchable.values():
+        for held, description in self.guards.unguardable.values():
             kind = type(held).__qualname__
             return f"it reads {description}, an object of type {kind}, whose changes cannot be detected"
         for call in self.guards.external_calls:
@@ -339,7 +339,7 @@ class CacheEntry:
     def _too_large(self) -> str | None:
         """What user code reads that is too large to be compared at each call."""
         lines = self.guards.lines
-        for name, description in self.guards.unwatched:
+        for name, description in self.guards.too_large:
             line = lines.where_read(name, user_code=True)
             if line is not None or lines.where_read(name) is None:  # not found in the code: read by a computed name
                 return f"{line or 'it'} reads {description}, which is too large to compare at each call"

@@ -22,10 +22,10 @@ from ...capture.step import StepTrace, is_traced
 from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
+from ..guards.access import MISSING
 from ..guards.effects import Bind, Effects, always, setting
 from ..guards.equality import same
 from ..guards.guards import with_article
-from ..guards.object_kinds import MISSING
 from ..guards.places import Place, Varying, place_of
 from ..guards.reconstruct import CallFrame, Make, Reconstructor, computed
 from ..guards.snapshot import Snapshot
@@ -62,7 +62,7 @@ class OptimizerStates:
         for optimizer in snapshot.optimizers:
             if any(seen is optimizer for seen in self._seen):
                 continue
-            before = {p: held for p, held in snapshot.states[id(optimizer)].items() if isinstance(held, dict)}
+            before = {p: held for p, held in snapshot.optimizer_states[id(optimizer)].items() if isinstance(held, dict)}
             for p, held in before.items():
                 entries = optimizer.state.get(p)
                 if isinstance(entries, dict):

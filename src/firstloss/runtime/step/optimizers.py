@@ -272,7 +272,7 @@ class Optimizers:
                     del group[key]
                 group.update(before)
             if snapshot is not None:  # the optimizer's own code has not counted steps
-                Effects(snapshot, None, Reconstructor(lambda tensor: False, snapshot.holds)).undo()
+                snapshot.undo()
                 _restore_states(snapshot, optimizer)
         for i, group in enumerate(optimizer.param_groups):
             for key in list(group):
@@ -285,7 +285,7 @@ def _restore_states(snapshot: Snapshot, optimizer: torch.optim.Optimizer) -> Non
     for inner in snapshot.optimizers:
         if inner is optimizer or inner.state is optimizer.state:
             continue
-        before = snapshot.states[id(inner)]
+        before = snapshot.optimizer_states[id(inner)]
         for p, entries in list(inner.state.items()):
             if p not in before:
                 del inner.state[p]

@@ -24,10 +24,11 @@ from ...program.graph import Ref
 from ...program.program import Program
 from ...program.source import here
 from ..backend import Backend
-from ..guards.effects import Bind, Effects, always, restore_contents
+from ..guards.effects import Bind, Effects, always
+from ..guards.external_state import set_state, state_of
 from ..guards.guard_set import GuardSet
-from ..guards.mutable_state import restore_environment
 from ..guards.places import Place, Varying
+from ..guards.process_state import restore_environment
 from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
@@ -70,7 +71,10 @@ class TraceObserver:
             draws: the draws that each call repeats.
         """
         reads = GuardSources(self.snapshot, self.recording)
-        effects = Effects(self.snapshot, reads, reconstructor)
+        effects = self.snapshot.compare(reads, reconstructor)
+        for generator, state in reads.generators:
+            if state != (now := state_of(generator)):
+                effects.replaced(generator, functools.partial(set_state, generator), state, now)
         before, after = self._generators, python_generators.states()
         self.moves_generators = before != after
         repeated = draws is not None and draws.complete
@@ -81,15 +85,11 @@ class TraceObserver:
         self.recording.forget()
         return effects
 
-    def restore(self, reconstructor: Reconstructor) -> None:
-        """Undo all changes of a step that could not be traced."""
-        Effects(self.snapshot, None, reconstructor).undo()
-
     def restore_contents(self) -> bool:
         """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
-        restore_environment(self.snapshot.environment)
+        restore_environment(self.snapshot.environment.before)
         python_generators.restore(self._generators)
-        return restore_contents(self.snapshot)
+        return self.snapshot.restore_contents()
 
 
 def trace_step(
@@ -287,7 +287,7 @@ class _Trace:
     def undo(self) -> None:
         """Undo all changes of a step that could not be traced."""
         if self.effects is None:
-            self._observer.restore(Reconstructor(lambda tensor: False, self._observer.snapshot.holds))
+            self._observer.snapshot.undo()
         _undo(self)
 
 

@@ -1,0 +1,170 @@
+"""Direct access to what is in an object, without calling methods that its class overrides."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...compat.python_names import is_python_class
+
+MISSING: Any = object()
+
+
+def slots(cls: type) -> tuple[str, ...]:
+    """The names in the `__slots__` of a Python class."""
+    names = _slots.get(cls)
+    if names is None:
+        bases = [base for base in cls.__mro__ if is_python_class(base) and "__slots__" in vars(base)]
+        members = [(name, member) for base in bases for name, member in vars(base).items()]
+        names = _slots[cls] = tuple(n for n, member in members if isinstance(member, types.MemberDescriptorType))
+    return names
+
+
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def own_attributes(obj: Any) -> dict | None:
+    """The `__dict__` of an object itself, if it has one."""
+    if not type(obj).__dictoffset__ and not isinstance(obj, threading.local):
+        return None
+    table = obj.__dict__ if isinstance(obj, threading.local) else object.__getattribute__(obj, "__dict__")
+    return table if isinstance(table, dict) else None
+
+
+def slot_value(obj: Any, name: str) -> Any:
+    """The value of a slot, MISSING if it is empty."""
+    for base in type(obj).__mro__:
+        member = base.__dict__.get(name)
+        if isinstance(member, types.MemberDescriptorType):
+            try:
+                return member.__get__(obj)
+            except AttributeError:
+                return MISSING
+    return MISSING
+
+
+def slot_reader(obj: Any, name: str) -> Callable[[], Any]:
+    """A function that returns the value of the slot."""
+    return functools.partial(slot_value, obj, name)
+
+
+def cell_content(cell: types.CellType) -> Any:
+    """The value of a cell, MISSING if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def class_table(cls: type) -> dict:
+    """The dict behind a class's `__dict__`, which is a read-only view of it."""
+    return gc.get_referents(cls.__dict__)[0]
+
+
+def definition(function: types.FunctionType) -> tuple:
+    """The parts of a function that can be replaced: code, defaults and the like."""
+    defaults = function.__kwdefaults__
+    return (function.__code__, function.__defaults__, None if defaults is None else tuple(defaults.items()))
+
+
+def define(function: types.FunctionType, made_of: tuple) -> None:
+    """Restore what `definition` returned."""
+    function.__code__, function.__defaults__, keywords = made_of
+    function.__kwdefaults__ = None if keywords is None else dict(keywords)
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Every global and attribute that `code`, or a function defined in it, mentions, as a name or in a string."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
+        elif isinstance(constant, tuple):  # names in a match statement, or of keyword arguments
+            yield from (c for c in constant if isinstance(c, str))
+
+
+def items_of(container: Any) -> list[Any]:
+    """A shallow copy of the items of a list, set, deque or tuple."""
+    return list(container) if type(container).__iter__ in _PLAIN_ITERATION else list(_raw_iteration(container))
+
+
+_PLAIN_ITERATION = {list.__iter__, set.__iter__, tuple.__iter__, frozenset.__iter__, collections.deque.__iter__}
+
+
+def _raw_iteration(container: Any) -> Iterator[Any]:
+    bases: tuple[Any, ...] = (list, set, tuple, frozenset, collections.deque)
+    return next((base.__iter__(container) for base in bases if isinstance(container, base)), iter(container))
+
+
+def table_of(table: dict) -> dict:
+    """A shallow copy of a dict, in order, without calling overridden methods."""
+    if type(table) is dict:
+        return table.copy()
+    if isinstance(table, collections.OrderedDict):
+        return {key: dict.__getitem__(table, key) for key in collections.OrderedDict.__iter__(table)}
+    return dict(dict.items(table))
+
+
+def empty_like(container: Any) -> Callable[[], Any]:
+    """A function that creates an empty container of the same class."""
+    cls = type(container)
+    base = _builtin(cls)
+    if isinstance(container, collections.deque):
+        length = container.maxlen
+        return lambda: _initialized(base.__new__(cls), base, (), length)
+    if isinstance(container, collections.defaultdict):
+        factory = container.default_factory
+        return lambda: _initialized(base.__new__(cls), base, factory)
+    return lambda: base.__new__(cls)
+
+
+def _initialized(new: Any, base: Any, *args: Any) -> Any:
+    base.__init__(new, *args)
+    return new
+
+
+def _builtin(cls: type) -> Any:
+    """The builtin class that `cls` derives from."""
+    return next(base for base in cls.__mro__ if not is_python_class(base))
+
+
+def set_items(container: Any, items: list[Any]) -> None:
+    """Replace the items of a list, set or deque."""
+    if isinstance(container, list):
+        list.__setitem__(container, slice(None), items)
+        return
+    base = _builtin(type(container))
+    base.clear(container)
+    (set.update if issubclass(base, set) else base.extend)(container, items)
+
+
+def set_table(table: dict, entries: dict) -> None:
+    """Replace the entries of a dict, in order."""
+    if type(table) is dict:
+        table.clear()
+        table.update(entries)
+        return
+    base = _builtin(type(table))
+    base.clear(table)
+    for key, value in entries.items():
+        base.__setitem__(table, key, value)
+
+
+class ModuleProxy:
+    """A proxy for a module: all its attributes but `_model` are those of the module."""
+
+    __slots__ = ()
+
+
+def module_of(compiled: ModuleProxy) -> torch.nn.Module:
+    """The module behind a proxy."""
+    return compiled.__dict__["_model"]

@@ -1,0 +1,273 @@
+"""The states that kinds keep in a snapshot: what a step can change in an object, how that is undone, and repeated."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .access import MISSING, cell_content, define, definition, items_of, set_items, set_table, slot_value, table_of
+from .effects import Bind, Effects, always, delete_name, repeated, setting, setting_in
+from .equality import same, same_items
+from .kind import State
+from .reconstruct import CallFrame, Make
+
+
+class Table(State):
+    """A dict of attributes, globals or items.
+
+    Attributes:
+        owner: the object with these attributes; the module's name for globals; None for a dict's own items.
+        kind: "attributes", "globals" or "items".
+    """
+
+    __slots__ = ("owner", "kind")
+    order = 0
+
+    def __init__(self, held: dict, before: dict, owner: Any, kind: str) -> None:
+        super().__init__(held, before)
+        self.owner = owner
+        self.kind = kind
+
+    @property
+    def group(self) -> type[State]:
+        return Table
+
+    def is_unchanged(self, now: dict) -> bool:
+        """Whether the dict holds the same objects in the same order, if it holds these now."""
+        if len(now) != len(self.before) or not all(map(operator.is_, now.values(), self.before.values())):
+            return False
+        return same_items(list(now), list(self.before))
+
+    def compare(self, effects: Effects) -> None:
+        table, before = self.held, self.before
+        if self.is_unchanged(table):
+            return
+        effects.changed_ids.add(id(table))
+        make = effects.reconstructor.make
+        put, delete = table.__setitem__, table.__delitem__
+        if isinstance(self.owner, type):  # assignments to a class must go through `setattr`
+            put = functools.partial(type.__setattr__, self.owner)
+            delete = functools.partial(type.__delattr__, self.owner)
+        holds_arguments = effects.reconstructor.holds_arguments(table)
+        container_of = effects.reconstructor.container(table)
+        for name, now in list(table.items()):
+            old = before.get(name, MISSING)
+            if now is old or isinstance(name, str) and name.startswith("_firstloss"):
+                continue
+            effects.undoes(functools.partial(delete, name) if old is MISSING else functools.partial(put, name, old))
+            if holds_arguments:
+                effects.bindings.append(setting_in(container_of, name, make(now)))
+            else:
+                key = id(table), name
+                get = functools.partial(operator.getitem, table, name)
+                effects.bind(key, old, now, functools.partial(put, name), get)
+        for name in before.keys() - table.keys():
+            effects.undoes(functools.partial(put, name, before[name]))
+            if holds_arguments:
+                effects.bindings.append(_removing_from(container_of, name))
+            else:
+                effects.bindings.append(always(functools.partial(delete_name, table, name, delete)))
+
+
+def _removing_from(container_of: Make, name: Any) -> Callable[[CallFrame], Bind]:
+    return lambda env: functools.partial(container_of(env).pop, name, None)
+
+
+class Items(Table):
+    """The items of a dict."""
+
+    __slots__ = ()
+
+    def __init__(self, held: dict, before: dict) -> None:
+        super().__init__(held, before, None, "items")
+
+    def compare(self, effects: Effects) -> None:
+        table, before = self.held, self.before
+        now = table_of(table)
+        if self.is_unchanged(now):
+            return
+        effects.undoes(functools.partial(set_table, table, before))
+        if _counted(table, before, now, effects):
+            return
+        container_of = effects.changed_container(table)
+        make = effects.reconstructor.make
+        if same_items(list(now), list(before)):  # rebound in place
+            for key, value in now.items():
+                if value is not before[key]:
+                    effects.bindings.append(setting_in(container_of, key, make(value)))
+            return
+        parts = [(make(key), make(value)) for key, value in now.items()]
+        effects.bindings.append(
+            lambda env: functools.partial(set_table, container_of(env), {key(env): make(env) for key, make in parts})
+        )
+
+
+def _counted(container: Any, before: Any, now: Any, effects: Effects) -> bool:
+    """Whether the step only updates numbers in a dict or a list; each call then repeats the updates."""
+    item_updates = None if effects.reads is None else effects.reads.updates.item_updates(container, before, now)
+    if item_updates is None:
+        return False
+    updates = [(key, repeated(counted, now[key])) for key, counted in item_updates]
+    if any(update is None for _, update in updates):
+        return False
+
+    def counting(key: Any, update: Any) -> Callable[[CallFrame], Bind]:
+        return lambda env: functools.partial(operator.setitem, container, key, update(container[key]))
+
+    effects.bindings += [counting(key, update) for key, update in updates]
+    return True
+
+
+class Sequence(State):
+    """The items of a list, a set or a deque."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, held: Any, before: list, kind: Any) -> None:
+        """`kind`: of the container, a `Collection`."""
+        super().__init__(held, before)
+        self.kind = kind
+
+    def compare(self, effects: Effects) -> None:
+        container, before, reads = self.held, self.before, effects.reads
+        now = items_of(container)
+        only_added_to = reads is not None and reads.updates.only_collected(container)
+        if reads is not None and only_added_to:
+            reads.guard_collection(container, before)
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return
+        effects.undoes(functools.partial(set_items, container, before))
+        if reads is None or _counted(container, before, now, effects):
+            return
+        make = effects.reconstructor.make
+        added = self.kind.added_to(container, before, now) if only_added_to else None
+        if added is not None:
+            effects.changed_ids.add(id(container))
+            parts = [make(item) for item in added]
+            add = self.kind.add
+            effects.bindings.append(lambda env: add(container, [part(env) for part in parts]))
+            return
+        effects.takes_from_sets = effects.takes_from_sets or isinstance(container, set)
+        container_of = effects.changed_container(container)
+        makes = [make(item) for item in now]
+        if isinstance(container, list) and len(now) == len(before):
+            for i, part in enumerate(makes):
+                if now[i] is not before[i]:
+                    effects.bindings.append(setting_in(container_of, i, part))
+            return
+        effects.bindings.append(
+            lambda env: functools.partial(set_items, container_of(env), [part(env) for part in makes])
+        )
+
+
+# -- attributes, functions and their variables --
+
+
+class Slots(State):
+    """The attributes of an object that are in `__slots__`."""
+
+    __slots__ = ()
+
+    def compare(self, effects: Effects) -> None:
+        for name, old in self.before.items():
+            now = slot_value(self.held, name)
+            if now is not old:
+                key = id(self.held), name
+                put, get = functools.partial(_set_slot, self.held, name), functools.partial(slot_value, self.held, name)
+                effects.rebound(self.held, key, old, now, put, get)
+
+
+def _set_slot(owner: Any, name: str, value: Any) -> None:
+    if value is MISSING:
+        object.__delattr__(owner, name)
+    else:
+        object.__setattr__(owner, name, value)
+
+
+class ClassOf(State):
+    """The class of an object, which the step may replace."""
+
+    __slots__ = ()
+    order = 2  # slots are set on objects of their own class
+
+    def compare(self, effects: Effects) -> None:
+        if type(self.held) is not self.before:
+            put = functools.partial(object.__setattr__, self.held, "__class__")
+            effects.replaced(self.held, put, self.before, type(self.held))
+
+
+class CellContent(State):
+    """The content of a cell."""
+
+    __slots__ = ()
+
+    def compare(self, effects: Effects) -> None:
+        now = cell_content(self.held)
+        if now is not self.before:
+            put, get = functools.partial(_set_cell, self.held), functools.partial(cell_content, self.held)
+            effects.rebound(self.held, (id(self.held), None), self.before, now, put, get)
+
+
+def _set_cell(cell: types.CellType, value: Any) -> None:
+    if value is MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+class Definition(State):
+    """The code of a function, and its default arguments."""
+
+    __slots__ = ()
+
+    def compare(self, effects: Effects) -> None:
+        if not same(self.before, now := definition(self.held)):
+            effects.replaced(self.held, functools.partial(define, self.held), self.before, now)
+
+
+class NameInModule(State):
+    """A name in a module that is not entered, which the step may set."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, module: types.ModuleType, name: str) -> None:
+        super().__init__(module, vars(module).get(name, MISSING))
+        self.name = name
+
+    def compare(self, effects: Effects) -> None:
+        table = vars(self.held)
+        now = table.get(self.name, MISSING)
+        if now is self.before:
+            return
+        effects.changed_ids.add(id(table))
+        put = functools.partial(table.__setitem__, self.name)
+        delete = functools.partial(delete_name, table, self.name, table.__delitem__)
+        effects.undoes(functools.partial(put, self.before) if self.before is not MISSING else delete)
+        make = effects.reconstructor.make
+        effects.bindings.append(setting(put, make(now)) if now is not MISSING else always(delete))
+
+
+class Content(State):
+    """The content of an object, as `read` returns it."""
+
+    __slots__ = ("read",)
+    order = 3
+
+    def __init__(self, held: Any, read: Callable[[], Any]) -> None:
+        super().__init__(held, read())
+        self.read = read
+
+    @property
+    def group(self) -> type[State]:
+        return Content
+
+    def is_unchanged(self) -> bool:
+        """Whether the content is what it was."""
+        return same(self.before, self.read())
+
+    def restore(self) -> bool:
+        """Restore the content if it has changed; returns False where that is impossible."""
+        return True  # what is compared in parts, is undone with the other effects
