@@ -627,10 +627,10 @@ def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
     """No step has run that should have been another; from then on it is traced at each call."""
     hidden = itertools.count(1)
 
-    from firstloss.runtime.guards.kinds.contents import IteratorOfC
+    from firstloss.runtime.guards.kinds.contents import ITERATOR_OF_C
 
-    reader = IteratorOfC.reader
-    IteratorOfC.reader = lambda self, held: None if held is hidden else reader(self, held)
+    reader = ITERATOR_OF_C.reader
+    ITERATOR_OF_C.reader = lambda held: None if held is hidden else reader(held)
     try:
 
         @fl.trace
@@ -641,7 +641,7 @@ def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
         with pytest.warns(GraphChangeWarning):
             losses = [step(torch.ones(2))[0].item() for _ in range(4)]
     finally:
-        IteratorOfC.reader = reader
+        ITERATOR_OF_C.reader = reader
     assert losses == [1, 2, 3, 4]
 
 

@@ -12,7 +12,7 @@ A `State` compares the object with its copy after the trace, and says how the di
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 
@@ -88,10 +88,15 @@ def of(*classes: type) -> Callable[[K], K]:
     """Decorates a kind: it is that of the instances of `classes` and their subclasses."""
 
     def decorate(kind: K) -> K:
-        _kinds.update(dict.fromkeys(classes, kind()))
+        register(classes, kind())
         return kind
 
     return decorate
+
+
+def register(classes: Iterable[type], kind: Kind) -> None:
+    """Let `kind` be that of the instances of `classes` and their subclasses."""
+    _kinds.update(dict.fromkeys(classes, kind))
 
 
 def has_kind(cls: type) -> bool:

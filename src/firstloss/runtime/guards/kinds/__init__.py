@@ -12,11 +12,8 @@ from ....compat.python_names import has_managed_dict, is_python_class
 from ..kind import Kind, of
 from ..packages import is_harmless_module, is_runtime, module_of_class
 from . import classes, containers, functions  # noqa: F401 - they register their kinds
-from .contents import IteratorOfC, Tokenizer
+from .contents import ITERATOR_OF_C, TOKENIZER
 from .instances import FIRSTLOSS_OBJECT, INSTANCE, LEAF, UNKNOWN, has_attributes
-
-_ITERATOR_OF_C = IteratorOfC()
-_TOKENIZER = Tokenizer()
 
 
 @of(object)
@@ -27,9 +24,9 @@ class Other(Kind):
         module = module_of_class(cls)
         package = module.partition(".")[0]
         if _is_iterator_of_c(cls):
-            return _ITERATOR_OF_C if cls.__reduce__ is not object.__reduce__ else UNKNOWN  # the position is pickled
+            return ITERATOR_OF_C if cls.__reduce__ is not object.__reduce__ else UNKNOWN  # the position is pickled
         if package == "tokenizers":
-            return _TOKENIZER
+            return TOKENIZER
         if is_runtime(module):
             return FIRSTLOSS_OBJECT if module.startswith(_OF_USERS) and cls.__dictoffset__ else LEAF
         if issubclass(cls, threading.local):

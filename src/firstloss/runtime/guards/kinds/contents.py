@@ -21,8 +21,8 @@ import torch
 from ..effects import Effects
 from ..equality import ComparedState
 from ..guards import with_article
-from ..kind import Kind, of
-from ..reconstruct import Make, Reconstructor
+from ..kind import Kind, register
+from ..reconstruct import Make, Reconstructor, constant
 from ..snapshot import LARGEST, Snapshot
 from ..states import Content
 from ..value_guards import Values
@@ -69,27 +69,33 @@ class OpaqueContent(Content):
 
 
 class Opaque(WithAttributes):
-    """An object whose content only its kind can read."""
+    """An object whose content only these functions can read."""
 
-    def reader(self, obj: Any) -> Callable[[], Any] | None:
-        """A function that returns the present content, for comparison; None if it has none that changes."""
-        return functools.partial(self.read, obj)
-
-    def read(self, obj: Any) -> Any:
-        """The present content."""
-        raise NotImplementedError
+    def __init__(
+        self,
+        read: Callable[[Any], Any] = repr,
+        *,
+        reader: Callable[[Any], Callable[[], Any] | None] | None = None,
+        restore: Callable[[Any, Any], Any] = lambda obj, before: False,
+        inside: Callable[[Any], Iterable[Any]] = lambda obj: (),
+        too_large: Callable[[Any], str | None] = lambda obj: None,
+    ) -> None:
+        """
+        Args:
+            read: returns an object's present content, for comparison.
+            reader: in place of `read`, returns a function that does; None if there is no content that changes.
+            restore: restores the content that was read before; returns False where that is impossible.
+            inside: returns the objects that are reached other than by an attribute.
+            too_large: returns a description of an object in which something may change undetected.
+        """
+        self.reader = reader or (lambda obj: functools.partial(read, obj))
+        self._restore = restore
+        self.inside = inside
+        self._too_large = too_large
 
     def restore(self, obj: Any, before: Any) -> bool:
-        """Restore the content that was read before; False where that is impossible."""
-        return False
-
-    def inside(self, obj: Any) -> Iterable[Any]:
-        """The objects that are reached through it other than by an attribute."""
-        return ()
-
-    def too_large(self, obj: Any) -> str | None:
-        """A description of the object if something in it may change undetected."""
-        return None
+        """Restore the content that was read before; returns False where that is impossible."""
+        return self._restore(obj, before) is not False
 
     def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         read = self.reader(obj)
@@ -98,7 +104,7 @@ class Opaque(WithAttributes):
         stack += self.inside(obj)
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
-        values.note_size(self.too_large(obj), description, name)
+        values.note_size(self._too_large(obj), description, name)
         values.content(obj, f"the content of {description}", name)
         for part in self.inside(obj):
             values.value(part, description, name)
@@ -110,10 +116,10 @@ class Opaque(WithAttributes):
         return reconstructor.cannot(obj)
 
 
-# -- bytes --
+# -- arrays and buffers --
 
 
-def bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callable[[], Any]:
+def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callable[[], Any]:
     """Returns a function that reads the bytes of a buffer. It returns the same object as long as they are unchanged, so
     that they are not copied each time.
 
@@ -138,57 +144,63 @@ def bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callabl
     return read
 
 
-@of(np.ndarray)
-class Array(Opaque):
-    """An array: its shape, dtype and bytes, or the objects in it."""
-
-    def reader(self, obj: np.ndarray) -> Callable[[], Any]:
-        held = np.asarray(obj)
-        if held.dtype.hasobject:
-            return lambda: (held.shape, *(held.ravel().tolist() if held.size <= _MAX_OBJECTS else ()))
-        if held.flags.c_contiguous and held.dtype.itemsize:
-            read = bytes_of(held, lambda: held.reshape(-1).view(np.uint8))
-            return lambda: (held.shape, held.dtype, read())
-        if held.nbytes <= _MAX_BYTES:
-            return lambda: (held.shape, held.dtype, held.tobytes())
-        return lambda: (held.shape, held.dtype, held.flat[:: held.size // _SAMPLED].tobytes())
-
-    def restore(self, obj: np.ndarray, before: Any) -> bool:
-        if obj.dtype.hasobject or obj.nbytes > _MAX_BYTES or not obj.flags.writeable:
-            return False
-        if obj.shape != before[0] or obj.dtype != before[1]:
-            return False
-        obj[...] = np.frombuffer(bytes(before[2]), obj.dtype).reshape(obj.shape)
-        return True
-
-    def inside(self, obj: np.ndarray) -> Iterable[Any]:
-        return obj.ravel().tolist() if obj.dtype.hasobject and obj.size <= LARGEST else ()
-
-    def too_large(self, obj: np.ndarray) -> str | None:
-        size, limit = (obj.size, _MAX_OBJECTS) if obj.dtype.hasobject else (obj.nbytes, _MAX_BYTES)
-        return f"an array of {obj.nbytes:,} bytes" if size > limit else None
+def _restore_bytes(obj: Any, before: Any) -> bool:
+    content = memoryview(obj).cast("B")
+    if not isinstance(before, bytearray) or content.nbytes != len(before):
+        return False
+    content[:] = before
+    return True
 
 
-@of(bytearray, array.array)
-class Buffer(Opaque):
-    """A buffer of bytes or numbers."""
+def _large_buffer(obj: Any) -> str | None:
+    size = memoryview(obj).nbytes
+    return f"a {type(obj).__name__} of {size:,} bytes" if size > _MAX_BYTES else None
 
-    def reader(self, obj: Any) -> Callable[[], Any]:
-        return bytes_of(obj)
 
-    def restore(self, obj: Any, before: Any) -> bool:
-        if not isinstance(before, bytearray):
-            return False
-        content = memoryview(obj).cast("B")
-        if content.nbytes != len(before):
-            return False
-        content[:] = before
-        return True
+def _array_reader(obj: np.ndarray) -> Callable[[], Any]:
+    """Returns a function that reads shape, dtype and bytes, or the objects in an array of objects."""
+    held = np.asarray(obj)
+    if held.dtype.hasobject:
+        return lambda: (held.shape, *(held.ravel().tolist() if held.size <= _MAX_OBJECTS else ()))
+    if held.flags.c_contiguous and held.dtype.itemsize:
+        read = _bytes_of(held, lambda: held.reshape(-1).view(np.uint8))
+        return lambda: (held.shape, held.dtype, read())
+    if held.nbytes <= _MAX_BYTES:
+        return lambda: (held.shape, held.dtype, held.tobytes())
+    return lambda: (held.shape, held.dtype, held.flat[:: held.size // _SAMPLED].tobytes())
 
-    def too_large(self, obj: Any) -> str | None:
-        size = memoryview(obj).nbytes
-        return f"a {type(obj).__name__} of {size:,} bytes" if size > _MAX_BYTES else None
 
+def _restore_array(obj: np.ndarray, before: Any) -> bool:
+    if obj.dtype.hasobject or obj.nbytes > _MAX_BYTES or not obj.flags.writeable:
+        return False
+    if obj.shape != before[0] or obj.dtype != before[1]:
+        return False
+    obj[...] = np.frombuffer(bytes(before[2]), obj.dtype).reshape(obj.shape)
+    return True
+
+
+def _large_array(obj: np.ndarray) -> str | None:
+    size, limit = (obj.size, _MAX_OBJECTS) if obj.dtype.hasobject else (obj.nbytes, _MAX_BYTES)
+    return f"an array of {obj.nbytes:,} bytes" if size > limit else None
+
+
+def _objects_in(obj: Any) -> Iterable[Any]:
+    """The objects in an array, or in a row of one."""
+    if not obj.dtype.hasobject or obj.size > LARGEST:
+        return ()
+    objects: Iterable[Any] = obj.ravel().tolist() if isinstance(obj, np.ndarray) else obj.tolist()
+    return objects
+
+
+register(
+    (np.ndarray,),
+    Opaque(reader=_array_reader, restore=_restore_array, inside=_objects_in, too_large=_large_array),
+)
+register((bytearray, array.array), Opaque(reader=_bytes_of, restore=_restore_bytes, too_large=_large_buffer))
+register(
+    (np.void,),  # a row of a structured array
+    Opaque(lambda row: (row.dtype, None if row.dtype.hasobject else row.tobytes()), inside=_objects_in),
+)
 
 _SIMPLE: Any = ctypes.c_int.__base__
 # Functions of C libraries, which can do anything, and pointers, which refer to memory that they do not own.
@@ -201,18 +213,11 @@ _FOREIGN: Any = (
 )
 
 
-@of(ctypes.Structure, ctypes.Union, ctypes.Array, _SIMPLE, *_FOREIGN)
-class DataOfC(Buffer):
+class DataOfC(Opaque):
     """Data of ctypes, unless it refers to memory that it does not own."""
 
     def of_class(self, cls: type) -> Kind:
         return UNKNOWN if _has_pointers(cls) else self
-
-    def reader(self, obj: Any) -> Callable[[], Any]:
-        return bytes_of(obj, lambda: np.frombuffer(obj, np.uint8))
-
-    def too_large(self, obj: Any) -> str | None:
-        return None
 
 
 def _has_pointers(cls: Any) -> bool:
@@ -225,72 +230,44 @@ def _has_pointers(cls: Any) -> bool:
     return any(_has_pointers(kind) for _, kind, *_ in fields)
 
 
-@of(np.void)
-class Row(Opaque):
-    """A row of a structured array."""
+def _reader_of_c(obj: Any) -> Callable[[], Any]:
+    return _bytes_of(obj, lambda: np.frombuffer(obj, np.uint8))
 
-    def read(self, obj: np.void) -> Any:
-        return obj.dtype, None if obj.dtype.hasobject else obj.tobytes()
 
-    def inside(self, obj: np.void) -> Iterable[Any]:
-        return obj.tolist() if obj.dtype.hasobject else ()
+_data_of_c = DataOfC(reader=_reader_of_c, restore=_restore_bytes)
+register((ctypes.Structure, ctypes.Union, ctypes.Array, _SIMPLE, *_FOREIGN), _data_of_c)
 
 
 # -- random generators --
 
 
-@of(random.Random)
-class PythonGenerator(Opaque):
-    """A random generator of Python's."""
-
-    def read(self, obj: random.Random) -> Any:
-        return obj.getstate()
-
-    def restore(self, obj: random.Random, before: Any) -> bool:
-        obj.setstate(before)
-        return True
+def _set_bit_generator(obj: np.random.Generator, before: Any) -> None:
+    obj.bit_generator.state = before.state
 
 
-@of(np.random.Generator)
-class NumpyGenerator(Opaque):
-    """A random generator of NumPy's."""
-
-    def read(self, obj: np.random.Generator) -> Any:
-        return ComparedState(obj.bit_generator.state)
-
-    def restore(self, obj: np.random.Generator, before: Any) -> bool:
-        obj.bit_generator.state = before.state
-        return True
-
-
-@of(np.random.RandomState)
-class LegacyGenerator(Opaque):
-    """A random generator of NumPy's older interface."""
-
-    def read(self, obj: np.random.RandomState) -> Any:
-        return ComparedState(obj.get_state())
-
-    def restore(self, obj: np.random.RandomState, before: Any) -> bool:
-        obj.set_state(before.state)
-        return True
+register((random.Random,), Opaque(random.Random.getstate, restore=random.Random.setstate))
+register(
+    (np.random.Generator,),
+    Opaque(lambda obj: ComparedState(obj.bit_generator.state), restore=_set_bit_generator),
+)
+register(
+    (np.random.RandomState,),
+    Opaque(lambda obj: ComparedState(obj.get_state()), restore=lambda obj, before: obj.set_state(before.state)),
+)
 
 
 # -- context, locks, loggers --
 
 
-@of(contextvars.ContextVar)
-class Variable(Opaque):
-    """A context variable: its value in this context."""
+class ContextVariable(Opaque):
+    """A context variable: its value in this context, which is compared as an object."""
 
     def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
-        snapshot.keep(ValueInContext(obj, functools.partial(value_in, obj)))
-        stack.append(value_in(obj))
-
-    def inside(self, obj: contextvars.ContextVar) -> Iterable[Any]:
-        return (value_in(obj),)
+        snapshot.keep(ValueInContext(obj, functools.partial(_value_in, obj)))
+        stack.append(_value_in(obj))
 
 
-def value_in(variable: contextvars.ContextVar) -> Any:
+def _value_in(variable: contextvars.ContextVar) -> Any:
     """The value of a context variable in this context; None if it has none."""
     try:
         return variable.get()
@@ -312,63 +289,52 @@ class ValueInContext(Content):
         effects.rebound(self.held, None, self.before, now, self.held.set)
 
 
-@of(contextvars.Context)
-class Context(Opaque):
-    """A context: its variables with their values."""
-
-    def read(self, obj: contextvars.Context) -> Any:
-        return (*obj.keys(), *obj.values())
-
-    def inside(self, obj: contextvars.Context) -> Iterable[Any]:
-        return obj.values()
+register((contextvars.ContextVar,), ContextVariable(_value_in, inside=lambda obj: (_value_in(obj),)))
+register(
+    (contextvars.Context,), Opaque(lambda obj: (*obj.keys(), *obj.values()), inside=lambda obj: list(obj.values()))
+)
+register((type(threading.Lock()), type(threading.RLock()), decimal.Context), Opaque(repr))
+register((logging.Logger,), Opaque(lambda obj: (obj.getEffectiveLevel(), obj.disabled, obj.manager.disable)))
 
 
-@of(type(threading.Lock()), type(threading.RLock()), decimal.Context)
-class ShownState(Opaque):
-    """A lock or a decimal context, whose `repr` tells its state."""
-
-    def read(self, obj: Any) -> Any:
-        return repr(obj)
+def _view_content(obj: types.MappingProxyType) -> tuple:
+    """The content of a read-only view of a dict, or of a class's attributes."""
+    return (*obj.keys(), *obj.values())
 
 
-@of(logging.Logger)
-class Logger(Opaque):
-    """A logger: what affects which messages are made."""
+class ReadOnlyView(Opaque):
+    """A read-only view of a dict, or of a class's attributes."""
 
-    def read(self, obj: logging.Logger) -> Any:
-        return obj.getEffectiveLevel(), obj.disabled, obj.manager.disable
+    refers = True
 
-
-# -- iterators --
+    def make(self, obj: Any, reconstructor: Reconstructor) -> Make:
+        return constant(obj)
 
 
-@of(types.GeneratorType)
-class PythonIterator(Opaque):
-    """A generator: its position, and its local variables."""
-
-    def read(self, obj: types.GeneratorType) -> Any:
-        frame = obj.gi_frame
-        return None if frame is None else (frame.f_lasti, *frame.f_locals.values())
-
-    def inside(self, obj: types.GeneratorType) -> Iterable[Any]:
-        return () if obj.gi_frame is None else list(obj.gi_frame.f_locals.values())
+register((types.MappingProxyType,), ReadOnlyView(_view_content, inside=lambda obj: list(obj.values())))
 
 
-class IteratorOfC(Opaque):
-    """A builtin iterator whose position can be read."""
+# -- iterators and tokenizers --
 
-    def read(self, obj: Any) -> Any:
-        """Its pickled state, flattened; its `repr` if it cannot be pickled."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # from itertools: its iterators cannot be pickled from Python 3.14 on
-                return tuple(_flattened(obj.__reduce__()[1:]))
-        except (AttributeError, TypeError):
-            return repr(obj)
 
-    def inside(self, obj: Any) -> Iterable[Any]:
-        state = self.read(obj)
-        return state if isinstance(state, tuple) else ()
+def _position_of_generator(obj: types.GeneratorType) -> Any:
+    """The position of a generator, and its local variables."""
+    frame = obj.gi_frame
+    return None if frame is None else (frame.f_lasti, *frame.f_locals.values())
+
+
+def _locals_of(obj: types.GeneratorType) -> Iterable[Any]:
+    return () if obj.gi_frame is None else list(obj.gi_frame.f_locals.values())
+
+
+def position(iterator: Any) -> Any:
+    """The position of a builtin iterator: its pickled state, flattened; its `repr` if it cannot be pickled."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # from itertools: its iterators cannot be pickled from Python 3.14 on
+            return tuple(_flattened(iterator.__reduce__()[1:]))
+    except (AttributeError, TypeError):
+        return repr(iterator)
 
 
 def _flattened(state: Any) -> Iterable[Any]:
@@ -379,10 +345,18 @@ def _flattened(state: Any) -> Iterable[Any]:
             yield part
 
 
-class Tokenizer(Opaque):
-    """An object of the tokenizers package. Serializing all of it takes milliseconds."""
+def _parts_of_position(iterator: Any) -> Iterable[Any]:
+    state = position(iterator)
+    return state if isinstance(state, tuple) else ()
 
-    def reader(self, obj: Any) -> Callable[[], Any] | None:
-        if not hasattr(type(obj), "get_vocab_size"):
-            return None
-        return lambda: (obj.get_vocab_size(), repr(obj.padding), repr(obj.truncation))
+
+def _tokenizer_reader(obj: Any) -> Callable[[], Any] | None:
+    """Of the tokenizers package. Serializing all of it takes milliseconds."""
+    if not hasattr(type(obj), "get_vocab_size"):
+        return None
+    return lambda: (obj.get_vocab_size(), repr(obj.padding), repr(obj.truncation))
+
+
+register((types.GeneratorType,), Opaque(_position_of_generator, inside=_locals_of))
+ITERATOR_OF_C = Opaque(position, inside=_parts_of_position)
+TOKENIZER = Opaque(reader=_tokenizer_reader)

@@ -9,7 +9,7 @@ import operator
 import random
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,12 @@ from .. import lru_caches
 from ..access import MISSING, cell_content, definition, names_in
 from ..bytecode import imported_modules
 from ..guards import CellGuard
-from ..kind import Kind, of
+from ..kind import Kind, of, register
 from ..packages import is_closed, is_closed_function, is_installed, is_runtime, own_module
 from ..reconstruct import CallFrame, Make, Reconstructor, constant, is_constant
 from ..snapshot import Snapshot
 from ..states import CellContent, Definition
 from ..value_guards import Values
-from .contents import Opaque, OpaqueContent
 from .instances import WithAttributes
 
 
@@ -100,9 +99,9 @@ class Binding(WithAttributes):
 
     refers = True
 
-    def referents(self, obj: Any) -> Iterable[Any]:
-        """The objects that it refers to."""
-        return gc.get_referents(obj)
+    def __init__(self, referents: Callable[[Any], Iterable[Any]] = gc.get_referents) -> None:
+        """`referents`: returns the objects that an object refers to."""
+        self.referents = referents
 
     def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         stack.extend(self.referents(obj))
@@ -115,26 +114,6 @@ class Binding(WithAttributes):
         return constant(obj)
 
 
-@of(
-    slice, super, operator.itemgetter, operator.methodcaller, type(functools.cmp_to_key(lambda a, b: 0)),
-    type({}.keys()), type({}.values()), type({}.items()),
-)  # fmt: skip
-class Holder(Binding):
-    """An object of C that only holds others."""
-
-
-@of(types.MethodType)
-class Method(Binding):
-    """A method of a Python class."""
-
-    def referents(self, obj: types.MethodType) -> Iterable[Any]:
-        return obj.__func__, obj.__self__
-
-    def make(self, obj: types.MethodType, reconstructor: Reconstructor) -> Make:
-        function, owner = reconstructor.make(obj.__func__), reconstructor.make(obj.__self__)
-        return lambda env: types.MethodType(function(env), owner(env))
-
-
 # Methods of generators whose state is guarded in any case.
 _OF_THE_PROCESS = {
     method
@@ -144,32 +123,37 @@ _OF_THE_PROCESS = {
 }
 
 
-@of(types.BuiltinFunctionType, types.MethodWrapperType)
-class MethodOfC(Binding):
-    """A method of a class of C, or a function of a module."""
-
-    def referents(self, obj: Any) -> Iterable[Any]:
-        if obj in _OF_THE_PROCESS or isinstance(obj.__self__, (types.ModuleType, type)):
-            return ()
-        return (obj.__self__,)
+def _owner_in_c(method: Any) -> Iterable[Any]:
+    """The owner of a method of a class of C; none of a function of a module."""
+    if method in _OF_THE_PROCESS or isinstance(method.__self__, (types.ModuleType, type)):
+        return ()
+    return (method.__self__,)
 
 
-@of(property, staticmethod, classmethod, functools.cached_property)
-class Descriptor(Binding):
-    """A descriptor of functions."""
+_HOLDERS: tuple[type, ...] = (
+    slice, super, operator.itemgetter, operator.methodcaller, type(functools.cmp_to_key(lambda a, b: 0)),
+    type({}.keys()), type({}.values()), type({}.items()),
+)  # fmt: skip
+register(_HOLDERS, Binding())
+register((types.BuiltinFunctionType, types.MethodWrapperType), Binding(_owner_in_c))
+register((property,), Binding(lambda obj: [f for f in (obj.fget, obj.fset, obj.fdel) if f is not None]))
+register((functools.cached_property,), Binding(lambda obj: (obj.func,)))
+register((staticmethod, classmethod), Binding(lambda obj: (obj.__func__,)))
 
-    def referents(self, obj: Any) -> Iterable[Any]:
-        if isinstance(obj, property):
-            return [f for f in (obj.fget, obj.fset, obj.fdel) if f is not None]
-        return (obj.func if isinstance(obj, functools.cached_property) else obj.__func__,)
+
+class Method(Binding):
+    """A method of a Python class."""
+
+    def make(self, obj: types.MethodType, reconstructor: Reconstructor) -> Make:
+        function, owner = reconstructor.make(obj.__func__), reconstructor.make(obj.__self__)
+        return lambda env: types.MethodType(function(env), owner(env))
 
 
-@of(functools.partial)
+register((types.MethodType,), Method(lambda obj: (obj.__func__, obj.__self__)))
+
+
 class Partial(Binding):
     """A function with arguments."""
-
-    def referents(self, obj: functools.partial) -> Iterable[Any]:
-        return obj.func, *obj.args, obj.keywords, obj.__dict__
 
     def guard(self, obj: functools.partial, values: Values, description: str, name: str) -> None:
         super().guard(obj, values, description, name)
@@ -181,16 +165,20 @@ class Partial(Binding):
         return lambda env: functools.partial(f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()})
 
 
-@of(weakref.ref, weakref.ProxyType, weakref.CallableProxyType)
+register((functools.partial,), Partial(lambda obj: (obj.func, *obj.args, obj.keywords, obj.__dict__)))
+
+
+def _behind(obj: Any) -> Iterable[Any]:
+    """The object behind a weak reference or a proxy."""
+    if isinstance(obj, weakref.ref):
+        return (obj(),)
+    with contextlib.suppress(ReferenceError):
+        return (obj.__reduce_ex__.__self__,)
+    return ()
+
+
 class WeakReference(Binding):
     """A weak reference, or a proxy."""
-
-    def referents(self, obj: Any) -> Iterable[Any]:
-        if isinstance(obj, weakref.ref):
-            return (obj(),)
-        with contextlib.suppress(ReferenceError):
-            return (obj.__reduce_ex__.__self__,)
-        return ()
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
         if any(map(_may_expire, self.referents(obj))):
@@ -200,6 +188,9 @@ class WeakReference(Binding):
         super().guard(obj, values, description, name)
 
 
+register((weakref.ref, weakref.ProxyType, weakref.CallableProxyType), WeakReference(_behind))
+
+
 def _may_expire(held: Any) -> bool:
     """Whether a weak reference to it may expire, as far as is known. References to parts of the training itself do not,
     such as those of schedulers to their optimizer."""
@@ -207,31 +198,8 @@ def _may_expire(held: Any) -> bool:
     return held is not None and not isinstance(held, lasting)
 
 
-@of(types.MappingProxyType)
-class ReadOnlyView(Binding, Opaque):
-    """A read-only view of a dict, or of a class's attributes."""
-
-    def referents(self, obj: types.MappingProxyType) -> Iterable[Any]:
-        return obj.values()
-
-    def read(self, obj: types.MappingProxyType) -> Any:
-        return (*obj.keys(), *obj.values())
-
-    def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
-        super().visit_content(obj, snapshot, stack)
-        snapshot.keep(OpaqueContent(obj, functools.partial(self.read, obj), self))
-
-    def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
-        values.content(obj, f"the content of {description}", name)
-        super().guard(obj, values, description, name)
-
-
-@of(lru_cache_wrapper)
 class CachedFunction(Binding):
     """A function behind `functools.lru_cache`, which a step may call without running it."""
-
-    def referents(self, obj: Any) -> Iterable[Any]:
-        return (obj.__wrapped__,)
 
     def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         super().visit_content(obj, snapshot, stack)
@@ -251,3 +219,6 @@ class CachedFunction(Binding):
         values.read(id(obj), lru_caches.unchanged(obj), not new, description, name)
         for result in results:
             values.value(result, description, name)
+
+
+register((lru_cache_wrapper,), CachedFunction(lambda obj: (obj.__wrapped__,)))
