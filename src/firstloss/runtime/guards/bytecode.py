@@ -1,7 +1,7 @@
 """How Python code uses a name, found in its bytecode.
 
-Most uses are reads. Three are not, since the step does not depend on the value: the update of a number (`n += 1`), also
-in a dict or a list (`counts["steps"] += 1`), and adding to a collection (`losses.append(loss)`).
+Most uses are reads. Adding to a collection (`losses.append(loss)`) is not, since the step does not depend on what the
+collection holds.
 """
 
 from __future__ import annotations
@@ -10,20 +10,11 @@ import contextlib
 import dis
 import functools
 import importlib.util
-import operator
 import sys
 import types
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...program.source import Source
-
-
-class Update(NamedTuple):
-    """`n += 1`: the operator and the other operand."""
-
-    combine: Callable[[Any, Any], Any]
-    constant: Any
 
 
 class Collect(NamedTuple):
@@ -32,22 +23,14 @@ class Collect(NamedTuple):
     method: str
 
 
-class ItemUpdate(NamedTuple):
-    """`counts["steps"] += 1`: the item's key and its update."""
-
-    key: Any
-    update: Update
-
-
 class ItemCollect(NamedTuple):
     """`history["loss"].append(...)`."""
 
     method: str
 
 
-Use = Update | Collect | ItemUpdate | ItemCollect | None  # None: it is read
+Use = Collect | ItemCollect | None  # None: it is read
 
-_COMBINE = {"+": operator.add, "+=": operator.iadd, "-": operator.sub, "-=": operator.isub}
 _COLLECT = {"append", "appendleft", "add", "extend", "extendleft"}
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _LOADS = (*_GLOBALS, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_ATTR", "LOAD_METHOD",
@@ -88,32 +71,7 @@ def _use(steps: list[Instruction], i: int) -> Use:
     """How the value that the `i`-th instruction loads is used."""
     if i + 1 < len(steps) and steps[i + 1].name in ("LOAD_METHOD", "LOAD_ATTR") and steps[i + 1].argument in _COLLECT:
         return Collect(steps[i + 1].argument)
-    item = _item_update(steps[i + 1 : i + 10]) or _item_collect(steps[i + 1 : i + 4])
-    if item is not None:
-        return item
-    name, after = steps[i].argument, [s for s in steps[i + 1 : i + 5] if s.name != "SWAP"][:3]
-    if len(after) == 3:
-        constant, combine, store = after
-        operation = _COMBINE.get(combine.symbol) if combine.name == "BINARY_OP" else None
-        if operation is not None and constant.name in _CONSTANTS and store.name in _STORES and store.argument == name:
-            if "DELETE" not in store.name and isinstance(constant.argument, (int, float)):
-                return Update(operation, constant.argument)
-    return None
-
-
-# The instructions of `counts["steps"] += 1` after `counts` has been loaded.
-_ITEM_UPDATE = ("LOAD_CONST", "COPY", "COPY", "BINARY_SUBSCR", "LOAD_CONST", "BINARY_OP", "SWAP", "SWAP",
-                "STORE_SUBSCR")  # fmt: skip
-
-
-def _item_update(after: list[Instruction]) -> ItemUpdate | None:
-    names = tuple("LOAD_CONST" if step.name in _CONSTANTS else step.name for step in after)
-    if names != _ITEM_UPDATE:
-        return None
-    key, constant, operation = after[0].argument, after[4].argument, _COMBINE.get(after[5].symbol)
-    if operation is None or not isinstance(constant, (int, float)) or not isinstance(key, (str, int)):
-        return None
-    return ItemUpdate(key, Update(operation, constant))
+    return _item_collect(steps[i + 1 : i + 4])
 
 
 def _item_collect(after: list[Instruction]) -> ItemCollect | None:
@@ -232,6 +190,11 @@ def with_inner(code: types.CodeType) -> list[types.CodeType]:
     return out
 
 
+def _is_update(steps: list[Instruction], i: int) -> bool:
+    """Whether a name that is loaded is set again at once, as by `n += 1`."""
+    return any(step.name in _STORES and step.argument == steps[i].argument for step in steps[i + 1 : i + 5])
+
+
 class NameLines(NamedTuple):
     """The first lines of a code object that read and that write each name."""
 
@@ -241,7 +204,7 @@ class NameLines(NamedTuple):
 
 @functools.lru_cache(maxsize=65536)
 def lines(code: types.CodeType) -> NameLines:
-    """The lines where `code` reads and writes names, for messages; a mere update counts as a write."""
+    """The lines where `code` reads and writes names, for messages; an update counts as a write."""
     reads: dict[str, Source] = {}
     writes: dict[str, Source] = {}
     steps = _instructions(code)
@@ -251,9 +214,9 @@ def lines(code: types.CodeType) -> NameLines:
             writes.setdefault(step.argument, source)
         elif step.name in _LOADS and isinstance(step.argument, str):
             use = _use(steps, i)
-            if use is None:
+            if use is None and not _is_update(steps, i):
                 reads.setdefault(step.argument, source)
-            elif isinstance(use, Collect | ItemUpdate | ItemCollect):
+            else:
                 writes.setdefault(step.argument, source)
         elif step.name in _CONSTANTS and isinstance(step.argument, str) and step.argument.isidentifier():
             reads.setdefault(step.argument, source)  # getattr(self, "name")

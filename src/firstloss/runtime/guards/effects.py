@@ -11,9 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ...capture.input_numbers import is_input_number
 from .access import MISSING
-from .equality import same
 from .reconstruct import CallFrame, Make, Reconstructor
 
 # Executes a binding: the update of one name, item or collection that the step has changed, once the step has run.
@@ -46,18 +44,6 @@ def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
     """Delete a name unless it is gone already."""
     if name in table:
         delete(name)
-
-
-def repeated(counted: tuple, now: Any) -> Callable[[Any], Any] | None:
-    """The binding that repeats `n += 1` at each call; None if the number has changed otherwise."""
-    before, updates, once = counted
-    if type(before) is int and type(now) is int and all(type(u.constant) is int for u in updates):
-        difference = now - before
-        return lambda number: number + difference
-    if once and same(updates[0].combine(before, updates[0].constant), now):
-        combine, constant = updates[0]
-        return lambda number: combine(number, constant)
-    return None
 
 
 class Effects:
@@ -106,37 +92,15 @@ class Effects:
         self.changed_ids.add(id(held))
         self.add(functools.partial(put, before), always(functools.partial(put, after)))
 
-    def rebound(
-        self,
-        held: Any,
-        key: tuple | None,
-        old: Any,
-        now: Any,
-        put: Callable[[Any], Any],
-        get: Callable[[], Any] | None = None,
-    ) -> None:
-        """A place of `held`, which has another value `now`, or MISSING; see `bind`."""
+    def rebound(self, held: Any, old: Any, now: Any, put: Callable[[Any], Any]) -> None:
+        """A place of `held`, which has another value `now`, or MISSING."""
         self.changed_ids.add(id(held))
-        self.undoes(functools.partial(put, old))
-        if now is MISSING:
-            self.bindings.append(always(functools.partial(put, MISSING)))
-        else:
-            self.bind(key, old, now, put, get)
+        make = always(functools.partial(put, MISSING)) if now is MISSING else self.putting(put, now)
+        self.add(functools.partial(put, old), make)
 
-    def bind(self, key: Any, old: Any, now: Any, put: Callable[[Any], Any], get: Callable[[], Any] | None) -> None:
-        """Put a value at each call: a new one, or the number that is there then, with the step's update.
-
-        Args:
-            key: the place, as in `Updates.numbers`.
-        """
-        counted = None if self.reads is None or is_input_number(now) else self.reads.updates.numbers.get(key)
-        if counted is not None and get is not None:
-            update = repeated(counted, now)
-            if update is not None:
-                self.bindings.append(lambda env: functools.partial(put, update(get())))
-                return
-            self.reads.guard_number(key)
-        self.bindings.append(setting(put, self.reconstructor.make(now)))
+    def putting(self, put: Callable[[Any], Any], now: Any) -> Callable[[CallFrame], Bind]:
+        """Puts the value that the step has left: a new one at each call, if the step has made it."""
+        return setting(put, self.reconstructor.make(now))
 
     def changed_container(self, container: Any) -> Make:
         """Note that the items of a container have changed; returns a function that finds it at each call."""

@@ -103,7 +103,7 @@ class GuardSet:
         for guard in self._reads:
             now = guard.read()
             if now is not guard.expected and not same(guard.expected, now):
-                differences.append(Change(guard.description, guard.name, guard.expected, now, guard.container_id))
+                differences.append(guard.change(now))
         if _hooks(self._weights) != self._hooked:
             differences.append(Change("the hooks of a tensor", "register_hook", None, None))
         if self._with_facts and _facts(self._with_facts) != self._facts:

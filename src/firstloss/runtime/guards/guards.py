@@ -145,7 +145,7 @@ class TableGuard(Guard):
         super().__init__(table, {}, "", name or "")
         self.whole = False
         self._describe = describe
-        self.of_class = False  # whether it has the attributes of a class
+        self.of_class: type | None = None  # whose attributes it has
         self.name = name  # type: ignore[assignment]
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
@@ -169,7 +169,7 @@ class TableGuard(Guard):
     def change(self, key: Any, old: Any, new: Any) -> Change:
         name = self.name if self.name is not None else str(key)
         text = self._describe(key)
-        place = None if key is MISSING or self.of_class else place_of(self.held, key, text, name, old, new)
+        place = None if key is MISSING else place_of(self.of_class or self.held, key, text, name, old, new)
         return Change(text, name, old, new, id(self.held), place)
 
 
@@ -237,6 +237,13 @@ class ReadGuard(NamedTuple):
     description: str
     name: str
     container_id: int
+    owner: Any = None  # the object whose slot is read
+
+    def change(self, now: Any) -> Change:
+        """The change, with a description."""
+        args = self.description, self.name, self.expected, now
+        place = None if self.owner is None else place_of(self.owner, self.name, *args)
+        return Change(*args, self.container_id, place)
 
 
 def describe_global(table: dict) -> Callable[[Any], str]:

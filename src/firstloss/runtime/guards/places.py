@@ -1,4 +1,4 @@
-"""Places of numbers that a step reads: an entry of a dict, an item of a list, a variable of an enclosing function."""
+"""Places of numbers that a step reads: an entry of a dict, an item of a list, a variable, an attribute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...capture.input_numbers import InputNumbers, Source, is_input_number, is_plain_number
 from ...interpreter import Undo
-from .access import MISSING, cell_content
+from .access import MISSING, cell_content, class_table, slot_value
 from .equality import AnyNumber
 
 
@@ -16,8 +16,8 @@ class Place(NamedTuple):
     """A place that holds a number.
 
     Attributes:
-        container: the dict, list or cell.
-        key: of the entry or item; None for a cell.
+        container: the dict, list or cell; the class, or the object with `__slots__`.
+        key: of the entry or item, or the attribute's name; None for a cell.
         description, name: of the number, as of `Change`.
     """
 
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     @property
     def id(self) -> tuple[int, Any]:
         """Equal for the same place."""
-        return id(self.container), self.key
+        return id(class_table(self.container) if isinstance(self.container, type) else self.container), self.key
 
     def get(self) -> Any:
         """Its content; MISSING if it has none."""
@@ -37,7 +37,11 @@ class Place(NamedTuple):
             return dict.get(self.container, self.key, MISSING)
         if isinstance(self.container, list):
             return list.__getitem__(self.container, self.key) if self.key < len(self.container) else MISSING
-        return cell_content(self.container)
+        if isinstance(self.container, types.CellType):
+            return cell_content(self.container)
+        if isinstance(self.container, type):
+            return self.container.__dict__.get(self.key, MISSING)
+        return slot_value(self.container, self.key)
 
     def set(self, value: Any) -> None:
         """Replace its content."""
@@ -45,8 +49,12 @@ class Place(NamedTuple):
             dict.__setitem__(self.container, self.key, value)
         elif isinstance(self.container, list):
             list.__setitem__(self.container, self.key, value)
-        else:
+        elif isinstance(self.container, types.CellType):
             self.container.cell_contents = value
+        elif isinstance(self.container, type):
+            type.__setattr__(self.container, self.key, value)
+        else:
+            object.__setattr__(self.container, self.key, value)
 
     def read(self, arguments: Sequence[Any]) -> Any:
         """As `get`, for a call with these `arguments`."""
@@ -56,8 +64,6 @@ class Place(NamedTuple):
 def place_of(container: Any, key: Any, description: str, name: str, old: Any, new: Any) -> Place | None:
     """The place of a number that has changed to another of its type; None if it cannot be an input of the step."""
     if not is_plain_number(old) or type(old) is not type(new):
-        return None
-    if not isinstance(container, (dict, list, types.CellType)):
         return None
     return Place(container, key, description, name)
 

@@ -25,7 +25,8 @@ import torch
 
 from ...capture.python_generators import STATES
 from . import bytecode, process_state
-from .access import MISSING, cell_content, items_of, own_attributes, slot_reader
+from .access import MISSING, cell_content, items_of, own_attributes
+from .additions import may_be_added_to
 from .bytecode import Use
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
@@ -35,9 +36,8 @@ from .packages import is_closed, is_installed, is_runtime, module_of_class
 from .places import Varying
 from .recording import Executed, Recording, Site, is_closed_code
 from .snapshot import Snapshot, is_guarded_elsewhere
-from .states import CellContent, Slots, Table
+from .states import CellContent, Slots
 from .stored_names import guard_stored_names
-from .updates import may_be_updated
 from .value_guards import Values
 
 
@@ -45,7 +45,7 @@ class GuardSources:
     """What a step has read, from which its guards are made.
 
     Attributes:
-        updates: updates that the step does not depend on.
+        additions: collections that the step only adds to.
         unknown: the code of functions that ran but are not in the snapshot, so that what they read is not guarded.
         ran: code that is known to have run, libraries included.
         generators: PyTorch generators whose states the step reads or sets, with their former states.
@@ -56,7 +56,7 @@ class GuardSources:
         self._snapshot = snapshot
         self._executed = Executed(snapshot, recording)
         self._values = Values(snapshot, self._executed)
-        self.updates = self._values.updates
+        self.additions = self._values.additions
         self.unknown: list[types.CodeType] = []
         self.ran = {code for code, _ in (recording.codes or {}).values()}
         recording.outside.ran(self.ran)
@@ -167,8 +167,6 @@ class GuardSources:
         if is_installed(table.get("__name__")) and not isinstance(before, (types.FunctionType, type)):
             self._values.table(table, describe_global(table), None).expected[name] = before
             return
-        if self.updates.is_only_updated((id(table), name), before, uses):
-            return
         self._values.name(table, name, before, describe_global(table), uses)
         if before is MISSING:
             builtin_names = vars(builtins)
@@ -177,8 +175,6 @@ class GuardSources:
     def _cell(self, cell: types.CellType, name: str, function: types.FunctionType, uses: list[Use]) -> None:
         state = self._snapshot.state(CellContent, cell)
         before = MISSING if state is None else state.before
-        if self.updates.is_only_updated((id(cell), None), before, uses):
-            return
         description = f"the variable {name} that {function.__qualname__} uses"
         self._values.cells[id(cell)] = CellGuard(cell, before, description, name)
         if before is not MISSING:
@@ -211,18 +207,12 @@ class GuardSources:
             slots = snapshot.slots_before(owner)
             if name in slots:
                 before = slots[name]
-                uses = _uses(sites, before)
-                if not self.updates.is_only_updated((id(owner), name), before, uses):
-                    self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
-                    if before is not MISSING:
-                        self._values.value_in_use(before, uses, describe(name), name)
+                self._values.slot(owner, name, before, _uses(sites, before))
                 continue
             if table is None:
                 continue
             before = self._values.before(table).get(name, MISSING)
-            uses = _uses(sites, before)
-            if not self.updates.is_only_updated((id(table), name), before, uses):
-                self._values.name(table, name, before, describe, uses)
+            self._values.name(table, name, before, describe, _uses(sites, before) or [None])
 
         if self._executed.reads_past_classes:  # these reads are not recorded
             for attributes in snapshot.tables("attributes"):
@@ -235,8 +225,7 @@ class GuardSources:
         """All attributes of an object, since any of them may have been read."""
         describe = describe_attribute(owner)
         for name, before in self._snapshot.slots_before(owner).items():
-            self._values.read((id(owner), name), slot_reader(owner, name), before, describe(name), name)
-            self._values.value(before, describe(name), name)
+            self._values.slot(owner, name, before)
         table = own_attributes(owner)
         if table is not None and not isinstance(owner, (torch.nn.Module, torch.optim.Optimizer, type)):
             self._values.all_of(table, describe)
@@ -298,22 +287,6 @@ class GuardSources:
             if all(map(operator.is_, items_of(container), before)):
                 self.guard_content(container)
 
-    def guard_number(self, key: tuple) -> None:
-        """Guard a number whose update cannot be repeated."""
-        before, _, _ = self.updates.numbers.pop(key)
-        container, name = key
-        states = self._snapshot.states
-        if container in states[CellContent]:
-            cell = states[CellContent][container].held
-            self._values.cells[container] = CellGuard(cell, before, "a variable that the step updates", "")
-        elif container in states[Slots]:
-            owner = states[Slots][container].held
-            self._values.read(key, slot_reader(owner, name), before, describe_attribute(owner)(name), name)
-        else:
-            table: Any = states[Table][container]
-            describe = describe_global(table.held) if table.kind == "globals" else describe_attribute(table.owner)
-            self._values.name(table.held, name, before, describe)
-
     # -- the result --
 
     def guards(self, state_of_generators: list[Any], weights: set[int], varying: Varying | None = None) -> GuardSet:
@@ -354,6 +327,9 @@ class GuardSources:
                     of_container.expected = [any_number if i == key else item for i, item in items]
                 elif of_container is not None and key in of_container.expected:
                     of_container.expected = {**of_container.expected, key: any_number}
+            slot = self._values.reads.get((container, key))
+            if slot is not None:
+                self._values.reads[container, key] = slot._replace(expected=any_number)
         return GuardSet(self._values, self._executed.lines, self.unknown, self.external_calls, weights)
 
 
@@ -364,7 +340,7 @@ def _uses(sites: dict[Site, int], before: Any) -> list[Use]:
         sites: the instructions that look it up, and how often each has.
         before: the attribute's former value.
     """
-    if not may_be_updated(before):
+    if not may_be_added_to(before):
         return []
     return [bytecode.use_at(*site) for site, count in sites.items() for _ in range(min(count, 2))]
 

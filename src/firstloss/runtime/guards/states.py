@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .access import MISSING, cell_content, define, definition, items_of, set_items, set_table, slot_value, table_of
-from .effects import Bind, Effects, always, delete_name, repeated, setting, setting_in
+from .effects import Bind, Effects, always, delete_name, setting, setting_in
 from .equality import same, same_items
 from .kind import State
 from .reconstruct import CallFrame, Make
@@ -61,9 +61,7 @@ class Table(State):
             if holds_arguments:
                 effects.bindings.append(setting_in(container_of, name, make(now)))
             else:
-                key = id(table), name
-                get = functools.partial(operator.getitem, table, name)
-                effects.bind(key, old, now, functools.partial(put, name), get)
+                effects.bindings.append(effects.putting(functools.partial(put, name), now))
         for name in before.keys() - table.keys():
             effects.undoes(functools.partial(put, name, before[name]))
             if holds_arguments:
@@ -90,8 +88,6 @@ class Items(Table):
         if self.is_unchanged(now):
             return
         effects.undoes(functools.partial(set_table, table, before))
-        if _counted(table, before, now, effects):
-            return
         container_of = effects.changed_container(table)
         make = effects.reconstructor.make
         if same_items(list(now), list(before)):  # rebound in place
@@ -103,22 +99,6 @@ class Items(Table):
         effects.bindings.append(
             lambda env: functools.partial(set_table, container_of(env), {key(env): make(env) for key, make in parts})
         )
-
-
-def _counted(container: Any, before: Any, now: Any, effects: Effects) -> bool:
-    """Whether the step only updates numbers in a dict or a list; each call then repeats the updates."""
-    item_updates = None if effects.reads is None else effects.reads.updates.item_updates(container, before, now)
-    if item_updates is None:
-        return False
-    updates = [(key, repeated(counted, now[key])) for key, counted in item_updates]
-    if any(update is None for _, update in updates):
-        return False
-
-    def counting(key: Any, update: Any) -> Callable[[CallFrame], Bind]:
-        return lambda env: functools.partial(operator.setitem, container, key, update(container[key]))
-
-    effects.bindings += [counting(key, update) for key, update in updates]
-    return True
 
 
 class Sequence(State):
@@ -134,13 +114,13 @@ class Sequence(State):
     def compare(self, effects: Effects) -> None:
         container, before, reads = self.held, self.before, effects.reads
         now = items_of(container)
-        only_added_to = reads is not None and reads.updates.only_collected(container)
+        only_added_to = reads is not None and reads.additions.includes(container)
         if reads is not None and only_added_to:
             reads.guard_collection(container, before)
         if len(now) == len(before) and all(map(operator.is_, now, before)):
             return
         effects.undoes(functools.partial(set_items, container, before))
-        if reads is None or _counted(container, before, now, effects):
+        if reads is None:
             return
         make = effects.reconstructor.make
         added = self.kind.added_to(container, before, now) if only_added_to else None
@@ -175,9 +155,7 @@ class Slots(State):
         for name, old in self.before.items():
             now = slot_value(self.held, name)
             if now is not old:
-                key = id(self.held), name
-                put, get = functools.partial(_set_slot, self.held, name), functools.partial(slot_value, self.held, name)
-                effects.rebound(self.held, key, old, now, put, get)
+                effects.rebound(self.held, old, now, functools.partial(_set_slot, self.held, name))
 
 
 def _set_slot(owner: Any, name: str, value: Any) -> None:
@@ -207,8 +185,7 @@ class CellContent(State):
     def compare(self, effects: Effects) -> None:
         now = cell_content(self.held)
         if now is not self.before:
-            put, get = functools.partial(_set_cell, self.held), functools.partial(cell_content, self.held)
-            effects.rebound(self.held, (id(self.held), None), self.before, now, put, get)
+            effects.rebound(self.held, self.before, now, functools.partial(_set_cell, self.held))
 
 
 def _set_cell(cell: types.CellType, value: Any) -> None:

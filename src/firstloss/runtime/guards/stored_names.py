@@ -6,6 +6,7 @@ the state is the same when they begin. Changes are repeated at each call (`effec
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from ...compat.torch_names import MODULE_TABLES
 from . import bytecode
-from .access import MISSING, cell_content, own_attributes, slot_reader, slot_value
+from .access import MISSING, cell_content, own_attributes, slot_value
 from .guards import CellGuard, describe_attribute, describe_global
 from .packages import is_closed
 from .recording import Executed, Recording, can_be_instrumented
@@ -64,13 +65,12 @@ class _Stores:
     def __init__(self, snapshot: Snapshot, values: Values) -> None:
         self._snapshot = snapshot
         self._values = values
-        self._counted = values.updates.numbers
 
     def name(self, table: dict, name: str, describe: Callable[[Any], str]) -> None:
         """Guard a name in a dict."""
         state = self._snapshot.states[NameInModule].get((id(table), name))
         before = state.before if state is not None else self._values.before(table).get(name, MISSING)
-        if table.get(name, MISSING) is before and (id(table), name) not in self._counted:
+        if table.get(name, MISSING) is before:
             self._values.table(table, describe, None).expected.setdefault(name, before)
 
     def table(self, table: dict, owner: Any) -> None:
@@ -84,7 +84,7 @@ class _Stores:
     def variable(self, cell: types.CellType, name: str, function: types.FunctionType) -> None:
         """Guard a variable of an enclosing function."""
         state = self._snapshot.state(CellContent, cell)
-        if state is not None and state.before is cell_content(cell) and (id(cell), None) not in self._counted:
+        if state is not None and state.before is cell_content(cell):
             description = f"the variable {name} that {function.__qualname__} sets"
             self._values.cells.setdefault(id(cell), CellGuard(cell, state.before, description, name))
 
@@ -92,9 +92,9 @@ class _Stores:
         """Guard an attribute of an object; all of them if `name` is None."""
         describe = describe_attribute(owner)
         for slot, before in self._snapshot.slots_before(owner).items():
-            key = id(owner), slot
-            if name in (slot, None) and slot_value(owner, slot) is before and key not in self._counted:
-                self._values.read(key, slot_reader(owner, slot), before, describe(slot), slot)
+            if name in (slot, None) and slot_value(owner, slot) is before:
+                read, description = functools.partial(slot_value, owner, slot), describe(slot)
+                self._values.read((id(owner), slot), read, before, description, slot, owner)
         table = own_attributes(owner)
         if table is None:
             return

@@ -15,7 +15,8 @@ import torch
 from ...compat.python_names import is_python_class
 from ...compat.torch_names import MODULE_TABLES
 from ...optim.schedule import schedules_of
-from .access import MISSING, class_table
+from .access import MISSING, class_table, slot_value
+from .additions import Additions
 from .bytecode import Use
 from .guards import (
     CellGuard,
@@ -33,7 +34,6 @@ from .operators import OPERATORS, is_operator
 from .packages import is_closed_class, is_installed, is_runtime, module_of_class
 from .recording import Executed
 from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, Snapshot
-from .updates import Updates
 
 
 class Values:
@@ -47,7 +47,7 @@ class Values:
         tensors: by id, tensors whose properties are guarded.
         classes: the classes of these objects, with the names that are read on the objects.
         looked_at: the ids of everything that was guarded.
-        updates: updates that the step does not depend on.
+        additions: collections that the step only adds to.
         too_large: containers that are too large to be compared at each call, by name, with a description.
         unguardable: objects whose changes cannot be detected, by id, each with a description.
         weak: something is held by a weak reference, which may expire.
@@ -69,7 +69,7 @@ class Values:
         self.tensors: dict[int, torch.Tensor] = {}
         self.classes: dict[type, set[str]] = {}
         self.looked_at: set[int] = set()
-        self.updates = Updates(self.looked_at)
+        self.additions = Additions(self.looked_at)
         self.in_class = 0
         self._classes_seen: set[tuple[type, int]] = set()
 
@@ -84,9 +84,9 @@ class Values:
 
     def value_in_use(self, value: Any, uses: list[Use], description: str, name: str) -> None:
         """Guard the content of a value that was read, as far as these uses depend on it."""
-        if self.updates.collects(value, uses):
+        if self.additions.collects(value, uses):
             return
-        if not self.updates.collects_in_items(value, uses):
+        if not self.additions.collects_in_items(value, uses):
             self.value(value, description, name)
         elif isinstance(value, dict):  # which collections it holds, but not what they hold
             guard = self.table(value, lambda key: f"the content of {description}", name)
@@ -117,11 +117,24 @@ class Values:
             guard = self.tables[id(table)] = TableGuard(table, describe, name)
         return guard
 
-    def read(self, key: Any, read: Callable[[], Any], expected: Any, description: str, name: str) -> None:
-        """Guard what a function returns; once for each `key`, which is the id of an object, or begins with it."""
+    def read(
+        self, key: Any, read: Callable[[], Any], expected: Any, description: str, name: str, owner: Any = None
+    ) -> None:
+        """Guard what a function returns; once for each `key`, which is the id of an object, or begins with it.
+
+        Args:
+            owner: an object whose slot it is.
+        """
         if key not in self.reads:
             container_id = key if type(key) is int else key[0] if type(key) is tuple else 0
-            self.reads[key] = ReadGuard(read, expected, description, name, container_id)
+            self.reads[key] = ReadGuard(read, expected, description, name, container_id, owner)
+
+    def slot(self, owner: Any, name: str, before: Any, uses: list[Use] | None = None) -> None:
+        """Guard an attribute in `__slots__`, and its content as far as these uses depend on it."""
+        description = describe_attribute(owner)(name)
+        self.read((id(owner), name), functools.partial(slot_value, owner, name), before, description, name, owner)
+        if before is not MISSING:
+            self.value_in_use(before, uses or [None], description, name)
 
     def content(self, value: Any, description: str, name: str) -> bool:
         """Guard what the snapshot holds of an object that only its kind can read; returns whether there is any."""
@@ -253,7 +266,7 @@ class Values:
         table, mentioned = class_table(base), self.executed.mentioned
         before, describe = self.before(table), describe_attribute(base)
         guard = self.table(table, describe, None)
-        guard.of_class = True
+        guard.of_class = base
         installed = is_installed(module_of_class(base))
         attribute = OF_FIELDS if self.executed.may_read_fields else ()
         for name in before:
@@ -274,7 +287,7 @@ class Values:
         if not module_of_class(base).startswith("torch"):
             looked_up |= self.executed.mentioned
         guard = self.table(table, describe_attribute(base), None)
-        guard.of_class = True
+        guard.of_class = base
         guard.expected.update({name: table.get(name, MISSING) for name in looked_up})
 
 

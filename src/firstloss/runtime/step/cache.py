@@ -523,7 +523,7 @@ class CacheEntries:
         # later check.
         records_code = not first or bool(self._entries) or not self._check or request.retried
         draws = any(entry.moves_generators for entry in self._entries)
-        has_inputs = bool(self._places or request.arguments.varying or draws) and not request.backend.replays
+        has_inputs = bool(self._places or request.arguments.varying or draws)
         if self._entries and self._entries[0].traced_each_time is not None:
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         inputs = self._inputs if has_inputs else ()

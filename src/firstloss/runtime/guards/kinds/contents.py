@@ -286,7 +286,7 @@ class ValueInContext(Content):
             return
         if effects.reads is not None:
             effects.reads.guard_content(self.held)
-        effects.rebound(self.held, None, self.before, now, self.held.set)
+        effects.rebound(self.held, self.before, now, self.held.set)
 
 
 register((contextvars.ContextVar,), ContextVariable(_value_in, inside=lambda obj: (_value_in(obj),)))
