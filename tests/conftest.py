@@ -16,6 +16,7 @@ import tempfile
 import pytest
 
 gc.disable()  # until all tests are collected: nearly all objects created until then stay alive
+pytest.register_assert_rewrite("tests")  # helpers, too: `python -O` drops all other assertions
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 

@@ -15,7 +15,18 @@ pytest.importorskip("rich")
 
 
 # Helper modules, and the benchmarks that need a GPU, which `make gpu` runs.
-HELPERS = {"__init__", "__main__", "harness", "models", "ranks", "flax_llama", "flax_models", "flax_scan", "jax_llama"}
+HELPERS = {
+    "__init__",
+    "__main__",
+    "harness",
+    "zoo",
+    "models",
+    "ranks",
+    "flax_llama",
+    "flax_models",
+    "flax_scan",
+    "jax_llama",
+}
 
 
 def test_make_bench_runs_all_benchmarks():

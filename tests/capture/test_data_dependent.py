@@ -1,5 +1,7 @@
 """In a traced step, operations whose results depend on values are refused with a suggestion that works."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,9 @@ def added(x):
     x[x > 0] += 1
 
 
+# From Python 3.12 on, the position of a formatted text is that of its field.
+FORMATTED = 'f"{x.sum():.3f}"' if sys.version_info < (3, 12) else "{x.sum():.3f}"
+
 # The user's code; how the error names it; a phrase of the advice for this operation.
 REFUSED = {
     "nonzero": (lambda x, i: x.nonzero(), "x.nonzero()", "nonzero_static"),
@@ -52,7 +57,7 @@ REFUSED = {
     "float": (lambda x, i: float(x[0, 0]), "float(x[0, 0])", "fl.step_closure"),
     "tolist": (lambda x, i: x.tolist(), "x.tolist()", "fl.step_closure"),
     "to cpu, numpy": (lambda x, i: x.to("cpu").numpy(), 'x.to("cpu").numpy()', "fl.step_closure"),
-    "format": (lambda x, i: f"{x.sum():.3f}", 'f"{x.sum():.3f}"', "fl.step_closure"),
+    "format": (lambda x, i: f"{x.sum():.3f}", FORMATTED, "fl.step_closure"),
     "if": (lambda x, i: branch(x), "x[0, 0] > 0", "torch.cond"),
     "while": (lambda x, i: loop(x), "x.sum() > 0", "torch.cond"),
     "bool": (lambda x, i: bool(x.any()), "bool(x.any())", "torch.cond"),

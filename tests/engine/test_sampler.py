@@ -128,6 +128,8 @@ def test_kernels_that_differ_at_the_end_are_trusted_elsewhere(monkeypatch):
 
     monkeypatch.setattr(native.Cursor, "uniform", keeps_end(native.Cursor.uniform))
     monkeypatch.setattr(sampler, "end_matches", sampler.end_matches.__wrapped__)
+    if not sampler.trusted():
+        pytest.skip("without AVX2, PyTorch's kernels round otherwise, so the native ones are not used")
     target = torch.empty(100)
     assert sampler.is_native("uniform", target, -1.0, 1.0)
     assert not sampler.is_native("uniform", target, 2.0**23, 2.0**23 + 4)

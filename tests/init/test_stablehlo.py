@@ -16,6 +16,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ModuleTextError, ShardingError
 from tests import forked
+from tests.init.normals import EXACT, as_near_as_possible
 from tests.init.stablehlo_devices import MESHES, program_of
 from tests.init.varied_model import TABLE, Layers, Mixed
 
@@ -45,6 +46,8 @@ def test_eight_devices_match_eager(mesh, tmp_path):
     report = json.loads(done.stdout.splitlines()[-1])
     # Before PyTorch 2.12 trunc_normal_ uses erfinv, and XLA's differs by a few units in the last place.
     close = ["inside"] if torch.__version__ < "2.12" else []
+    # If normals are only near, another one may be just inside the bounds, and orthogonalization magnifies differences.
+    close += [] if EXACT else ["inside", "orthogonal"]
     assert report.pop("said") and report.keys() == {"torch", "xla", "counter", "module"}
     assert not report["torch"] and all(set(unlike) <= set(close) for unlike in report.values()), report
 
@@ -187,7 +190,7 @@ def test_edits_buffers_and_numpy_constants_work_in_another_process(tmp_path):
                     largest = np.abs(weights[name]).max()
                     assert np.abs(arrays[name] - weights[name]).max() <= 4 * np.spacing(largest)
                 else:
-                    assert arrays[name].tobytes() == weights[name].tobytes(), (path, name)
+                    assert as_near_as_possible(arrays[name], weights[name]), (path, name)
 
 
 def test_real_weights_are_constants_of_the_program():

@@ -147,9 +147,12 @@ def value_request() -> ValueRequest:
     text = _text(frame)
     kind = _kind(text)
     name = instruction.opname if instruction is not None else ""
-    if ("JUMP" in name and "_IF_" in name) or name in ("TO_BOOL", "UNARY_NOT"):
+    # A comparison asks for a value itself where a jump depends on it, from Python 3.13 on.
+    if ("JUMP" in name and "_IF_" in name) or name in ("TO_BOOL", "UNARY_NOT", "COMPARE_OP"):
         line = linecache.getline(source.file, source.line)
         kind = "assert" if line.lstrip().startswith("assert") else "if"
+        if kind == "assert" and not text.startswith("assert"):  # the position is of the condition alone from 3.12 on
+            text = f"assert {text}"
     return ValueRequest(source, textwrap.shorten(text, 80, placeholder=" ..."), kind)
 
 

@@ -1,7 +1,7 @@
-"""Version-dependent behaviour of PyTorch's random CPU kernels, detected by running them.
+"""Behaviour of PyTorch's random CPU kernels that depends on the version or the processor, detected by running them.
 
 Since PyTorch 2.12 a uniform that rounds up to the end of its interval becomes the beginning instead, and dtypes
-narrower than float32 are drawn as float32 and rounded.
+narrower than float32 are drawn as float32 and rounded. Kernels for processors without AVX2 do not fuse multiply-adds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,19 @@ def uniform_leaves_out_end() -> bool:
     with torch.no_grad(), DisableTorchDispatch():  # only four floats: an eighth of the uniforms round up to the end
         drawn = _filled(torch.float32, "uniform", 2.0**23, 2.0**23 + 4)
     return bool(drawn.max() < 2.0**23 + 4)
+
+
+@cache
+def uniform_roundings() -> int | None:
+    """How often `uniform_(low, high)` rounds u * (high - low) + low: once where PyTorch's kernels fuse it, twice where
+    they do not, as on processors without AVX2; None if it computes something else."""
+    low, high = -0.1, 0.27
+    with torch.no_grad(), DisableTorchDispatch():
+        drawn, u = _filled(torch.float32, "uniform", low, high), _filled(torch.float32, "uniform", 0.0, 1.0)
+        begin, end = torch.tensor([low, high])
+        twice = u * (end - begin) + begin
+        once = (u.double() * (end - begin).double() + begin.double()).float()
+        return next((n for n, values in ((1, once), (2, twice)) if torch.equal(drawn, values)), None)
 
 
 @cache

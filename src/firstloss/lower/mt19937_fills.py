@@ -17,10 +17,11 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from ..compat.cpu_fills import rounds_single, uniform_leaves_out_end
+from ..compat.cpu_fills import rounds_single, uniform_leaves_out_end, uniform_roundings
 from ..rng.mt19937 import N
 from .dtypes import cast, to_jax
 from .mt19937 import u32, uniform_bits, wide
+from .unfused import unfused
 
 f32 = np.float32
 
@@ -85,18 +86,21 @@ def _uniform(dtype: torch.dtype, low: float, high: float) -> FillKernel | None:
     span = f32(end - begin)
     if not (np.isfinite(span) and span >= 0):
         return None
-    # PyTorch rounds u * span + begin once. So does this: products of 24 by 24 bits are exact in double, as are their
-    # sums with numbers that are not much smaller; and if the range is symmetric, u - 1/2 is exact in single.
+    # Where PyTorch rounds u * span + begin once, so does this: products of 24 by 24 bits are exact in double, as are
+    # their sums with numbers that are not much smaller; and if the range is symmetric, u - 1/2 is exact in single.
     narrow = to_jax(dtype)
     without_end = uniform_leaves_out_end()
     symmetric, exact = begin == -end, begin == 0 or abs(begin) * 32 >= span
-    if not (symmetric or exact):
+    roundings = 1 if begin == 0 else uniform_roundings()
+    if roundings is None or roundings == 1 and not (symmetric or exact):
         return None
 
     def uniform(words: Any) -> Any:
         u = uniform_bits(words)
         if begin == 0:
             x = u if span == 1 else u * span
+        elif roundings == 2:
+            x = unfused(u * span) + begin
         elif symmetric:
             x = (u - f32(0.5)) * span
         else:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...compat.python_names import is_python_class
 from ...compat.torch_names import DisableTorchDispatch
 from ...interpreter import is_handling
 from ...program.source import Source
@@ -227,7 +228,9 @@ def _name_of(function: Any) -> tuple[str, str]:
 
 
 def _defining(cls: type, method: Any) -> type:
-    return next((base for base in cls.__mro__ if method.__name__ in vars(base)), cls)
+    """The class of C that defines a method, which classes of Python may override."""
+    bases = [base for base in cls.__mro__ if not is_python_class(base)]
+    return next((base for base in bases if method.__name__ in vars(base)), cls)
 
 
 def _is_external_call(function: Any, module: str, frame: types.FrameType) -> bool:

@@ -4,6 +4,7 @@ lines, and the attributes that are read, set and deleted.
 
 from __future__ import annotations
 
+import _lsprof
 import contextlib
 import enum
 import functools
@@ -81,7 +82,7 @@ class Recording:
         self.outside = ExternalCalls()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
         self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
-        self._profile = profile and (native is not None or sys.getprofile() is None)  # another profiler is active
+        self._profile = profile
 
     def begin(self, undo: Undo) -> None:
         """Record what this thread reads and runs, until `undo` is called."""
@@ -103,7 +104,7 @@ class Recording:
             native.record_attributes(types.SimpleNamespace, _recorder(self.reads, thread))
         if self._profile:
             self.codes = {}
-            undo(_stop)
+            undo(_stop, None if native is not None else _suspended())
             if native is not None:
                 native.start(self.codes, self.whole, self.outside.called)
             else:
@@ -151,11 +152,22 @@ def _restore_classes(cls: type, name: str, own_method: Any) -> None:
         delattr(cls, name)
 
 
-def _stop() -> None:
+def _suspended() -> Any:
+    """The profiler that is active, which is suspended; None if there is none."""
+    profiler: Any = sys.getprofile()
+    if isinstance(profiler, _lsprof.Profiler):  # of cProfile
+        profiler.disable()
+    return profiler
+
+
+def _stop(suspended: Any) -> None:
     if native is not None:
         native.stop()
-    else:
+    elif isinstance(suspended, _lsprof.Profiler):
         sys.setprofile(None)
+        suspended.enable()
+    else:
+        sys.setprofile(suspended)
 
 
 def _recording_method(found: dict, thread: int, method: Callable) -> Any:

@@ -200,10 +200,11 @@ class DataLoader:
 
 
 def _iterator(loader: Any) -> Iterator[Any]:
-    """Start an epoch. JAX's warning about forked workers is suppressed: it concerns datasets that use JAX themselves
-    (docs/how-to/traced-step.md)."""
+    """Start an epoch. JAX's and Python's warnings about forked workers are suppressed: they concern datasets that use
+    JAX, or another thread's locks, themselves (docs/how-to/traced-step.md)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
+        warnings.filterwarnings("ignore", r".*is multi-threaded, use of fork", DeprecationWarning)
         return iter(loader)
 
 
