@@ -225,6 +225,8 @@ def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
 
 
 SETTINGS_OF_SYS = ("argv", "path")  # lists that any code may change
+# Names that Python itself looks up in every module.
+IMPLICIT_NAMES = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
 OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
 
 

@@ -33,7 +33,7 @@ from .kind import kind_of
 from .operators import OPERATORS, is_operator
 from .packages import is_closed_class, is_installed, is_runtime, module_of_class
 from .recording import Executed
-from .snapshot import OF_FIELDS, SETTINGS_OF_SYS, Snapshot
+from .snapshot import IMPLICIT_NAMES, OF_FIELDS, SETTINGS_OF_SYS, Snapshot
 
 
 class Values:
@@ -173,7 +173,7 @@ class Values:
         before, mentioned = self.before(table), self.executed.mentioned
         all_of_them = all_of_them or self.executed.any_attribute
         for name in before if all_of_them else mentioned & before.keys():
-            if name not in _IMPLICIT_MODULE_NAMES:
+            if name not in IMPLICIT_NAMES:
                 self.name(table, name, before[name], describe)
         guard = self.table(table, describe, None)
         guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
@@ -301,8 +301,6 @@ def _parameters_in(optimizer: torch.optim.Optimizer) -> tuple:
 
 # Names that may be set on classes of installed packages.
 _SET_ON_PACKAGE_CLASSES = {"__call__", "__getattr__", "__getattribute__"}
-# Names that Python itself looks up in every module.
-_IMPLICIT_MODULE_NAMES = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
 _READS_CELLS = {"__closure__", "cell_contents", "getclosurevars"}
 _CLASS_METADATA = {"__name__", "__qualname__"}
 _FUNCTION_METADATA = {"__doc__", "__name__", "__qualname__", "__annotations__"}  # besides code and defaults

@@ -12,7 +12,7 @@ from ..guards import describe_global
 from ..kind import Kind, of
 from ..packages import is_closed, is_closed_class, is_installed, is_runtime, module_of_class
 from ..reconstruct import Make, Reconstructor, constant
-from ..snapshot import OF_FIELDS, SETTINGS_OF_SYS, Snapshot
+from ..snapshot import IMPLICIT_NAMES, OF_FIELDS, SETTINGS_OF_SYS, Snapshot
 from ..states import Table
 from ..value_guards import Values
 
@@ -57,7 +57,8 @@ class Module(Kind):
             return
         table = vars(obj)
         snapshot.keep(Table(table, table.copy(), obj.__name__, "globals"))
-        stack += [value for value in table.values() if not isinstance(value, types.ModuleType)]
+        found = [value for name, value in table.items() if name not in IMPLICIT_NAMES]
+        stack += [value for value in found if not isinstance(value, types.ModuleType)]
 
     def guard(self, obj: types.ModuleType, values: Values, description: str, name: str) -> None:
         if not is_closed(obj.__name__):
