@@ -305,11 +305,7 @@ class GuardSources:
             if read() != before or name in mentioned:
                 self._values.read(name, read, before, f"the state of {name}'s random generator", name)
         for namespace_of_hooks, name, table in self._snapshot.hooks:
-            before = self._values.before(table)
-            read = functools.partial(_items_in, namespace_of_hooks, name)
-            self._values.read(f"hooks {name}", read, tuple(before.items()), f"PyTorch's {name}", name)
-            for hook in before.values():
-                self._values.value(hook, f"PyTorch's {name}", name)
+            self._values.name(namespace_of_hooks, name, table, "PyTorch's {}".format)
         for namespace in namespaces():
             if id(namespace.table) in self._values.tables:
                 self._values.tables[id(namespace.table)].expected |= namespace.expected
@@ -348,10 +344,6 @@ def _uses(sites: dict[Site, int], before: Any) -> list[Use]:
 def _held_attributes(owner: Any) -> tuple:
     """The dict of an object's attributes, to be compared as an object."""
     return (own_attributes(owner),)
-
-
-def _items_in(namespace: dict, name: str) -> tuple:
-    return tuple(namespace[name].items())
 
 
 def _param_groups(optimizer: torch.optim.Optimizer) -> tuple:
