@@ -1,5 +1,6 @@
 """Python numbers and texts that change from call to call are inputs of a step, and it computes what eager does."""
 
+import itertools
 import math
 import warnings
 
@@ -192,3 +193,25 @@ def test_a_module_takes_texts(backend):
     for i in range(5):
         assert step({"x": X, "path": [f"{i}a", f"{i}b"]})["path"] == [f"{i}a", f"{i}b"]
     assert compiled_steps.compilations(step) == 1
+
+
+ITERATORS = [lambda: itertools.pairwise(range(1, 50)), lambda: iter([(n, 0) for n in range(50)])]
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+@pytest.mark.parametrize("numbers", ITERATORS)
+def test_an_iterator_beside_a_number_is_advanced_once_at_each_call(numbers):
+    """Its position cannot be restored, so that no second trace may prove that the number can be an input."""
+
+    def run(trace):
+        taken = numbers()
+
+        @trace
+        def step(x, counts):
+            counts["k"] += 1
+            return x * float(next(taken)[0])
+
+        counts = {"k": 0}
+        return [step(X, counts).tolist() for _ in range(6)], counts
+
+    assert run(fl.trace) == run(lambda step: step)

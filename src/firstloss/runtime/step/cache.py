@@ -283,7 +283,8 @@ class Request(NamedTuple):
 def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     """Whether the step's Python can run twice at one call: whether all that it changes is restored exactly."""
     assert observer.guards is not None
-    return not (traced.retrace_reason or observer.guards.external_calls or traced.effects.takes_from_sets)
+    unrestored = traced.retrace_reason or observer.guards.unguardable or traced.effects.takes_from_sets
+    return not (unrestored or observer.guards.external_calls)
 
 
 class InputNumberError(Exception):
@@ -451,7 +452,7 @@ class CacheEntries:
                 )
             return None
 
-        entry = self._traced(request, find, first=not any(versions._entries for versions in similar))
+        entry = self._traced(request, find, similar)
         if entry.step.traced.raised is not None:  # it may not raise the next time
             return entry
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
@@ -517,14 +518,18 @@ class CacheEntries:
             self._reports.report_each_time(entry.traced_each_time, entry.seconds)
 
     def _traced(
-        self, request: Request, find: Callable[[TracedProgram], CompiledStep | None], first: bool = False
+        self,
+        request: Request,
+        find: Callable[[TracedProgram], CompiledStep | None],
+        similar: Sequence[CacheEntries] = (),
     ) -> CacheEntry:
+        earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
-        records_code = not first or bool(self._entries) or not self._check or request.retried
+        records_code = bool(earlier) or not self._check or request.retried
         draws = any(entry.moves_generators for entry in self._entries)
         has_inputs = bool(self._places or request.arguments.varying or draws)
-        if self._entries and self._entries[0].traced_each_time is not None:
+        if any(entry.traced_each_time is not None for entry in earlier):
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         inputs = self._inputs if has_inputs else ()
         while True:
