@@ -16,7 +16,8 @@ import tempfile
 import pytest
 
 gc.disable()  # until all tests are collected: nearly all objects created until then stay alive
-pytest.register_assert_rewrite("tests")  # helpers, too: `python -O` drops all other assertions
+HELPERS = {name.removesuffix(".py") for name in os.listdir(os.path.dirname(__file__))} - {"conftest"}
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in HELPERS))  # `python -O` drops all other assertions
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 import yaml
 
+import firstloss as fl
 from firstloss import no_effect
 from firstloss.cli import main, modelzoo
-from firstloss.errors import ConfigError, NoEffectWarning
+from firstloss.errors import ConfigError, NoEffectWarning, TrainerError
+from firstloss.trainer import callbacks
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["gpt2", "bert", "vision"]
@@ -118,9 +120,10 @@ def test_the_schema_accepts_what_the_commands_accept(options, capsys):
     """The schema accepts the configs that the commands accept, and its keys are those of the classes."""
     assert main(["schema", *options]) == 0
     schema = json.loads(capsys.readouterr().out)
-    model_zoos, firstlosses = schema["properties"]["trainer"]["anyOf"]
+    model_zoos, firstlosses, phases = schema["properties"]["trainer"]["anyOf"]
     file = yaml.safe_load((ROOT / "examples" / "model_zoo" / "gpt2.yaml").read_text())["trainer"]
     assert valid(file, model_zoos) and not valid(file, firstlosses)
+    assert valid([{"trainer": file}] * 2, phases) and not valid([file], phases) and not valid([], phases)
     file["init"]["loop"]["max_step"] = 3
     assert not valid(file, model_zoos)
     del file["init"]["loop"]["max_step"]
@@ -193,7 +196,7 @@ def valid(value, schema):
     ):
         return False
     if isinstance(value, list) and "items" in schema:
-        return all(valid(item, schema["items"]) for item in value)
+        return len(value) >= schema.get("minItems", 0) and all(valid(item, schema["items"]) for item in value)
     if not isinstance(value, dict):
         return True
     if not schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value)):
@@ -224,3 +227,36 @@ def test_settings_of_cerebras_hardware_are_accepted_and_named(override, tmp_path
     folder = [f"--trainer.init.model_dir={tmp_path}", "--trainer.init.loop.max_steps=1"]
     with pytest.warns(NoEffectWarning, match=f"{ACCEPTED[override]} is for Cerebras' hardware"):
         assert main(["fit", "examples/model_zoo/gpt2.yaml", *folder, override]) == 0
+
+
+def small(folder, **more):
+    """A phase of the example on "CPU", of three steps."""
+    init = copy.deepcopy(content()["trainer"]["init"])
+    init["model"].update(hidden_size=16, num_hidden_layers=1, num_heads=2)
+    init |= {"model_dir": str(folder), "backend": {"backend_type": "CPU"}, "loop": {"max_steps": 3}, "loggers": []}
+    fit = {"train_dataloader": content()["trainer"]["fit"]["train_dataloader"]}
+    return {"trainer": {"init": init | more, "fit": fit}}
+
+
+@pytest.mark.parametrize(
+    "states, begins_at, momenta", [("model, optimizer", 0, True), (["model"], 0, False), ("all", 3, True)]
+)
+def test_phases_run_in_turn_and_begin_with_the_wanted_states(states, begins_at, momenta, tmp_path, capsys):
+    first, second = small(tmp_path / "first"), small(tmp_path / "second")
+    second["trainer"]["init"]["callbacks"] = [{"LoadCheckpointStates": {"load_checkpoint_states": states}}]
+    second["trainer"]["init"]["loop"] = {"max_steps": begins_at + 1}
+    second["trainer"]["fit"]["ckpt_path"] = str(tmp_path / "first" / "checkpoints" / "step_3")
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"trainer": [first, second]}))
+    assert main(["fit", str(path)]) == 0
+    assert capsys.readouterr().out.count(": step ") == 2
+    (end,) = (tmp_path / "second" / "checkpoints").iterdir()
+    assert end.name == f"step_{begins_at + 1}"
+    steps = {int(entries["step"]) for entries in fl.load(end)["optimizer"]["state"].values()}
+    assert steps == {4 if momenta else 1}
+
+
+@pytest.mark.parametrize("states", ["weights", "optimizer", ["model", "everything"]])
+def test_states_that_cannot_be_loaded_are_an_error(states):
+    with pytest.raises(TrainerError, match="LoadCheckpointStates: "):
+        callbacks.LoadCheckpointStates(states)

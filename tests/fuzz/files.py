@@ -449,7 +449,10 @@ def _read_run_file(path: Path) -> None:
     from firstloss.cli import config
 
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        if config.read_model_zoo(str(path / "it.yaml"), []) is None:
+        phases = config.read_model_zoo(str(path / "it.yaml"), [])
+        if phases is not None:
+            list(phases)
+        else:
             config.read("fit", str(path / "it.yaml"), [])
 
 

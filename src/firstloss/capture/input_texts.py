@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from .input_numbers import Expression, InputNumbers, is_input_number
+from .input_numbers import Expression, InputNumbers, is_input_number, plain
 
 TEXTS = (str, bytes)
 
@@ -63,6 +63,11 @@ def input_of(value: Any) -> Expression | None:
     if is_input_number(value):
         return value.node.expression
     return value._expression if type(value) is InputText else None
+
+
+def value_of(value: Any) -> Any:
+    """The value of an input number or an input text in the trace."""
+    return plain(value) if is_input_number(value) else value._text
 
 
 def _method(text: Any, name: str, *args: Any) -> Any:

@@ -167,8 +167,9 @@ def read(command: str, file: str | None, overrides: Sequence[str]) -> tuple[Argu
         raise ConfigError(f"{where}: {shortened(str(error), command_parser, ConfiguredTrainer)}") from error
 
 
-def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
-    """The run described by a file in Model Zoo's layout; None for other files."""
+def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Iterator[Any] | None:
+    """The runs described by a file in Model Zoo's layout, each constructed when the one before has ended; None for
+    other files."""
     from . import modelzoo
 
     if file is None or not os.path.isfile(file):
@@ -179,10 +180,15 @@ def read_model_zoo(file: str | None, overrides: Sequence[str]) -> Any:
         content = yaml_text.load(_text_of(file))
     except ConfigError:  # `read` reports it
         return None
-    if not modelzoo.is_one(content):
-        return None
+    found = modelzoo.phases(content)
+    return (_phase(file, phase, overrides) for phase in found) if found else None
+
+
+def _phase(file: str, phase: dict[str, Any], overrides: Sequence[str]) -> Any:
+    from . import modelzoo
+
     try:
-        return modelzoo.read(content, overrides)
+        return modelzoo.read(phase, overrides)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from . import output, target
@@ -48,13 +49,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def model_zoo(args: argparse.Namespace, described: Any, wanted: tuple[str, ...]) -> int:
+def model_zoo(args: argparse.Namespace, phases: Iterable[Any], wanted: tuple[str, ...]) -> int:
     """Run the calls `wanted` ("fit", "validate", ...) that a file in Model Zoo's layout has, in turn."""
     from ..errors import ConfigError
 
+    ran = [_run_phase(args, phase, wanted) for phase in phases]
+    if not any(ran):
+        raise ConfigError(f"{args.config}: trainer has no {' and no '.join(wanted)}, so there is nothing to do.")
+    return 0
+
+
+def _run_phase(args: argparse.Namespace, described: Any, wanted: tuple[str, ...]) -> bool:
     trainer, validated = described.trainer, {}
     if not any(call in described.calls for call in wanted):
-        raise ConfigError(f"{args.config}: trainer has no {' and no '.join(wanted)}, so there is nothing to do.")
+        return False
     with target.exits_as_errors("the run"):
         for call in wanted:
             if call in described.calls:
@@ -70,4 +78,4 @@ def model_zoo(args: argparse.Namespace, described: Any, wanted: tuple[str, ...])
         print(f"{trainer.model_dir}: step {trainer.state.step}, checkpoint {trainer.folder.last()}")
         for call, value in metrics.items():
             print(f"{call}: {value}")
-    return 0
+    return True

@@ -1,4 +1,5 @@
-"""Run files in the layout of Model Zoo's Trainer: `trainer: {init: ..., fit: ..., validate: ..., validate_all: ...}`.
+"""Run files in the layout of Model Zoo's Trainer: `trainer: {init: ..., fit: ..., validate: ..., validate_all: ...}`,
+or a list of such mappings, which are phases.
 
 Names refer to those in `firstloss.trainer`, `firstloss.cstorch.optim` and its schedulers. A model's `name` and a
 loader's `data_processor` are importable, as "package.module.Class": there is no registry of models.
@@ -49,14 +50,17 @@ class ModelZooRun(NamedTuple):
     calls: dict[str, dict[str, Any]]
 
 
-def is_one(content: Any) -> bool:
-    """Whether a file has Model Zoo's layout."""
+def phases(content: Any) -> list[dict[str, Any]]:
+    """The phases of a file in Model Zoo's layout, which run one after another: one, or those in a list. Empty for other
+    files."""
     trainer = content.get("trainer") if isinstance(content, Mapping) else None
-    return isinstance(trainer, Mapping) and "init" in trainer
+    if isinstance(trainer, list):
+        return [phase for one in trainer for phase in phases(one)] if all(map(phases, trainer)) else []
+    return [dict(content)] if isinstance(trainer, Mapping) and "init" in trainer else []
 
 
 def read(content: dict[str, Any], overrides: Sequence[str] = ()) -> ModelZooRun:
-    """Construct the run that a file describes.
+    """Construct the run that a phase describes.
 
     Args:
         overrides: options such as `--trainer.init.loop.max_steps=50`.
@@ -293,4 +297,4 @@ def _near(name: str, known: Sequence[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(sorted(known))}."
 
 
-__all__ = ["is_one", "read", "schedulers"]
+__all__ = ["phases", "read", "schedulers"]

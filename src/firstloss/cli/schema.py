@@ -34,14 +34,15 @@ def schema() -> dict[str, Any]:
     """The schema of both layouts: Firstloss's, and Model Zoo's with `trainer.init`."""
     from .config import ConfiguredTrainer
 
-    configured = _of(ConfiguredTrainer)
+    configured, model_zoo = _of(ConfiguredTrainer), _model_zoo()
+    phases = {"type": "array", "minItems": 1, "items": _object({"trainer": model_zoo}, required=["trainer"])}
     run = {"train_dataloader": _CALLABLE, "val_dataloader": _CALLABLE, "ckpt_path": {"type": ["string", "null"]}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A run of firstloss fit and validate",
         "type": "object",
         "required": ["trainer"],
-        "properties": {"trainer": {"anyOf": [_model_zoo(), configured]}, **run},
+        "properties": {"trainer": {"anyOf": [model_zoo, configured, phases]}, **run},
         "additionalProperties": False,
     }
 

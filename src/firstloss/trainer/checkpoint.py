@@ -185,13 +185,20 @@ class CheckpointFolder:
             raise TrainerError(f"ckpt_path {path!r} does not exist. {self.last_good()}")
         return path
 
-    def resume_state(self, named: str | EllipsisType | None, or_last: bool) -> dict[str, Any] | None:
-        """Load the checkpoint to resume from: the named one if it is in this folder, else the last; or None."""
+    def resume_state(
+        self, named: str | EllipsisType | None, or_last: bool, from_elsewhere: bool
+    ) -> dict[str, Any] | None:
+        """Load the checkpoint to resume from: the named one if it is in this folder, else the last; or None.
+
+        Args:
+            from_elsewhere: also from another run's checkpoint, if this folder has none.
+        """
         if named is None:
             return None
         path = None if isinstance(named, EllipsisType) else named
         if path is None or not self.holds(path):
-            path = self.last() if or_last else None
+            last = self.last() if or_last else None
+            path = path if last is None and from_elsewhere else last
         return None if path is None else fl.load(path)
 
     def holds(self, path: str) -> bool:
@@ -272,29 +279,34 @@ def load_model(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Load everything else, once the backend has the model. The random state comes last: nothing after it may draw."""
+    """Load everything else that is in `state`, once the backend has the model. The random state comes last: nothing
+    after it may draw."""
     assert trainer.optimizer is not None and trainer.batches is not None
-    trainer.optimizer.load_state_dict(state["optimizer"])
+    if "optimizer" in state:
+        trainer.optimizer.load_state_dict(state["optimizer"])
     if fl.use_cs():  # loaded state belongs on the device, like the state that a step creates
         entries = trainer.optimizer.state.values()
         trainer.backend.move_to_device([x for entry in entries for x in entry.values() if isinstance(x, torch.Tensor)])
-    if len(state["schedulers"]) != len(trainer.schedulers):
+    schedulers = state.get("schedulers", [scheduler.state_dict() for scheduler in trainer.schedulers])
+    if len(schedulers) != len(trainer.schedulers):
         raise TrainerError(
-            f"the checkpoint has {len(state['schedulers'])} schedulers, and the run {len(trainer.schedulers)}. Use "
+            f"the checkpoint has {len(schedulers)} schedulers, and the run {len(trainer.schedulers)}. Use "
             "the same schedulers, or pass the checkpoint as ckpt_path to a new run folder to load only its weights."
         )
-    for scheduler, saved in zip(trainer.schedulers, state["schedulers"], strict=True):
+    for scheduler, saved in zip(trainer.schedulers, schedulers, strict=True):
         scheduler.load_state_dict(saved)
-    trainer.precision.load_state_dict(state["precision"])
-    trainer.callbacks.load_state_dict(state["callbacks"])
-    trainer.batches.load_state_dict(state["batches"])
-    trainer.state = type(trainer.state)(**state["trainer"])
+    for key, part in (("precision", trainer.precision), ("callbacks", trainer.callbacks), ("batches", trainer.batches)):
+        if key in state:
+            part.load_state_dict(state[key])
+    trainer.state = type(trainer.state)(**state.get("trainer", {}))
     best = trainer.state.best
     # The run may resume from an older checkpoint, and the best one be deleted since.
     if best is not None and not os.path.exists(trainer.folder.at(best["step"])):
         trainer.state.best = None
-    trainer.backend.load_state_dict(state["backend"])
-    set_random_state(state["random"])
+    if "backend" in state:
+        trainer.backend.load_state_dict(state["backend"])
+    if "random" in state:
+        set_random_state(state["random"])
 
 
 def matching(pattern: Any) -> list[Any]:

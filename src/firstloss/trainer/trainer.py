@@ -20,6 +20,7 @@ from . import checkpoint as checkpoints
 from . import construct
 from .batches import Batches, check_loader, several
 from .callback import Callback, Callbacks
+from .callbacks.states import LoadCheckpointStates
 from .checkpoint import Checkpoint, CheckpointFolder
 from .interrupts import Interrupted, Interrupts
 from .loggers import default_loggers
@@ -207,7 +208,8 @@ class Trainer:
         with self._running("saving after this step"):
             weights = self.folder.named(ckpt_path)
             last = self.checkpoint.autoload_last and not again
-            self._start(self.folder.resume_state(weights, last), weights)
+            everything = self.get_callback(LoadCheckpointStates) is not None
+            self._start(self.folder.resume_state(weights, last, everything), weights)
             if self.processes.index == 0:
                 self.folder.archive_newer(self.state.step)
             self.processes.wait("begin")

@@ -31,6 +31,22 @@ def test_a_number_that_the_step_tells_from_a_float_is_part_of_the_compiled_step(
     assert outcomes(fl.trace(step), calls) == outcomes(step, calls)
 
 
+@pytest.mark.parametrize("tell", [lambda k: type(k).__name__, lambda k: [type(k) is float], lambda k: {"k": type(k)}])
+def test_what_a_step_leaves_of_a_numbers_type_is_as_by_eager(tell):
+    def run(trace):
+        held, log = {"k": 1.0}, []
+
+        @trace
+        def step(x):
+            held["k"] = held["k"] * 0.75 + 0.5
+            log.append((tell(held["k"]), held["k"]))
+            return x * held["k"], tell(held["k"])
+
+        return [step(X)[1] for _ in range(5)], log
+
+    assert run(fl.trace) == run(lambda step: step)
+
+
 @pytest.mark.parametrize("use", [lambda k: round(k, 1), int, lambda k: math.floor(k) + k, str, lambda k: k > 0.6])
 def test_a_number_is_used_as_by_eager(use):
     def step(x, k):

@@ -9,7 +9,7 @@ import torch
 
 from ...capture.conjugate_views import bits_of, unmirrored, vector_of
 from ...capture.input_numbers import Expression
-from ...capture.input_texts import input_of
+from ...capture.input_texts import input_of, value_of
 from ...capture.tensor import DeferredTensor, Hooks
 from ...errors import TraceError
 from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
@@ -70,6 +70,7 @@ class Reconstructor:
 
     Attributes:
         tensors: the traced tensors among the values, each once; `CallFrame.fresh` returns their values by index.
+        plain: the numbers, texts and classes among the values, as they are in the trace.
         retrace_reason: a description of what cannot be recreated, so that the step has to be traced at each call.
     """
 
@@ -86,6 +87,7 @@ class Reconstructor:
             arguments: the stand-ins for the arguments.
         """
         self.tensors: list[DeferredTensor] = []
+        self.plain: list[Any] = []
         self.retrace_reason: str | None = None
         self._numbers: dict[int, int] = {}
         self._is_traced = is_traced
@@ -128,7 +130,10 @@ class Reconstructor:
         if cached is not None:
             return cached
         if (expression := input_of(value)) is not None:
+            self.plain.append(value_of(value))
             return computed(expression)
+        if type(value) in _PLAIN or isinstance(value, type):
+            self.plain.append(value)
         kind = kind_of(type(value))
         if type(value) is UnavailableNumber:
             value.refuse()
@@ -242,6 +247,9 @@ class Reconstructor:
                 new.grad = gradient(env)
 
         return copy_to
+
+
+_PLAIN = (int, float, bool, str, bytes, complex, type(None))
 
 
 def computed(expression: Expression) -> Make:

@@ -34,7 +34,7 @@ from ...interpreter import Undo, pause, paused_until
 from ...program.compare import first_difference
 from ...program.source import here
 from ..backend import Backend
-from ..guards.equality import same
+from ..guards.equality import same, same_items
 from ..guards.guards import Change
 from ..guards.places import Place
 from ..guards.recording import functions_of
@@ -255,8 +255,9 @@ class Request(NamedTuple):
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
 
     def _is_the_same_without_inputs(self, traced: TracedProgram) -> bool:
-        """Whether a trace that is specialized on all numbers and texts gives the same Program: whether the step's
-        Python does not see the difference between a number and an input number (`type(x) is float`)."""
+        """Whether a trace that is specialized on all numbers and texts gives the same Program, and leaves the same
+        numbers and texts in Python: whether the step's Python does not see the difference between a number and an input
+        number (`type(x) is float`)."""
         observer = TraceObserver(self.roots(), (), False)
         specialized = tracing.trace_step(self.step, self.arguments, self.backend, observer, (), ())
         try:
@@ -265,7 +266,8 @@ class Request(NamedTuple):
             numbers = {
                 value: number.read(arguments.leaves, arguments.known) for value, number in traced.numbers.items()
             }
-            return first_difference(specialized.program, traced.program, numbers) is None
+            left, expected = (one.effects.reconstructor.plain for one in (traced, specialized))
+            return first_difference(specialized.program, traced.program, numbers) is None and same_items(left, expected)
         finally:
             tracing.abandon(specialized, observer)
 

@@ -13,6 +13,7 @@ from .metrics import ModelEvalMetrics
 from .numbers import ComputeNorm, CountParams, LogOptimizerParamGroup
 from .numerics import CheckLoss, NaNChecker
 from .profiler import Profiler
+from .states import LoadCheckpointStates
 
 __all__ = [
     "Callback",
@@ -23,6 +24,7 @@ __all__ = [
     "EarlyStop",
     "GradientClipping",
     "KeepNCheckpoints",
+    "LoadCheckpointStates",
     "LogOptimizerParamGroup",
     "Logging",
     "MixedPrecision",
