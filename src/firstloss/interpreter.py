@@ -64,6 +64,13 @@ class Undo:
 # -- signals, which are put off while something is changed that must not be left half done --
 
 
+# Without real-time signals, and without enumerations: a step asks for the handlers, in some 10 microseconds.
+_SIGNALS = [n for n in map(int, signal.valid_signals()) if n < getattr(signal, "SIGRTMIN", 1 << 30)]
+_SIGNALS = [n for n in sorted(_SIGNALS) if n not in (getattr(signal, "SIGKILL", 0), getattr(signal, "SIGSTOP", 0))]
+_get_handler = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_set_handler = getattr(signal.signal, "__wrapped__", signal.signal)
+
+
 class Uninterrupted:
     """A block during which signals that Python code handles, such as Ctrl-C, are put off until its end.
 
@@ -102,11 +109,11 @@ class Uninterrupted:
     def _begin(self) -> None:
         self._is_outermost = True  # also if no signal has a handler, as where Ctrl-C is ignored
         Uninterrupted._is_open = True
-        found = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        for number, handler in found.items():
-            if callable(handler) and not isinstance(handler, signal.Handlers):
+        for number in _SIGNALS:
+            handler = _get_handler(number)
+            if callable(handler):
                 self._handlers[number] = handler  # first: it may be interrupted
-                signal.signal(number, self._note)
+                _set_handler(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
         self._noted.append((self._handlers.get(number), number, frame))
@@ -114,8 +121,8 @@ class Uninterrupted:
     def _end(self) -> None:
         """Restore the handlers; that of Ctrl-C last, since it raises from then on. Idempotent."""
         for number in sorted(self._handlers, key=lambda number: number == signal.SIGINT):
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, self._handlers[number])
+            if _get_handler(number) == self._note:
+                _set_handler(number, self._handlers[number])
         self._handlers.clear()
         Uninterrupted._is_open = False
 

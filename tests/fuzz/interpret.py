@@ -36,12 +36,11 @@ class _Run:
         self._given = state, rest
         self._outputs: tuple | None = None
 
-    def advance(self) -> None:
-        if self._outputs is None:
-            self._outputs = self._step.execute(*self._given)
+    def prepare(self) -> None:
+        pass
 
-    def has_donated(self) -> bool:
-        return self._outputs is not None
+    def finish(self) -> None:
+        self._outputs = self._step.execute(*self._given)
 
     def outputs(self) -> tuple:
         assert self._outputs is not None

@@ -10,12 +10,6 @@ from .names import Name, resolve
 TESTED = ("0.10.2",)
 
 NAMES = {
-    "ExecuteReplicated": Name(
-        "jax._src.interpreters.pxla.ExecuteReplicated",
-        "Runs a compiled function's first call in its own thread, where Ctrl-C does not interrupt it",
-        "nothing; Ctrl-C within the first call of a step may lose its state",
-        otherwise=object,
-    ),
     "ir": Name("jax._src.lib.mlir.ir", "Names a module's outputs", "writing and running StableHLO files"),
     "compiler": Name("jax._src.compiler", "Compiles a module's text", "running StableHLO files"),
     "mlir": Name("jax._src.interpreters.mlir", "Parses a module's text", "running StableHLO files"),

@@ -275,7 +275,7 @@ def test_an_interrupt_leaves_the_state_unchanged(monkeypatch, tmp_path):
 
 
 def test_a_step_that_fails_after_its_loss_leaves_the_state(monkeypatch, tmp_path):
-    finish = segmented.SegmentedRun._finish
+    finish = segmented.SegmentedRun._prepare_rest
     failures = [RuntimeError("no memory left")]
 
     def fail(self):
@@ -283,7 +283,7 @@ def test_a_step_that_fails_after_its_loss_leaves_the_state(monkeypatch, tmp_path
             raise failures.pop()
         finish(self)
 
-    monkeypatch.setattr(segmented.SegmentedRun, "_finish", fail)
+    monkeypatch.setattr(segmented.SegmentedRun, "_prepare_rest", fail)
     backend = fl.backend("XLA", artifact_dir=tmp_path)
     torch.manual_seed(0)
     with backend.device:

@@ -13,6 +13,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.capture import session
+from firstloss.interpreter import Uninterrupted
 from firstloss.lower import segments
 from firstloss.runtime.device import dispatch
 from firstloss.runtime.step import cache, segmentation
@@ -25,8 +26,20 @@ class Boom(BaseException):
     pass
 
 
+def boom(*_):
+    raise Boom
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    before = signal.signal(signal.SIGUSR1, boom)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
 class Interrupting:
-    """Raises at the n-th line of Firstloss that runs in the block; `lines` counts them."""
+    """Sends this process a signal, whose handler raises, at the n-th line of Firstloss that runs in the block; `lines`
+    counts them."""
 
     def __init__(self, at=None, among=lambda frame: True):
         self.at, self.among = at, among
@@ -49,7 +62,7 @@ class Interrupting:
             self.lines += 1
             if self.lines == self.at:
                 sys.settrace(None)
-                raise Boom
+                signal.raise_signal(signal.SIGUSR1)
         return self._line
 
 
@@ -140,7 +153,7 @@ def undisturbed():
     assert torch.is_grad_enabled()
     assert not _get_current_dispatch_mode_stack()
     assert not jax.config.jax_enable_x64
-    assert dispatch._open is None
+    assert dispatch._thread is None and not Uninterrupted._is_open
     assert torch.tensor is TENSOR and torch.Tensor.tolist is TOLIST
     assert torch.amp.GradScaler.scale is SCALE
 

@@ -160,7 +160,7 @@ class DeviceBuffer:
         Args:
             donated: whether the step may overwrite the array.
         """
-        dispatch.settled()
+        dispatch.wait()
         memory = self._memory
         if memory is None:
             return self.array()
@@ -228,7 +228,7 @@ class DeviceBuffer:
 
     def array(self) -> jax.Array:
         """The content as an array of `value.shape`; waits for the materialization or first step that produces it."""
-        dispatch.settled()
+        dispatch.wait()
         if (memory := self._memory) is not None:
             return self._put(memory.content())
         while True:  # other threads may be here too: read each attribute once
@@ -328,7 +328,7 @@ class DeviceBuffer:
 
     def read(self) -> torch.Tensor:
         """Like `host`, without keeping the copy."""
-        dispatch.settled()
+        dispatch.wait()
         if (memory := self._memory) is not None:
             return memory.content()
         if (host := self._host) is not None:
@@ -379,7 +379,7 @@ class DeviceBuffer:
 
     def host(self) -> torch.Tensor:
         """The content on the host, with the layout of `value`. It must not be written to except after `begin_edit`."""
-        dispatch.settled()
+        dispatch.wait()
         if (memory := self._memory) is not None:
             return memory.content()
         host = self._host

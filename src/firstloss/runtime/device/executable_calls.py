@@ -1,38 +1,18 @@
-"""Calls of executables: interrupts lose no results, and the number in flight stays within XLA's limit."""
+"""Calls of executables: without Python code in between, of which few enough are in flight, and with enough memory."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from ...compat.jax_names import ExecuteReplicated, executable_of, make_cpp_call
+from ...compat.jax_names import executable_of, make_cpp_call
 from ...errors import StepMemoryError
-from ..jax_support import on_cpu, x64
-
-# Calls functions and yields their results, entirely in C.
-call_each = itertools.starmap
-flatten = itertools.chain.from_iterable
-
-
-class _ThreadLocal(threading.local):
-    """State of this thread.
-
-    Attributes:
-        run: the run that is calling compiled functions, which sets this; None if there is none.
-    """
-
-    run: Any = None
-
-
-this_thread = _ThreadLocal()
-
+from ..jax_support import on_cpu
 
 # XLA's CPU client runs up to 32 executions per device, and launches the 33rd in a thread that the others need to
 # finish: several devices in one process would deadlock.
@@ -62,79 +42,10 @@ class _InFlight:
 in_flight = _InFlight()
 
 
-class UninterruptibleCall:
-    """A call through JAX's Python code, in a thread of its own, where signals do not interrupt it.
-
-    From the second call on with the same argument types, a compiled function runs entirely in C++. The first call runs
-    Python code of JAX, in which an interrupt would lose the results; they are stored here.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number  # the call's number within the run
-        self._decided = threading.Lock()  # never released: the first to acquire it makes the call, or cancels it
-        self._done = threading.Event()
-        self._outcome: tuple[Any, BaseException | None] = (None, None)
-
-    def call(self, function: Callable[..., Any], args: tuple) -> Any:
-        """Return `function(*args)`."""
-        threading.Thread(target=self._work, args=(function, args), name="firstloss-dispatch").start()
-        return self.result()
-
-    def _work(self, function: Callable[..., Any], args: tuple) -> None:
-        if not self._decided.acquire(blocking=False):
-            return
-        try:
-            with x64():
-                self._outcome = function(*args), None
-        except BaseException as error:  # re-raised by `result`
-            self._outcome = None, error
-        del function, args
-        self._done.set()
-
-    def result(self) -> Any:
-        """Wait for the call and return its results."""
-        self._done.wait()
-        results, error = self._outcome
-        if error is not None:
-            raise error
-        return results
-
-    def results_or_cancel(self) -> Any:
-        """After an interrupt: the results as a flat list; None if the call had not started, and is now canceled."""
-        if self._decided.acquire(blocking=False):
-            return None
-        self._done.wait()
-        return self._outcome[0]
-
-
-class _UninterruptibleExecute(ExecuteReplicated):
-    """JAX's Python entry point of an executable, uninterruptible while a run is calling compiled functions."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any) -> Any:
-        return _call_uninterrupted(super().__call__, args)
-
-
-def _call_uninterrupted(function: Callable[..., Any], args: tuple) -> Any:
-    run = this_thread.run
-    if run is None:
-        return function(*args)
-    run.python_call = UninterruptibleCall(run.next_call())
-    return run.python_call.call(function, args)
-
-
 def direct(compiled: Any) -> Callable[..., Any]:
-    """A function that calls `compiled` without Python code in between; first calls are uninterruptible."""
-    executable: Any = executable_of(compiled)
-    execute = getattr(executable, "unsafe_call", None)
-    if getattr(execute, "has_host_callbacks", False):
-        return compiled  # nothing is donated
-    if type(execute) is ExecuteReplicated:
-        execute.__class__ = _UninterruptibleExecute
-    if type(execute) is _UninterruptibleExecute and (call := make_cpp_call(compiled, executable)) is not None:
-        return call
-    return lambda *args: _call_uninterrupted(compiled, args)  # an unknown version of JAX
+    """A function that calls `compiled` without Python code in between, from the second call on."""
+    call: Callable[..., Any] | None = make_cpp_call(compiled, executable_of(compiled))
+    return compiled if call is None else call
 
 
 def probe_memory(executables: Iterable[Any]) -> None:

@@ -132,8 +132,7 @@ class BackgroundWork(Future):
 
     def _work(self) -> None:
         finish, self._finish = self._finish, None  # freed when it has run
-        if finish is None or not self.set_running_or_notify_cancel():  # interrupted before it began
-            return
+        assert finish is not None
         try:
             from ..jax_support import x64
 

@@ -4,7 +4,6 @@ lines, and the attributes that are read, set and deleted.
 
 from __future__ import annotations
 
-import _lsprof
 import contextlib
 import enum
 import functools
@@ -155,7 +154,7 @@ def _restore_classes(cls: type, name: str, own_method: Any) -> None:
 def _suspended() -> Any:
     """The profiler that is active, which is suspended; None if there is none."""
     profiler: Any = sys.getprofile()
-    if isinstance(profiler, _lsprof.Profiler):  # of cProfile
+    if profiler is not None and not callable(profiler):  # cProfile's
         profiler.disable()
     return profiler
 
@@ -163,11 +162,11 @@ def _suspended() -> Any:
 def _stop(suspended: Any) -> None:
     if native is not None:
         native.stop()
-    elif isinstance(suspended, _lsprof.Profiler):
+    elif suspended is None or callable(suspended):
+        sys.setprofile(suspended)
+    else:
         sys.setprofile(None)
         suspended.enable()
-    else:
-        sys.setprofile(suspended)
 
 
 def _recording_method(found: dict, thread: int, method: Callable) -> Any:

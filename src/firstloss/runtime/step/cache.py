@@ -283,10 +283,11 @@ class Request(NamedTuple):
 
 
 def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
-    """Whether the step's Python can run twice at one call: whether all that it changes is restored exactly."""
+    """Whether the step's Python can run twice at one call: whether all that it changes is restored exactly, and the
+    optimizers' state that was created for it need not be created again."""
     assert observer.guards is not None
     unrestored = traced.retrace_reason or observer.guards.unguardable or traced.effects.takes_from_sets
-    return not (unrestored or observer.guards.external_calls)
+    return not (unrestored or observer.guards.external_calls or traced.optimizers.state.new)
 
 
 class InputNumberError(Exception):

@@ -54,15 +54,14 @@ _NUMPY_NUMBERS: dict[torch.dtype, Any] = {
 
 
 class StepCall:
-    """A call of a step: its arguments, and what it returns and binds after the step has run."""
+    """A call of a step: its arguments, and what it returns and does after the step has run."""
 
-    __slots__ = ("arguments", "owners", "result", "bindings", "schedules", "memory")
+    __slots__ = ("arguments", "owners", "result", "schedules", "memory")
 
     def __init__(self, arguments: Arguments, owners: Iterable[Owner]) -> None:
         self.arguments = arguments
         self.owners = owners  # of the state that the step changes
         self.result: Any = None
-        self.bindings: list[Bind] | None = None
         self.schedules: list[Bind] = []  # schedulers that depend on its results
         self.memory: dict[DeferredStorage, HostMemory] = {}  # exported memory that its weights leave to its holders
 
@@ -150,7 +149,6 @@ class CompiledStep:
             numbers.draws.commit(arguments.known)
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
-            dispatch.settled()
             traced.optimizers.groups.begin()
             if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
                 owners.moved()
@@ -175,10 +173,9 @@ class CompiledStep:
                     if buffer is not None:
                         buffer.lose(error)
 
-            step = dispatch.Transaction(run, state, commit, lose)
             first = not self._ran or not self._executable.ran
             gradients = traced.gradients.now() if first else None
-            results = step.execute_or_settle()[2]
+            results = dispatch.execute(run, state, commit, lose)[2]
             if first:
                 self._first(run, state, buffers, key, gradients)
             if not self._ran:
@@ -209,7 +206,7 @@ class CompiledStep:
         created: Sequence[Any],
         results: Sequence[Any],
     ) -> None:
-        """Commit weights, state, side effects and settings after the run. May be called twice."""
+        """Commit weights, state, side effects and settings after the run; weights first."""
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *created), strict=True))
         for storage, _ in traced.handed_out:
@@ -224,13 +221,12 @@ class CompiledStep:
                     None,
                 )
             storage.resident.set(arrays[name])
-        if call.bindings is None:
-            env = self._env(call.arguments, arrays)
-            call.result = traced.result(env)
-            call.bindings = [make(env) for make in traced.effects.bindings]
-            call.bindings += [_keeping(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
-            call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
-        for bind in call.bindings:
+        env = self._env(call.arguments, arrays)
+        call.result = traced.result(env)
+        bindings = [make(env) for make in traced.effects.bindings]
+        bindings += [_keeping(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
+        call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
+        for bind in bindings:
             bind()
         traced.modes.leave()
         if not self._backend.stepped:

@@ -279,7 +279,7 @@ class BackgroundCompiledStep:
             pass
 
     def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> KernelsFirstRun | SegmentedRun:
-        """An execution, started by its `advance`."""
+        """An execution; see `dispatch.execute`."""
         if self.first_loss is None or self._made is not None:
             return self.made().begin(state, rest, seed)
         return KernelsFirstRun(self, state, rest, seed)
@@ -300,29 +300,32 @@ class KernelsFirstRun:
         """The rest of the step, in the background."""
         return self._later if self._instead is None else self._instead.later
 
-    def advance(self) -> None:
-        """Compute the results, and start the rest."""
+    def prepare(self) -> None:
+        """Compute the results."""
         step = self._step
-        if self._later is not None:
-            return
         state, rest, seed = self._inputs
-        if self._instead is None:
-            arrays: Mapping[Value, Any] = dict(zip(step.inputs, (*state, *rest), strict=True))
-            assert step.first_loss is not None
-            self._results = step.first_loss.attempt(arrays, seed)
-            if self._results is not None:
-                later = BackgroundWork(functools.partial(_finish, step, state, rest, seed))
-                self._inputs = (), (), None
-                self._later = later
-                step.lower_in_background(later)
-                return
+        arrays: Mapping[Value, Any] = dict(zip(step.inputs, (*state, *rest), strict=True))
+        assert step.first_loss is not None
+        self._results = step.first_loss.attempt(arrays, seed)
+        if self._results is None:
             step.first_loss = None
-        from ..jax_support import x64
+            from ..jax_support import x64
 
-        with x64():
-            if self._instead is None:
+            with x64():
                 self._instead = step.made().begin(state, rest, seed)
-            self._instead.advance()
+                self._instead.prepare()
+
+    def finish(self) -> None:
+        """Start the rest."""
+        if self._instead is not None:
+            from ..jax_support import x64
+
+            with x64():
+                self._instead.finish()
+            return
+        self._later = BackgroundWork(functools.partial(_finish, self._step, *self._inputs))
+        self._inputs = (), (), None
+        self._step.lower_in_background(self._later)
 
     def outputs(self) -> tuple:
         """The outputs, in groups."""
@@ -335,17 +338,6 @@ class KernelsFirstRun:
             for group, count in enumerate(counts)
         ]
         return (*groups, tuple(self._results))
-
-    def has_donated(self) -> bool:
-        """After an interrupt: whether state has been donated; if not, it will not be."""
-        if self._instead is not None:
-            return self._instead.has_donated()
-        if self._later is None:
-            return False
-        if not self._later.cancel():
-            return True
-        self._later = None
-        return False
 
 
 def _finish(

@@ -13,7 +13,7 @@ import torch
 from ...lower.dtypes import constant
 from ...lower.segments import Cut, Segment
 from ...program.graph import Value
-from ..device.executable_calls import UninterruptibleCall, call_each, flatten, in_flight, probe_memory, this_thread
+from ..device.executable_calls import in_flight, probe_memory
 from ..device.lazy_array import BackgroundWork, LazyArray, ready
 from ..device.placement import start_waiting_materializations
 from ..jax_support import on_cpu, x64
@@ -158,7 +158,7 @@ class SegmentedStep:
     # -- a step --
 
     def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> SegmentedRun:
-        """An execution, started by its `advance`.
+        """An execution; see `dispatch.execute`.
 
         The first time, `state` and `rest` may contain lazy arrays, which are waited for when a segment needs them: the
         forward pass starts while the optimizer's state is still being created. It returns as soon as the last group of
@@ -188,7 +188,8 @@ class SegmentedStep:
     def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
         """The Program's outputs, in the groups of `outputs`."""
         run = self.begin(state, rest, seed)
-        run.advance()
+        run.prepare()
+        run.finish()
         return run.outputs()
 
 
@@ -206,18 +207,21 @@ class SegmentedRun:
         self._step = step
         self._slots = slots
         self._seed = seed
-        self.later: BackgroundWork | None = None  # in a first run: computes the results of the calls after the loss
-        self.python_call: UninterruptibleCall | None = None
+        self._results: list[Any] | None = None  # in a first run: those that are there before the rest is compiled
+        self.later: BackgroundWork | None = None  # in a first run: computes what comes after the loss
 
-    def advance(self) -> None:
-        """Run the segments that have not run yet."""
-        step = self._step
-        if self.later is not None:
-            return
-        if step.ran:
-            self._run(step._calls)
+    def prepare(self) -> None:
+        """Compile, and run what changes no state."""
+        if not self._step.ran:
+            self._prepare_first()
+
+    def finish(self) -> None:
+        """Run the segments that have not run yet; after a first loss, in the background."""
+        if self._results is None:
+            self._run(self._step._calls)
+            self._step.ran = True
         else:
-            self._first_run()
+            self._run_rest_in_background(self._results)
 
     def outputs(self) -> tuple:
         """The Program's outputs, in groups."""
@@ -230,47 +234,24 @@ class SegmentedRun:
         assert self.later is not None
         return LazyArray(functools.partial(self.later.of, slot))
 
-    def next_call(self) -> int:
-        """The number of the next call."""
-        calls = self._step._calls
-        return next((n for n, call in enumerate(calls) if self._slots[call.fills.start] is _NOT_YET), len(calls))
-
-    def has_donated(self) -> bool:
-        """After an interrupt: whether state has been donated; if not, it will not be."""
-        if self.later is not None:
-            if not self.later.cancel():
-                return True
-            self.later = None
-            return False
-        call, calls = self.python_call, self._step._calls
-        if call is not None and call.number == self.next_call():
-            results = call.results_or_cancel()
-            if results is not None:
-                self._slots[calls[call.number].fills] = results
-        compiled = self._step._compiled
-        return any(compiled.reuses(call.function) for call in calls[: self.next_call()])
-
     def _run(self, calls: Sequence[_SegmentCall]) -> None:
-        """Run those of `calls` that have not run yet, also after an interrupt."""
+        """Run those of `calls` that have not run yet."""
         slots, seed, compiled = self._slots, self._seed, self._step._compiled
         executables = compiled.called
         limited = self._step._on_mesh and on_cpu()
-        this_thread.run = self
         for call in calls:
             fills = call.fills
             if slots[fills.start] is _NOT_YET:
                 if limited:
                     in_flight.wait()
-                # A single instruction calls the function and stores its results.
                 function = executables.get(call.function) or compiled[call.function]
-                slots[fills] = flatten(call_each(function, ((seed, *[slots[i] for i in call.reads]),)))
+                slots[fills] = function(seed, *[slots[i] for i in call.reads])
                 if limited:
                     in_flight.add(slots[fills.stop - 1])
             for slot in call.frees:
                 slots[slot] = None
-        this_thread.run = None
 
-    def _first_run(self) -> None:
+    def _prepare_first(self) -> None:
         step, slots = self._step, self._slots
         compiled = step._compiled
         postponed = step._first > 0 and on_cpu() and lowering_markers.is_marked(compiled.digest)
@@ -283,12 +264,12 @@ class SegmentedRun:
         while not postponed and compiled.lower_next(hold=on_cpu()):
             pass
         if step._first in (0, len(step._calls)):
-            self._finish()
+            self._prepare_rest()
             return
         results = {i: ready(slots[i]) for i in step._results[-1]}
         for slot, array in results.items():
             slots[slot] = array
-        self._run_rest_in_background(list(results.values()))
+        self._results = list(results.values())
 
     def _run_rest_in_background(self, results: list[Any]) -> None:
         """Run the rest of the step, whose results are available, in a background thread."""
@@ -298,7 +279,8 @@ class SegmentedRun:
         def finish() -> dict[int, Any]:
             try:
                 jax.block_until_ready(results)
-                rest._finish()
+                rest._prepare_rest()
+                rest.finish()
                 computed = rest._slots
                 arrays = jax.block_until_ready({i: computed[i] for group in step._results[:-1] for i in group})
                 computed.clear()
@@ -312,18 +294,17 @@ class SegmentedRun:
 
     def all_at_once(self) -> tuple:
         """Run the whole step, wait for it, and return the outputs."""
-        self._finish()
+        self._prepare_rest()
+        self.finish()
         outputs = jax.block_until_ready(self.outputs())
         self._slots.clear()
         return outputs
 
-    def _finish(self) -> None:
-        """Run the calls after the results. Everything that may fail comes first, since they overwrite the old state."""
+    def _prepare_rest(self) -> None:
+        """Everything that may fail comes before the calls after the results, since they overwrite the old state."""
         step = self._step
         start_waiting_materializations()
         step.lower()
         self._slots[:] = map(ready, self._slots)  # while it compiles
         probe_memory(step._compiled.all())
         lowering_markers.mark(step._compiled.digest)
-        self._run(step._calls)
-        step.ran = True
