@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import warnings
 
 import firstloss as fl
 from firstloss.trainer import Callback, Checkpoint
@@ -23,6 +24,7 @@ def main():
     folder, backend, steps, every = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     backend = fl.backend(backend, artifact_dir=f"{folder}/artifacts")
     run = trainer(folder, backend, max_steps=steps, checkpoint=Checkpoint(steps=every), callbacks=[Slow()])
+    warnings.filterwarnings("ignore", ".*worker processes in total")  # PyTorch, of more workers than cores
     run.fit(getattr(small, sys.argv[5])())
     print(bits(run))
 

@@ -14,10 +14,12 @@ from .. import timeline
 from ..compat.torch_names import (
     DisableTorchDispatch,
     InferenceMode,
+    are_functorch_transforms_active,
     base_of,
     creation_meta_of,
     is_parameter,
     set_creation_meta,
+    without_functorch,
 )
 from ..errors import MaterializeError
 from ..interpreter import Uninterrupted
@@ -208,6 +210,9 @@ def _make(
     """Materialize Values, and report progress."""
     from ..engine.cpu_engine import materialize_values  # not before the first use: a capture does without it
 
+    if are_functorch_transforms_active():  # which would apply to what this thread computes
+        with without_functorch():
+            return materialize_values(values, num_threads=num_threads)
     if progress is None:
         return materialize_values(values, num_threads=num_threads)
     lock = threading.Lock()

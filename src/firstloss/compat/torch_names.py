@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,12 @@ NAMES = {
         "Detects saved-tensor hooks, which a compiled step would bypass",
         "tracing steps",
         otherwise=lambda ignore_is_tracing: None,
+    ),
+    "without_functorch": Name(
+        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+        "Draws weights that are first used under `torch.vmap`",
+        "the first use of a deferred model under `torch.func` on one core",
+        otherwise=contextlib.nullcontext,
     ),
     "are_functorch_transforms_active": Name(
         "torch._C._are_functorch_transforms_active", "Leaves gradients under `torch.func` alone", "backward()"

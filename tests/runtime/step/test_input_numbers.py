@@ -1,5 +1,6 @@
 """Python numbers and texts that change from call to call are inputs of a step, and it computes what eager does."""
 
+import array
 import itertools
 import math
 import warnings
@@ -229,5 +230,27 @@ def test_an_iterator_beside_a_number_is_advanced_once_at_each_call(numbers):
 
         counts = {"k": 0}
         return [step(X, counts).tolist() for _ in range(6)], counts
+
+    assert run(fl.trace) == run(lambda step: step)
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+@pytest.mark.parametrize("make", [bytearray, lambda: array.array("i"), lambda: array.array("d", [1.0])])
+def test_a_buffer_that_grows_beside_a_number_is_restored(make):
+    """After the trace that proves that the number can be an input."""
+
+    def run(trace):
+        grown, scale = make(), [2.0]
+
+        @trace
+        def step(x):
+            grown.append(1)
+            return x * scale[0] * (1 + len(grown))
+
+        results = []
+        for i in range(6):
+            scale[0] = 2.0 if i < 4 else 0.5 * i
+            results.append(step(X).tolist())
+        return results, list(grown)
 
     assert run(fl.trace) == run(lambda step: step)

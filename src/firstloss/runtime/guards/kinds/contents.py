@@ -54,7 +54,7 @@ class OpaqueContent(Content):
             return
         effects.reads.guard_content(self.held)
         after = self.read()
-        if self.kind.restore(self.held, after):
+        if self.kind.restore(self.held, self.before) and self.kind.restore(self.held, after):
             effects.replaced(self.held, functools.partial(self.kind.restore, self.held), self.before, after)
         else:
             effects.changed_ids.add(id(self.held))
@@ -145,10 +145,21 @@ def _bytes_of(held: Any, view: Callable[[], np.ndarray] | None = None) -> Callab
 
 
 def _restore_bytes(obj: Any, before: Any) -> bool:
-    content = memoryview(obj).cast("B")
-    if not isinstance(before, bytearray) or content.nbytes != len(before):
+    if not isinstance(before, bytearray):
         return False
-    content[:] = before
+    with memoryview(obj) as content:
+        if content.nbytes == len(before):
+            content.cast("B")[:] = before
+            return True
+    try:
+        if isinstance(obj, array.array):
+            obj[:] = array.array(obj.typecode, bytes(before))
+        elif isinstance(obj, bytearray):
+            bytearray.__setitem__(obj, slice(None), before)
+        else:
+            return False
+    except BufferError:  # others hold its memory, so that it cannot be resized
+        return False
     return True
 
 
