@@ -13,7 +13,6 @@ file must run without PyTorch.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import sys
@@ -29,6 +28,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from .. import c_library
+from ..interpreter import interruptible_inside
 
 TARGETS = (
     "firstloss_convolution",
@@ -58,7 +58,7 @@ _MKL_THREADS = "MKL_Set_Num_Threads_Local"  # on one thread, like the one before
 _within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
 
 
-@contextlib.contextmanager
+@interruptible_inside
 def within(allowed: bool = True) -> Iterator[None]:
     """Context in which lowered code may call PyTorch's kernels, if they are available."""
     token = _within.set(allowed and bool(torch.backends.mkldnn.enabled) and registered_with_xla())

@@ -14,7 +14,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.capture import session
 from firstloss.interpreter import Uninterrupted
-from firstloss.lower import segments
+from firstloss.lower import aten, segments
 from firstloss.runtime.device import dispatch
 from firstloss.runtime.step import cache, segmentation
 from tests import scale
@@ -153,6 +153,7 @@ def undisturbed():
     assert torch.is_grad_enabled()
     assert not _get_current_dispatch_mode_stack()
     assert not jax.config.jax_enable_x64
+    assert not aten.usable()
     assert dispatch._thread is None and not Uninterrupted._is_open
     assert torch.tensor is TENSOR and torch.Tensor.tolist is TOLIST
     assert torch.amp.GradScaler.scale is SCALE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import threading
 import types
@@ -48,11 +47,6 @@ def slot_value(obj: Any, name: str) -> Any:
             except AttributeError:
                 return MISSING
     return MISSING
-
-
-def slot_reader(obj: Any, name: str) -> Callable[[], Any]:
-    """A function that returns the value of the slot."""
-    return functools.partial(slot_value, obj, name)
 
 
 def cell_content(cell: types.CellType) -> Any:
