@@ -45,7 +45,6 @@ class Snapshot:
         classes: the Python classes of the objects.
         tensors: by id.
         cached: functions behind an `lru_cache`, which may not run though the step calls them.
-        unknown: by id, objects whose changes cannot be detected.
         groups: by the optimizer's id, its parameter groups.
         optimizer_states: by the optimizer's id, its state by weight.
         firstloss_objects: by id, the plain attributes of objects of this package.
@@ -62,7 +61,6 @@ class Snapshot:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.classes: set[type] = set()
         self.tensors: dict[int, torch.Tensor] = {}
-        self.unknown: dict[int, Any] = {}
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.optimizer_states: dict[int, dict[Any, Any]] = {}
         self.firstloss_objects: dict[int, dict[str, Any]] = {}

@@ -56,14 +56,13 @@ _NUMPY_NUMBERS: dict[torch.dtype, Any] = {
 class StepCall:
     """A call of a step: its arguments, and what it returns and does after the step has run."""
 
-    __slots__ = ("arguments", "owners", "result", "schedules", "memory")
+    __slots__ = ("arguments", "owners", "result", "schedules")
 
     def __init__(self, arguments: Arguments, owners: Iterable[Owner]) -> None:
         self.arguments = arguments
         self.owners = owners  # of the state that the step changes
         self.result: Any = None
         self.schedules: list[Bind] = []  # schedulers that depend on its results
-        self.memory: dict[DeferredStorage, HostMemory] = {}  # exported memory that its weights leave to its holders
 
 
 class CompiledStep:
@@ -209,9 +208,10 @@ class CompiledStep:
         """Commit weights, state, side effects and settings after the run; weights first."""
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *created), strict=True))
+        memory: dict[DeferredStorage, HostMemory] = {}  # exported memory that weights leave to its holders
         for storage, _ in traced.handed_out:
             if storage.resident.exported_memory is not None:
-                call.memory[storage] = storage.resident.exported_memory
+                memory[storage] = storage.resident.exported_memory
                 storage.resident.release_exported_memory()
         write_back(call.owners, buffers, new)
         for name, storage in traced.outputs.held.items():
@@ -224,7 +224,7 @@ class CompiledStep:
         env = self._env(call.arguments, arrays)
         call.result = traced.result(env)
         bindings = [make(env) for make in traced.effects.bindings]
-        bindings += [_keeping(call.memory[s], make(env)) for s, make in traced.handed_out if s in call.memory]
+        bindings += [_keeping(memory[s], make(env)) for s, make in traced.handed_out if s in memory]
         call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
         for bind in bindings:
             bind()

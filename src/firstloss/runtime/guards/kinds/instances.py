@@ -90,9 +90,6 @@ def _values(cls: type[enum.Enum]) -> Iterator[Any]:
 class Unknown(Kind):
     """A C object whose changes cannot be detected."""
 
-    def visit(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
-        snapshot.unknown[id(obj)] = obj
-
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
         if not values.in_class:
             values.unguardable[id(obj)] = (obj, description)
