@@ -1,11 +1,13 @@
-"""Atomic file writes."""
+"""Atomic file writes, and queries of files."""
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
-from firstloss.files import atomic_write
+import firstloss
+from firstloss.files import atomic_write, exists, is_folder, sync_folder
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):
@@ -46,3 +48,29 @@ def test_a_symbolic_link_is_followed(tmp_path):
     with atomic_write(tmp_path / "link") as file:
         file.write(b"new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_queries(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    paths = (tmp_path, tmp_path / "file", tmp_path / "missing", tmp_path / "file" / "in a file", "\0")
+    assert [exists(path) for path in paths] == [True, True, False, False, False]
+    assert [is_folder(path) for path in paths] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("query", [exists, is_folder, sync_folder])
+def test_an_error_that_a_signals_handler_raises_is_no_answer(query, tmp_path, monkeypatch):
+    """TimeoutError is an OSError, which `os.path.exists` takes for "no"."""
+
+    def interrupted(*args):
+        raise TimeoutError("too late")
+
+    monkeypatch.setattr(os, "stat", interrupted)
+    monkeypatch.setattr(os, "open", interrupted)
+    with pytest.raises(TimeoutError, match="too late"):
+        query(str(tmp_path))
+
+
+@pytest.mark.parametrize("room", ["init", "runtime/checkpoint", "trainer"])
+def test_what_reads_and_writes_files_asks_so(room):
+    for path in (Path(firstloss.__file__).parent / room).rglob("*.py"):
+        assert "os.path.exists" not in (text := path.read_text()) and "os.path.isdir" not in text, path

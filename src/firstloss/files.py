@@ -1,4 +1,4 @@
-"""Atomic file writes, and a lock for writers of a folder.
+"""Atomic file writes, a lock for writers of a folder, and queries of files.
 
 A file is written under a temporary name, synced to disk, and renamed into place.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,28 @@ from .errors import SaveError
 def is_of_the_system(error: OSError) -> bool:
     """Whether the operating system reported an error, and not a signal's handler that raises one, like TimeoutError."""
     return error.errno is not None
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a file or a folder. `os.path.exists` answers no if a signal's handler raises a TimeoutError."""
+    return _mode(path) is not None
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a folder; likewise."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _mode(path: str | os.PathLike[str]) -> int | None:
+    try:
+        return os.stat(path).st_mode
+    except ValueError:  # not a path
+        return None
+    except OSError as error:
+        if not is_of_the_system(error):
+            raise
+        return None
 
 
 @contextmanager
@@ -84,11 +107,10 @@ def sync_folder(folder: str) -> None:
     """Sync a rename to disk, on systems that support it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not is_of_the_system(error):
+            raise

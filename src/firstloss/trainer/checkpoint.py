@@ -16,7 +16,7 @@ import torch
 import firstloss as fl
 
 from ..errors import NaNLossError, TrainerError
-from ..files import atomic_write
+from ..files import atomic_write, exists, is_folder
 from ..settings import Settings
 from . import checkpoint_files
 from .randomness import random_state, set_random_state
@@ -149,7 +149,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending."""
-        if not os.path.isdir(self.path):
+        if not is_folder(self.path):
             return []
         names = os.listdir(self.path)
         return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
@@ -181,7 +181,7 @@ class CheckpointFolder:
                     f"{self.last_good()}"
                 )
             path = self.at(best["step"])
-        if not os.path.exists(path):
+        if not exists(path):
             raise TrainerError(f"ckpt_path {path!r} does not exist. {self.last_good()}")
         return path
 
@@ -203,7 +203,7 @@ class CheckpointFolder:
 
     def holds(self, path: str) -> bool:
         """Whether `path` is one of this run's own checkpoints."""
-        return os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.path) and os.path.exists(path)
+        return os.path.realpath(os.path.dirname(path)) == os.path.realpath(self.path) and exists(path)
 
     def best(self) -> dict[str, Any] | None:
         """{"step", "metric", "value"} of the best, or None."""
@@ -229,7 +229,7 @@ class CheckpointFolder:
         if best is not None and best["step"] > step:
             later.append("best.json")
         number = 1
-        while os.path.exists(os.path.join(self.path, f"aside_{number}")):
+        while exists(os.path.join(self.path, f"aside_{number}")):
             number += 1
         aside = os.path.join(self.path, f"aside_{number}")
         os.makedirs(aside)
@@ -301,7 +301,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.state = type(trainer.state)(**state.get("trainer", {}))
     best = trainer.state.best
     # The run may resume from an older checkpoint, and the best one be deleted since.
-    if best is not None and not os.path.exists(trainer.folder.at(best["step"])):
+    if best is not None and not exists(trainer.folder.at(best["step"])):
         trainer.state.best = None
     if "backend" in state:
         trainer.backend.load_state_dict(state["backend"])

@@ -30,7 +30,7 @@ from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import make_whole
 from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
-from ...files import atomic_write, is_of_the_system, sync_folder
+from ...files import atomic_write, exists, is_folder, is_of_the_system, sync_folder
 from ...interpreter import cores
 from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
@@ -168,7 +168,7 @@ def _write_all(
         path = os.path.join(work, file.name)
         if file.name in journal.done and os.path.getsize(path) == file.size:
             missing[file.name] = []
-        elif not os.path.exists(path):
+        elif not exists(path):
             missing[file.name] = _ranges(file)
     needed = sum(run.end - run.begin for runs in missing.values() for run in runs)
     _check_space(work, needed)
@@ -279,7 +279,7 @@ def _move_out(plan: list[_File], work: str, target: str) -> None:
     """Move all files to the target, the one that makes it a model last. Can be repeated after an interrupt."""
     names = [file.name for file in plan]
     stale = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-    waiting = {name for name in (*names, _INDEX) if os.path.exists(os.path.join(work, name))}
+    waiting = {name for name in (*names, _INDEX) if exists(os.path.join(work, name))}
     if waiting:  # else an earlier run has moved everything, but not removed its work folder
         for name in sorted(os.listdir(target), reverse=True):  # the index, and the single file, before the parts
             if stale.fullmatch(name) and (name in waiting or name not in names):
@@ -290,9 +290,9 @@ def _move_out(plan: list[_File], work: str, target: str) -> None:
 
 
 def _move(source: str, target: str) -> None:
-    if os.path.exists(source):
+    if exists(source):
         os.replace(source, target)
-    elif not os.path.exists(target):
+    elif not exists(target):
         raise SaveError(f"{source} was removed before it could be moved to {target}: save again")
 
 
@@ -316,7 +316,7 @@ def _check_space(folder: str, needed: int) -> None:
 def _free(folder: str) -> int:
     """The bytes that are free for this user."""
     folder = os.path.abspath(folder)
-    while not os.path.isdir(folder):
+    while not is_folder(folder):
         folder = os.path.dirname(folder)
     if not hasattr(os, "statvfs"):
         return shutil.disk_usage(folder).free

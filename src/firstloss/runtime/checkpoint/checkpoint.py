@@ -24,7 +24,7 @@ from ... import timeline
 from ...capture.session import KeepsGradMode
 from ...compat.torch_names import pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import atomic_write, is_of_the_system, locked, replacing, sync_folder
+from ...files import atomic_write, exists, is_folder, is_of_the_system, locked, replacing, sync_folder
 from ...init.materialize_module import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
@@ -113,9 +113,9 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
         return _on_device(load(path), map_location)
     target = os.path.abspath(os.fspath(path))
     with timeline.span("load"), KeepsGradMode():
-        if not os.path.isdir(target):
+        if not is_folder(target):
             return foreign.load_file(target)
-        if os.path.exists(os.path.join(target, INDEX)):
+        if exists(os.path.join(target, INDEX)):
             return _load_folder(target)
         if any(map(_DATA.fullmatch, os.listdir(target))):
             raise CheckpointMissingError(
@@ -163,7 +163,7 @@ def _save_folder(tree: Any, sources: Sources, target: str, group: Processes) -> 
 @contextmanager
 def _folder(target: str, number: str, group: Processes) -> Iterator[str]:
     """Yield the folder to write to; at the end of the block it becomes the checkpoint `target`."""
-    new = group.agree(str(int(not os.path.isdir(target)))) == "1"
+    new = group.agree(str(int(not is_folder(target)))) == "1"
     parent, name = os.path.split(target)
     folder = os.path.join(parent, f".{name}.{number}.part") if new else target
     if group.index == 0:
@@ -231,7 +231,7 @@ def _write_hub_index(folder: str, tree: Any, files: list[dict[str, Any]]) -> Non
     open_files = [TensorFile(os.path.join(folder, about["name"])) for about in files]
     named = {v.get("$tensor") if isinstance(v, dict) else None: k for k, v in flat.items()}
     if not flat or None in named or any(name not in flat for name in named) or any(f.parts for f in open_files):
-        if os.path.exists(path):  # from an earlier save of another object
+        if exists(path):  # from an earlier save of another object
             os.unlink(path)
         return
     where = {key: os.path.basename(file.path) for file in open_files for key in file.entries}

@@ -12,6 +12,7 @@ import torch
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...compat.torch_names import FakeTensorMode, checkpoint_offset, neg_view
 from ...errors import CheckpointError, CheckpointMissingError
+from ...files import exists
 from ...interpreter import Uninterrupted
 from ...program.graph import FileValue, Ref, is_contiguous
 from .file import TensorFile
@@ -27,11 +28,11 @@ _INDICES = (HUB_INDEX, "pytorch_model.bin.index.json")
 def load_folder(folder: str) -> dict[str, torch.Tensor]:
     """Load the weights in a Hugging Face folder, by name."""
     for name in _SINGLE:
-        if os.path.exists(os.path.join(folder, name)):
+        if exists(os.path.join(folder, name)):
             return load_file(os.path.join(folder, name))
     for name in _INDICES:
         path = os.path.join(folder, name)
-        if os.path.exists(path):
+        if exists(path):
             with open(path, "rb") as file, damage_as_errors(path):
                 where = dict(parse(file.read())["weight_map"])
                 if not all(isinstance(part, str) for item in where.items() for part in item):
