@@ -183,7 +183,7 @@ def test_torchmetrics_with_data_dependent_sizes_are_refused(backend):
     metric = torchmetrics.JaccardIndex("multiclass", num_classes=CLASSES, validate_args=False)
     y, p, _ = batches()[0]
     with pytest.raises(fl.errors.ValueReadError, match="bincount"):
-        fl.trace(lambda y, p: metric.update(p, y))(y, p)
+        fl.trace(lambda y, p: metric.update(p, y), reads="refuse")(y, p)
 
 
 # -- Firstloss's metrics against others', on random numbers --

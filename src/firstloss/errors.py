@@ -80,7 +80,7 @@ class GraphChangeWarning(UserWarning):
 
 
 class EagerStepWarning(UserWarning):
-    """A traced step runs eagerly on the "GPU" backend, because it cannot be replayed as a CUDA graph."""
+    """A traced step runs eagerly: it reads values, or, on the "GPU" backend, cannot be replayed as a CUDA graph."""
 
 
 class ShapeError(TraceError, ValueError):
@@ -88,7 +88,13 @@ class ShapeError(TraceError, ValueError):
 
 
 class ValueReadError(TraceError):
-    """A step read the value of a traced tensor, which has none until the step runs."""
+    """A step read the value of a traced tensor where that is refused, or where it has none.
+
+    Attributes:
+        is_undone: whether all that the step had done in Python was undone, so that it can run again.
+    """
+
+    is_undone = False
 
 
 class StepAssertionError(FirstlossError, RuntimeError):

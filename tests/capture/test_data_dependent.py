@@ -72,7 +72,7 @@ REFUSED = {
 def test_the_error_cites_the_expression_and_says_what_to_write_instead(kind, backend):
     dynamic, cited, advice = REFUSED[kind]
 
-    @fl.trace
+    @fl.trace(reads="refuse")
     def step(x, i):
         dynamic(x, i)
         return x
@@ -89,7 +89,7 @@ def test_code_without_a_file_is_named_by_its_operation(backend):
     with pytest.raises(
         fl.errors.ValueReadError, match=r"^/nowhere/made.py:2: .*this line.*aten.nonzero.*nonzero_static"
     ):
-        fl.trace(scope["dynamic"])(X)
+        fl.trace(scope["dynamic"], reads="refuse")(X)
 
 
 def sorted_count(i):
@@ -232,6 +232,6 @@ def test_the_gradient_of_index_put_by_mask_needs_where(backend):
         return v.grad
 
     with pytest.raises(fl.errors.ValueReadError, match=r"\.backward\(\)`.*write x\[mask\] = v or x"):
-        fl.trace(lambda x: step(x, written))(X)
+        fl.trace(lambda x: step(x, written), reads="refuse")(X)
     actual = fl.trace(lambda x: step(x, lambda x, v: torch.where(x > 0, v, x)))(X)
     assert torch.equal(actual, step(X, written))

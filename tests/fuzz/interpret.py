@@ -19,7 +19,7 @@ from firstloss.runtime.device.lazy_array import ready
 from firstloss.runtime.jax_support import share_memory, to_host
 from firstloss.runtime.step import compiling
 from firstloss.runtime.step.compiled_step import Inputs
-from firstloss.runtime.step.first_loss import Kernels
+from firstloss.runtime.step.kernels import Kernels
 from firstloss.runtime.step.traced_program import TracedProgram
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps as users do

@@ -152,7 +152,7 @@ def test_a_value_read_in_a_branch_is_an_error_at_its_line():
     cstorch.backend("CSX")
     bad_function = run(as_python(VALUE_READ))["bad_function"]
     with pytest.raises(ValueReadError, match=r"^sample.py:3: `input1.max\(\) < 0`.*torch.where"):
-        cstorch.trace(bad_function)(X, X)
+        cstorch.trace(bad_function, reads="refuse")(X, X)
     assert issubclass(ValueReadError, RuntimeError)
 
 

@@ -6,6 +6,7 @@ same at every execution. So they may be read, and may determine sizes, like Pyth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,22 +58,23 @@ def _from_constants(value: Value) -> bool:
     return True
 
 
-def fold_call(call: OpCall) -> Any:
-    """Run a call whose shape depends on values, if these are known; else return None."""
-    if call.traits.writes or call.traits.random is not None:
-        return None
+def fold_call(call: OpCall, value_of: Callable[[Any], Tensor | None]) -> Any:
+    """Run a call whose shape depends on values, if these are known; else return None.
+
+    Args:
+        value_of: returns the value of a traced tensor, or None if it has none.
+    """
     if call.op is aten.masked_select.default:
-        return _masked_select(*call.args[:2])
+        return _masked_select(call.args[0], call.args[1], value_of)
     if call.op is aten.index.Tensor:
-        return _index_by_masks(*call.args[:2])
-    values = [known_value(t) for t in call.deferred]
-    if call.real or not values or any(v is None for v in values):
+        return _index_by_masks(call.args[0], call.args[1], value_of)
+    values = {id(t): value_of(t) for t in call.tensors()}
+    if call.traits.writes or call.traits.random is not None or not values or any(v is None for v in values.values()):
         return None
-    fresh = iter(values)
 
     def made(arg: Any) -> Any:
-        if type(arg) is DeferredTensor:
-            return next(fresh)
+        if isinstance(arg, Tensor):
+            return values[id(arg)]
         return [made(a) for a in arg] if type(arg) in (list, tuple) else arg
 
     args, kwargs = [made(a) for a in call.args], {k: made(v) for k, v in call.kwargs.items()}
@@ -91,23 +93,23 @@ def _constant(result: Any) -> Any:
     return out
 
 
-def _masked_select(x: Tensor, mask: Tensor) -> Tensor | None:
-    content = known_value(mask)
+def _masked_select(x: Tensor, mask: Tensor, value_of: Callable[[Any], Tensor | None]) -> Tensor | None:
+    content = value_of(mask)
     if content is None:
         return None
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     x = Hooks.dispatch(aten.expand.default, (x, shape), {})
-    return _index_by_masks(x, [_constant(content.expand(shape).clone())])
+    return _index_by_masks(x, [_constant(content.expand(shape).clone())], known_value)
 
 
-def _index_by_masks(x: Tensor, indices: list) -> Tensor | None:
+def _index_by_masks(x: Tensor, indices: list, value_of: Callable[[Any], Tensor | None]) -> Tensor | None:
     """`x[indices]`, with known masks converted to indices; None if a mask is unknown."""
     positions: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             positions.append(index)
             continue
-        mask = known_value(index)
+        mask = value_of(index)
         if mask is None:
             return None
         with DisableTorchDispatch():

@@ -125,10 +125,7 @@ def value_of(tensor: DeferredTensor) -> Tensor:
     """A copy of the content of `tensor`; the tensor stays deferred."""
     if session.trace is not None:
         real = known_value(tensor)
-        if real is None:
-            session.trace.refuse_read(aten._local_scalar_dense.default)
-        assert real is not None
-        return real
+        return session.trace.read(tensor) if real is None else real
     return state_of(tensor._storage).value(tensor)
 
 

@@ -217,7 +217,7 @@ class NumberNode:
     bool_ = int_ = expect_true = guard_bool
 
     def __getattr__(self, name: str) -> Callable[..., NumberNode]:
-        combine = _OF_NODES.get(name)
+        combine = OF_NODES.get(name)
         if combine is None:
             raise AttributeError(name)
 
@@ -252,7 +252,7 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "trunc": math.trunc,
 }
 # The methods of PyTorch's SymNode.
-_OF_NODES: dict[str, Callable[..., Any]] = {
+OF_NODES: dict[str, Callable[..., Any]] = {
     **_ARITHMETIC,
     **_COMPARISONS,
     **_UNARY,

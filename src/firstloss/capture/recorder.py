@@ -6,6 +6,7 @@ storages that it writes to new Values. Nothing is computed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from typing import Any
@@ -21,7 +22,7 @@ from ..program.source import here
 from ..rng.stream import Position
 from . import collectives, conjugate_views, distributed, evaluation, first_use, materialize_tensors
 from .conjugate_bits import NONE, lazy_bits
-from .constant_folding import fold_call
+from .constant_folding import fold_call, known_value
 from .constants import constant_tensor
 from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
 from .mapped_file import in_file
@@ -146,7 +147,9 @@ def _record(call: OpCall) -> Any:
         except NeedsValues:
             if trace is None:
                 return run_now(call)
-            found = fold_call(call)
+            found = fold_call(call, known_value)
+            if found is None:
+                found = fold_call(call, functools.partial(trace.read, op=call.op))
             return trace.refuse_read(call.op) if found is None else found
         if default is not None:
             call = _with_dtype(call, default)
@@ -190,6 +193,8 @@ def _record(call: OpCall) -> Any:
             node.kwargs = {**node.kwargs, "generator": None}
 
     storages = [storage_of(target) for target in targets]
+    if trace is not None and trace.memory_given:
+        trace.check_memory(storages)
     written = [Value(old.shape, old.stride, old.dtype, old.device, node) for old in (ref.value for ref in writes)]
     outputs: list[Value] = list(written)
     results: list[DeferredTensor | int | None] = []

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -83,6 +83,7 @@ class Tracing:
 
     new_memory: SupportsDataAssignment
     new_layouts: SupportsLayoutChange
+    memory_given: list[Any]  # copies of tensors' content that code outside PyTorch has as their memory
     retrace_reason: str | None  # why the step cannot be compiled and has to be traced at each call
 
     def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:
@@ -112,7 +113,16 @@ class Tracing:
     def shares(self, tensor: torch.Tensor) -> bool:
         raise NotImplementedError
 
-    def refuse_read(self, op: OpOverload) -> None: ...
+    def refuse_read(self, op: OpOverload) -> NoReturn:
+        raise NotImplementedError
+
+    def read(self, tensor: torch.Tensor, op: OpOverload = torch.ops.aten._local_scalar_dense.default) -> torch.Tensor:
+        raise NotImplementedError
+
+    def memory_of(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def check_memory(self, storages: Iterable[Storage]) -> None: ...
 
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         raise NotImplementedError

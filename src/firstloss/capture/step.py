@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from ..compat.torch_names import (
     get_current_dispatch_mode_stack,
     pop_mode,
     storage_address,
+    storage_use_count,
     version_of,
 )
 from ..errors import TraceError, ValueReadError
@@ -69,6 +70,48 @@ class ValueRead:
         return now.shape != self._copy.shape or now.dtype != self._copy.dtype or not same_bytes(now, self._copy)
 
 
+class GivenMemory:
+    """A copy of a tensor's content that code outside PyTorch takes for its memory, such as NumPy's array."""
+
+    def __init__(self, storage: DeferredStorage, original: torch.Tensor) -> None:
+        self.storage = storage
+        self._original = original
+        with DisableTorchDispatch():
+            self._copy = original.clone()
+        self._holder: Callable[[], torch.Tensor | None] = lambda: None
+
+    def give(self) -> torch.Tensor:
+        """The tensor to hand out."""
+        with DisableTorchDispatch():
+            given = self._copy.detach()
+        self._holder = weakref.ref(given)
+        self._uses = storage_use_count(given.untyped_storage())
+        return given
+
+    def is_held(self) -> bool:
+        """Whether the memory is still referenced."""
+        held = self._holder()
+        return held is not None or storage_use_count(self._copy.untyped_storage()) >= self._uses
+
+    def is_edited(self) -> bool:
+        """Whether it has been written to."""
+        return not same_bytes(self._copy, self._original)
+
+
+class Contents(Protocol):
+    """Computes the content of Values while a step is traced."""
+
+    def of(self, value: Value) -> torch.Tensor:
+        """The content, with the layout of `value`; it must not be modified.
+
+        Raises:
+            NotImplementedError: if it cannot be computed.
+        """
+
+    def keep_inputs(self) -> None:
+        """Keep the inputs of the trace, which it forgets."""
+
+
 class KeyStream:
     """The random stream of a traced step: position n is the n-th draw of the step, regardless of its size.
 
@@ -102,7 +145,10 @@ class StepTrace(recorder._Tracing):
         numbers: the Python numbers that are inputs.
         new_memory: assignments to the `.data` of weights.
         new_layouts: tensors that the step gives another shape or storage.
-        read: real tensors from outside whose values the step's Python has read, by id.
+        read_outside: real tensors from outside whose values the step's Python has read, by id.
+        contents: computes the content of traced tensors whose values are read; None if none may be read.
+        reads: the expressions that have read values of traced tensors.
+        memory_given: copies of their content that code outside PyTorch takes for their memory.
         retrace_reason: why the step cannot be compiled and has to be traced at each call, if so.
     """
 
@@ -122,7 +168,10 @@ class StepTrace(recorder._Tracing):
         self.changes: Any = None
         self.draws = 0
         self.closures: list[Any] = []
-        self.read: dict[int, ValueRead] = {}
+        self.read_outside: dict[int, ValueRead] = {}
+        self.contents: Contents | None = None
+        self.reads: list[data_dependent.ValueRequest] = []
+        self.memory_given: list[GivenMemory] = []
         self.retrace_reason: str | None = None
         self.aliased_storages = weakref.WeakSet()
         session.traces.add(self)
@@ -185,6 +234,10 @@ class StepTrace(recorder._Tracing):
         entry = self._real.get(storage_key(tensor))
         return entry is None or entry[1].value is entry[1].first
 
+    def before(self, storage: DeferredStorage) -> Value:
+        """The content of a storage that existed before the step, before it."""
+        return next(value for before, value, _ in self._before if before is storage)
+
     def outside_of(self, storage: DeferredStorage) -> torch.Tensor | None:
         """The real tensor from outside, its whole storage, that is represented by `storage`."""
         return next((base for base, known_storage in self._real.values() if known_storage is storage), None)
@@ -234,7 +287,7 @@ class StepTrace(recorder._Tracing):
         if entry is not None and entry[1].value is not entry[1].first:
             return DeferredTensor.wrap(entry[1], *geometry_of(tensor))
         with DisableTorchDispatch():
-            self.read.setdefault(id(tensor), ValueRead(tensor))
+            self.read_outside.setdefault(id(tensor), ValueRead(tensor))
         return tensor
 
     def new_input(self, tensor: torch.Tensor, label: str, may_change: bool = False) -> DeferredTensor:
@@ -259,7 +312,7 @@ class StepTrace(recorder._Tracing):
         tensor = self.numbers.inputs.get((node.expression, dtype))
         if tensor is None:
             with DisableTorchDispatch():
-                example = torch.zeros((), dtype=dtype)
+                example = torch.full((), node.number, dtype=dtype)
             tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
             self.numbers.inputs[node.expression, dtype] = tensor
         return tensor
@@ -277,6 +330,60 @@ class StepTrace(recorder._Tracing):
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Refuse to read a value, or a size that depends on values."""
         raise ValueReadError(data_dependent.message(op))
+
+    def read(self, tensor: torch.Tensor, op: OpOverload = torch.ops.aten._local_scalar_dense.default) -> torch.Tensor:
+        """The content of a tensor, which the step's Python reads: from now on, the trace is for this content only.
+
+        Args:
+            op: the operation that needs it.
+
+        Raises:
+            ValueReadError: if values may not be read.
+        """
+        if type(tensor) is not DeferredTensor:
+            tensor = self.read_real(tensor)
+        if type(tensor) is not DeferredTensor:
+            return tensor
+        if self.contents is None:
+            self.refuse_read(op)
+        if tensor._storage.trace is not self:
+            self.adopt(tensor._storage)
+        ref, request = tensor._ref(), data_dependent.value_request()
+        try:
+            content = self.contents.of(ref.value)
+        except NotImplementedError as error:
+            raise ValueReadError(data_dependent.message(op)) from error
+        self.reads.append(request)
+        with DisableTorchDispatch(), torch.no_grad():
+            if not ref.value.known:
+                ref.value.real = content
+            return ref.view(content).clone()
+
+    def memory_of(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """A tensor that stands for the memory of a traced one: `copy`, its content; see `check_memory`."""
+        if type(tensor) is not DeferredTensor or known_value(tensor) is None:
+            return copy
+        given = GivenMemory(tensor._storage, copy)
+        self.memory_given.append(given)
+        return given.give()
+
+    def check_memory(self, storages: Iterable[DeferredStorage] | None = None) -> None:
+        """Check that nobody sees that memory handed out is a copy.
+
+        Args:
+            storages: those that are written to now; by default, the trace is complete.
+
+        Raises:
+            ValueReadError: if it has been edited, or if the tensor is edited while it is held.
+        """
+        for given in self.memory_given:
+            written = storages is not None and any(storage is given.storage for storage in storages)
+            if written and given.is_held() or storages is None and given.is_edited():
+                raise ValueReadError(
+                    f"{here()}: the step gives the memory of a tensor to code outside PyTorch, as x.numpy() does, and "
+                    "edits it there, or edits the tensor. While a step is traced, that memory is a copy: use a clone "
+                    "of the tensor."
+                )
 
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         """Whether to print a placeholder: the tensor has no value, and the text is only displayed."""

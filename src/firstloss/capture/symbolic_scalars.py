@@ -20,7 +20,7 @@ from ..errors import TraceError
 from ..program.graph import Ref
 from ..program.source import here
 from . import session
-from .input_numbers import NumberNode, node_of
+from .input_numbers import OF_NODES, NumberNode, node_of
 from .op_call import OpCall, is_symbolic, ref_of
 from .tensor import DeferredTensor, Hooks
 
@@ -101,27 +101,34 @@ class SymbolicNumber:
         return SymbolicNumber(number)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        compute = _ARITHMETIC.get(name)
-        if compute is None:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return self._refuse
-        return lambda *others: self._computed(compute, others)
+        if (compute := _ARITHMETIC.get(name)) is not None:
+            return lambda *others: self._computed(compute, others)
+        if (combine := OF_NODES.get(name)) is not None:
+            return lambda *others: SymbolicNumber(combine(self.read(), *(other.read() for other in others)))
+        raise AttributeError(name)
 
     def _computed(self, compute: Callable, others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
         with torch.no_grad():
             return SymbolicNumber(compute(self.value, *(other.value for other in others)))
 
-    def _refuse(self, *args: Any) -> Any:
-        """Refuse to read the value: to compare it, print it, or use it as a size."""
+    def read(self, file: str = "", line: int = 0) -> Any:
+        """The value: to compare it, print it, or use it as a size."""
+        if not isinstance(self.value, Tensor):
+            return self.value
         if session.trace is None:
             raise TraceError(
                 f"{here()}: this number was computed inside a traced step, and has no value outside of it. Return the "
                 "tensor that it was computed from."
             )
-        return session.trace.refuse_read(aten._local_scalar_dense.default)
+        assert type(self.value) is DeferredTensor
+        return Hooks.value_of(self.value).item()
 
-    __str__ = __repr__ = guard_int = guard_float = guard_bool = bool_ = _refuse
+    guard_int = guard_float = guard_bool = bool_ = read
+
+    def __str__(self) -> str:
+        return str(self.read())
+
+    __repr__ = __str__
 
 
 class Hyperparameter(SymbolicNumber):
@@ -135,7 +142,7 @@ class Hyperparameter(SymbolicNumber):
         super().__init__(value)
         self.sign = sign
 
-    def bool_(self) -> bool:
+    def bool_(self, file: str = "", line: int = 0) -> bool:
         return self.sign != 0
 
     def ne(self, other: SymbolicNumber) -> SymbolicNumber:
@@ -157,26 +164,16 @@ class Hyperparameter(SymbolicNumber):
         return self._compare_with_zero(operator.le, other)
 
     def _compare_with_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
-        if not isinstance(other.value, (int, float)) or other.value != 0:
-            return self._refuse()
-        return DecidedComparison(compare(1 if self.sign is None else self.sign, 0))
-
-
-class DecidedComparison(SymbolicNumber):
-    """The result of a comparison."""
-
-    def bool_(self) -> bool:
-        return self.value
-
-    def guard_bool(self, file: str, line: int) -> bool:
-        return self.value
+        is_zero = isinstance(other.value, (int, float)) and other.value == 0
+        sign = 1 if self.sign is None else self.sign
+        return SymbolicNumber(compare(sign, 0) if is_zero else compare(self.read(), other.read()))
 
 
 def number_of(tensor: DeferredTensor) -> Any:
     """The symbolic number of a traced tensor."""
     assert session.trace is not None
     if tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        return session.trace.refuse_read(aten._local_scalar_dense.default)
+        return session.trace.read(tensor).item()
     floating = tensor.dtype.is_floating_point
     # Below autograd the tensor's methods would not reach the recorder.
     if tensor.dim():
@@ -217,7 +214,7 @@ def with_known_positions(call: OpCall) -> OpCall:
         if not is_symbolic(arg):
             return arg
         node = node_of(arg)
-        return arg.node._refuse() if node is None else node.specialized()
+        return arg.node.read() if node is None else node.specialized()
 
     args = tuple([known(arg, kind) for arg, kind in zip(call.args, types, strict=False)])
     kwargs = {name: known(arg, by_name[name]) for name, arg in call.kwargs.items()}
@@ -244,7 +241,7 @@ def number_ref(number: Any) -> Ref:
     """The Ref that represents a symbolic number in a node's arguments."""
     trace = session.trace
     if trace is None:
-        return number.node._refuse()
+        return number.node.read()
     node = node_of(number)
     tensor = tensor_of(number) if node is None else trace.input_of(node)
     if type(tensor) is DeferredTensor and tensor._storage.trace is not trace:

@@ -460,8 +460,9 @@ def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = Fals
         writable: the caller may write to the memory, so it must not be a copy.
         alone: materialize only this tensor. Else, outside of a capture, the whole module that it belongs to.
     """
-    if session.trace is not None:  # raises
-        return Hooks.value_of(tensor)
+    if session.trace is not None:
+        real = session.trace.memory_of(tensor, Hooks.value_of(tensor))
+        return real.requires_grad_() if tensor.requires_grad else real
     with becoming_real:
         if type(tensor) is not DeferredTensor:  # another thread has materialized it
             return tensor

@@ -59,6 +59,11 @@ NAMES = {
         "Computes eagerly while a capture is open; no public context disables modes and subclasses alike",
         _EVERYTHING,
     ),
+    "DisableAutocast": Name(
+        "torch._C._DisableAutocast",
+        "Computes what a step has recorded, with the casts that it has recorded",
+        "steps that read values under autocast",
+    ),
     "InferenceMode": Name(
         "torch._C._InferenceMode",
         "Entered and left in C: `torch.inference_mode` can be interrupted in between, and is then left at any time",

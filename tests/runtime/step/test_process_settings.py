@@ -74,7 +74,7 @@ def test_settings_made_by_a_step_apply_in_it_and_after_each_call(name, again, ba
 
 
 def test_a_step_that_fails_sets_nothing(backend):
-    @fl.trace
+    @fl.trace(reads="refuse")
     def step(x):
         fl.amp.set_half_dtype("bfloat16")
         torch.set_default_dtype(torch.float64)

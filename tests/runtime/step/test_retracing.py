@@ -595,7 +595,7 @@ def test_a_flag_as_an_argument_is_named():
         assert step(X, double=False).tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("options", [{"shapes": "pad"}, {"changes": "ignore"}])
+@pytest.mark.parametrize("options", [{"shapes": "pad"}, {"changes": "ignore"}, {"reads": "ignore"}])
 def test_invalid_options_are_refused(options):
     with pytest.raises(fl.errors.TraceError, match=next(iter(options.values()))):
         fl.trace(**options)(loss)
@@ -636,7 +636,7 @@ def _assert(x):
 
 @pytest.mark.parametrize("kind", READS)
 def test_reading_a_value_in_a_step_names_the_line(kind, capsys, caplog):
-    @fl.trace
+    @fl.trace(reads="refuse")
     def step(x):
         READS[kind](x)
         return x
@@ -666,7 +666,7 @@ def test_the_text_of_a_constant_is_known():
 def test_anomaly_detection_is_refused_by_name():
     weight = torch.ones(2, requires_grad=True)
 
-    @fl.trace
+    @fl.trace(reads="refuse")
     def step(x):
         (weight * x).sum().backward()
 

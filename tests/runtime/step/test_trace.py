@@ -224,7 +224,7 @@ def test_reading_a_value_is_refused_at_the_users_line(kind, backend, model):
     compiled = fl.compile(model, backend)
     optimizer = torch.optim.AdamW(model.parameters())
 
-    @fl.trace
+    @fl.trace(reads="refuse")
     def step(x):
         loss = compiled(x).sum()
         loss.backward()
@@ -247,7 +247,7 @@ def test_reading_a_value_is_refused_at_the_users_line(kind, backend, model):
 
 
 def test_the_named_line_is_the_users(backend, model):
-    @fl.trace
+    @fl.trace(reads="refuse")
     def step(x):
         y = x * 2
         if y.sum() > 0:

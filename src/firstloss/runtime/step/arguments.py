@@ -120,6 +120,10 @@ class Arguments:
         held = self.containers()
         return len({id(container) for container in held}) < len(held)
 
+    def as_given(self) -> tuple:
+        """The positional and keyword arguments as the caller has passed them, unless they are padded."""
+        return self.rebuilt(self.given) if self.padded else self._args_and_kwargs
+
     def rebuilt(self, leaves: list[Any]) -> tuple:
         """The arguments with other leaves, in new containers, shared as in the original."""
         new = pytree.tree_unflatten(leaves, self.spec)

@@ -29,7 +29,7 @@ from ...capture.input_numbers import NUMBERS
 from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
 from ...compat.torch_names import parameters_of
-from ...errors import GraphChangedError, TraceError
+from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...interpreter import Undo, pause, paused_until
 from ...program.compare import first_difference
 from ...program.source import here
@@ -38,10 +38,12 @@ from ..guards.equality import same, same_items
 from ..guards.guards import Change
 from ..guards.places import Place
 from ..guards.recording import functions_of
+from ..lazy_jax import process_count
 from . import tracing
 from .arguments import Arguments, Itself, generalizes, owner_of
 from .owners import Shared
 from .process_settings import modes, settings
+from .reads import ComputedStep, TracedContents
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
 from .tracing import TraceObserver
@@ -69,9 +71,10 @@ class StepCache:
         kinds: the compiled steps by kind of call.
     """
 
-    def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
+    def __init__(self, name: str, refuse: bool, check: bool | str, reads: bool = False) -> None:
+        """`reads`: whether the step may read values while it is traced."""
+        self._reads = reads
         self.kinds: dict[_Key, CacheEntries] = {}
-        self._latest: CacheEntries | None = None  # of the last call
         self._found: CompiledStep | None = None  # at the last call
         self._name = name
         self._refuse = refuse
@@ -97,7 +100,8 @@ class StepCache:
         retried = False
         while True:
             try:
-                return self._call(Request(step, arguments, backend, retried), kind)
+                reads = self._reads and backend.is_e2e_execution and process_count() == 1
+                return self._call(Request(step, arguments, backend, retried, reads=reads), kind)
             except Shared as shared:
                 retried = True
                 for i in shared.leaves:
@@ -113,13 +117,15 @@ class StepCache:
         """
         with Undo() as undo, undo:
             compiled = self.find(request, kind, undo)
-            if not request.backend.is_e2e_execution:
+            if compiled is not None and not request.backend.is_e2e_execution:
                 return compiled.skip_execution(request.arguments)
-            # The call tells the current loop, which can fetch the next batch meanwhile.
-            return compiled(request.arguments)
+            if compiled is not None:  # the call tells the current loop, which can fetch the next batch meanwhile
+                return compiled(request.arguments)
+        args, kwargs = request.arguments.as_given()
+        return request.step(*args, **kwargs)
 
-    def find(self, request: Request, kind: tuple, undo: Undo) -> CompiledStep:
-        """Find or create the compiled step.
+    def find(self, request: Request, kind: tuple, undo: Undo) -> CompiledStep | None:
+        """Find or create the compiled step; None if the step reads values, and is run without a trace at this call.
 
         Raises:
             Shared: if some arguments must be inputs themselves.
@@ -137,16 +143,17 @@ class StepCache:
                     key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
+            if not fits and versions.runs_untraced():
+                return None
             similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)
             compiled = self._found = versions.step(request, similar)
-            self._latest = versions
         return compiled
 
     @property
     def latest(self) -> CompiledStep | None:
         """The compiled step that was called last."""
-        return None if self._latest is None else self._latest.latest()
+        return self._found
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
@@ -213,6 +220,7 @@ class Request(NamedTuple):
     retried: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
     places: Sequence[Place] = ()  # of numbers that are inputs
     inputs: tuple[type, ...] = NUMBERS  # see `tracing.trace_step`
+    reads: bool = False  # likewise
 
     def roots(self) -> tuple:
         """The roots of everything that the step's Python code can reach."""
@@ -230,12 +238,17 @@ class Request(NamedTuple):
 
         backend = self.backend
         with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, backend, observer, self.places, self.inputs)
+            traced = tracing.trace_step(
+                self.step, self.arguments, backend, observer, self.places, self.inputs, self.reads
+            )
             try:
                 self._refuse_twice(observer)
                 traced.modes.undo()  # set again after the step has run
                 if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
                     raise InputNumberError
+                if traced.trace.reads:
+                    return self._computed(traced)
+                traced.trace.contents = None
                 same = find(traced)
                 if traced.trace.numbers.sources and traced.raised is not None:
                     raise InputNumberError
@@ -253,6 +266,22 @@ class Request(NamedTuple):
             same = None
         executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
         return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
+
+    def _computed(self, traced: TracedProgram) -> CompiledStep:
+        """A step that has read values, for this call only."""
+        from .compiled_step import CompiledStep, Inputs
+
+        if traced.trace.numbers.sources:  # nothing shows that its Python treats them as it does numbers
+            raise InputNumberError
+        inputs = Inputs(self.backend, traced.owners, traced.numbers)
+        contents, mesh = traced.trace.contents, self.backend.mesh
+        assert isinstance(contents, TracedContents)
+        shardings = dict(zip(traced.groups.outputs[0], map(inputs.where.get, traced.owners.changed), strict=True))
+        shardings |= traced.outputs.where
+        whole = None if mesh is None else mesh.whole
+        executable = ComputedStep(contents, traced, lambda name: shardings.get(name, whole))
+        traced.trace.contents = None
+        return CompiledStep(traced, inputs, executable, self.backend, ran=False)
 
     def _is_the_same_without_inputs(self, traced: TracedProgram) -> bool:
         """Whether a trace that is specialized on all numbers and texts gives the same Program, and leaves the same
@@ -379,6 +408,7 @@ class CacheEntries:
         self._name = name
         self._functions: list[types.FunctionType] = []
         self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
+        self._reading = 0  # the number of calls that no step fitted, since one has read values
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS)
 
@@ -404,15 +434,22 @@ class CacheEntries:
         """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
         return any(entry.step.traced.reads(parameters) or entry.reaches_owner_of(parameters) for entry in self._entries)
 
-    def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep:
-        """The compiled step whose guards hold; to be called after `fits`.
+    def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep | None:
+        """The compiled step whose guards hold; to be called after `fits`. None if the call is to run untraced.
 
         Args:
             similar: entries for the same kind of call, traced with weights in another state.
         """
         entry = self._fitting
         if entry is None:
-            entry = self._trace(request, similar)
+            try:
+                entry = self._trace(request, similar)
+            except ValueReadError as error:
+                if not (request.reads and error.is_undone):
+                    raise
+                self._reading = max(self._reading, 1)
+                self._reports.report_eager(str(error))
+                return None
         elif self._check and entry.check_is_due():
             entry = self._verify(entry, request)
         entry.uses += 1
@@ -423,9 +460,14 @@ class CacheEntries:
             self._entries.insert(0, entry)
         return entry.step
 
-    def latest(self) -> CompiledStep:
-        """The most recently used step."""
-        return self._entries[0].step
+    def runs_untraced(self) -> bool:
+        """Whether a call that no step fits is run without a trace, since those traced have read values.
+
+        It is traced again at the second, the fourth, the eighth such call and so on: it may read no more.
+        """
+        if self._reading:
+            self._reading += 1
+        return self._reading & (self._reading - 1) != 0
 
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
@@ -456,6 +498,10 @@ class CacheEntries:
             return None
 
         entry = self._traced(request, find, similar)
+        if entry.step.traced.trace.reads:
+            self._reading = max(self._reading, 1)
+            self._reports.report_reads(entry.step.traced.trace.reads)
+            return entry
         if entry.step.traced.raised is not None:  # it may not raise the next time
             return entry
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
@@ -502,7 +548,9 @@ class CacheEntries:
             )
 
         fresh = self._traced(request, find)
-        if fresh.step.traced.raised is not None:
+        if fresh.step.traced.trace.reads:
+            self._entries.remove(entry)
+        if fresh.step.traced.trace.reads or fresh.step.traced.raised is not None:
             return fresh
         fresh.uses = entry.uses
         if unseen and fresh.traced_each_time is None:

@@ -32,6 +32,7 @@ from .arguments import Arguments
 from .first_loss import BackgroundCompiledStep, KernelsFirstRun
 from .optimizer_state import GroupEntry
 from .owners import Owner, Owners, Shared
+from .reads import ComputedStep
 from .traced_program import TracedProgram
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class CompiledStep:
         self,
         traced: TracedProgram,
         inputs: Inputs,
-        executable: SegmentedStep | BackgroundCompiledStep,
+        executable: SegmentedStep | BackgroundCompiledStep | ComputedStep,
         backend: Backend,
         ran: bool,
     ) -> None:
@@ -96,6 +97,7 @@ class CompiledStep:
     def executable(self) -> SegmentedStep:
         """The executable; waits for JAX if its import is deferred. See `compiling.compile_step`."""
         executable = self._executable
+        assert not isinstance(executable, ComputedStep), "it has computed one call, and is nothing to be called again"
         if isinstance(executable, BackgroundCompiledStep):
             executable = self._executable = executable.made()
         return executable
@@ -242,7 +244,7 @@ class CompiledStep:
 
     def _first(
         self,
-        run: SegmentedRun | KernelsFirstRun,
+        run: SegmentedRun | KernelsFirstRun | ComputedStep,
         state: Sequence[Any],
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,

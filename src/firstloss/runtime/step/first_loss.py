@@ -14,98 +14,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
-from ...compat.torch_names import DisableTorchDispatch, schema_of
-from ...engine.replay import Replay
+from ...compat.torch_names import DisableTorchDispatch
 from ...errors import FirstlossError
 from ...interpreter import gc_thresholds
-from ...program.graph import Node, Ref, Value, is_number_type, slice_for
+from ...program.graph import Node, Ref, Value, slice_for
 from ...program.program import Program
 from ..device import on_gpu
 from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import BackgroundWork, LazyArray, copied_later
 from ..device.placement import start_waiting_materializations
 from ..lazy_jax import is_array
+from .kernels import Kernels
 from .traced_program import Groups
 
 if TYPE_CHECKING:
-    from .first_loss_random import Draws
+    from .kernel_draws import Draws
     from .segmented import SegmentedRun, SegmentedStep
 
 
 # A slice with more than this fraction of a Program's nodes is more than a forward pass: compiling is as fast.
 _MOST_OF_A_STEP = 0.6
-_ATTENTION_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-class Kernels(Replay):
-    """Replays nodes like recipes, and what only steps have: symbolic numbers, barriers, random numbers from a key."""
-
-    def __init__(self, draws: Draws | None = None, device: torch.device | None = None) -> None:
-        """
-        Args:
-            device: where to run nodes, if not on the recorded device.
-        """
-        super().__init__(Value.empty if device is None else functools.partial(_empty_on, device))
-        self._allocate_result = self.allocate
-        self._draws = draws
-        self._device = device
-
-    def _real(self, arg: Any) -> Any:
-        return self._device if type(arg) is torch.device and self._device is not None else super()._real(arg)
-
-    def _run_one(self, node: Node) -> None:
-        if node.draw is not None and self._draws is not None:
-            for value, content in zip(node.outputs, self._draws.run(node, self.buffer), strict=True):
-                self.buffers[value] = self.allocate(value).copy_(content.reshape(value.shape))
-            return
-        if node.op is torch.ops.firstloss.barrier.default:  # returns its operands
-            for value, ref in zip(node.outputs, node.args[0], strict=True):
-                self.buffers[value] = self.allocate(value).copy_(ref.view(self.buffer(ref.value)))
-            return
-        if node.op is _ATTENTION_OF_CPUS and self._device is not None:
-            self._attention(node)
-            return
-        if node.op is torch.ops.aten._native_batch_norm_legit_no_training.default:
-            # Its backward pass does not read the batch statistics, so they are not computed.
-            super()._run_one(node)
-            for value in node.outputs[1:]:
-                self.buffers[value] = self.allocate(value).fill_(torch.nan)
-            return None
-        schema = schema_of(node.op).arguments
-        numbers = {argument.name for argument in schema if is_number_type(argument.type)}
-        if not numbers or not any(True for _ in node.refs()):
-            return super()._run_one(node)
-        args = [self._number(a) if s.name in numbers else a for a, s in zip(node.args, schema, strict=False)]
-        kwargs = {k: self._number(v) if k in numbers else v for k, v in node.kwargs.items()}
-        plain = Node(node.index, node.op, tuple(args), kwargs, node.writes, node.overwrites, node.draw, node.source)
-        plain.outputs = node.outputs
-        return super()._run_one(plain)
-
-    def _attention(self, node: Node) -> None:
-        """Run a node of the CPU's attention kernel by the device's; results for the backward pass are not read."""
-        for value in node.reads():
-            self.buffer(value)
-        arguments = dict(zip((a.name for a in schema_of(node.op).arguments), map(self._real, node.args), strict=False))
-        arguments |= {name: self._real(argument) for name, argument in node.kwargs.items()}
-        attention = scaled_dot_product_attention(
-            arguments["query"],
-            arguments["key"],
-            arguments["value"],
-            attn_mask=arguments.get("attn_mask"),
-            dropout_p=arguments.get("dropout_p", 0.0),
-            is_causal=arguments.get("is_causal", False),
-            scale=arguments.get("scale"),
-        )
-        self._store_results(node, node.outputs[:1], [attention])
-        for value in node.outputs[1:]:
-            self.buffers[value] = self.allocate(value).fill_(torch.nan)
-
-    def _number(self, argument: Any) -> Any:
-        if type(argument) is Ref:
-            return argument.view(self.buffer(argument.value)).item()
-        return [self._number(part) for part in argument] if type(argument) in (list, tuple) else argument
 
 
 class FirstLoss:
@@ -162,9 +91,9 @@ class FirstLoss:
     def _draws(self, seed: np.ndarray) -> Draws | None:
         if not self._random:
             return None
-        from .first_loss_random import Draws  # imported late, because it imports JAX
+        from .kernel_draws import Draws  # imported late, because it imports JAX
 
-        return Draws(self._random, seed)
+        return Draws(seed, self._random)
 
     def compute(self, content_of: Callable[[Value], torch.Tensor], draws: Draws | None = None) -> list[LazyArray]:
         """Compute the outputs, in host memory.
@@ -193,10 +122,6 @@ class FirstLoss:
                 results = [tensor.cpu() for tensor in results]
                 on_gpu.wait(self._device)
         return [copied_later(tensor) for tensor in results]
-
-
-def _empty_on(device: torch.device, value: Value) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
 
 
 def _last_reads(nodes: Sequence[Node], outputs: Sequence[Ref]) -> dict[int, list[Value]]:

@@ -191,8 +191,7 @@ class Trials:
     ) -> Any:
         """Call the step on `args` and `kwargs`, given also as Arguments with their kind, on a backend."""
         arguments, kind = admitted
-        if arguments.padded:
-            args, kwargs = arguments.rebuilt(arguments.given)
+        args, kwargs = arguments.as_given()
         key = id(on), arguments.spec, kind, modes()
         self._last = key, None
         count = self._calls[key] = self._calls.get(key, 0) + 1

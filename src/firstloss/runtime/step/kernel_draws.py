@@ -1,7 +1,7 @@
-"""Random operations of a first loss, with the same numbers as in the compiled step.
+"""Random operations of a step that PyTorch's kernels run, with the same numbers as in the compiled step.
 
-A compiled step draws its random numbers from a key and the index of each draw, by `jax.random`. So if PyTorch's kernels
-compute the first loss, its random operations are run by the rules with which the step is lowered, each compiled
+A compiled step draws its random numbers from a key and the index of each draw, by `jax.random`. So where PyTorch's
+kernels run it (`kernels.py`), its random operations are run by the rules with which it is lowered, each compiled
 separately. That takes some 50 ms for each kind of operation, of which a model has two or three.
 """
 
@@ -25,14 +25,22 @@ from .functions import step_key
 class Draws:
     """The compiled random operations of a step."""
 
-    def __init__(self, nodes: Iterable[Node], seed: np.ndarray) -> None:
-        """`seed` is that of the call."""
+    def __init__(self, seed: np.ndarray, nodes: Iterable[Node] = ()) -> None:
+        """
+        Args:
+            seed: that of the call.
+            nodes: random operations to compile now; others are compiled when they run.
+        """
         self._seed = seed
         self._compiled: dict[Any, Any] = {}
         for node in nodes:
-            call = call_of(node)
-            if call.kind not in self._compiled:
-                self._compiled[call.kind] = _compiled(call)
+            self._run_of(call_of(node))
+
+    def _run_of(self, call: LoweredCall) -> Any:
+        run = self._compiled.get(call.kind)
+        if run is None:
+            run = self._compiled[call.kind] = _compiled(call)
+        return run
 
     def run(self, node: Node, content_of: Callable[[Value], torch.Tensor]) -> list[torch.Tensor]:
         """Return the content of each of the node's outputs.
@@ -43,7 +51,7 @@ class Draws:
         call = call_of(node)
         with x64():
             arrays = [share_memory(content_of(value)) for value in call.inputs]
-            results = self._compiled[call.kind](self._seed, np.uint32(call.draw), *arrays)
+            results = self._run_of(call)(self._seed, np.uint32(call.draw), *arrays)
         return [to_host(result.block_until_ready()) for result in results]
 
 

@@ -210,7 +210,7 @@ class GroupEntry(NamedTuple):
     def read(self, arguments: Any = (), known: Any = None) -> float:
         """The current number, at any call."""
         value = self.group[self.key]
-        return float(value if self.position is None else value[self.position])
+        return float(plain(value if self.position is None else value[self.position]))
 
     def premise(self) -> Any:
         """What the trace assumes about it: that it is a number, or a tuple of a certain length, and (except for a
@@ -374,8 +374,11 @@ class ParameterGroups:
 
     def _input(self, group: dict[str, Any], key: str, index: int | None = None) -> DeferredTensor:
         label = f"{key}{len(self.inputs)}"
-        tensor = self._trace.new_input(torch.zeros((), dtype=torch.float64), label)
-        self.inputs[tensor._storage.value] = GroupEntry(group, key, index)
+        entry = GroupEntry(group, key, index)
+        with DisableTorchDispatch():
+            example = torch.full((), entry.read(), dtype=torch.float64)
+        tensor = self._trace.new_input(example, label)
+        self.inputs[tensor._storage.value] = entry
         return tensor
 
     def set(self, group: dict[str, Any], key: str, value: Any) -> None:

@@ -152,7 +152,7 @@ class Owners:
         owners = {id(owner): value for value, owner in self.inputs.items()}
         moved: list[tuple[Value, torch.Tensor]] = []
         for old, new in pairs:
-            if id(self._origin(old)) in self._tracing.read or old is new:
+            if id(self._origin(old)) in self._tracing.read_outside or old is new:
                 return False
             value = owners.get(id(storage_or_itself(old)))
             if type(new) is DeferredTensor and not (new._ref().whole and new._storage.trace is None):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from ...errors import GraphChangedError, GraphChangeWarning
+from ...capture.data_dependent import ValueRequest
+from ...errors import EagerStepWarning, GraphChangedError, GraphChangeWarning
 from ...program.compare import Difference
-from ...program.source import here, warn
+from ...program.source import Source, here, warn
 from ..guards.guard_set import GuardSet
 from ..guards.guards import Change
 
@@ -25,6 +27,7 @@ class Reports:
         self._name = name
         self._refuse = refuse
         self._reported: set[str] = set()
+        self._reads_reported: set[Source] = set()
 
     def report_difference(self, why: list[str], difference: Difference | None) -> None:
         """Report that the step behaves differently now, with the reasons."""
@@ -46,6 +49,27 @@ class Reports:
             f"Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
             f"same. {ADVICE}"
         )
+
+    def report_reads(self, reads: Iterable[ValueRequest]) -> None:
+        """Report that the step runs eagerly, since it has read values."""
+        for read in reads:
+            text = f"`{read.text}`" if read.text else "this line"
+            if read.source not in self._reads_reported:
+                self._reads_reported.add(read.source)
+                warn(
+                    EagerStepWarning(
+                        f"{read.source}: {text} reads a value that the step has computed, so {self._name} is not "
+                        "compiled: its Python runs at each call, by PyTorch's kernels. To have it compiled, compute "
+                        "with the tensor (torch.where(condition, a, b)), return it, or read it in fl.step_closure; "
+                        'fl.trace(reads="refuse") makes it an error.'
+                    )
+                )
+
+    def report_eager(self, why: str) -> None:
+        """Report that the step runs eagerly, since it reads values in a way that cannot be traced."""
+        if why not in self._reported:
+            self._reported.add(why)
+            warn(EagerStepWarning(f"{why} So {self._name} runs eagerly: its Python runs at each call."))
 
     def report_each_time(self, why: str, seconds: float) -> None:
         """Report why the step is traced at each call."""

@@ -28,6 +28,7 @@ def trace(
     shapes: str | Pad = "recompile",
     changes: str = "recompile",
     check: bool | str = True,
+    reads: str = "run",
 ) -> Callable[..., Any]:
     """Make `step` a traced step: traced and compiled at its first call, executed at every call.
 
@@ -66,6 +67,9 @@ def trace(
             changes that cannot be seen from outside, which are a `GraphChangedError`. "always": run the step's Python
             code at every call, and compare it with what was compiled: always right, but slow; for tests, and to check
             whether a step is traced correctly.
+        reads: how to handle a step whose Python reads a value that it has computed (`if loss.isnan():`, `x[mask]`,
+            `loss.tolist()`). "run": run its Python at each call, by PyTorch's kernels, with an `EagerStepWarning` that
+            names the line; "refuse": raise a `ValueReadError`.
 
     A call inside another traced step becomes part of that step. It can be combined with `staticmethod` and
     `classmethod` in either order.
@@ -80,13 +84,15 @@ def trace(
         raise TraceError(f"changes={changes!r}: write 'recompile' or 'refuse'.")
     if check not in (True, False, "always"):
         raise TraceError(f"check={check!r}: write True, False or 'always'.")
+    if reads not in ("run", "refuse"):
+        raise TraceError(f"reads={reads!r}: write 'run' or 'refuse'.")
     if step is None:
-        return lambda step: TracedStep(step, shapes, changes, check)
-    return TracedStep(step, shapes, changes, check)
+        return lambda step: TracedStep(step, shapes, changes, check, reads)
+    return TracedStep(step, shapes, changes, check, reads)
 
 
 _OWN = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "_kind", "_step", "_name", "_policy", "_shapes", "_refuse",
-        "_check", "_trials", "_cache"}  # fmt: skip
+        "_check", "_reads", "_trials", "_cache"}  # fmt: skip
 
 
 class TracedStep:
@@ -101,6 +107,7 @@ class TracedStep:
         shapes: str | Pad = "recompile",
         changes: str = "recompile",
         check: bool | str = True,
+        reads: str = "run",
     ) -> None:
         kind = type(step) if isinstance(step, (staticmethod, classmethod)) else None
         if isinstance(step, (staticmethod, classmethod)):
@@ -114,6 +121,7 @@ class TracedStep:
         self._shapes = Shapes(self._name, shapes, _positional_parameters(step))
         self._refuse = changes == "refuse"
         self._check = check
+        self._reads = reads
         self._trials: Trials | None = None  # on a backend that replays
         self._cache: StepCache | None = None  # on a backend that compiles
 
@@ -143,7 +151,9 @@ class TracedStep:
         """Copy the function; the copy is retraced."""
         step = copy.deepcopy(self._step, memo)
         changes = "refuse" if self._refuse else "recompile"
-        return type(self)(step if self._kind is None else self._kind(step), self._policy, changes, self._check)
+        return type(self)(
+            step if self._kind is None else self._kind(step), self._policy, changes, self._check, self._reads
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend = current_backend()
@@ -155,7 +165,7 @@ class TracedStep:
 
             with session.tracing:  # other threads may make the first call, too
                 if self._cache is None:
-                    self._cache = StepCache(self._name, self._refuse, self._check)
+                    self._cache = StepCache(self._name, self._refuse, self._check, self._reads == "run")
         if backend.replays:
             from .graphed import Trials
 

@@ -340,7 +340,7 @@ class TracedProgram:
     def outdated(self) -> bool:
         """Whether a baked-in number, a weight's memory, or a tensor's value read by its Python code has changed."""
         trace = self.trace
-        if any(read.outdated() for read in trace.read.values()) or trace.outside and trace.has_changed_layout():
+        if any(read.outdated() for read in trace.read_outside.values()) or trace.outside and trace.has_changed_layout():
             return True
         if trace.new_memory.weights and trace.new_memory.outdated():
             return True

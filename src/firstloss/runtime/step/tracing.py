@@ -18,7 +18,7 @@ from ...capture.python_generators import GENERATORS, Draws
 from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
-from ...errors import FirstlossError, TraceError
+from ...errors import FirstlossError, TraceError, ValueReadError
 from ...interpreter import Undo
 from ...program.graph import Ref
 from ...program.program import Program
@@ -37,6 +37,7 @@ from .arguments import Arguments, TracedArguments
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
 from .process_settings import ModesLeft
+from .reads import TracedContents
 from .traced_program import Outputs, TracedProgram
 
 
@@ -99,6 +100,7 @@ def trace_step(
     observer: TraceObserver,
     places: Iterable[Place] = (),
     inputs: tuple[type, ...] = NUMBERS,
+    reads: bool = False,
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
@@ -109,16 +111,22 @@ def trace_step(
         places: the places of numbers that are inputs of the step.
         inputs: the classes of the arguments that are inputs if they vary, besides tensors, and of the generators whose
             draws are inputs.
+        reads: whether it may read values, which are computed then.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
     """
     trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places, inputs)
+    if reads:
+        trace.trace.contents = TracedContents(trace.trace, backend.keys.next)
     try:
         return trace.run(step, arguments)
     except BaseException as error:
         trace.undo()
-        if not observer.restore_contents() and isinstance(error, Shared):
+        restored = observer.restore_contents()
+        if isinstance(error, ValueReadError):
+            error.is_undone = restored
+        if not restored and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
                 "restored), and edits an argument that shares memory with another tensor that it uses. Edit a clone of "
@@ -167,6 +175,8 @@ class _Trace:
         shared = traced.owners.shared(arguments)
         if shared:
             raise Shared(shared)
+        if self.trace.contents is not None:
+            self.trace.contents.keep_inputs()
         traced.owners.forget_arguments()
         return traced
 
@@ -200,6 +210,7 @@ class _Trace:
                 raised, result = error, [None]
             if numbers.draws is not None:
                 numbers.draws.check()
+            self.trace.check_memory()
         numbers.is_open = False
         stand_ins.check(self.name)
         self.optimizers.check()

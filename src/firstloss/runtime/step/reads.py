@@ -1,0 +1,126 @@
+"""Reads of values by a step's Python: what has been recorded so far is computed, and the trace goes on with the values.
+
+A step that reads values may do anything with them, so what is traced with them is valid for one call only. That call
+is computed by PyTorch's kernels, like the values; further calls run the step's Python without a trace, as eager PyTorch
+would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.step import StepTrace
+from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode
+from ...engine.replay import make_whole
+from ...program.graph import Node, Value, slice_for
+from ..device.buffer import laid_out
+from ..device.lazy_array import copied_later, to_device_later
+from .kernels import Kernels
+from .owners import Owner
+from .traced_program import TracedProgram
+
+
+class TracedContents(Kernels):
+    """The content of the Values of a trace, each computed once. Nothing is overwritten, as the Program says it."""
+
+    def __init__(self, trace: StepTrace, seed: Callable[[], np.ndarray]) -> None:
+        """`seed` returns the two words from which the call's random numbers are derived."""
+        super().__init__()
+        self._trace = trace
+        self._inputs: Mapping[Value, Owner] = trace.inputs
+        self._seed = seed
+
+    def keep_inputs(self) -> None:
+        """After the trace, keep the inputs, among which its arguments are forgotten."""
+        self._inputs = dict(self._inputs)
+
+    def of(self, value: Value) -> torch.Tensor:
+        """The content of `value`; it must not be modified.
+
+        Raises:
+            NotImplementedError: if only a compiler supports an operation.
+        """
+        inputs = self._inputs
+        nodes = slice_for([value], stop={*inputs, *self.buffers})
+        with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False):
+            if self._draws is None and any(node.draw is not None for node in nodes):
+                from .kernel_draws import Draws  # imported late, because it imports JAX
+
+                self._draws = Draws(self._seed())
+            for read in {value, *(v for node in nodes for v in (*node.reads(), *(ref.value for ref in node.writes)))}:
+                if read in inputs and read not in self.buffers:
+                    self.buffers[read] = laid_out(self._input(read), read)
+            self.run(nodes)
+            return self.buffer(value)
+
+    def _input(self, value: Value) -> torch.Tensor:
+        owner = self._inputs[value]
+        if type(owner) is DeferredTensor:  # an argument
+            return owner._ref().view(self._content(owner._storage, owner._storage.value))
+        if not isinstance(owner, DeferredStorage):
+            return owner.detach().reshape(value.shape)
+        before = self._trace.before(owner) if owner.resident is None else owner.value
+        return laid_out(self._content(owner, before).reshape(value.shape), value)
+
+    @staticmethod
+    def _content(storage: DeferredStorage, value: Value) -> torch.Tensor:
+        if storage.resident is None:
+            return make_whole(value)
+        lazy = storage.resident.lazy_array()
+        content = None if lazy is None else lazy.borrow()
+        return storage.resident.read() if content is None else content
+
+    def _run_one(self, node: Node) -> None:
+        """Run a node; what it writes to is copied before, since later nodes may read the old content."""
+        old = {ref.value: self.buffers.get(ref.value) for ref in node.writes}
+        for value in old:
+            self.buffers[value] = self.allocate(value) if node.overwrites else self.buffer(value).clone()
+        super()._run_one(node)
+        for value, buffer in old.items():
+            if buffer is None:
+                del self.buffers[value]
+            else:
+                self.buffers[value] = buffer
+
+
+class ComputedStep:
+    """In place of an executable: the outputs of one call, computed by PyTorch's kernels. Also its `StepRun`."""
+
+    ran = False
+    later = None
+
+    def __init__(self, contents: TracedContents, traced: TracedProgram, sharding_of: Callable[[str], Any]) -> None:
+        """`sharding_of` returns the sharding of an output by its name; None on one device."""
+        self._contents: TracedContents | None = contents
+        self._traced = traced
+        self._sharding_of = sharding_of
+        self._arrays: dict[str, Any] = {}
+
+    def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> ComputedStep:
+        """The execution; see `dispatch.execute`."""
+        return self
+
+    def prepare(self) -> None:
+        """Compute all outputs."""
+        contents, program = self._contents, self._traced.program
+        assert contents is not None, "it computes one call only"
+        for name in (name for group in self._traced.groups.outputs for name in group):
+            ref, sharding = program.outputs[name], self._sharding_of(name)
+            content = contents.of(ref.value)
+            with DisableTorchDispatch(), torch.no_grad():
+                content = ref.view(content).clone(memory_format=torch.contiguous_format)
+            self._arrays[name] = copied_later(content) if sharding is None else to_device_later(content, sharding)
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+        self._contents = None
+
+    def outputs(self) -> tuple:
+        """The outputs, in groups."""
+        arrays, self._arrays = self._arrays, {}
+        return tuple(tuple(arrays[name] for name in group) for group in self._traced.groups.outputs)
