@@ -279,19 +279,22 @@ def _check_data(written: str, target: str) -> None:
 
 
 def _save_for_torch(obj: Any, target: str) -> None:
-    with atomic_write(target) as file:
+    with replacing(target) as temporary:
+        open(temporary, "xb").close()  # raises OSError, unlike PyTorch's writer
         try:
-            torch.save(on_host(obj), file)
+            # Not to a file object: an interrupted writer ends the process when it writes to one that has been closed.
+            torch.save(on_host(obj), temporary)
         except RuntimeError as error:
-            if "inline_container" not in str(error):
+            if not any(word in str(error) for word in ("inline_container", "iostream")):
                 raise
             # PyTorch's writer hides an error of the operating system, or what a handler of a signal has raised.
             cause = error.__context__
             if cause is not None and not (isinstance(cause, OSError) and is_of_the_system(cause)):
                 raise cause from None
             raise SaveError(f"{target} cannot be written: the disk may be full ({cause or error})") from error
-        file.flush()
-        _check_data(file.name, target)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        _check_data(temporary, target)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -394,8 +394,13 @@ class DeviceBuffer:
     def begin_edit(self, whole: bool = False) -> bool:
         """Prepare for a write to `host()`. If all of it is overwritten (`whole`), the old content is not read.
 
+        If the device is this host, the content lives in host memory from the first write to the next step, so that
+        training without a traced step copies nothing.
+
         Returns whether reading was skipped; then `cancel_edit` must undo this if the write fails.
         """
+        if not whole and self.in_host_memory and not self._edited:
+            self.memory(lasting=False)
         if self._edited or self._memory is not None:
             return False
         value = self.value
