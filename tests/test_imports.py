@@ -26,6 +26,7 @@ COMMON = {
     "files",
     "malloc_settings",
     "interpreter",
+    "workers",
     "dependencies",
     "settings",
     "cache_folder",

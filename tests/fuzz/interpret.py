@@ -34,17 +34,22 @@ class _Run:
     def __init__(self, step: Interpreted, state: Sequence[Any], rest: Sequence[Any]) -> None:
         self._step = step
         self._given = state, rest
-        self._outputs: tuple | None = None
+        self._results: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        pass
+        self._results = self._step.execute(*self._given)
+
+    def early(self) -> list[Any]:
+        return [self._results[name] for name in self._step.early]
 
     def finish(self) -> None:
-        self._outputs = self._step.execute(*self._given)
+        for array in self._given[0]:
+            if isinstance(array, jax.Array):
+                array.delete()
+        self._step.ran = True
 
     def outputs(self) -> tuple:
-        assert self._outputs is not None
-        return self._outputs
+        return tuple(tuple(self._results[name] for name in names) for names in self._step.groups)
 
 
 class Interpreted:
@@ -55,29 +60,23 @@ class Interpreted:
     def __init__(self, traced: TracedProgram) -> None:
         self._program = traced.program
         self._inputs = [*traced.owners.changed, *traced.owners.read]
-        self._new = [f"new{i}" for i in range(len(traced.owners.changed))]
-        self._made = list(traced.outputs.made)
-        self._names = traced.results
+        self.groups = traced.groups.outputs
+        self.early = traced.early
 
     def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> _Run:
         return _Run(self, state, rest)
 
-    def execute(self, state: Sequence[Any], rest: Sequence[Any]) -> tuple:
+    def execute(self, state: Sequence[Any], rest: Sequence[Any]) -> dict[str, Any]:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             replay = Kernels()
             for value, array in zip(self._inputs, [*state, *rest], strict=True):
                 logical = to_host(jax.numpy.asarray(ready(array)))
                 replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))
             replay.run(self._program.nodes)
-            results = {
+            return {
                 name: jax.numpy.array(share_memory(ref.view(replay.buffer(ref.value)).contiguous()), copy=True)
                 for name, ref in self._program.outputs.items()
             }
-        for array in state:
-            if isinstance(array, jax.Array):
-                array.delete()
-        self.ran = True
-        return tuple(tuple(results[name] for name in names) for names in (self._new, self._made, self._names))
 
 
 def instead_of_compiling() -> None:

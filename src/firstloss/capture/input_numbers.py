@@ -12,6 +12,9 @@ has the number's value, and remembers the expression by which it was computed. W
   *specialized* on it.
 
 What the step leaves in Python (`self.iteration += 1`) is computed anew at each call.
+
+A number that the step reads from a tensor (`loss.item()`) is one, too, whose value is known when the step has run that
+far. As an argument of an operation it is computed by the step itself; what the step branches on is an *outcome*.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..program.graph import Ref
 from .python_generators import Draws
 
 NUMBERS = (float, int, np.floating, np.integer)
@@ -46,14 +50,24 @@ class Source(NamedTuple):
 
 
 class Expression:
-    """How a number is computed at a call: from a source, or from other numbers."""
+    """How a number is computed at a call: from a source, or from other numbers; or read from a tensor.
 
-    __slots__ = ("combine", "operands", "source")
+    Attributes:
+        example: its value in the trace.
+        is_read: whether it depends on a number that is read from a tensor.
+    """
 
-    def __init__(self, combine: Callable[..., Any] | None, operands: tuple, source: Source | None = None) -> None:
+    __slots__ = ("combine", "operands", "source", "example", "is_read")
+
+    def __init__(
+        self, combine: Callable[..., Any] | None, operands: tuple, source: Source | None = None, example: Any = None
+    ) -> None:
         self.combine = combine
         self.operands = operands
         self.source = source
+        self.example = example
+        is_read: bool = combine is None and source is None
+        self.is_read: bool = is_read or any(type(o) is Expression and o.is_read for o in operands)
 
     def value(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> Any:
         """The number at a call.
@@ -78,6 +92,14 @@ class Expression:
             return [self.source]
         return [source for o in self.operands if type(o) is Expression for source in o.sources()]
 
+    def reads(self) -> Iterator[Expression]:
+        """The numbers read from tensors on which it depends."""
+        if self.combine is None and self.source is None:
+            yield self
+        for operand in self.operands:
+            if type(operand) is Expression:
+                yield from operand.reads()
+
 
 class InputNumbers:
     """The input numbers of one trace.
@@ -87,6 +109,8 @@ class InputNumbers:
         guards: the values of expressions that the step has branched on, or was specialized on.
         inputs: the traced tensors of those that are inputs of the Program, by expression and dtype.
         draws: what is drawn from Python's and NumPy's generators; None if that is not an input.
+        reads: the numbers read from tensors, in order, with the tensors.
+        outcomes: like `guards`, of what depends on such numbers.
     """
 
     def __init__(self) -> None:
@@ -96,10 +120,22 @@ class InputNumbers:
         self._known: dict[tuple, Expression] = {}
         self.is_open = True  # while the step is being traced
         self.draws: Draws | None = None
+        self.reads: dict[Expression, Ref] = {}
+        self.outcomes: dict[Expression, Any] = {}
+
+    def read_from(self, ref: Ref, value: Any) -> Any:
+        """The input number that is read from a tensor, with its current `value`; a bool is returned itself."""
+        expression = next((e for e, other in self.reads.items() if other == ref), None)
+        if expression is None:
+            expression = Expression(None, (), None, value)
+            self.reads[expression] = ref
+        return _number(value, expression, self)
 
     def number(self, value: Any, source: Source) -> Any:
         """The input number with the current `value`, which is read from `source` at each call."""
-        return _number(value, self.read(source), self)
+        expression = self.read(source)
+        expression.example = value
+        return _number(value, expression, self)
 
     def read(self, source: Source) -> Expression:
         """The expression of what is read from `source` at each call."""
@@ -129,7 +165,9 @@ class InputNumbers:
                 if type(node) is NumberNode:
                     node.specialized()
             raise
-        return value, self.computed(combine, tuple(n.expression if type(n) is NumberNode else n for n in nodes))
+        expression = self.computed(combine, tuple(n.expression if type(n) is NumberNode else n for n in nodes))
+        expression.example = value
+        return value, expression
 
     def read_all(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> None:
         """Read everything that is read at a call, in the order of the trace; see `Expression.value`. Generators are
@@ -142,8 +180,8 @@ class InputNumbers:
 
     def guard(self, expression: Expression, value: Any) -> None:
         """Assume that an expression has this value at each call."""
-        if self.is_open and expression not in self.guards:
-            self.guards[expression] = value
+        if self.is_open:
+            (self.outcomes if expression.is_read else self.guards).setdefault(expression, value)
 
 
 class NumberInput(NamedTuple):

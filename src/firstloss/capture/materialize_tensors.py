@@ -27,7 +27,6 @@ from ..program.graph import Value
 from ..program.source import here
 from . import conjugate_views
 from .distributed import parts_of
-from .session import KeepsGradMode
 from .storage_swap import become, like
 from .tensor import DeferredStorage, DeferredTensor, becoming_real, disable_first_use, is_pending
 
@@ -75,7 +74,7 @@ def materialize_storages(
     if device is not None:
         _check_device(device)
     # Weights are ordinary tensors, wherever they are first used.
-    with KeepsGradMode(), InferenceMode(False), becoming_real:
+    with InferenceMode(False), becoming_real:
         _materialize(storages, num_threads, progress, device, dtype)
 
 
@@ -147,7 +146,7 @@ def allocate_real(storage: DeferredStorage) -> None:
 def make(storages: list[DeferredStorage]) -> None:
     """Compute the content of `storages`, and store it there; their tensors stay deferred."""
     storages = [storage for storage in storages if not storage.is_made]
-    with KeepsGradMode(), InferenceMode(False), timeline.span("materialize"):
+    with InferenceMode(False), timeline.span("materialize"):
         buffers = _make([storage.value for storage in storages], None, None)
     for storage in storages:
         storage.made = storage.value, buffers.pop(storage.value)

@@ -9,6 +9,7 @@ else.
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Protocol, TypeGuard
@@ -31,7 +32,7 @@ from ..compat.torch_names import (
 from ..errors import TraceError, ValueReadError
 from ..interpreter import Undo, interruptible_inside, pause
 from ..program.compare import same_bytes
-from ..program.graph import Draw, Node, Value, contiguous_stride, dense_count, geometry_of, is_dense
+from ..program.graph import Draw, Node, Ref, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
 from . import activation_checkpointing as _activation_checkpointing  # noqa: F401 - for its patches
@@ -43,8 +44,9 @@ from . import python_draws as _python_draws  # noqa: F401 - likewise
 from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import sparse_gradients as _sparse_gradients  # noqa: F401 - likewise
 from .constant_folding import known_value
+from .constants import constant_tensor
 from .data_assignment import DataAssignments, LayoutChanges
-from .input_numbers import Expression, InputNumbers, NumberNode
+from .input_numbers import Expression, InputNumbers, NumberNode, plain
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 
@@ -147,7 +149,10 @@ class StepTrace(recorder._Tracing):
         new_layouts: tensors that the step gives another shape or storage.
         read_outside: real tensors from outside whose values the step's Python has read, by id.
         contents: computes the content of traced tensors whose values are read; None if none may be read.
-        reads: the expressions that have read values of traced tensors.
+        reads: the user's expressions that have read values of traced tensors, so that the trace is for one call only.
+        number_reads: those that have read a number.
+        numbers_are_inputs: whether such numbers are input numbers; otherwise, the trace is for one call, too.
+        values_read: the values of the first of them, if they are known.
         memory_given: copies of their content that code outside PyTorch takes for their memory.
         retrace_reason: why the step cannot be compiled and has to be traced at each call, if so.
     """
@@ -171,6 +176,9 @@ class StepTrace(recorder._Tracing):
         self.read_outside: dict[int, ValueRead] = {}
         self.contents: Contents | None = None
         self.reads: list[data_dependent.ValueRequest] = []
+        self.number_reads: list[data_dependent.ValueRequest] = []
+        self.numbers_are_inputs = False
+        self.values_read: Iterator[Any] = iter(())
         self.memory_given: list[GivenMemory] = []
         self.retrace_reason: str | None = None
         self.aliased_storages = weakref.WeakSet()
@@ -306,9 +314,56 @@ class StepTrace(recorder._Tracing):
             self._arguments[value] = storage
         return DeferredTensor.wrap(storage, shape, stride, 0, tensor.dtype)
 
+    def number(self, tensor: torch.Tensor) -> Any:
+        """The number in a tensor of one element, which the step's Python reads; an input number if it can be one."""
+        known = known_value(tensor)
+        if known is not None or type(tensor) is not DeferredTensor or tensor.is_complex() or tensor.numel() != 1:
+            return (self.read(tensor) if known is None else known).item()
+        if self.contents is None:
+            self.refuse_read(torch.ops.aten._local_scalar_dense.default)
+        if tensor._storage.trace is not self:
+            self.adopt(tensor._storage)
+        request, ref = data_dependent.value_request(), tensor._ref()
+        value = next(self.values_read, None) if ref not in self.numbers.reads.values() else None
+        if value is None:
+            value = self._content(ref, torch.ops.aten._local_scalar_dense.default).item()
+        self.number_reads.append(request)
+        number = self.numbers.read_from(ref, value)
+        return number if self.numbers_are_inputs else plain(number)
+
+    def _content(self, ref: Ref, op: OpOverload) -> torch.Tensor:
+        assert self.contents is not None
+        try:
+            content = self.contents.of(ref.value)
+        except NotImplementedError as error:
+            raise ValueReadError(data_dependent.message(op)) from error
+        with DisableTorchDispatch(), torch.no_grad():
+            return ref.view(content)
+
+    def _computed(self, expression: Expression, dtype: torch.dtype) -> DeferredTensor | None:
+        """The traced tensor that has the value of an expression of numbers that are read from tensors, computed as
+        Python would, in float64 or int64; None if it cannot be."""
+        if not expression.is_read:
+            return self.input_of(NumberNode(expression.example, expression, self.numbers), dtype)
+        if expression.combine is None:
+            ref = self.numbers.reads[expression]
+            storage = DeferredStorage(ref.value)
+            storage.trace = self
+            tensor = DeferredTensor.wrap(storage, ref.size, ref.stride, ref.offset, ref.dtype)
+            tensor = recorder.dispatch(aten.view.default, (tensor, ()), {})
+            return recorder.dispatch(aten._to_copy.default, (tensor,), {"dtype": dtype})
+        op = _EXACT.get(expression.combine)
+        operands = [
+            self._computed(operand, dtype) if type(operand) is Expression else _constant_number(operand, dtype)
+            for operand in expression.operands
+        ]
+        return None if op is None or any(o is None for o in operands) else recorder.dispatch(op, tuple(operands), {})
+
     def input_of(self, node: NumberNode, dtype: torch.dtype | None = None) -> DeferredTensor:
         """The input that has the value of an input number: 0-dim, by default float64 or int64."""
         dtype = (torch.float64 if node.is_float() else torch.int64) if dtype is None else dtype
+        if node.expression.is_read:
+            return self._computed_number(node, dtype)
         tensor = self.numbers.inputs.get((node.expression, dtype))
         if tensor is None:
             with DisableTorchDispatch():
@@ -316,6 +371,13 @@ class StepTrace(recorder._Tracing):
             tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
             self.numbers.inputs[node.expression, dtype] = tensor
         return tensor
+
+    def _computed_number(self, node: NumberNode, dtype: torch.dtype) -> DeferredTensor:
+        """As `input_of`, for a number that depends on what is read from tensors."""
+        tensor = self._computed(node.expression, torch.float64 if node.is_float() else torch.int64)
+        if tensor is None:
+            return _constant_number(node.specialized(), dtype)
+        return recorder.dispatch(aten._to_copy.default, (tensor,), {"dtype": dtype})
 
     def input_array(self, expression: Expression, array: np.ndarray) -> DeferredTensor:
         """The input that has the content of an array: of its shape and dtype, and dense."""
@@ -349,15 +411,12 @@ class StepTrace(recorder._Tracing):
         if tensor._storage.trace is not self:
             self.adopt(tensor._storage)
         ref, request = tensor._ref(), data_dependent.value_request()
-        try:
-            content = self.contents.of(ref.value)
-        except NotImplementedError as error:
-            raise ValueReadError(data_dependent.message(op)) from error
+        content = self._content(ref, op)
         self.reads.append(request)
         with DisableTorchDispatch(), torch.no_grad():
             if not ref.value.known:
-                ref.value.real = content
-            return ref.view(content).clone()
+                ref.value.real = self.contents.of(ref.value)
+            return content.clone()
 
     def memory_of(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for the memory of a traced one: `copy`, its content; see `check_memory`."""
@@ -506,6 +565,25 @@ _TRACING = _Tracing()
 
 
 aten = torch.ops.aten
+
+# Python's operations on numbers that operations on tensors in float64 or int64 do exactly.
+_EXACT: dict[Any, OpOverload] = {
+    operator.add: aten.add.Tensor,
+    operator.sub: aten.sub.Tensor,
+    operator.mul: aten.mul.Tensor,
+    operator.truediv: aten.div.Tensor,
+    operator.neg: aten.neg.default,
+    operator.pos: aten.clone.default,
+    operator.abs: aten.abs.default,
+}
+
+
+def _constant_number(number: Any, dtype: torch.dtype) -> DeferredTensor:
+    with DisableTorchDispatch():
+        constant = constant_tensor(torch.full((), number, dtype=dtype), copy=False)
+    constant._storage.trace = session.trace
+    return constant
+
 
 # A view of a larger storage is refused, since the whole would be copied at each call.
 _MAX_VIEWED_BYTES = 1 << 28

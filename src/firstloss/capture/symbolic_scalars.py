@@ -20,7 +20,7 @@ from ..errors import TraceError
 from ..program.graph import Ref
 from ..program.source import here
 from . import session
-from .input_numbers import OF_NODES, NumberNode, node_of
+from .input_numbers import OF_NODES, NumberNode, node_of, specialized
 from .op_call import OpCall, is_symbolic, ref_of
 from .tensor import DeferredTensor, Hooks
 
@@ -104,7 +104,7 @@ class SymbolicNumber:
         if (compute := _ARITHMETIC.get(name)) is not None:
             return lambda *others: self._computed(compute, others)
         if (combine := OF_NODES.get(name)) is not None:
-            return lambda *others: SymbolicNumber(combine(self.read(), *(other.read() for other in others)))
+            return lambda *others: SymbolicNumber(combine(self.number(), *(other.number() for other in others)))
         raise AttributeError(name)
 
     def _computed(self, compute: Callable, others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
@@ -112,7 +112,11 @@ class SymbolicNumber:
             return SymbolicNumber(compute(self.value, *(other.value for other in others)))
 
     def read(self, file: str = "", line: int = 0) -> Any:
-        """The value: to compare it, print it, or use it as a size."""
+        """The value: to print it, or use it as a size."""
+        return specialized(self.number())
+
+    def number(self) -> Any:
+        """The value, as an input number if possible."""
         if not isinstance(self.value, Tensor):
             return self.value
         if session.trace is None:
@@ -120,8 +124,7 @@ class SymbolicNumber:
                 f"{here()}: this number was computed inside a traced step, and has no value outside of it. Return the "
                 "tensor that it was computed from."
             )
-        assert type(self.value) is DeferredTensor
-        return Hooks.value_of(self.value).item()
+        return session.trace.number(self.value)
 
     guard_int = guard_float = guard_bool = bool_ = read
 
@@ -166,14 +169,14 @@ class Hyperparameter(SymbolicNumber):
     def _compare_with_zero(self, compare: Callable[[int, int], bool], other: SymbolicNumber) -> SymbolicNumber:
         is_zero = isinstance(other.value, (int, float)) and other.value == 0
         sign = 1 if self.sign is None else self.sign
-        return SymbolicNumber(compare(sign, 0) if is_zero else compare(self.read(), other.read()))
+        return SymbolicNumber(compare(sign, 0) if is_zero else compare(self.number(), other.number()))
 
 
 def number_of(tensor: DeferredTensor) -> Any:
     """The symbolic number of a traced tensor."""
     assert session.trace is not None
     if tensor.dtype == torch.bool or tensor.dtype.is_complex:
-        return session.trace.read(tensor).item()
+        return session.trace.number(tensor)
     floating = tensor.dtype.is_floating_point
     # Below autograd the tensor's methods would not reach the recorder.
     if tensor.dim():

@@ -234,7 +234,7 @@ class DeferredTensor(Tensor):
 
     def item(self):
         """As `torch.Tensor.item`. PyTorch's own conversions to numbers do not call it."""
-        return Hooks.value_of(self).item() if session.trace is not None else super().item()
+        return super().item() if session.trace is None else session.trace.number(self)
 
     def __setitem__(self, index, value):
         """As `torch.Tensor.__setitem__`; with a mask, the gradient of `value` has a static size."""

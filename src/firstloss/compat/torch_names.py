@@ -66,7 +66,8 @@ NAMES = {
     ),
     "InferenceMode": Name(
         "torch._C._InferenceMode",
-        "Entered and left in C: `torch.inference_mode` can be interrupted in between, and is then left at any time",
+        "Entered and left in C, and restores the grad mode, too: `torch.inference_mode` and `torch.no_grad` can be "
+        "interrupted in between, and leave their modes behind",
         _EVERYTHING,
     ),
     "DisableTorchFunction": Name(

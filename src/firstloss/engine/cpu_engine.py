@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from ..compat.torch_names import DisableTorchDispatch
 from ..interpreter import cores
 from ..program.graph import Node, Ref, Value, is_contiguous, slice_for
 from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
+from ..workers import Workers
 from .huge_pages import allocate_huge
 from .plan import RangePlanner, RangeStep
 from .reader import Reader, WholeValueCache, flat
@@ -53,7 +54,8 @@ def lower_thread_priority(niceness: Sequence[int]) -> Callable[[], None]:
     def lower_priority() -> None:
         priority = next(values, 0)
         if priority and sys.platform == "linux":  # on other systems niceness applies to the whole process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
 
     return lower_priority
 
@@ -153,9 +155,8 @@ def execute(
         for segment in segments:
             work(segment)
         return
-    with ThreadPoolExecutor(threads, "firstloss-init", lower_thread_priority(niceness)) as pool:
-        for future in [pool.submit(work, segment) for segment in segments]:
-            future.result()
+    with Workers(threads, "firstloss-init", lower_thread_priority(niceness)) as workers:
+        workers.map(work, segments)
 
 
 def _segments(tasks: list[Task], threads: int) -> list[list[Task]]:
@@ -333,9 +334,8 @@ def _replay(shared: Replay, nodes: list[Node], num_threads: int | None, niceness
     components = _components(nodes)
     if not components:
         return
-    with ThreadPoolExecutor(num_threads or cores(), "firstloss-init", lower_thread_priority(niceness)) as pool:
-        for future in [pool.submit(run_component, component) for component in components]:
-            future.result()
+    with Workers(num_threads or cores(), "firstloss-init", lower_thread_priority(niceness)) as workers:
+        workers.map(run_component, components)
 
 
 def _components(nodes: list[Node]) -> list[list[Node]]:

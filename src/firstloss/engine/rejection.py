@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,7 @@ from ..interpreter import cores
 from ..program.graph import dtype_name
 from ..rng import words_drawn
 from ..rng.stream import Position, Stream
+from ..workers import Workers
 from .sampler import StreamSampler
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class Rejection:
         if len(parts) == 1:
             results = [self._search(parts[0])]
         else:
-            with ThreadPoolExecutor(threads, thread_name_prefix="firstloss-reject") as pool:
-                results = list(pool.map(self._search, parts))
+            with Workers(threads, "firstloss-reject") as workers:
+                results = workers.map(self._search, parts)
         indices, values = (np.concatenate([getattr(part, name) for part in results]) for name in ("indices", "values"))
         result = Corrections(max(part.rounds for part in results), indices, values)
         self._rounds = result.rounds

@@ -9,8 +9,8 @@ import torch
 
 from ..capture.deferred import named_tensors
 from ..capture.op_call import ref_of
-from ..capture.session import KeepsGradMode
 from ..capture.tensor import DeferredTensor, on_backend
+from ..compat.torch_names import InferenceMode
 from ..dependencies import require_jax
 from ..errors import NothingDeferredError
 from ..program.graph import Value
@@ -86,7 +86,7 @@ class InitProgram(Recipes):
         require_jax("InitProgram.run")
         from .stablehlo.devices import run
 
-        with KeepsGradMode():
+        with InferenceMode(False):
             return run(self, mesh, shardings, engine)
 
 

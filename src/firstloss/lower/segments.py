@@ -44,10 +44,12 @@ class Cut(NamedTuple):
 
     Attributes:
         outputs: for each output of the Program, the Value that holds it after the segments have run.
+        early: the number of segments that compute the early outputs, and come first.
     """
 
     segments: list[Segment]
     outputs: dict[str, Value]
+    early: int = 0
 
 
 class Segment(NamedTuple):
@@ -68,46 +70,64 @@ class Segment(NamedTuple):
 
 
 def cut(
-    program: Program, first: Iterable[str] = (), separate: Iterable[str] = (), least_periods: int = 2
-) -> Cut | None:
-    """Cut `program` where it repeats; None if too little of it does.
+    program: Program,
+    first: Iterable[str] = (),
+    separate: Iterable[str] = (),
+    early: Iterable[str] = (),
+    least_periods: int = 2,
+) -> Cut:
+    """Cut `program` where it repeats, if enough of it does.
 
     Args:
-        first: names of outputs that are needed as early as possible: it is also cut after the call that makes the last
-            of these. (A loss is available long before the backward pass has been compiled.)
+        first: names of outputs that are needed as early as possible: if it is cut, it is also cut after the call that
+            makes the last of these. (A loss is available long before the backward pass has been compiled.)
         separate: names of outputs that get a Value of their own, which is neither an input nor another output.
+        early: names of outputs that are needed before anything else: what they do not need is in other segments.
         least_periods: how often a run has to repeat.
     """
-    if len(program.nodes) < _SAVED:
-        return None
     calls = split_foreach_calls(program.nodes)
     views = _output_views(program, separate)
     for view in views.values():
         calls.insert(1 + max((i for i, call in enumerate(calls) if view.inputs[0] in call.outputs), default=-1), view)
+    outputs = _outputs(program, views)
+    calls, count = _in_front(calls, [outputs[name] for name in early])
+    bounds = {0, count, len(calls)}
+    if runs := _runs(calls, least_periods):
+        last_use = {value: i for i, call in enumerate(calls) for value in call.inputs}
+        last_use.update(dict.fromkeys(outputs.values(), len(calls)))
+        results = {outputs[name] for name in first}
+        bounds.add(1 + max((i for i, call in enumerate(calls) if not results.isdisjoint(call.outputs)), default=-1))
+        for run in runs:
+            bounds.update(_bounds(run, calls, last_use))
+    order = sorted(bounds)
+    pieces = [calls[a:b] for a, b in zip(order, order[1:], strict=False)]
+    segments = _shared(pieces, set(program.inputs.values()), set(outputs.values()))
+    return Cut(segments, outputs, order.index(count))
+
+
+def _in_front(calls: list[LoweredCall], values: Sequence[Value]) -> tuple[list[LoweredCall], int]:
+    """The calls in an order in which those that `values` need come first, and how many these are."""
+    maker = {value: i for i, call in enumerate(calls) for value in call.outputs}
+    needed: set[int] = set()
+    todo = [maker[value] for value in values if value in maker]
+    while todo:
+        if (i := todo.pop()) not in needed:
+            needed.add(i)
+            todo.extend(maker[value] for value in calls[i].inputs if value in maker)
+    others = [call for i, call in enumerate(calls) if i not in needed]
+    return [*(calls[i] for i in sorted(needed)), *others], len(needed)
+
+
+def _runs(calls: Sequence[LoweredCall], least_periods: int) -> list[Repeats]:
+    """Where the calls repeat at least so often; empty if too few do."""
+    if len(calls) < _SAVED:
+        return []
     kinds: dict[Hashable, int] = {}
     keys = [kinds.setdefault((call.kind, _avals(call)), len(kinds)) for call in calls]
     runs = find_runs(keys, least=_SAVED // 4)
     runs = [run for run in runs if run.stop - run.start >= least_periods * run.period]
-    if sum(run.stop - run.start - run.period for run in runs) < max(_SAVED, _SHARE * len(calls)):
-        return None
-    outputs = _outputs(program, views)
-    last_use = {value: i for i, call in enumerate(calls) for value in call.inputs}
-    last_use.update(dict.fromkeys(outputs.values(), len(calls)))
-    early = {outputs[name] for name in first}
-    bounds = [0, 1 + max((i for i, call in enumerate(calls) if not early.isdisjoint(call.outputs)), default=-1)]
-    for run in runs:
-        bounds.extend(_bounds(run, calls, last_use))
-    bounds = sorted({*bounds, len(calls)})
-    pieces = [calls[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
-    return Cut(_shared(pieces, set(program.inputs.values()), set(outputs.values())), outputs)
-
-
-def uncut(program: Program, separate: Iterable[str] = ()) -> Cut:
-    """All of `program` as one segment."""
-    views = _output_views(program, separate)
-    outputs = _outputs(program, views)
-    calls = [*split_foreach_calls(program.nodes), *views.values()]
-    return Cut(_shared([calls] if calls else [], set(program.inputs.values()), set(outputs.values())), outputs)
+    saved = sum(run.stop - run.start - run.period for run in runs)
+    return runs if saved >= max(_SAVED, _SHARE * len(calls)) else []
 
 
 def _output_views(program: Program, separate: Iterable[str]) -> dict[str, LoweredCall]:

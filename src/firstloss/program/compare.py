@@ -73,7 +73,7 @@ def _canonical(node: Node) -> tuple[Any, tuple]:
 _UNKNOWN = torch.empty(0)
 
 
-def _filled(part: Any, known: Mapping[Value, torch.Tensor]) -> Any:
+def _filled(part: Any, known: Mapping[Value, Any]) -> Any:
     """Arguments with tensors in place of Refs."""
     if type(part) is Ref:
         return part.view(known[part.value])
@@ -98,14 +98,17 @@ class _Correspondence:
 
     def fold(self, node: Node) -> bool:
         """Take what a node of the second Program computes for constants of the first; returns whether they may be."""
-        refs = list(node.refs())
-        if node.draw is not None or node.writes or not refs or any(ref.value not in self._known for ref in refs):
+        values = [ref.value for ref in node.refs()]
+        if node.draw is not None or node.writes or self._known.keys().isdisjoint(values):
             return False
-        if any(self._known[ref.value] is _UNKNOWN for ref in refs):
+        known = {value: self._known.get(value, value.real) for value in values}
+        if any(content is None for content in known.values()):
+            return False
+        if any(content is _UNKNOWN for content in known.values()):
             self._known |= dict.fromkeys(node.outputs, _UNKNOWN)
             return True
         with DisableTorchDispatch(), torch.no_grad():
-            results = node.op(*_filled(node.args, self._known), **_filled(node.kwargs, self._known))
+            results = node.op(*_filled(node.args, known), **_filled(node.kwargs, known))
         outputs = results if isinstance(results, (list, tuple)) else (results,)
         self._known |= zip(node.outputs, outputs, strict=True)
         return True
@@ -158,7 +161,10 @@ class _Correspondence:
             if type(a) is Ref:
                 assert a.value.real is not None
                 return a[1:] == b[1:] and same_bytes(a.view(a.value.real), b.view(content))
-            number = self._numbers[b.value] if b.value in self._numbers else content.item()
+            if b.value not in self._numbers:  # computed, in the dtype in which the operation takes the number
+                a, number = torch.as_tensor(a, dtype=content.dtype).item(), content.item()
+            else:
+                number = self._numbers[b.value]
         return bool(a == number or a != a and number != number)
 
     def values(self, a: Value, b: Value) -> bool:

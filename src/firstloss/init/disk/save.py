@@ -18,20 +18,19 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from ... import timeline
-from ...capture.session import KeepsGradMode
-from ...compat.torch_names import DisableTorchDispatch
+from ...compat.torch_names import DisableTorchDispatch, InferenceMode
 from ...engine.cpu_engine import make_whole
 from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
 from ...files import atomic_write, exists, is_folder, is_of_the_system, sync_folder
 from ...interpreter import cores
+from ...workers import Workers
 from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
 from .fingerprint import fingerprint
@@ -83,7 +82,7 @@ def save_initialized(
     """
     limit = layout.parse_size(max_shard_size)
     saved, omitted = tensors_to_save(module)
-    with timeline.span("save"), KeepsGradMode():
+    with timeline.span("save"), InferenceMode(False):
         plan = _plan(saved, limit, omitted)
         digest = fingerprint((s.ref for s in saved), [s.name for s in saved], limit, omitted, _RUN)
         target = os.fspath(directory)
@@ -205,17 +204,19 @@ class _Writer:
     def write(self, file: _File, runs: list[_ByteRange], out: DirectFile, journal: Journal) -> None:
         """Write ranges of `file`, and add them to the journal when they are on disk."""
         # Two threads per core: one draws while the other waits for the disk.
-        with ThreadPoolExecutor(2 * cores(), thread_name_prefix="firstloss-save") as pool:
-            futures = [pool.submit(self._write_run, run, out, journal) for run in runs]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                with suppress(OSError):
-                    self._sync(out, journal)
-                raise
+        try:
+            with Workers(2 * cores(), "firstloss-save") as workers:
+                tasks = [workers.submit(self._write_run, run, out, journal) for run in runs]
+                try:
+                    for task in tasks:
+                        task.result()
+                except BaseException:
+                    self._stop.set()
+                    raise
+        except BaseException:
+            with suppress(OSError):
+                self._sync(out, journal)
+            raise
         self._sync(out, journal)
 
     def _write_run(self, run: _ByteRange, out: DirectFile, journal: Journal) -> None:

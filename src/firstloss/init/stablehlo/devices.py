@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from ... import timeline
 from ...errors import BackendError, ShardingError
 from ...interpreter import cores
 from ...program.source import here
+from ...workers import Workers
 from ..recipes import Recipes
 from ..shardings import starts
 from .host_shards import make_on_host
@@ -145,11 +145,11 @@ def _on_devices(sharding_plan: ShardingPlan, mesh: Mesh | None) -> dict[str, jax
         message = f"{weight.name}: {weight.why}: it is computed on the host and sent"
         warnings.warn_explicit(message, UserWarning, line.file, line.line)
     out: dict[str, jax.Array] = {}
-    with ThreadPoolExecutor(max(cores(), 2), thread_name_prefix="firstloss-compile") as pool:
-        compiled: dict[Any, Future] = {key: pool.submit(units.compile, w) for key, w in units.distinct().items()}
+    with Workers(max(cores(), 2), "firstloss-compile") as workers:
+        compiled = {key: workers.submit(units.compile, w) for key, w in units.distinct().items()}
         out.update(make_on_host({w.name: (w.recipe.ref, sharding_of(w, mesh)) for w in host}))
-        for key, future in compiled.items():  # in the same order in all processes
-            executable = future.result()
+        for key, task in compiled.items():  # in the same order in all processes
+            executable = task.result()
             for weight in sharding_plan.weights:
                 if weight.sketch is not None and weight.key == key:
                     out[weight.name] = executable(*units.arguments(weight))

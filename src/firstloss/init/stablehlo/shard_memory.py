@@ -10,7 +10,6 @@ import ctypes
 import math
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from jax.sharding import NamedSharding, Sharding
 from ...engine.huge_pages import advise_huge
 from ...lower.unwritten import registered_with_xla
 from ...lower.unwritten import results as unwritten_results
+from ...workers import Workers
 
 
 class ArraySpec(NamedTuple):
@@ -44,8 +44,8 @@ def allocate(specs: Sequence[ArraySpec]) -> list[tuple[jax.Array, dict[jax.Devic
     calls += [(1, tuple(spec for spec, count in counts.items() for _ in range(count % times)))]
     calls = [call for call in calls if call[1]]
     registered_with_xla()  # not concurrently
-    with ThreadPoolExecutor(2, thread_name_prefix="firstloss-compile") as pool:
-        allocators = list(pool.map(_allocator, [results for _, results in calls]))
+    with Workers(2, "firstloss-compile") as workers:
+        allocators = workers.map(_allocator, [results for _, results in calls])
     arrays_by_spec: dict[ArraySpec, list[jax.Array]] = {}
     for (repeats, results), allocator in zip(calls, allocators, strict=True):
         for _ in range(repeats):

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from ... import timeline
-from ...capture.session import KeepsGradMode
-from ...compat.torch_names import pytree
+from ...compat.torch_names import InferenceMode, pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
 from ...files import atomic_write, exists, is_folder, is_of_the_system, locked, replacing, sync_folder
 from ...init.materialize_module import materialize_tensor
@@ -65,7 +64,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
         SaveError: if the files cannot be written, or another process is writing there.
     """
     target = os.path.abspath(os.fspath(path))
-    with timeline.span("save"), KeepsGradMode(), _errors_as_save_errors(target):
+    with timeline.span("save"), InferenceMode(False), _errors_as_save_errors(target):
         if target.endswith(_TORCH):
             if processes().index == 0:
                 _save_for_torch(obj, target)
@@ -112,7 +111,7 @@ def load(path: str | os.PathLike[str], map_location: str | torch.device | None =
     if map_location is not None:
         return _on_device(load(path), map_location)
     target = os.path.abspath(os.fspath(path))
-    with timeline.span("load"), KeepsGradMode():
+    with timeline.span("load"), InferenceMode(False):
         if not is_folder(target):
             return foreign.load_file(target)
         if exists(os.path.join(target, INDEX)):
@@ -285,16 +284,22 @@ def _save_for_torch(obj: Any, target: str) -> None:
             # Not to a file object: an interrupted writer ends the process when it writes to one that has been closed.
             torch.save(on_host(obj), temporary)
         except RuntimeError as error:
-            if not any(word in str(error) for word in ("inline_container", "iostream")):
+            if not _is_of_the_writer(error):
                 raise
-            # PyTorch's writer hides an error of the operating system, or what a handler of a signal has raised.
             cause = error.__context__
-            if cause is not None and not (isinstance(cause, OSError) and is_of_the_system(cause)):
+            while cause is not None and _is_of_the_writer(cause):
+                cause = cause.__context__
+            if cause is not None:  # what a handler of a signal has raised
                 raise cause from None
-            raise SaveError(f"{target} cannot be written: the disk may be full ({cause or error})") from error
+            raise SaveError(f"{target} cannot be written: the disk may be full ({error})") from error
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         _check_data(temporary, target)
+
+
+def _is_of_the_writer(error: BaseException) -> bool:
+    """Whether PyTorch's file writer has failed, which says nothing of the reason."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("inline_container", "iostream"))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ import torch
 from ...errors import CheckpointError
 from ...init.disk.direct_file import BLOCK, DirectFile, aligned
 from ...init.disk.safetensors_file import DTYPES, FileLayout, TensorMeta
+from ...workers import Task, Workers
 from .untrusted import damage_as_errors, of_type, parse, product, sizes
 
 PIECE = 16 << 20  # bytes under one checksum; a multiple of BLOCK
@@ -75,9 +75,11 @@ def write(path: str, parts: list[TensorPart], metadata: dict[str, str] | None = 
         return text.replace(_head_mark(_NO_SUM), _head_mark(f"{zlib.crc32(text):08x}"), 1)
 
     begin = len(head())
-    with layout.written(path, head) as out, _BufferedWriter(out, begin) as stream:
+    with layout.written(path, head) as out, Workers(1, "firstloss-checkpoint") as workers:
+        stream = _BufferedWriter(out, begin, workers)
         for which, _, _ in layout.extents:
             sums[parts[which].key] = _write_part(parts[which], stream)
+        stream.close()
 
 
 def _head_mark(value: str) -> bytes:
@@ -107,12 +109,11 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class _BufferedWriter:
     """Writes to a file with double buffering: one buffer is filled while the other is written."""
 
-    def __init__(self, out: DirectFile, offset: int) -> None:
-        self._out, self._offset = out, offset
+    def __init__(self, out: DirectFile, offset: int, workers: Workers) -> None:
+        self._out, self._offset, self._workers = out, offset, workers
         self._buffers = [aligned(_BUFFER), aligned(_BUFFER)]
         self._filled = 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="firstloss-checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Task[None] | None = None
 
     def put(self, data: torch.Tensor) -> None:
         while data.numel():
@@ -126,21 +127,15 @@ class _BufferedWriter:
         if self._writing is not None:
             self._writing.result()
         blocks = -(-self._filled // BLOCK) * BLOCK
-        self._writing = self._pool.submit(self._out.write, self._buffers[0][:blocks], self._offset)
+        self._writing = self._workers.submit(self._out.write, self._buffers[0][:blocks], self._offset)
         self._offset, self._filled = self._offset + self._filled, 0
         self._buffers.reverse()
 
-    def __enter__(self) -> _BufferedWriter:
-        return self
-
-    def __exit__(self, kind: Any, *exc: object) -> None:
-        try:
-            if kind is None:
-                self._flush()
-            if self._writing is not None:
-                self._writing.result()
-        finally:
-            self._pool.shutdown()
+    def close(self) -> None:
+        """Write what is left, and wait for it."""
+        self._flush()
+        if self._writing is not None:
+            self._writing.result()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

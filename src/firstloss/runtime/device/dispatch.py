@@ -29,6 +29,9 @@ class StepRun(Protocol):
     def prepare(self) -> None:
         """Compile, and run what changes no state. It may be interrupted."""
 
+    def early(self) -> Sequence[Any]:
+        """After `prepare`: the outputs that decide whether the run is to be finished."""
+
     def finish(self) -> None:
         """Run the rest, to which the state is donated."""
 
@@ -41,6 +44,7 @@ def execute(
     state: Sequence[Any],
     commit: Callable[[Sequence[Sequence[Any]]], None],
     lose: Callable[[BaseException], None],
+    check: Callable[[], None],
 ) -> Sequence[Sequence[Any]]:
     """Run a step, commit it, and return its outputs. Requires `lock`.
 
@@ -48,10 +52,12 @@ def execute(
         state: the arrays that are donated.
         commit: stores the outputs.
         lose: called if the run fails after the old state has been donated, so that no state is left.
+        check: called before that; if it raises, nothing has changed.
     """
     global _thread
     try:
         run.prepare()
+        check()
         with Uninterrupted():
             _thread = threading.get_ident()
             try:

@@ -134,6 +134,8 @@ class GuardSet:
             if now is not expected and not same(expected, now):
                 differences.append(_change_of(expression, expected, now))
         for expression in self.numbers.expressions() if not differences else ():
+            if expression.is_read:
+                continue
             try:
                 expression.value(arguments, known)
             except Exception as error:  # which the step may catch

@@ -28,6 +28,7 @@ from ...capture import session
 from ...capture.input_numbers import NUMBERS
 from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
+from ...capture.step import Contents
 from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...interpreter import Undo, pause, paused_until
@@ -43,7 +44,7 @@ from . import tracing
 from .arguments import Arguments, Itself, generalizes, owner_of
 from .owners import Shared
 from .process_settings import modes, settings
-from .reads import ComputedStep, TracedContents
+from .reads import READ, ComputedStep, OutcomeChanged, TracedContents, check_outcomes
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
 from .tracing import TraceObserver
@@ -53,6 +54,12 @@ if TYPE_CHECKING:
 
 
 _MOST_FOR_CERTAIN = 32
+
+# How many compiled steps there may be whose outcomes differ.
+_MOST_OUTCOMES = 8
+
+# How often a call looks for the compiled step of other outcomes, before it is run by PyTorch's kernels.
+_MOST_RETRIES = 2
 
 # The number of traces after which functions that are new in each are assumed to be created by the step itself.
 _MOST_FUNCTIONS = 10_000
@@ -97,13 +104,16 @@ class StepCache:
             self._found.wait_until_lowered()
         if self._shared:
             arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
-        retried = False
+        reads = self._reads and backend.is_e2e_execution and process_count() == 1
+        request = Request(step, arguments, backend, reads=reads)
         while True:
             try:
-                reads = self._reads and backend.is_e2e_execution and process_count() == 1
-                return self._call(Request(step, arguments, backend, retried, reads=reads), kind)
+                return self._call(request, kind)
+            except OutcomeChanged as changed:
+                arguments.known.clear()
+                request = request._replace(values_read=changed.values, retries=request.retries + 1)
             except Shared as shared:
-                retried = True
+                request = request._replace(retried=True)
                 for i in shared.leaves:
                     owner = owner_of(arguments.leaves[i])
                     self._shared[id(owner)] = owner
@@ -134,16 +144,16 @@ class StepCache:
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
         # Models of other threads are reachable as well, and their gradients come and go while these trace.
         with session.tracing:
-            versions = self._fitting(setting, self._parameters(backend), arguments)
+            versions = self._fitting(setting, self._parameters(backend), request)
             fits = versions is not None
             if versions is None:  # parameters may have been replaced
                 self._seen = None
                 key = setting, self._parameters(backend)
-                versions = self._fitting(*key, arguments) or self.kinds.setdefault(
+                versions = self._fitting(*key, request) or self.kinds.setdefault(
                     key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
-            if not fits and versions.runs_untraced():
+            if not fits and versions.runs_untraced(request):
                 return None
             similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)
@@ -169,11 +179,11 @@ class StepCache:
         for key in certain[:-_MOST_FOR_CERTAIN]:
             del self.kinds[key]
 
-    def _fitting(self, setting: tuple, weights: tuple, arguments: Arguments) -> CacheEntries | None:
+    def _fitting(self, setting: tuple, weights: tuple, request: Request) -> CacheEntries | None:
         """The entries that fit the weights: traced with the same weights, or before there were models that they do not
         read."""
         entries = self.kinds.get((setting, weights))
-        if entries is not None and entries.fits(arguments):
+        if entries is not None and entries.fits(request):
             return entries
         for (other, fewer), versions in self.kinds.items():
             count = len(fewer)
@@ -181,7 +191,7 @@ class StepCache:
                 reads = self._read_later.get((versions, count))
                 if reads is None:
                     reads = self._read_later[versions, count] = versions.reads(self._all[count:])
-                if not reads and versions.fits(arguments):
+                if not reads and versions.fits(request):
                     return versions
         return None
 
@@ -221,6 +231,8 @@ class Request(NamedTuple):
     places: Sequence[Place] = ()  # of numbers that are inputs
     inputs: tuple[type, ...] = NUMBERS  # see `tracing.trace_step`
     reads: bool = False  # likewise
+    values_read: Sequence[Any] = ()  # likewise, at a call whose outcomes were others than those of a compiled step
+    retries: int = 0  # how often they were
 
     def roots(self) -> tuple:
         """The roots of everything that the step's Python code can reach."""
@@ -239,22 +251,24 @@ class Request(NamedTuple):
         backend = self.backend
         with timeline.span("trace"):
             traced = tracing.trace_step(
-                self.step, self.arguments, backend, observer, self.places, self.inputs, self.reads
+                self.step, self.arguments, backend, observer, self.places, self.inputs, self.reads, self.values_read
             )
             try:
                 self._refuse_twice(observer)
                 traced.modes.undo()  # set again after the step has run
                 if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
                     raise InputNumberError
-                if traced.trace.reads:
+                if traced.is_for_one_call or self.retries > _MOST_RETRIES:
                     return self._computed(traced)
+                contents = traced.trace.contents
                 traced.trace.contents = None
                 same = find(traced)
-                if traced.trace.numbers.sources and traced.raised is not None:
+                if _has_inputs(traced) and traced.raised is not None:
                     raise InputNumberError
-                proven = same is not None and same.traced.trace.numbers.sources
-                if traced.trace.numbers.sources and not proven and _can_run_twice(traced, observer):
-                    if not self._is_the_same_without_inputs(traced):
+                has_inputs = _has_inputs(traced)
+                proven = same is not None and _has_inputs(same.traced)
+                if has_inputs and not proven and _can_run_twice(traced, observer):
+                    if not self._is_the_same_without_inputs(traced, contents):
                         raise InputNumberError
             except BaseException:
                 tracing.abandon(traced, observer)
@@ -271,7 +285,7 @@ class Request(NamedTuple):
         """A step that has read values, for this call only."""
         from .compiled_step import CompiledStep, Inputs
 
-        if traced.trace.numbers.sources:  # nothing shows that its Python treats them as it does numbers
+        if _has_inputs(traced):  # nothing shows that its Python treats them as it does numbers
             raise InputNumberError
         inputs = Inputs(self.backend, traced.owners, traced.numbers)
         contents, mesh = traced.trace.contents, self.backend.mesh
@@ -283,18 +297,23 @@ class Request(NamedTuple):
         traced.trace.contents = None
         return CompiledStep(traced, inputs, executable, self.backend, ran=False)
 
-    def _is_the_same_without_inputs(self, traced: TracedProgram) -> bool:
+    def _is_the_same_without_inputs(self, traced: TracedProgram, contents: Contents | None) -> bool:
         """Whether a trace that is specialized on all numbers and texts gives the same Program, and leaves the same
         numbers and texts in Python: whether the step's Python does not see the difference between a number and an input
         number (`type(x) is float`)."""
         observer = TraceObserver(self.roots(), (), False)
-        specialized = tracing.trace_step(self.step, self.arguments, self.backend, observer, (), ())
+        specialized = tracing.trace_step(
+            self.step, self.arguments, self.backend, observer, (), (), self.reads, self.values_read
+        )
         try:
             arguments = self.arguments
             traced.trace.numbers.read_all(arguments.leaves, arguments.known)
             numbers = {
                 value: number.read(arguments.leaves, arguments.known) for value, number in traced.numbers.items()
             }
+            for expression, ref in traced.trace.numbers.reads.items():
+                assert contents is not None
+                numbers[ref.value] = contents.of(ref.value) if ref.value.shape else expression.example
             left, expected = (one.effects.reconstructor.plain for one in (traced, specialized))
             return first_difference(specialized.program, traced.program, numbers) is None and same_items(left, expected)
         finally:
@@ -309,6 +328,12 @@ class Request(NamedTuple):
                 "argument that shares memory with another tensor that it uses, so its Python code would run twice at "
                 "this call. Edit a clone of it, or read before the step, and pass what was read."
             )
+
+
+def _has_inputs(traced: TracedProgram) -> bool:
+    """Whether numbers or texts were inputs in its trace."""
+    numbers = traced.trace.numbers
+    return bool(numbers.sources or numbers.reads and traced.trace.numbers_are_inputs)
 
 
 def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
@@ -410,23 +435,31 @@ class CacheEntries:
         self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
         self._reading = 0  # the number of calls that no step fitted, since one has read values
         # What its Python treats as it does the values; see `tracing.trace_step`.
-        self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS)
+        self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
         return [entry.step for entry in self._entries]
 
-    def fits(self, arguments: Arguments) -> bool:
+    def fits(self, request: Request) -> bool:
         """Whether the guards of one of them hold."""
         self._fitting = None
-        if not self._always:
-            self._fitting = next((entry for entry in self._entries if self._does_fit(entry, arguments)), None)
+        if not self._always and request.retries <= _MOST_RETRIES:
+            self._fitting = next((entry for entry in self._entries if self._does_fit(entry, request)), None)
         return self._fitting is not None
 
     @staticmethod
-    def _does_fit(entry: CacheEntry, arguments: Arguments) -> bool:
+    def _does_fit(entry: CacheEntry, request: Request) -> bool:
         if entry.guards.unknown or entry.traced_each_time is not None:
             return False
+        arguments, numbers = request.arguments, entry.step.traced.trace.numbers
+        if request.values_read:
+            numbers.read_all(arguments.leaves, arguments.known)
+            read = zip(numbers.reads, request.values_read, strict=False)
+            try:
+                check_outcomes(numbers, arguments.known | {number: v for number, v in read if v is not None})
+            except OutcomeChanged:
+                return False
         # In this order: guards let go of tensors that the last call has replaced, which may be views of weights.
         return not entry.changes(arguments) and not entry.step.outdated()
 
@@ -460,11 +493,13 @@ class CacheEntries:
             self._entries.insert(0, entry)
         return entry.step
 
-    def runs_untraced(self) -> bool:
+    def runs_untraced(self, request: Request) -> bool:
         """Whether a call that no step fits is run without a trace, since those traced have read values.
 
         It is traced again at the second, the fourth, the eighth such call and so on: it may read no more.
         """
+        if request.values_read and len(self._entries) < _MOST_OUTCOMES:
+            return False
         if self._reading:
             self._reading += 1
         return self._reading & (self._reading - 1) != 0
@@ -490,7 +525,8 @@ class CacheEntries:
                 numbers = dict.fromkeys(traced.numbers)
                 if first_difference(last.step.traced.program, traced.program, numbers) is None:
                     return None  # compiled once more for any numbers
-            if last is not None and not outdated and not self._only_modes(why) and traced.raised is None:
+            reports = not outdated and not self._only_modes(why) and traced.raised is None and not request.values_read
+            if last is not None and reports:
                 difference = first_difference(last.step.traced.program, traced.program)
                 self._reports.report_difference(
                     reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], difference
@@ -498,11 +534,14 @@ class CacheEntries:
             return None
 
         entry = self._traced(request, find, similar)
-        if entry.step.traced.trace.reads:
+        traced = entry.step.traced
+        if entry.step.is_for_one_call:
             self._reading = max(self._reading, 1)
-            self._reports.report_reads(entry.step.traced.trace.reads)
+            trace = traced.trace
+            if trace.reads or READ not in self._inputs:
+                self._reports.report_reads([*trace.reads, *trace.number_reads])
             return entry
-        if entry.step.traced.raised is not None:  # it may not raise the next time
+        if traced.raised is not None:  # it may not raise the next time
             return entry
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
             entry.again = last.again + 1
@@ -510,7 +549,7 @@ class CacheEntries:
                 self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
-        if twin and twin[0] in self._entries:
+        if twin and twin[0] in self._entries and twin[0].step.traced.outcomes == traced.outcomes:
             self._entries[self._entries.index(twin[0])] = entry
         else:
             self._entries.insert(0, entry)
@@ -529,6 +568,9 @@ class CacheEntries:
         def find(traced: TracedProgram) -> CompiledStep | None:
             if traced.raised is not None:
                 return None
+            if entry.step.traced.outcomes != traced.outcomes:
+                others = [e.step for e in self._entries if e.step.traced.does_the_same(traced)]
+                return others[0] if others else None
             if not entry.step.traced.does_the_same(traced):
                 difference: Any = first_difference(entry.step.traced.program, traced.program)
                 if difference is None or difference.old is None and difference.new is None:
@@ -548,14 +590,17 @@ class CacheEntries:
             )
 
         fresh = self._traced(request, find)
-        if fresh.step.traced.trace.reads:
+        if fresh.step.is_for_one_call:
             self._entries.remove(entry)
-        if fresh.step.traced.trace.reads or fresh.step.traced.raised is not None:
+        if fresh.step.is_for_one_call or fresh.step.traced.raised is not None:
             return fresh
         fresh.uses = entry.uses
         if unseen and fresh.traced_each_time is None:
             fresh.differs_unseen()
-        self._entries[self._entries.index(entry)] = fresh
+        if fresh.step.traced.outcomes == entry.step.traced.outcomes:
+            self._entries[self._entries.index(entry)] = fresh
+        else:
+            self._entries.insert(0, fresh)
         self._report_each_time(fresh)
         return fresh
 
@@ -582,12 +627,15 @@ class CacheEntries:
         has_inputs = bool(self._places or request.arguments.varying or draws)
         if any(entry.traced_each_time is not None for entry in earlier):
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
-        inputs = self._inputs if has_inputs else ()
+        inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
+        if not self._reading:
+            inputs = tuple(kind for kind in inputs if kind is not READ)
+        tried = inputs
         while True:
             observer = TraceObserver(request.roots(), self._functions, records_code)
             begin = time.perf_counter()
             try:
-                places = tuple(self._places.values()) if inputs else ()
+                places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
                 compiled = request._replace(places=places, inputs=inputs).compiled(observer, find)
                 break
             except Shared:
@@ -595,9 +643,12 @@ class CacheEntries:
             except Exception:
                 if not inputs:
                     raise
-                inputs = NUMBERS if inputs != NUMBERS else ()
-        if has_inputs and compiled.traced.raised is None:
-            self._inputs = inputs
+                if READ in inputs:
+                    inputs = tuple(kind for kind in inputs if kind is not READ)
+                else:
+                    inputs = NUMBERS if inputs != NUMBERS else ()
+        if tried and compiled.traced.raised is None:
+            self._inputs = tuple(kind for kind in self._inputs if kind in inputs or kind not in tried)
         entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
         if entry.guards.unknown:
             self._functions += functions_of(entry.guards.unknown)

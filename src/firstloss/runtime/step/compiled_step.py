@@ -32,8 +32,8 @@ from .arguments import Arguments
 from .first_loss import BackgroundCompiledStep, KernelsFirstRun
 from .optimizer_state import GroupEntry
 from .owners import Owner, Owners, Shared
-from .reads import ComputedStep
-from .traced_program import TracedProgram
+from .reads import ComputedStep, check_outcomes
+from .traced_program import TracedProgram, names_read
 
 if TYPE_CHECKING:
     import jax
@@ -107,6 +107,11 @@ class CompiledStep:
         if isinstance(self._executable, BackgroundCompiledStep):
             self._executable.wait_until_lowered()
 
+    @property
+    def is_for_one_call(self) -> bool:
+        """Whether it computes one call only, for which it was traced."""
+        return isinstance(self._executable, ComputedStep)
+
     def outdated(self) -> bool:
         """Whether the compiled step no longer applies: it was for a first step, or a number baked in, a weight's
         memory, or the value of a tensor that its Python code has read has changed."""
@@ -133,6 +138,7 @@ class CompiledStep:
         """
         Raises:
             Shared: if some arguments must be inputs themselves.
+            OutcomeChanged: if what it reads decides otherwise than in its trace.
         """
         traced, owners, backend = self.traced, self.traced.owners, self._backend
         shared = owners.shared(arguments)
@@ -146,8 +152,6 @@ class CompiledStep:
         leaves = arguments.leaves
         numbers = traced.trace.numbers
         numbers.read_all(leaves, arguments.known)
-        if numbers.draws is not None:
-            numbers.draws.commit(arguments.known)
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
             traced.optimizers.groups.begin()
@@ -169,6 +173,13 @@ class CompiledStep:
             def commit(outputs: Sequence[Sequence[Any]]) -> None:
                 self._commit(call, buffers, key, *outputs)
 
+            def check() -> None:
+                self._note_numbers(arguments, traced.early, run.early())
+                if traced.early:
+                    check_outcomes(numbers, arguments.known)
+                if numbers.draws is not None:
+                    numbers.draws.commit(arguments.known)
+
             def lose(error: BaseException) -> None:
                 for buffer in buffers:
                     if buffer is not None:
@@ -176,7 +187,7 @@ class CompiledStep:
 
             first = not self._ran or not self._executable.ran
             gradients = traced.gradients.now() if first else None
-            results = dispatch.execute(run, state, commit, lose)[2]
+            results = dispatch.execute(run, state, commit, lose, check)[2]
             if first:
                 self._first(run, state, buffers, key, gradients)
             if not self._ran:
@@ -185,7 +196,7 @@ class CompiledStep:
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
         self._ran = True
-        for_closures = dict(zip(traced.for_closures, results[len(traced.outputs.out) :], strict=True))
+        for_closures = dict(zip(traced.results, results, strict=True))
         for i, closure in enumerate(traced.trace.closures):
             arrays = [for_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))]
             closure.after_step(arrays, leaves, arguments.known)
@@ -223,6 +234,8 @@ class CompiledStep:
                     None,
                 )
             storage.resident.set(arrays[name])
+        read = names_read(traced.trace)
+        self._note_numbers(call.arguments, read, [arrays[name] for name in read])
         env = self._env(call.arguments, arrays)
         call.result = traced.result(env)
         bindings = [make(env) for make in traced.effects.bindings]
@@ -236,6 +249,18 @@ class CompiledStep:
         if key is not None:
             self._backend.keys.advance(key)
         self.inputs.settle(buffers, (*new, *created, *results))
+
+    def _note_numbers(self, arguments: Arguments, names: Sequence[str], arrays: Sequence[Any]) -> None:
+        """Wait for numbers that the step's Python has read, by the names of the outputs."""
+        if not names:
+            return
+        from ..jax_support import to_host
+
+        reads = dict(zip(names_read(self.traced.trace), self.traced.trace.numbers.reads, strict=True))
+        for name, array in zip(names, arrays, strict=True):
+            content = array.content if type(array) is LazyArray else None
+            value = (to_host(ready(array)) if content is None else content).item()
+            arguments.known.setdefault(reads[name], value)
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced

@@ -48,7 +48,7 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
 
     if first_loss is None:
         return make()
-    return BackgroundCompiledStep(make, first_loss, traced.groups)
+    return BackgroundCompiledStep(make, first_loss, traced.groups, traced.early)
 
 
 def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -> FirstLoss | None:

@@ -149,13 +149,16 @@ class BackgroundCompiledStep:
         make: Callable[[], SegmentedStep],
         first_loss: FirstLoss,
         groups: Groups,
+        early: Sequence[str],
     ) -> None:
         """
         Args:
             make: creates the segmented step.
             first_loss: computes the last group of outputs.
             groups: its inputs and outputs.
+            early: names of outputs in the last group that are computed before any state changes.
         """
+        self.early = [groups.outputs[-1].index(name) for name in early]
         self._make = make
         self._made: SegmentedStep | None = None
         self._lock = threading.Lock()
@@ -239,6 +242,13 @@ class KernelsFirstRun:
             with x64():
                 self._instead = step.made().begin(state, rest, seed)
                 self._instead.prepare()
+
+    def early(self) -> list[Any]:
+        """The outputs that decide whether the run is to be finished."""
+        if self._instead is not None:
+            return self._instead.early()
+        assert self._results is not None
+        return [self._results[i] for i in self._step.early]
 
     def finish(self) -> None:
         """Start the rest."""

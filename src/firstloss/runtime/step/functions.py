@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ... import timeline
-from ...interpreter import cores
+from ...interpreter import Uninterrupted, cores
 from ...lower import aten
 from ...lower.dtypes import to_jax
 from ...lower.fused_updates import with_fused_updates
@@ -106,7 +106,8 @@ class CompiledFunctions:
             self._held.clear()
         while self._held:
             number = next(iter(self._held))
-            self._futures[number] = self._pool.submit(self._compile, number, self._held[number])
+            with Uninterrupted():  # an interrupted lock of the pool would stay locked
+                self._futures[number] = self._pool.submit(self._compile, number, self._held[number])
             del self._held[number]  # after an interrupt before, it is compiled twice
         if not self._todo:
             self._pool.shutdown(wait=False)
@@ -181,9 +182,13 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
 
 
 def functions_of(
-    segments: Sequence[Segment], renewed: Mapping[Value, Value], results_of_step: set[Value], edges: Edges | None
+    segments: Sequence[Segment],
+    renewed: Mapping[Value, Value],
+    results_of_step: set[Value],
+    edges: Edges | None,
+    early: int = 0,
 ) -> dict[int, Function]:
-    """The distinct functions, in the order of their first call."""
+    """The distinct functions, in the order of their first call; the first `early` segments overwrite no state."""
     last = {value: n for n, segment in enumerate(segments) for value in segment.inputs}
     reusable: dict[int, set[tuple[int, int]]] = {}
     for n, segment in enumerate(segments):
@@ -193,6 +198,7 @@ def functions_of(
             new = renewed.get(value) if isinstance(value, Value) else None
             if (
                 new is not None
+                and n >= early
                 and new in positions
                 and last[value] == n
                 and value not in results_of_step

@@ -67,7 +67,7 @@ class _Planner:
         names = {outputs[name] for group in parts.groups.outputs for name in group}
         self._persistent = {*names, *parts.groups.state, *parts.groups.read}  # live before or after the step
         renewed = {old: outputs[name] for old, name in zip(parts.groups.state, parts.groups.outputs[0], strict=True)}
-        self._functions = functions_of(self._segments, renewed, names, parts.edges)
+        self._functions = functions_of(self._segments, renewed, names, parts.edges, parts.cut.early)
         self._jaxprs: Jaxprs = {}
 
     def plan(self) -> StepPlan:

@@ -1,8 +1,11 @@
 """Reads of values by a step's Python: what has been recorded so far is computed, and the trace goes on with the values.
 
-A step that reads values may do anything with them, so what is traced with them is valid for one call only. That call
-is computed by PyTorch's kernels, like the values; further calls run the step's Python without a trace, as eager PyTorch
-would.
+Numbers are mostly handed on or branched on: they are input numbers (`capture/input_numbers.py`), which a compiled step
+returns. What it branches on, it computes first, before any state changes; if the outcome is another than in the trace,
+another compiled step is run, or the step is traced again.
+
+With other values a step may do anything, so what is traced with them is valid for one call only. That call is computed
+by PyTorch's kernels, like the values; further calls run the step's Python without a trace, as eager PyTorch would.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace
 from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode
@@ -20,9 +24,48 @@ from ...engine.replay import make_whole
 from ...program.graph import Node, Value, slice_for
 from ..device.buffer import laid_out
 from ..device.lazy_array import copied_later, to_device_later
+from ..guards.equality import same
 from .kernels import Kernels
 from .owners import Owner
 from .traced_program import TracedProgram
+
+
+class READ:
+    """Among the classes of a step's inputs (`tracing.trace_step`): numbers that it reads from tensors."""
+
+
+class OutcomeChanged(Exception):
+    """What a compiled step has read decides otherwise than in its trace; raised before any state has changed.
+
+    Attributes:
+        values: the values read up to there, in order.
+    """
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__(values)
+        self.values = values
+
+
+def check_outcomes(numbers: InputNumbers, known: dict[Expression, Any]) -> None:
+    """Check that what a step branches on is what it was in its trace.
+
+    Args:
+        known: the numbers of this call, among them those read that are known.
+
+    Raises:
+        OutcomeChanged: if it is not.
+    """
+    for expression, expected in numbers.outcomes.items():
+        if not all(read in known for read in expression.reads()):
+            return  # the next read comes after them
+        try:
+            outcome = expression.value((), known)
+        except Exception:  # a division by zero, for example
+            outcome = None
+        if outcome is not expected and not same(expected, outcome):
+            reads = list(expression.reads())
+            last = max(i for i, read in enumerate(numbers.reads) if read in reads)
+            raise OutcomeChanged([known.get(read) for read in list(numbers.reads)[: last + 1]])
 
 
 class TracedContents(Kernels):
@@ -115,6 +158,10 @@ class ComputedStep:
             with DisableTorchDispatch(), torch.no_grad():
                 content = ref.view(content).clone(memory_format=torch.contiguous_format)
             self._arrays[name] = copied_later(content) if sharding is None else to_device_later(content, sharding)
+
+    def early(self) -> list[Any]:
+        """The outputs that decide whether it is to be finished: as they did in the trace."""
+        return [self._arrays[name] for name in self._traced.early]
 
     def finish(self) -> None:
         """Nothing is left to do."""

@@ -9,7 +9,7 @@ from ... import timeline
 from ...errors import LoweringError
 from ...lower import segments
 from ...lower.program import unsupported, view_of
-from ...lower.segments import Cut, cut, uncut
+from ...lower.segments import Cut, cut
 from ...program.graph import Value
 from ...program.program import Program
 from ..backend import Backend
@@ -46,7 +46,7 @@ def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: b
     with timeline.span("lower"):
         parts = segment_step(traced, inputs, backend)
     compiles = not backend.validate_only
-    return SegmentedStep(traced.name, parts.cut, *parts.groups, parts.edges, compiles, behind)
+    return SegmentedStep(traced.name, parts.cut, *parts.groups, parts.edges, compiles, behind, traced.early)
 
 
 class Segmentation(NamedTuple):
@@ -68,7 +68,7 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
     changed, _, (new, created, names) = groups = traced.groups
     separate = _apart(program, dict(zip(new, changed, strict=True)))
     least_periods = segments.LEAST_PERIODS_ON_CPU if mesh is None and on_cpu() else 2
-    pieces = cut(program, names, separate, least_periods) or uncut(program, separate)
+    pieces = cut(program, names, separate, traced.early, least_periods)
     edges = None
     if mesh is not None:
         outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}

@@ -51,6 +51,7 @@ class SegmentedStep:
         edges: on a mesh, the shardings of arrays that pass from one segment to another.
         compiles: whether to compile; otherwise it is only lowered.
         behind: its first results come from elsewhere, so nothing runs before all of it is compiled.
+        early: names of outputs that are computed before any state changes.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SegmentedStep:
         edges: Edges | None = None,
         compiles: bool = True,
         behind: bool = False,
+        early: Sequence[str] = (),
     ) -> None:
         self._put = jax.device_put if edges is None else edges.put
         self._numbers: dict[int, tuple[Any, Any]] = {}  # by slot, the number put on the mesh last
@@ -73,9 +75,11 @@ class SegmentedStep:
         self._constants: dict[int, Any] = {}
         results = {cut.outputs[n] for group in outputs for n in group}
         renewed = dict(zip(state, (cut.outputs[n] for n in outputs[0]), strict=True))
-        functions = functions_of(cut.segments, renewed, results, edges)
+        functions = functions_of(cut.segments, renewed, results, edges, cut.early)
         self._calls = self._plan(cut.segments, functions, results)
         self._results = tuple(tuple(self._slot(cut.outputs[n]) for n in group) for group in outputs)
+        self._early_results = tuple(self._slot(cut.outputs[name]) for name in early)
+        self._early = self._calls[: cut.early]
         with x64():
             self._constants = {slot: self._put(array) for slot, array in self._constants.items()}
         reuse = {n for n, function in functions.items() if function.reused}
@@ -214,6 +218,11 @@ class SegmentedRun:
         """Compile, and run what changes no state."""
         if not self._step.ran:
             self._prepare_first()
+        self._run(self._step._early)
+
+    def early(self) -> list[Any]:
+        """The early outputs."""
+        return [self._slots[slot] for slot in self._step._early_results]
 
     def finish(self) -> None:
         """Run the segments that have not run yet; after a first loss, in the background."""

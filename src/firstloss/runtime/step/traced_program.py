@@ -215,6 +215,11 @@ class Outputs:
         return fresh
 
 
+def names_read(trace: StepTrace) -> list[str]:
+    """The names of the outputs that are the numbers that the step's Python reads."""
+    return [f"read{i}" for i in range(len(trace.numbers.reads))]
+
+
 def cannot_be_rebuilt(description: str) -> str:
     """The reason for which a step must be traced at each call."""
     return f"it leaves {description}, which cannot be recreated at each call"
@@ -290,8 +295,28 @@ class TracedProgram:
 
     @property
     def results(self) -> list[str]:
-        """The names of the outputs that a call returns, or passes to closures."""
-        return [*self.outputs.out, *self.for_closures]
+        """The names of the outputs that a call returns, passes to closures, or reads."""
+        return [*self.outputs.out, *self.for_closures, *names_read(self.trace)]
+
+    @functools.cached_property
+    def outcomes(self) -> tuple:
+        """What its Python found of numbers that it has read, and has branched on."""
+        return tuple(self.trace.numbers.outcomes.values())
+
+    @functools.cached_property
+    def early(self) -> list[str]:
+        """The names of the outputs that must be known before its state may be changed, to check the outcomes."""
+        numbers = self.trace.numbers
+        needed = {read for expression in numbers.outcomes for read in expression.reads()}
+        return [name for name, read in zip(names_read(self.trace), numbers.reads, strict=True) if read in needed]
+
+    @property
+    def is_for_one_call(self) -> bool:
+        """Whether it is valid for one call only, since its Python uses values that it has read as they are."""
+        trace = self.trace
+        if trace.reads or trace.number_reads and not trace.numbers_are_inputs:
+            return True
+        return any(type(outcome) is not bool for outcome in self.outcomes)
 
     @functools.cached_property
     def groups(self) -> Groups:
@@ -322,7 +347,7 @@ class TracedProgram:
 
     def _signature(self) -> tuple:
         """A description of its inputs and outputs."""
-        return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures)
+        return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures, self.early)
 
     def reads_other_tensors(self, other: TracedProgram) -> bool:
         """Whether `other`, which is equivalent, reads other tensors outside the backend: it got another batch, but not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,11 +33,12 @@ from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources
+from . import traced_program
 from .arguments import Arguments, TracedArguments
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
 from .process_settings import ModesLeft
-from .reads import TracedContents
+from .reads import READ, TracedContents
 from .traced_program import Outputs, TracedProgram
 
 
@@ -101,6 +102,7 @@ def trace_step(
     places: Iterable[Place] = (),
     inputs: tuple[type, ...] = NUMBERS,
     reads: bool = False,
+    values_read: Sequence[Any] = (),
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
@@ -112,6 +114,7 @@ def trace_step(
         inputs: the classes of the arguments that are inputs if they vary, besides tensors, and of the generators whose
             draws are inputs.
         reads: whether it may read values, which are computed then.
+        values_read: the values of the first numbers that it reads, if they are known.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
@@ -119,6 +122,8 @@ def trace_step(
     trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places, inputs)
     if reads:
         trace.trace.contents = TracedContents(trace.trace, backend.keys.next)
+        trace.trace.numbers_are_inputs = READ in inputs
+        trace.trace.values_read = iter(values_read)
     try:
         return trace.run(step, arguments)
     except BaseException as error:
@@ -271,6 +276,8 @@ class _Trace:
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
         for i, call in enumerate(trace.closures):
             refs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
+        for name, ref in zip(traced_program.names_read(trace), trace.numbers.reads.values(), strict=True):
+            refs[name] = ref
         program = Program({value.label or "in": value for value in trace.inputs}, refs)
         if trace.cbfloat16:
             from ...lower import cbfloat16
