@@ -21,6 +21,7 @@ FIGURES = (
     "mesh_compile",
     "first_loss_ways",
     "traced_loop",
+    "reads",
     "step_memory",
     "time_to_first_loss",
     "plain_pytorch",

@@ -68,7 +68,14 @@ class CheckpointMissingError(CheckpointError, FileNotFoundError):
 
 
 class TraceError(FirstlossError, RuntimeError):
-    """A step cannot be traced."""
+    """A step cannot be traced.
+
+    Attributes:
+        can_run_eagerly: whether it reads values, and all that it had done in Python was undone, so that its Python may
+            run without a trace instead.
+    """
+
+    can_run_eagerly = False
 
 
 class GraphChangedError(TraceError):
@@ -88,13 +95,7 @@ class ShapeError(TraceError, ValueError):
 
 
 class ValueReadError(TraceError):
-    """A step read the value of a traced tensor where that is refused, or where it has none.
-
-    Attributes:
-        is_undone: whether all that the step had done in Python was undone, so that it can run again.
-    """
-
-    is_undone = False
+    """A step read the value of a traced tensor where that is refused, or where it has none."""
 
 
 class StepAssertionError(FirstlossError, RuntimeError):

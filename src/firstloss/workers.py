@@ -7,7 +7,6 @@ a lock for each task.
 
 from __future__ import annotations
 
-import _thread
 import threading
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
@@ -26,7 +25,7 @@ class Task(Generic[T]):
         self._call: tuple[Callable[..., T], tuple] | None = (function, args)
         self._outcome: list[T] = []
         self._error: BaseException | None = None
-        self._running = _thread.allocate_lock()
+        self._running = threading.Lock()
         self._running.acquire()
 
     def run(self) -> None:
@@ -60,13 +59,13 @@ class Workers:
         """
         self._count, self._name, self._initialize = count, name, initialize
         self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        self._alive: list[_thread.LockType] = []
+        self._alive: list[threading.Lock] = []
 
     def __enter__(self) -> Workers:
         try:
             with Uninterrupted():
                 for number in range(self._count):
-                    alive = _thread.allocate_lock()
+                    alive = threading.Lock()
                     alive.acquire()
                     threading.Thread(target=self._work, args=(alive,), name=f"{self._name}_{number}").start()
                     self._alive.append(alive)
@@ -92,7 +91,7 @@ class Workers:
         """The results for all items, in order."""
         return [task.result() for task in [self.submit(function, item) for item in items]]
 
-    def _work(self, alive: _thread.LockType) -> None:
+    def _work(self, alive: threading.Lock) -> None:
         try:
             if self._initialize is not None:
                 self._initialize()

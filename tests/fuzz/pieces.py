@@ -868,16 +868,96 @@ def drawn(d: Draft) -> None:
     )
 
 
-def read_value(d: Draft) -> None:
-    """A value computed in the step and read in Python, which is refused."""
-    d.post.append(
-        d.pick(
-            "total = loss.item()",
-            "if loss > 0.5:\n    loss = loss * 2",
-            "print(float(loss))",
-            "value = loss.detach().numpy()",
+_READ = (
+    "loss.item()",
+    "loss.item()",
+    "loss.detach().item()",
+    "float(loss.detach())",
+    "out.detach().mean().item()",
+    "out.detach().abs().max().item()",
+    "out.argmax().item()",
+    "y.sum().item()",
+    "int(out.detach().abs().sum() * 10)",
+    "$m.z.weight.detach().norm().item()",
+    "(out.detach() > 0).sum().item()",
+    "out.detach()[0].tolist()[1]",
+    "max(out.detach()[0].tolist())",
+    "float(out.detach().numpy().max())",
+    "round(loss.item(), 3)",
+    "math.sqrt(abs(loss.item()))",
+    "np.sqrt(np.abs(loss.item()))",
+    "abs(loss.item()) ** 0.5",
+    "len(out.detach()[out.detach() > 0])",
+    "len(torch.unique(out.detach() > 0))",
+    "out.detach().relu().nonzero().shape[0]",
+    "min(1.0, 0.5 / (abs(loss.item()) + 1e-6))",
+)
+_PREDICATES = (
+    "loss > 0.4",
+    "loss.isfinite()",
+    "not torch.isnan(loss).any()",
+    "(out.detach() > 0.3).any()",
+    "loss.item() > 0.3",
+    "math.isfinite(loss.item())",
+    "out.detach().sum() > y.sum()",
+    "torch.equal(out, out + 0)",
+    "0 < loss.item() < 1.5",
+    "(out.detach().abs() < 2).all() and loss.item() < 3",
+    "$m.z.weight.detach().sum().item() > 0",
+)
+
+
+def reads(d: Draft) -> None:
+    """Values that the step computes, and reads in Python."""
+    for _ in range(d.pick(1, 1, 2)):
+        kind = d.pick("kept", "kept", "total", "returned", "loss", "branch", "branch", "other", "other")
+        place_of, number = d.pick(d.mid, d.mid, d.post), d.rng.choice(_READ)
+        if kind == "kept":
+            kept = d.name("log")
+            d.setup.append(f"{kept} = []")
+            place_of.append(f"{kept}.append({d.pick(number, number, f'({number}, 1)', f'[{number}]')})")
+        elif kind == "total":
+            p = place(d, "0.0")
+            place_of.append(p.put(f"{p.get} + {number}"))
+        elif kind == "returned":
+            v = d.name("v")
+            d.names.remove(v)
+            place_of.append(f"{v} = {number}")
+            d.results.append(d.pick(v, f"{v} * 2", f"[{v}]", f"f'{{{v}:.3f}}'"))
+        elif kind == "loss":
+            d.mid.append(d.pick(f"loss = loss * (1 + 0.1 * {number})", f"loss = loss + 0.01 * {number} * out.mean()"))
+        elif kind == "branch":
+            predicate, n = d.rng.choice(_PREDICATES), d.name("k")
+            d.setup.append(f"{n} = [0]")
+            then = d.pick(
+                f"{n}[0] += 1", f"{n}.append(1)", "loss = loss * 0.5", "@early" if place_of is d.mid else "pass"
+            )
+            place_of.append(f"if {predicate}:\n    {then}")
+        else:
+            kept = d.name("log")
+            d.setup.append(f"{kept} = []")
+            place_of.append(
+                d.pick(
+                    f"{kept}.append(out.detach()[out.detach() > 0])",
+                    f"{kept}.append(torch.where(out.detach() > 0))",
+                    f"{kept}.append(f'{{loss.item():.3f}}')",
+                    f"{kept}.append(out.detach().tolist())",
+                    f"{kept}.append(out.detach().numpy().copy())",
+                    f"n, t = 0, out.detach()\nwhile t.abs().max() > 0.2 and n < 5:\n    n, t = n + 1, t * 0.5\n{kept}.append(n)",
+                    f"{kept}.extend(out.detach().sum(0).tolist())",
+                    f"{kept}.append([r.item() for r in out.detach()[0]])",
+                )
+            )
+    if d.chance(0.2):
+        d.grads.append(
+            d.pick(
+                "scale = min(1.0, 0.5 / ($m.z.weight.grad.norm().item() + 1e-6))\nfor p in $m.parameters():\n    p.grad.mul_(scale)",
+                "if not all(p.grad.isfinite().all() for p in $m.parameters()):\n    raise ValueError('a gradient')",
+                "for p in $m.parameters():\n    if p.grad.abs().max() > 0.2:\n        p.grad.mul_(0.5)",
+            )
         )
-    )
+    if d.chance(0.1):
+        d.post.append("$o.param_groups[0]['lr'] = 0.1 / (1 + abs(loss.item()))")
 
 
 def argument_edited(d: Draft) -> None:
@@ -1450,5 +1530,6 @@ PIECES = (
     + [edited_after] * 3
     + [closed_over]
     + [argument_edited] * 3
+    + [reads] * 8
 )
-RARE = [drawn, read_value]
+RARE = [drawn]

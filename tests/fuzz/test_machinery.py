@@ -183,7 +183,7 @@ def test_outcomes_are_classified(line, kind, what):
 
 
 def test_a_refusal_names_its_line():
-    step = "step = fl.trace(lambda x: float(x.sum()) and x)"
+    step = 'step = fl.trace(lambda x: float(x.sum()) and x, reads="refuse")'
     outcome = check(PROGRAM.format(line="losses.append(step(torch.ones(2)))", before=step))
     assert (outcome.kind, outcome.where) == ("refused", f"line 7: {step}")
 

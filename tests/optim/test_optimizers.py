@@ -234,7 +234,7 @@ def test_optimizers_that_cannot_be_traced_are_an_error(name, backend):
     compiled = fl.compile(model, backend)
     optimizer = getattr(torch.optim, name)(model.parameters())
 
-    @fl.trace
+    @fl.trace(reads="refuse")
     def step(x):
         loss = compiled(x).sum()
         loss.backward()

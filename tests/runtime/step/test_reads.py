@@ -369,3 +369,45 @@ def test_an_error_that_depends_on_a_value_is_raised():
                 traced(x)
         else:
             _compare(traced(x), step(x))
+
+
+def _train_with(make_optimizer, traced):
+    torch.manual_seed(0)
+    backend = fl.current_backend()
+    if traced:
+        with backend.device:
+            model = Model()
+        fl.compile(model, backend)
+    else:
+        model = Model()
+    optimizer = make_optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=type(optimizer) is torch.optim.SGD)
+
+    def step(x):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            return loss
+
+        if not scaler.is_enabled():
+            return optimizer.step(closure)
+        loss = closure()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    step = fl.trace(step) if traced else step
+    return [step(x).detach().clone() for x in BATCHES], [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ],
+    ids=["LBFGS", "GradScaler"],
+)
+def test_what_decides_by_values_runs_as_in_eager_pytorch(make):
+    _compare(_train_with(make, True), _train_with(make, False))

@@ -30,7 +30,7 @@ from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
 from ...capture.step import Contents
 from ...compat.torch_names import parameters_of
-from ...errors import GraphChangedError, TraceError, ValueReadError
+from ...errors import GraphChangedError, TraceError
 from ...interpreter import Undo, pause, paused_until
 from ...program.compare import first_difference
 from ...program.source import here
@@ -477,8 +477,8 @@ class CacheEntries:
         if entry is None:
             try:
                 entry = self._trace(request, similar)
-            except ValueReadError as error:
-                if not (request.reads and error.is_undone):
+            except TraceError as error:
+                if not (request.reads and error.can_run_eagerly):
                     raise
                 self._reading = max(self._reading, 1)
                 self._reports.report_eager(str(error))
@@ -537,6 +537,8 @@ class CacheEntries:
         traced = entry.step.traced
         if entry.step.is_for_one_call:
             self._reading = max(self._reading, 1)
+            if entry.traced_each_time is not None or traced.effects.takes_from_sets:  # its Python may not run twice
+                self._inputs = tuple(kind for kind in self._inputs if kind is not READ)
             trace = traced.trace
             if trace.reads or READ not in self._inputs:
                 self._reports.report_reads([*trace.reads, *trace.number_reads])

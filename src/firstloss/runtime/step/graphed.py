@@ -39,6 +39,8 @@ _AGREE = 2.0**-7
 class GraphedStep:
     """A step for one kind of call on real tensors: the counterpart of `CompiledStep` on the "GPU" backend."""
 
+    is_for_one_call = False
+
     def __init__(self, traced: TracedProgram, executable: ReplayedStep) -> None:
         self.traced = traced
         self.executable = executable

@@ -24,7 +24,7 @@ from ...compat.torch_names import (
     step_post_hooks,
     step_pre_hooks,
 )
-from ...errors import TraceError
+from ...errors import TraceError, ValueReadError
 from ...interpreter import Undo
 from ...optim import adafactor as _adafactor  # noqa: F401 - for its patches
 from ...optim.optimizer import Optimizer
@@ -42,8 +42,11 @@ from .schedulers import Schedulers
 
 # Optimizers whose computation is not a fixed one on dense tensors.
 _REFUSED = {
-    "LBFGS": "evaluates the model a variable number of times. Use AdamW, or run LBFGS on backend 'CPU'",
-    "SparseAdam": "takes sparse gradients, which XLA does not support. Use Adam, with an embedding of sparse=False",
+    "LBFGS": (ValueReadError, "evaluates the model as often as values tell it to. AdamW does so once"),
+    "SparseAdam": (
+        TraceError,
+        "takes sparse gradients, which XLA does not support. Use Adam, with an embedding of sparse=False",
+    ),
 }
 
 
@@ -210,7 +213,8 @@ class Optimizers:
         """Prepare an optimizer that has not stepped in this trace yet."""
         name = type(optimizer).__name__
         if name in _REFUSED:
-            raise TraceError(f"{name} cannot be traced: it {_REFUSED[name]}.")
+            error, why = _REFUSED[name]
+            raise error(f"{here()}: {name} cannot be traced: it {why}.")
         for owner, entries in optimizer.state.items():
             if not isinstance(entries, dict):
                 raise TraceError(
@@ -324,9 +328,9 @@ def scale(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     does nothing."""
     if session.trace is None or not self.is_enabled():
         return original(self, *args, **kwargs)
-    raise TraceError(
-        f"{here()}: torch.amp.GradScaler reads a value to decide whether to step, but a traced step has no values. Use "
-        "firstloss.amp.GradScaler, which has the same calls and decides in the step itself."
+    raise ValueReadError(
+        f"{here()}: torch.amp.GradScaler reads a value to decide whether to step. firstloss.amp.GradScaler has the "
+        "same calls, and decides in the compiled step itself."
     )
 
 

@@ -129,8 +129,9 @@ def trace_step(
     except BaseException as error:
         trace.undo()
         restored = observer.restore_contents()
-        if isinstance(error, ValueReadError):
-            error.is_undone = restored
+        if isinstance(error, TraceError):
+            reads = isinstance(error, ValueReadError) or trace.trace.reads or trace.trace.number_reads
+            error.can_run_eagerly = restored and bool(reads)
         if not restored and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
