@@ -232,6 +232,9 @@ print = shown.append
 <sample>
 assert "(False, now True)" in str(shown.pop())
 <sample>
+results = [careful(batch).item() for _ in range(3)]
+assert losses == results
+<sample>
 for _ in range(3):
     warm(batch)
 assert state.step == 3

@@ -130,8 +130,8 @@ def trace_step(
         trace.undo()
         restored = observer.restore_contents()
         if isinstance(error, TraceError):
-            reads = isinstance(error, ValueReadError) or trace.trace.reads or trace.trace.number_reads
-            error.can_run_eagerly = restored and bool(reads)
+            has_read = bool(trace.trace.reads or trace.trace.number_reads)
+            error.can_run_eagerly = restored and (has_read or isinstance(error, ValueReadError))
         if not restored and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
