@@ -65,6 +65,11 @@ def input_of(value: Any) -> Expression | None:
     return value._expression if type(value) is InputText else None
 
 
+def is_input(value: Any) -> bool:
+    """Whether it is an input number or an input text."""
+    return is_input_number(value) or type(value) is InputText
+
+
 def value_of(value: Any) -> Any:
     """The value of an input number or an input text in the trace."""
     return plain(value) if is_input_number(value) else value._text

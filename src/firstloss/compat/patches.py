@@ -174,7 +174,7 @@ PATCHES = {
     "torch.optim.swa_utils.AveragedModel.update_parameters": Patch(TRACE, _COUNT),
     "torch.optim._adafactor._single_tensor_adafactor": Patch(TRACE, "It reads values"),
     "torch.optim._adafactor._multi_tensor_adafactor": Patch(TRACE, "It reads values"),
-    "torch.amp.GradScaler.scale": Patch(TRACE, "It decides on the host, so that the step is not compiled: a warning says what to use instead"),
+    "torch.amp.GradScaler.scale": Patch(TRACE, "It decides on the host: a warning says what to use instead"),
     "torch.tensor": Patch(CAPTURE, _READS),
     "torch.as_tensor": Patch(CAPTURE, _READS),
     "torch.asarray": Patch(CAPTURE, _READS),

@@ -1,6 +1,8 @@
 """Hooks of tensors that move to the backend or are materialized. The C++ tensor under the Python object is then
 replaced, and `register_hook` passes its dict of hooks to autograd only when it creates the dict."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -113,6 +115,40 @@ def test_two_hooks_share_one_object_from_the_first_call(register, by_kernels):
             step(torch.ones(2, 4))
             a, b = (held.get("g") for held in kept)
             results.append((a is None, b is None, a is b))
+        return results
+
+    assert run(fl.backend("XLA")) == run(fl.backend("CPU"))
+
+
+def test_a_hook_of_an_abandoned_trace_is_forgotten():
+    """A number has changed that cannot be an input (an index), so the step is traced with it, and then without."""
+
+    class Index:
+        value = 0
+
+        def __index__(self):
+            return self.value
+
+    def run(backend):
+        index, second = Index(), operator.itemgetter
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled = fl.compile(model, backend)
+
+        @fl.trace
+        def step(x):
+            handle = model.weight.register_hook(lambda g: g * 0.5)
+            (compiled(x).sum() * second(index)([1.0, 4.0])).backward()
+            handle.remove()
+            gradient = model.weight.grad.clone()
+            model.weight.grad = model.bias.grad = None
+            return gradient
+
+        results = []
+        for call in range(5):
+            index.value = int(call >= 3)
+            results.append(step(torch.ones(2, 3)).tolist())
         return results
 
     assert run(fl.backend("XLA")) == run(fl.backend("CPU"))

@@ -433,6 +433,9 @@ class CacheEntries:
         self._name = name
         self._functions: list[types.FunctionType] = []
         self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
+        self._repeatable = (
+            False  # whether a trace that has read values has shown that its Python may run twice at a call
+        )
         self._reading = 0  # the number of calls that no step fitted, since one has read values
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
@@ -496,13 +499,13 @@ class CacheEntries:
     def runs_untraced(self, request: Request) -> bool:
         """Whether a call that no step fits is run without a trace, since those traced have read values.
 
-        It is traced again at the second, the fourth, the eighth such call and so on: it may read no more.
+        It is traced again at the second and third, the fourth, the eighth such call and so on: it may read no more.
         """
         if request.values_read and len(self._entries) < _MOST_OUTCOMES:
             return False
         if self._reading:
             self._reading += 1
-        return self._reading & (self._reading - 1) != 0
+        return self._reading > 3 and self._reading & (self._reading - 1) != 0
 
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
@@ -537,10 +540,11 @@ class CacheEntries:
         traced = entry.step.traced
         if entry.step.is_for_one_call:
             self._reading = max(self._reading, 1)
-            if entry.traced_each_time is not None or traced.effects.takes_from_sets:  # its Python may not run twice
-                self._inputs = tuple(kind for kind in self._inputs if kind is not READ)
+            self._repeatable = (
+                entry.records_code and entry.traced_each_time is None and not traced.effects.takes_from_sets
+            )
             trace = traced.trace
-            if trace.reads or READ not in self._inputs:
+            if trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
                 self._reports.report_reads([*trace.reads, *trace.number_reads])
             return entry
         if traced.raised is not None:  # it may not raise the next time
@@ -624,13 +628,14 @@ class CacheEntries:
         earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
-        records_code = bool(earlier) or not self._check or request.retried
+        records_code = bool(earlier or self._reading) or not self._check or request.retried
         draws = any(entry.moves_generators for entry in self._entries)
         has_inputs = bool(self._places or request.arguments.varying or draws)
-        if any(entry.traced_each_time is not None for entry in earlier):
+        reading = [entries for entries in (self, *similar) if entries._reading]
+        if any(entry.traced_each_time is not None for entry in earlier) or any(not e._repeatable for e in reading):
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
-        if not self._reading:
+        if not self._repeatable:
             inputs = tuple(kind for kind in inputs if kind is not READ)
         tried = inputs
         while True:

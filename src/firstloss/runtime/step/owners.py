@@ -11,7 +11,7 @@ from ...capture import exported_memory
 from ...capture.constants import owned_by_torch
 from ...capture.step import StepTrace, storage_key, whole_storage
 from ...capture.tensor import DeferredStorage, DeferredTensor
-from ...compat.torch_names import DisableTorchDispatch, storage_use_count
+from ...compat.torch_names import HOOK_TABLES, DisableTorchDispatch, storage_use_count
 from ...program.compare import same_bytes
 from ...program.graph import Geometry, Node, Ref, Value, geometry_of
 from ..guards.effects import Bind, Effects, always
@@ -232,6 +232,7 @@ class Gradients:
             others: tensors whose `requires_grad` may change.
         """
         self._before = {p: p.grad for p in weights}
+        self._hooks = [(p, name, dict(getattr(p, name) or {})) for p in self._before for name in HOOK_TABLES]
         self._requires_grad = {t: t.requires_grad for t in (*self._before, *others) if t.is_leaf}
         self._with_new_gradients: list[torch.Tensor] = []  # weights whose gradients the step leaves or clears
         # By the input that is their memory: weights, and their gradients' views of it.
@@ -267,10 +268,15 @@ class Gradients:
         self._before |= {t: None for t in self._requires_grad if t not in self._before and t.grad is not None}
 
     def undo(self) -> None:
-        """Restore the gradients after a failed trace."""
+        """Restore the gradients, and hooks, after a failed trace."""
         self._record_new_gradients()
         for parameter, gradient in self._before.items():
             parameter.grad = gradient
+        for parameter, name, before in self._hooks:
+            now = getattr(parameter, name)
+            if now is not None and dict(now) != before:
+                now.clear()
+                now.update(before)
         for tensor, requires_grad in self._requires_grad.items():
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)

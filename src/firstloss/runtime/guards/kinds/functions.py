@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....capture.input_texts import is_input
 from ....compat.python_names import lru_cache_wrapper
 from .. import lru_caches
 from ..access import MISSING, cell_content, definition, names_in
@@ -213,6 +214,9 @@ class CachedFunction(Binding):
         if is_installed(obj.__module__):
             return
         results = lru_caches.results(obj)
+        if any(map(is_input, results)):  # of this trace only
+            obj.cache_clear()
+            results = []
         # Results that this trace has added could not be copied before it, so the step is traced again.
         new = any(not values.is_leaf(result) and not values.snapshot.holds(result) for result in results)
         description = f"the cached results of {description}"
