@@ -109,7 +109,7 @@ class InputNumbers:
         guards: the values of expressions that the step has branched on, or was specialized on.
         inputs: the traced tensors of those that are inputs of the Program, by expression and dtype.
         draws: what is drawn from Python's and NumPy's generators; None if that is not an input.
-        reads: the numbers read from tensors, in order, with the tensors.
+        reads, by_ref: the numbers read from tensors, in order, with the tensors.
         outcomes: like `guards`, of what depends on such numbers.
     """
 
@@ -121,15 +121,19 @@ class InputNumbers:
         self.is_open = True  # while the step is being traced
         self.draws: Draws | None = None
         self.reads: dict[Expression, Ref] = {}
+        self.by_ref: dict[Ref, Expression] = {}  # the same
         self.outcomes: dict[Expression, Any] = {}
 
-    def read_from(self, ref: Ref, value: Any) -> Any:
-        """The input number that is read from a tensor, with its current `value`; a bool is returned itself."""
-        expression = next((e for e, other in self.reads.items() if other == ref), None)
-        if expression is None:
-            expression = Expression(None, (), None, value)
-            self.reads[expression] = ref
-        return _number(value, expression, self)
+    def read_from(self, ref: Ref, value: Any) -> Expression:
+        """The expression of what is read from a tensor, with its current `value`."""
+        expression = Expression(None, (), None, value)
+        self.reads[expression] = ref
+        self.by_ref[ref] = expression
+        return expression
+
+    def of(self, expression: Expression) -> Any:
+        """The input number of an expression; a bool is returned itself."""
+        return _number(expression.example, expression, self)
 
     def number(self, value: Any, source: Source) -> Any:
         """The input number with the current `value`, which is read from `source` at each call."""

@@ -323,12 +323,15 @@ class StepTrace(recorder._Tracing):
             self.refuse_read(torch.ops.aten._local_scalar_dense.default)
         if tensor._storage.trace is not self:
             self.adopt(tensor._storage)
-        request, ref = data_dependent.value_request(), tensor._ref()
-        value = next(self.values_read, None) if ref not in self.numbers.reads.values() else None
-        if value is None:
-            value = self._content(ref, torch.ops.aten._local_scalar_dense.default).item()
-        self.number_reads.append(request)
-        number = self.numbers.read_from(ref, value)
+        ref = tensor._ref()
+        expression = self.numbers.by_ref.get(ref)
+        if expression is None:
+            value = next(self.values_read, None)
+            if value is None:
+                value = self._content(ref, torch.ops.aten._local_scalar_dense.default).item()
+            self.number_reads.append(data_dependent.value_request())
+            expression = self.numbers.read_from(ref, value)
+        number = self.numbers.of(expression)
         return number if self.numbers_are_inputs else plain(number)
 
     def _content(self, ref: Ref, op: OpOverload) -> torch.Tensor:

@@ -66,7 +66,9 @@ class _Rewriting:
                 self._new[value] = value
         for node in program.nodes:
             self._rewrite(node)
-        self.program = Program(program.inputs, {name: self._ref(ref) for name, ref in program.outputs.items()})
+        self.program = Program(
+            program.inputs, {name: self._ref(ref) for name, ref in program.outputs.items()}, program.notes
+        )
 
     def _rewrite(self, node: Node) -> None:
         refs = {id(ref): self._ref(ref) for ref in (*node.refs(), *node.writes)}  # a mutated argument is the same Ref

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .graph import Ref, Value, slice_for
@@ -9,11 +10,18 @@ from .python_text import PythonText, scope_of
 
 
 class Program:
-    """A captured constructor or step, with inputs and outputs by name; contains only what the outputs depend on."""
+    """A captured constructor or step, with inputs and outputs by name; contains only what the outputs depend on.
 
-    def __init__(self, inputs: dict[str, Value], outputs: dict[str, Ref]) -> None:
+    Attributes:
+        notes: what some outputs are, by name, for readers.
+    """
+
+    def __init__(
+        self, inputs: dict[str, Value], outputs: dict[str, Ref], notes: Mapping[str, str] | None = None
+    ) -> None:
         self.inputs = inputs
         self.outputs = outputs
+        self.notes = {} if notes is None else notes
         self.nodes = slice_for((ref.value for ref in outputs.values()), stop=set(inputs.values()))
 
     def __len__(self) -> int:

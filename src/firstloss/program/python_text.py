@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ class _Program(Protocol):
     @property
     def nodes(self) -> list[Node]: ...
 
+    @property
+    def notes(self) -> Mapping[str, str]: ...
+
 
 class PythonText:
     """The text of one Program, and the names of its free variables.
@@ -63,6 +67,7 @@ class PythonText:
         for node in program.nodes:
             self._add_node(node)
         results = [f"{name!r}: {self._show(ref)}" for name, ref in program.outputs.items()]
+        self._lines += [f"# {name}: {note}" for name, note in program.notes.items()]
         self._lines.append(f"return {{{', '.join(results)}}}")
 
     def __str__(self) -> str:

@@ -411,3 +411,64 @@ def _train_with(make_optimizer, traced):
 )
 def test_what_decides_by_values_runs_as_in_eager_pytorch(make):
     _compare(_train_with(make, True), _train_with(make, False))
+
+
+def test_a_program_lists_what_is_read():
+    @fl.trace
+    def step(x):
+        loss = x.square().mean()
+        return loss.item() if loss.isfinite() else 0.0
+
+    results = [step(x) for x in BATCHES]
+    assert results == pytest.approx([x.square().mean().item() for x in BATCHES])
+    text = str(step.program())
+    assert "# read0: loss.item() if loss.isfinite() else 0.0 at" in text and "# read1: loss.item() at" in text
+
+
+def test_branches_are_compiled_for_each_outcome():
+    """What they depend on is computed first: at the other outcome nothing has changed yet."""
+    model = Model()
+    backend = fl.current_backend()
+    fl.compile(model, backend)
+    eager = Model()
+    eager.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+    def make(model, optimizer):
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            if loss.isfinite() and x.sum() > 0:
+                optimizer.step()
+            return loss.item()
+
+        return step
+
+    steps = [make(m, torch.optim.Adam(m.parameters(), lr=0.1)) for m in (model, eager)]
+    traced = fl.trace(steps[0])
+    batches = [(-1) ** (n // 4) * x.abs() for n, x in enumerate(BATCHES * 4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerStepWarning)
+        for x in batches:
+            assert traced(x) == pytest.approx(steps[1](x), rel=1e-4)
+    assert traced._cache.compilations() == 2
+    for one, two in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(
+            one.detach().clone(), two.detach(), rtol=1e-3, atol=1e-5
+        )  # Adam's rounding, 24 steps
+
+
+def test_sums_of_numbers_are_pythons():
+    total, losses = [0.0], []
+
+    @fl.trace
+    def step(x):
+        loss = (x * 0.1).sum()
+        losses.append(loss.item())
+        total[0] += loss.item()
+        return min(1.0, 1.0 / abs(loss.item())) * x
+
+    for x in BATCHES:
+        result = step(x)
+        torch.testing.assert_close(result.clone(), min(1.0, 1.0 / abs(losses[-1])) * x, rtol=1e-6, atol=0)
+    assert total[0] == sum(losses) and all(type(loss) is float for loss in losses)

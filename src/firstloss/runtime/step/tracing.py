@@ -277,9 +277,13 @@ class _Trace:
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
         for i, call in enumerate(trace.closures):
             refs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
-        for name, ref in zip(traced_program.names_read(trace), trace.numbers.reads.values(), strict=True):
-            refs[name] = ref
-        program = Program({value.label or "in": value for value in trace.inputs}, refs)
+        names = traced_program.names_read(trace)
+        refs.update(zip(names, trace.numbers.reads.values(), strict=True))
+        notes = {
+            name: f"{read.text or 'read'} at {read.source}"
+            for name, read in zip(names, trace.number_reads, strict=True)
+        }
+        program = Program({value.label or "in": value for value in trace.inputs}, refs, notes)
         if trace.cbfloat16:
             from ...lower import cbfloat16
 
