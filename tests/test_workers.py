@@ -49,9 +49,20 @@ def test_the_end_waits_for_all_and_after_an_error_for_those_that_run():
 
 def test_threads_are_initialized_and_named():
     names = []
-    with Workers(2, "name", lambda: names.append(threading.current_thread().name)):
-        pass
+    with Workers(2, "name", lambda: names.append(threading.current_thread().name)) as workers:
+        workers.map(time.sleep, [0.01] * 5)
     assert sorted(names) == ["name_0", "name_1"]
+
+
+def test_a_thread_ends_when_nothing_is_left():
+    before = threading.active_count()
+    with Workers(2, "a") as workers:
+        assert workers.submit(abs, -1).result() == 1
+        end = time.monotonic() + 20
+        while threading.active_count() > before and time.monotonic() < end:
+            time.sleep(0.01)
+        assert threading.active_count() == before
+        assert workers.map(abs, [-2, -3]) == [2, 3]
 
 
 def test_an_interrupt_at_any_time_leaves_no_thread_waiting():

@@ -1,15 +1,15 @@
 """Threads that work for a block of the calling thread, which signals may interrupt anywhere.
 
 The locks of `concurrent.futures` are Python code. If a signal's handler raises in it, as that of Ctrl-C does, a lock
-may stay held in the calling thread, and the workers wait for it forever. What both sides share here is C: a queue, and
-a lock for each task.
+may stay held in the calling thread, and the workers wait for it forever. What both sides share here is C: locks, and a
+queue.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from .interpreter import Uninterrupted
@@ -48,7 +48,10 @@ class Task(Generic[T]):
 
 
 class Workers:
-    """A context with threads. Its end waits for them; after an exception they begin nothing more."""
+    """A context with threads. Its end waits for them; after an exception they begin nothing more.
+
+    A thread ends as soon as there is nothing to do, so that none is left waiting, whatever is interrupted.
+    """
 
     def __init__(self, count: int, name: str, initialize: Callable[[], Any] | None = None) -> None:
         """
@@ -58,58 +61,64 @@ class Workers:
             initialize: called in each thread first.
         """
         self._count, self._name, self._initialize = count, name, initialize
-        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
-        self._alive: list[threading.Lock] = []
+        self._tasks: deque[Task[Any]] = deque()
+        self._lock = threading.Lock()  # held while `_tasks` and `_running` change together
+        self._running = 0
+        self._alive: list[threading.Lock] = []  # for each thread, a lock that it holds
 
     def __enter__(self) -> Workers:
-        try:
-            with Uninterrupted():
-                for number in range(self._count):
-                    alive = threading.Lock()
-                    alive.acquire()
-                    threading.Thread(target=self._work, args=(alive,), name=f"{self._name}_{number}").start()
-                    self._alive.append(alive)
-        except BaseException:
-            self._end()
-            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             if kind is not None:
-                self._drop()
+                self._tasks.clear()
         finally:
-            self._end()
+            for alive in self._alive:
+                with alive:
+                    pass
 
     def submit(self, function: Callable[..., T], *args: Any) -> Task[T]:
         """Call a function in one of the threads."""
         task = Task(function, args)
-        self._tasks.put(task)
+        with Uninterrupted():
+            with self._lock:
+                self._tasks.append(task)
+                starts = self._running < self._count
+                self._running += starts
+            if starts:
+                self._start()
         return task
 
     def map(self, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
         """The results for all items, in order."""
-        return [task.result() for task in [self.submit(function, item) for item in items]]
+        with Uninterrupted():
+            tasks = [self.submit(function, item) for item in items]
+        return [task.result() for task in tasks]
+
+    def _start(self) -> None:
+        alive = threading.Lock()
+        alive.acquire()
+        try:
+            threading.Thread(target=self._work, args=(alive,), name=f"{self._name}_{len(self._alive)}").start()
+        except BaseException:
+            with self._lock:
+                self._running -= 1
+            raise
+        self._alive.append(alive)
 
     def _work(self, alive: threading.Lock) -> None:
         try:
             if self._initialize is not None:
                 self._initialize()
-            while (task := self._tasks.get()) is not None:
+            while (task := self._next()) is not None:
                 task.run()
         finally:
             alive.release()
 
-    def _drop(self) -> None:
-        while True:
-            try:
-                self._tasks.get_nowait()
-            except Empty:
-                return
-
-    def _end(self) -> None:
-        for _ in self._alive:
-            self._tasks.put(None)
-        for alive in self._alive:
-            with alive:
-                pass
+    def _next(self) -> Task[Any] | None:
+        with self._lock:
+            if self._tasks:
+                return self._tasks.popleft()
+            self._running -= 1
+            return None
