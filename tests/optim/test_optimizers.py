@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
+from firstloss.capture import shapes
 from tests.small_training import on_both, training_step
 
 from ..compiled_steps import compilations
@@ -379,3 +380,13 @@ def test_state_may_be_rebound(make, change, tmp_path):
 
     eager, traced = on_both(losses, tmp_path)
     torch.testing.assert_close(traced, eager, rtol=3e-14, atol=0)  # as above: 2e-15
+
+
+def test_an_optimizer_in_a_capture_finds_dtypes_by_real_tensors(backend):
+    """The dtypes of results are found by running operations on small tensors, which the capture around must not
+    defer: a kernel would run on no memory."""
+    shapes._dtypes_cache.clear()
+    with backend.device:
+        model = nn.Linear(4, 3)
+        fl.optim.Adam(model.parameters(), lr=1.0).preinitialize()
+    assert fl.is_deferred(model)

@@ -67,8 +67,9 @@ def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
     small_sizes = {size: _MIN_SIZE + n for n, size in enumerate(sorted(sizes))}
     whole = sum(t.numel() for t in tensors) <= _MAX_FULL_SIZE
     for new_size in ({}, small_sizes) if whole else (small_sizes,):
-        args = tuple(_zeros(a, new_size) for a in call.args)
-        kwargs = {k: _zeros(v, new_size) for k, v in call.kwargs.items()}
+        with DisableTorchDispatch():  # a step's trace may be in a capture, which would defer them
+            args = tuple(_zeros(a, new_size) for a in call.args)
+            kwargs = {k: _zeros(v, new_size) for k, v in call.kwargs.items()}
         if call.op.overloadpacket.__name__ in _TAKE_PIVOTS:
             for argument in (*args, *kwargs.values()):
                 if isinstance(argument, Tensor) and not (argument.is_floating_point() or argument.is_complex()):

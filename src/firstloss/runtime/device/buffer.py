@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...compat.torch_names import DisableTorchDispatch
+from ...compat.torch_names import DisableTorchDispatch, InferenceMode
 from ...engine.huge_pages import allocate_huge
 from ...errors import StateLostError
 from ...program.graph import FileValue, Value, contiguous_stride, is_contiguous
@@ -128,7 +128,8 @@ class DeviceBuffer:
         if memory is None:
             tensor = self._host if self._edited and self._written is None else None
             if tensor is None:
-                tensor = allocate_huge(self.value).copy_(self.host())
+                with InferenceMode(False):  # a weight stays an ordinary tensor
+                    tensor = allocate_huge(self.value).copy_(self.host())
             memory = HostMemory(tensor, lasting, is_direct(self.value))
             self._use_memory(memory)
         memory.lasting |= lasting

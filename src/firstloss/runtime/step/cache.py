@@ -265,9 +265,8 @@ class Request(NamedTuple):
                 same = find(traced)
                 if _has_inputs(traced) and traced.raised is not None:
                     raise InputNumberError
-                has_inputs = _has_inputs(traced)
-                proven = same is not None and _has_inputs(same.traced)
-                if has_inputs and not proven and _can_run_twice(traced, observer):
+                proven = same is not None and _inputs_of(traced) <= _inputs_of(same.traced)
+                if _has_inputs(traced) and not proven and _can_run_twice(traced, observer):
                     if not self._is_the_same_without_inputs(traced, contents):
                         raise InputNumberError
             except BaseException:
@@ -330,10 +329,16 @@ class Request(NamedTuple):
             )
 
 
+def _inputs_of(traced: TracedProgram) -> set[str]:
+    """The numbers and texts that were inputs in its trace, in words."""
+    trace = traced.trace
+    inputs = {source.source.description for source in trace.numbers.sources if source.source is not None}
+    return inputs | {f"{read.text} at {read.source}" for read in trace.number_reads if trace.numbers_are_inputs}
+
+
 def _has_inputs(traced: TracedProgram) -> bool:
     """Whether numbers or texts were inputs in its trace."""
-    numbers = traced.trace.numbers
-    return bool(numbers.sources or numbers.reads and traced.trace.numbers_are_inputs)
+    return bool(_inputs_of(traced))
 
 
 def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from ...capture.input_numbers import is_input_number, is_plain_number, plain
 from ...capture.new_optimizer_state import PLAIN
 from ...capture.recorder import DeferredTensor
-from ...capture.step import StepTrace, is_traced
+from ...capture.step import StepTrace
 from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
@@ -39,8 +39,15 @@ class OptimizerStates:
         counts: a Python number that one of them changes, in words.
     """
 
-    def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer]) -> None:
-        """`seen` lists the optimizers as they step."""
+    def __init__(
+        self, trace: StepTrace, seen: list[torch.optim.Optimizer], before: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """To be created before the step is traced.
+
+        Args:
+            seen: the optimizers as they step.
+            before: those that there are before.
+        """
         self._trace = trace
         self._seen = seen
         self.new: list[torch.Tensor] = []
@@ -49,9 +56,17 @@ class OptimizerStates:
         self._entries: list[tuple[dict[str, Any], str, Any]] = []  # entries before the step
         self._before: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, set[str]]]] = []  # keys before the step
         self._states: list[StateOf] = []
+        # By weight, the entries, and a copy of what is in them.
+        self._held = [
+            (optimizer, {p: (e, dict(e) if isinstance(e, dict) else None) for p, e in optimizer.state.items()})
+            for optimizer in before
+        ]
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Save an optimizer's state before its first step."""
+        held = next((held for other, held in self._held if other is optimizer), {})
+        if any(optimizer.state.get(p) is not e or content and not e for p, (e, content) in held.items()):
+            self.counts = self.counts or "it drops the state of its optimizer"
         for entries in optimizer.state.values():
             saved = (torch.Tensor, *PLAIN)
             self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, saved)]
@@ -130,14 +145,15 @@ class OptimizerStates:
         """Whether user code has replaced tensors in the state."""
         return any(state.replaced() for state in self._states)
 
-    def forget_new(self) -> None:
-        """Drop the state created for a step that could not be traced."""
-        new = set(map(id, self.new))
-        for optimizer in self._seen:
-            for entries in optimizer.state.values():
-                new_keys = [k for k, v in entries.items() if id(v) in new or is_traced(v, self._trace)]
-                for key in new_keys:
-                    del entries[key]
+    def undo(self) -> None:
+        """Restore the state after a trace that is not used."""
+        for optimizer, held in self._held:
+            optimizer.state.clear()
+            for p, (entries, content) in held.items():
+                if content is not None:
+                    entries.clear()
+                    entries.update(content)
+                optimizer.state[p] = entries
 
 
 class StateOf:

@@ -74,7 +74,7 @@ class Optimizers:
         self.seen: list[torch.optim.Optimizer] = []
         self.gradients: set[Value] = set()
         self.groups = ParameterGroups(trace, self.seen, snapshot)
-        self.state = OptimizerStates(trace, self.seen)
+        self.state = OptimizerStates(trace, self.seen, snapshot.optimizers)
         self.schedulers = Schedulers()
         self.schedule_state: list[torch.Tensor] = []
         self.first_step_only = False

@@ -329,7 +329,7 @@ def _undo(traced: _Undoable) -> None:
     traced.trace.new_memory.restore_viewers()
     traced.gradients.undo()
     traced.modes.undo()
-    traced.optimizers.state.forget_new()
+    traced.optimizers.state.undo()
 
 
 def _restore_viewed_memory(
