@@ -1,4 +1,4 @@
-"""Atomic file writes, a lock for writers of a folder, and queries of files.
+"""Atomic file writes, a lock for writers of a folder, and queries and removal of files.
 
 A file is written under a temporary name, synced to disk, and renamed into place.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import IO
 
 from .errors import SaveError
+from .interpreter import Uninterrupted
 
 
 def is_of_the_system(error: OSError) -> bool:
@@ -41,6 +43,13 @@ def _mode(path: str | os.PathLike[str]) -> int | None:
         if not is_of_the_system(error):
             raise
         return None
+
+
+def remove_folder(path: str | os.PathLike[str]) -> None:
+    """Remove a folder and what is in it. `shutil.rmtree`, interrupted, may close a descriptor twice, by then another
+    file's."""
+    with Uninterrupted():
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import firstloss as fl
 
 from ..errors import TrainerError
+from ..files import remove_folder
 
 
 def save(state: dict[str, Any], path: str) -> None:
@@ -24,7 +24,7 @@ def remove(path: str) -> None:
     """Delete a checkpoint; renamed first, so that a partly deleted one is never found."""
     hidden = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gone")
     os.replace(path, hidden)
-    shutil.rmtree(hidden)
+    remove_folder(hidden)
 
 
 def load_weights(path: str, preprocess: Callable[[Any], None]) -> tuple[Mapping[str, torch.Tensor], Any]:

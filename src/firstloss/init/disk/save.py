@@ -28,7 +28,7 @@ from ...compat.torch_names import DisableTorchDispatch, InferenceMode
 from ...engine.cpu_engine import make_whole
 from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
-from ...files import atomic_write, exists, is_folder, is_of_the_system, sync_folder
+from ...files import atomic_write, exists, is_folder, is_of_the_system, remove_folder, sync_folder
 from ...interpreter import cores
 from ...workers import Workers
 from . import layout
@@ -98,7 +98,7 @@ def save_initialized(
                     sync_folder(work)
                     journal.add(_COMPLETE)
                 _move_out(plan, work, target)
-            shutil.rmtree(work)
+            remove_folder(work)
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def _remove_other_work(target: str, work: str) -> None:
         path = os.path.join(target, name)
         if re.fullmatch(r"\.init-[0-9a-f]{16}\.part", name) and path != work:
             with Journal(os.path.join(path, "journal")):  # raises if it is in use
-                shutil.rmtree(path)
+                remove_folder(path)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import torch
 from ... import timeline
 from ...compat.torch_names import InferenceMode, pytree
 from ...errors import CheckpointError, CheckpointMissingError, SaveError, UnsavableError
-from ...files import atomic_write, exists, is_folder, is_of_the_system, locked, replacing, sync_folder
+from ...files import atomic_write, exists, is_folder, is_of_the_system, locked, remove_folder, replacing, sync_folder
 from ...init.materialize_module import materialize_tensor
 from ..mesh.processes import Processes, processes
 from . import foreign
@@ -194,7 +193,7 @@ def _remove_leftovers(target: str) -> None:
         if re.fullmatch(rf"\.{re.escape(own)}\.[0-9a-f]{{12}}\.part", name):
             try:
                 with locked(os.path.join(parent, name)):
-                    shutil.rmtree(os.path.join(parent, name))
+                    remove_folder(os.path.join(parent, name))
             except (SaveError, FileNotFoundError):
                 continue  # another process is writing it
 
