@@ -266,8 +266,11 @@ class Request(NamedTuple):
                 if _has_inputs(traced) and traced.raised is not None:
                     raise InputNumberError
                 proven = same is not None and _inputs_of(traced) <= _inputs_of(same.traced)
-                if _has_inputs(traced) and not proven and _can_run_twice(traced, observer):
-                    if not self._is_the_same_without_inputs(traced, contents):
+                if _has_inputs(traced) and not proven:
+                    if not _can_run_twice(traced, observer):
+                        if traced.trace.number_reads:
+                            raise InputNumberError
+                    elif not self._is_the_same_without_inputs(traced, contents):
                         raise InputNumberError
             except BaseException:
                 tracing.abandon(traced, observer)
