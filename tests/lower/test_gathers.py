@@ -6,7 +6,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.lower.gathers import gathers_of
-from firstloss.lower.segments import uncut
+from firstloss.lower.segments import cut
 from firstloss.lower.sharding import ArraySharding, propagate
 
 
@@ -37,7 +37,7 @@ def training(tmp_path):
         return loss
 
     step(torch.zeros(8, 4, dtype=torch.int64))
-    (segment,) = uncut(step.program()).segments
+    (segment,) = cut(step.program()).segments
     inputs = [value for value in segment.inputs if not isinstance(value, int)]
     shardings = {
         v: ArraySharding((("fsdp",), ()) if len(v.shape) == 2 else ((),) * len(v.shape), v.dtype == torch.int64)
