@@ -258,9 +258,9 @@ class CompiledStep:
 
         reads = dict(zip(names_read(self.traced.trace), self.traced.trace.numbers.reads, strict=True))
         for name, array in zip(names, arrays, strict=True):
-            content = array.content if type(array) is LazyArray else None
-            value = (to_host(ready(array)) if content is None else content).item()
-            arguments.known.setdefault(reads[name], value)
+            if reads[name] not in arguments.known:  # the early ones are known before
+                content = array.content if type(array) is LazyArray else None
+                arguments.known[reads[name]] = (to_host(ready(array)) if content is None else content).item()
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced

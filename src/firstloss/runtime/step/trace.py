@@ -67,9 +67,10 @@ def trace(
             changes that cannot be seen from outside, which are a `GraphChangedError`. "always": run the step's Python
             code at every call, and compare it with what was compiled: always right, but slow; for tests, and to check
             whether a step is traced correctly.
-        reads: how to handle a step whose Python reads a value that it has computed (`if loss.isnan():`, `x[mask]`,
-            `loss.tolist()`). "run": run its Python at each call, by PyTorch's kernels, with an `EagerStepWarning` that
-            names the line; "refuse": raise a `ValueReadError`.
+        reads: how to handle a step whose Python reads a value that it has computed. "run": numbers that it keeps,
+            computes with or branches on (`loss.item()`, `if loss.isnan():`) are compiled; with other values (`x[mask]`,
+            `loss.tolist()`) its Python runs at each call, by PyTorch's kernels, with an `EagerStepWarning` that names
+            the line. "refuse": raise a `ValueReadError`.
 
     A call inside another traced step becomes part of that step. It can be combined with `staticmethod` and
     `classmethod` in either order.

@@ -33,13 +33,12 @@ from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources
-from . import traced_program
 from .arguments import Arguments, TracedArguments
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
 from .process_settings import ModesLeft
 from .reads import READ, TracedContents
-from .traced_program import Outputs, TracedProgram
+from .traced_program import Outputs, TracedProgram, names_read
 
 
 class TraceObserver:
@@ -277,7 +276,7 @@ class _Trace:
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
         for i, call in enumerate(trace.closures):
             refs.update({f"closure{i}.{j}": ref for j, ref in enumerate(call.refs)})
-        names = traced_program.names_read(trace)
+        names = names_read(trace)
         refs.update(zip(names, trace.numbers.reads.values(), strict=True))
         notes = {
             name: f"{read.text or 'read'} at {read.source}"
