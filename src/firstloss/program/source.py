@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from types import FrameType
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..compat.installed import is_installed_file
 from ..compat.python_names import getframe
 
 # Frames in these folders are not the user's. A library that defines models (transformers, timm) is.
@@ -46,18 +46,10 @@ def script_line() -> Source:
     frame = user_frame()
     while frame is not None:
         name = frame.f_code.co_filename
-        if not is_machinery(name) and not name.startswith(_installed()):
+        if not is_machinery(name) and not is_installed_file(name):
             return Source(name, frame.f_lineno)
         frame = frame.f_back
     return here()
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    """The folders of installed packages."""
-    import sysconfig  # a capture does without it: 3 ms
-
-    return tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 
 def user_frame() -> FrameType | None:

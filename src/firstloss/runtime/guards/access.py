@@ -86,6 +86,17 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from (c for c in constant if isinstance(c, str))
 
 
+def size(container: Any) -> int:
+    """The number of items of a list, set, deque, tuple or dict."""
+    cls = type(container)
+    return len(container) if cls.__len__ in _PLAIN_LENGTHS else _builtin(cls).__len__(container)
+
+
+_CONTAINERS: tuple[type, ...] = (list, set, tuple, frozenset, dict, collections.deque, collections.OrderedDict,
+                                 collections.defaultdict)  # fmt: skip
+_PLAIN_LENGTHS = {cls.__len__ for cls in _CONTAINERS}
+
+
 def items_of(container: Any) -> list[Any]:
     """A shallow copy of the items of a list, set, deque or tuple."""
     return list(container) if type(container).__iter__ in _PLAIN_ITERATION else list(_raw_iteration(container))

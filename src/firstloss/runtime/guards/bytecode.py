@@ -36,6 +36,8 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _LOADS = (*_GLOBALS, "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_ATTR", "LOAD_METHOD",
           "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD")  # fmt: skip
 _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR", "DELETE_DEREF")
+_OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM", "LOAD_SUPER_ATTR",
+                  "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"}  # fmt: skip
 _NOISE = ("CACHE", "RESUME", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "KW_NAMES", "NOT_TAKEN")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 
@@ -48,6 +50,12 @@ class Instruction(NamedTuple):
     argument: Any
     symbol: str  # the operator, of BINARY_OP
     line: int
+
+
+def _has(code: types.CodeType, *names: str) -> bool:
+    """Whether `code` itself has one of these instructions, without decoding it: most code has none."""
+    opcodes = code.co_code[::2]
+    return any(dis.opmap[name] in opcodes for name in names)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -120,6 +128,12 @@ def stored_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 @functools.lru_cache(maxsize=65536)
+def attribute_names(code: types.CodeType) -> frozenset[str]:
+    """The attributes, of any object, that `code` itself looks up, sets or deletes."""
+    return frozenset(s.argument for s in _instructions(code) if s.name in _OF_ATTRIBUTES)
+
+
+@functools.lru_cache(maxsize=65536)
 def stored_attributes(code: types.CodeType) -> frozenset[str]:
     """The attributes, of any object, that `code` itself sets or deletes."""
     return frozenset(s.argument for s in _instructions(code) if s.name in ("STORE_ATTR", "DELETE_ATTR"))
@@ -128,6 +142,8 @@ def stored_attributes(code: types.CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=65536)
 def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     """The dotted paths that `code` itself sets or deletes from a global, as in `torch.nn.functional.gelu = ...`."""
+    if not _has(code, "STORE_ATTR", "DELETE_ATTR"):
+        return frozenset()
     steps = _instructions(code)
     paths = []
     for i, step in enumerate(steps):
@@ -173,6 +189,8 @@ def _package(table: dict) -> str:
 @functools.lru_cache(maxsize=65536)
 def _import_statements(code: types.CodeType) -> list[tuple[str, int, tuple[str, ...]]]:
     """For each import statement: the module, the number of leading dots, and the imported names."""
+    if not _has(code, "IMPORT_NAME"):
+        return []
     steps = _instructions(code)
     return [
         (step.argument, steps[i - 2].argument, steps[i - 1].argument or ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -136,17 +136,27 @@ class Guard:
 
 
 class TableGuard(Guard):
-    """Guards names in a dict: all of them in order (`whole`), or some."""
+    """Guards names in a dict: all of them in order (`whole`), or some.
 
-    __slots__ = ("whole", "_describe", "of_class")
+    Attributes:
+        absent: sets of names; those of them that are not expected are not in the dict.
+        of_class: the class whose attributes it has.
+    """
+
+    __slots__ = ("whole", "absent", "_describe", "of_class")
 
     def __init__(self, table: dict, describe: Callable[[Any], str], name: str | None = None) -> None:
         """`name`: of the dict in the code, if its keys are not names themselves."""
         super().__init__(table, {}, "", name or "")
         self.whole = False
+        self.absent: list[Set[str]] = []
         self._describe = describe
-        self.of_class: type | None = None  # whose attributes it has
+        self.of_class: type | None = None
         self.name = name  # type: ignore[assignment]
+
+    def expect_absent(self, *names: Set[str]) -> None:
+        """Expect none of these names but those that are expected."""
+        self.absent += [more for more in names if not any(more is known for known in self.absent)]
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         plain = type(self.held) is dict
@@ -160,6 +170,9 @@ class TableGuard(Guard):
             new = get(key, MISSING)
             if new is not old and not same(old, new) and undisguised(new) is not undisguised(old):
                 yield key, old, new
+        for names in self.absent:
+            for key in (names & self.held.keys()) - self.expected.keys():
+                yield key, MISSING, self.held[key]
         if self.whole:
             before = [key for key, value in self.expected.items() if value is not MISSING]
             now = list(table_of(self.held))

@@ -6,10 +6,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 import types
 from typing import Any
 
+from ...compat.installed import is_installed_file
 from ...compat.python_names import is_python_class
 
 # The code of these packages reads no state of the user's.
@@ -21,7 +21,6 @@ _RUNTIME = ("firstloss.", "jax.", "jaxlib.")
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep  # our own code
 # Modules of packages whose C classes have no mutable state that matters.
 _HARMLESS = {"typing", "torch", "pybind11_builtins", "_abc", "_collections"}
-INSTALLED_FOLDERS = tuple({os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")})
 
 
 def is_harmless_module(module: str) -> bool:
@@ -72,4 +71,4 @@ def is_closed_function(function: types.FunctionType) -> bool:
 def is_installed(module: str | None) -> bool:
     """Whether a module belongs to an installed package rather than to the user."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return file is not None and os.path.realpath(file).startswith(INSTALLED_FOLDERS)
+    return file is not None and is_installed_file(file)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.modules.module
 
+from ...compat.installed import is_installed_file
 from ...compat.python_names import getframe, is_python_class
 from ...interpreter import Undo
 from ...program.source import Source
@@ -25,7 +26,6 @@ from . import bytecode
 from .external_state import ExternalCalls
 from .native import native
 from .packages import (
-    INSTALLED_FOLDERS,
     PACKAGE,
     is_closed,
     is_closed_function,
@@ -34,7 +34,7 @@ from .packages import (
     module_of_class,
     own_module,
 )
-from .snapshot import Snapshot
+from .snapshot import IMPLICIT_NAMES, Snapshot
 
 Site = tuple[types.CodeType, int]  # a code object, and the offset of an instruction in it
 # A compiled model reads, sets and deletes the model's attributes for its callers.
@@ -232,9 +232,15 @@ def functions_of(codes: Iterable[types.CodeType]) -> list[types.FunctionType]:
     return [f for f in gc.get_referrers(*code_objects) if type(f) is types.FunctionType and id(f.__code__) in ids]
 
 
+# User code that mentions one of these may read what a function is made of.
+_OF_FUNCTIONS = {"__code__", "__defaults__", "__kwdefaults__", "__globals__", "__closure__", "cell_contents",
+                 "getclosurevars", "signature"}  # fmt: skip
 # User code that mentions one of these may read all attributes of an object.
-_ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcaller", "asdict", "astuple", "format",
-                  "format_map", "eval", "exec", "getmembers", "pickle", "deepcopy", "copy"}  # fmt: skip
+_ANY_ATTRIBUTE = {"vars", "__dict__", "globals", "dir", "attrgetter", "methodcaller", "format", "format_map", "eval",
+                  "exec", "pickle"}  # fmt: skip
+# Likewise, if code of these modules has run: `copy` is also a method of dicts and lists.
+_ANY_ATTRIBUTE_BY = {"copy": "copy", "deepcopy": "copy", "asdict": "dataclasses", "astuple": "dataclasses",
+                     "getmembers": "inspect"}  # fmt: skip
 _TELL_FIELDS = {"dataclasses", "typing", "inspect"}
 _BY_METHOD = {"__setattr__", "__delattr__"}
 _PAST_LOOKUP = {"__getattribute__", "__get__", "getattr_static"}
@@ -249,6 +255,7 @@ class Executed:
         code: the code objects, each with the globals that it ran with.
         cached: functions behind an `lru_cache` that held results before the step.
         mentioned: all names in code that does not belong to an installed package.
+        attributes: those of them that may be names of attributes.
         any_attribute: some of that code may read all attributes of an object.
         reads_past_classes: some of it looks attributes up by a method of a class, mostly `object.__getattribute__`.
         stores_past_classes: some of it sets attributes by a method of a class, mostly `object.__setattr__`.
@@ -274,12 +281,23 @@ class Executed:
         self.lines = CodeLines([code for code, _ in executed])
         user_code = [code for code, table in executed if not is_installed(table.get("__name__"))]
         self.mentioned = {name for code in user_code for name in _names(code)}
-        self.any_attribute = any(not _ANY_ATTRIBUTE.isdisjoint(code.co_names) or _computes(code) for code in user_code)
+        attributes = {name for code in user_code for name in (*bytecode.attribute_names(code), *_constants(code))}
+        self.attributes = attributes - IMPLICIT_NAMES
+        any_attribute = _ANY_ATTRIBUTE | {
+            name for name, module in _ANY_ATTRIBUTE_BY.items() if recording.codes is None or module in self.modules
+        }
+        self.any_attribute = any(not any_attribute.isdisjoint(code.co_names) or _computes(code) for code in user_code)
         self.reads_past_classes = any(
             not _PAST_LOOKUP.isdisjoint(_names(code)) for code in user_code if code.co_name not in _PAST_LOOKUP
         )
         self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in user_code)
         self._user_code = user_code
+        self._ran = {code for code, _ in executed}
+        self._inspects = self.any_attribute or not _OF_FUNCTIONS.isdisjoint(self.mentioned)
+
+    def depends_on(self, function: types.FunctionType) -> bool:
+        """Whether a function has run, or user code may read what it is made of."""
+        return self._inspects or function.__code__ in self._ran
 
     def reads_handled_exception(self) -> bool:
         """Whether user code may inspect the exception that is being handled, or raise it again."""
@@ -304,7 +322,7 @@ class CodeLines:
         self, name: str, part: Callable[[bytecode.NameLines], dict[str, Source]], user_code: bool
     ) -> Source | None:
         for code in self._codes:
-            if user_code and code.co_filename.startswith(INSTALLED_FOLDERS):
+            if user_code and is_installed_file(code.co_filename):
                 continue
             for inner in bytecode.with_inner(code):
                 line = part(bytecode.lines(inner)).get(name)
@@ -315,6 +333,11 @@ class CodeLines:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
+    yield from _constants(code)
+
+
+def _constants(code: types.CodeType) -> Iterator[str]:
+    """The strings in `code` that may be names."""
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
             yield constant

@@ -23,7 +23,7 @@ from .access import definition, items_of, table_of
 from .bytecode import attributes_set, with_inner
 from .effects import Effects
 from .kind import State, kind_of
-from .packages import is_closed
+from .packages import is_closed, is_installed, own_module
 from .process_state import Environment, Filters
 from .reconstruct import Reconstructor
 from .states import Content, Definition, NameInModule, Sequence, Slots, Table
@@ -79,6 +79,10 @@ class Snapshot:
     def add_root(self, root: Any) -> None:
         """Also walk what is reachable from one more root."""
         self._walk([root])
+
+    def functions_of_users(self) -> int:
+        """The number of functions that may run and do not belong to installed packages."""
+        return sum(not is_installed(own_module(functions[0])) for functions in self.functions.values())
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors that gradients are or were computed for: a frozen weight may still have one."""

@@ -7,7 +7,7 @@ import operator
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -170,15 +170,14 @@ class Values:
     def mentioned_in(self, table: dict, describe: Callable[[Any], str], all_of_them: bool = False) -> None:
         """For an object whose reads are not recorded one by one: the attributes that the code mentions, or all if it
         may read any."""
-        before, mentioned = self.before(table), self.executed.mentioned
+        before, mentioned = self.before(table), self.executed.attributes
         all_of_them = all_of_them or self.executed.any_attribute
         for name in before if all_of_them else mentioned & before.keys():
             if name not in IMPLICIT_NAMES:
                 self.name(table, name, before[name], describe)
         guard = self.table(table, describe, None)
         guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
-        for name in mentioned - before.keys():
-            guard.expected.setdefault(name, MISSING)
+        guard.expect_absent(mentioned)
 
     def all_of(self, table: dict, describe: Callable[[Any], str]) -> None:
         """All attributes of an object, and that there are no others."""
@@ -188,10 +187,11 @@ class Values:
 
     def library_module(self, table: dict) -> None:
         """A module of the standard library, PyTorch or NumPy, in which user code may have set or replaced something."""
-        expected = self.table(table, describe_global(table), None).expected
-        for name in self.executed.mentioned:
-            current = undisguised(table.get(name, MISSING))
-            expected.setdefault(name, current)
+        guard = self.table(table, describe_global(table), None)
+        guard.expect_absent(self.executed.attributes)
+        for name in self.executed.attributes & table.keys():
+            current = undisguised(table[name])
+            guard.expected.setdefault(name, current)
             if table is vars(sys) and name in SETTINGS_OF_SYS or isinstance(current, types.ModuleType):
                 self.value(current, f"{table.get('__name__')}.{name}", name)
 
@@ -212,23 +212,33 @@ class Values:
             key, read = (id(owner), "params"), functools.partial(_parameters_in, owner)
             self.read(key, read, before, f"the parameters of {kind}", "param_groups")
 
+    def function(self, function: types.FunctionType) -> None:
+        """Guard what user code reads of a function; its definition, too, if it has run or code may read that."""
+        if self.executed.depends_on(function):
+            self.definition(function)
+        elif id(function) not in self.functions:
+            self._attributes_of_function(function)
+
+    def _attributes_of_function(self, function: types.FunctionType) -> None:
+        for attribute in _FUNCTION_METADATA & self.executed.mentioned:
+            read = functools.partial(operator.attrgetter(attribute), function)
+            self.read((id(function), attribute), read, read(), f"{attribute} of {function.__qualname__}", attribute)
+            self.value(read(), f"{attribute} of {function.__qualname__}", attribute)
+        if self.snapshot.table(function.__dict__) is not None:
+            self.mentioned_in(function.__dict__, describe_attribute(function))
+
     def definition(self, function: types.FunctionType) -> None:
         """Guard a function's code, its default arguments, and what user code reads of it."""
         if id(function) in self.functions:
             return
         name, mentioned = function.__name__, self.executed.mentioned
         before = self.snapshot.definition_before(function)
-        for attribute in _FUNCTION_METADATA & mentioned:
-            read = functools.partial(operator.attrgetter(attribute), function)
-            self.read((id(function), attribute), read, read(), f"{attribute} of {function.__qualname__}", attribute)
-            self.value(read(), f"{attribute} of {function.__qualname__}", attribute)
+        self._attributes_of_function(function)
         if "__globals__" in mentioned:
             self.mentioned_in(function.__globals__, describe_global(function.__globals__), all_of_them=True)
         if not _READS_CELLS.isdisjoint(mentioned):
             for cell in function.__closure__ or ():
                 self.value(cell, f"a variable that {function.__qualname__} uses", "")
-        if self.snapshot.table(function.__dict__) is not None:
-            self.mentioned_in(function.__dict__, describe_attribute(function))
         description = f"the code of {function.__qualname__} or its default arguments"
         self.functions[id(function)] = FunctionGuard(function, before, description, name)
         positional, defaults = before[0].co_varnames[: before[0].co_argcount], before[1] or ()
@@ -263,7 +273,7 @@ class Values:
         if is_closed_class(base):
             self._closed_base(base, names)
             return
-        table, mentioned = class_table(base), self.executed.mentioned
+        table, mentioned = class_table(base), self.executed.attributes
         before, describe = self.before(table), describe_attribute(base)
         guard = self.table(table, describe, None)
         guard.of_class = base
@@ -274,21 +284,21 @@ class Values:
                 guard.expected.setdefault(name, before[name])
             elif name in names or name in mentioned or is_operator(name) or name in attribute:
                 self.name(table, name, before[name], describe)
-        missing = names | (_SET_ON_PACKAGE_CLASSES if installed else mentioned | OPERATORS)
-        for name in missing - before.keys():
-            guard.expected.setdefault(name, MISSING)
+        guard.expect_absent(names, *((_SET_ON_PACKAGE_CLASSES,) if installed else (mentioned, OPERATORS)))
 
     def _closed_base(self, base: type, names: set[str]) -> None:
         """A class of PyTorch or the standard library, in which a method may be replaced."""
         if not is_python_class(base):
             return
         table = class_table(base)
-        looked_up = names | {name for name in table if is_operator(name)} | {"__call__"}
+        looked_up: list[Set[str]] = [names, _CALL]
         if not module_of_class(base).startswith("torch"):
-            looked_up |= self.executed.mentioned
+            looked_up.append(self.executed.attributes)
         guard = self.table(table, describe_attribute(base), None)
         guard.of_class = base
-        guard.expected.update({name: table.get(name, MISSING) for name in looked_up})
+        guard.expected.update({name: value for name, value in table.items() if is_operator(name)})
+        guard.expected.update({name: table[name] for names in looked_up for name in names & table.keys()})
+        guard.expect_absent(*looked_up)
 
 
 def _attributes(value: Any, names: tuple[str, ...]) -> tuple:
@@ -300,6 +310,7 @@ def _parameters_in(optimizer: torch.optim.Optimizer) -> tuple:
 
 
 # Names that may be set on classes of installed packages.
+_CALL = frozenset({"__call__"})
 _SET_ON_PACKAGE_CLASSES = {"__call__", "__getattr__", "__getattribute__"}
 _READS_CELLS = {"__closure__", "cell_contents", "getclosurevars"}
 _CLASS_METADATA = {"__name__", "__qualname__"}

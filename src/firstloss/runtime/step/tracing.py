@@ -41,6 +41,10 @@ from .reads import READ, TracedContents
 from .traced_program import Outputs, TracedProgram, names_read
 
 
+# How many functions a step may reach, apart from those of installed packages, for the code that runs not to be recorded.
+_MOST_UNRECORDED = 200
+
+
 class TraceObserver:
     """Created before a trace, and queried after it.
 
@@ -54,15 +58,16 @@ class TraceObserver:
         Args:
             roots: where to start the search for what the step's Python code can reach.
             functions: functions that an earlier trace has called.
-            profile: whether to record the executed code.
+            profile: whether to record the executed code in any case. It is also recorded where the step can reach so
+                much code that recording what runs costs less than guarding what might.
         """
         self._generators = python_generators.states()
         self.moves_generators = False
         self.snapshot = Snapshot(roots, functions)
-        self.recording = Recording(self.snapshot.classes, profile)
+        self.records_code = profile or self.snapshot.functions_of_users() > _MOST_UNRECORDED
+        self.recording = Recording(self.snapshot.classes, self.records_code)
         self.guards: GuardSet | None = None
         self.varying: Varying | None = None
-        self.records_code = profile
 
     def effects(self, reconstructor: Reconstructor, weights: set[int], draws: Draws | None = None) -> Effects:
         """The step's side effects in Python. Guards are created as well.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..access import empty_like, items_of, set_items, set_table, table_of
+from ..access import empty_like, items_of, set_items, set_table, size, table_of
 from ..equality import same_items
 from ..guards import ListGuard
 from ..kind import of
@@ -34,7 +34,7 @@ class Container(WithAttributes):
     """A container, which is walked and compared item by item unless it is too large."""
 
     def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
-        if len(obj) > LARGEST:
+        if size(obj) > LARGEST:
             snapshot.keep(Content(obj, self.reader(obj)))
         self.visit_items(obj, snapshot, stack)
 
@@ -44,7 +44,7 @@ class Container(WithAttributes):
 
     def all_of(self, obj: Any) -> list[Any]:
         """All items; the keys and the values of a dict."""
-        return list(obj)
+        return items_of(obj)
 
     def sample(self, obj: Any, length: int) -> tuple:
         """Some items of a container that is too large to be compared."""
@@ -58,7 +58,7 @@ class Container(WithAttributes):
 
         def read() -> Any:
             nonlocal last
-            length = len(obj)
+            length = size(obj)
             if length <= LARGEST:
                 return tuple(self.all_of(obj))
             if length > MAX_ITEMS:
@@ -71,7 +71,7 @@ class Container(WithAttributes):
         return read
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
-        if len(obj) > LARGEST:
+        if size(obj) > LARGEST:
             values.note_size(self._too_large(obj), description, name)
         self.guard_items(obj, values, description, name)
         guard_class(obj, values)
@@ -82,9 +82,9 @@ class Container(WithAttributes):
 
     def _too_large(self, obj: Any) -> str | None:
         """A description of a large container, if something in it may change undetected."""
-        changes = not isinstance(obj, (tuple, frozenset)) and len(obj) > MAX_ITEMS
+        changes = not isinstance(obj, (tuple, frozenset)) and size(obj) > MAX_ITEMS
         others = {kind.__name__ for kind in _mutable(self.all_of(obj))}
-        description = f"a {type(obj).__name__} of {len(obj):,} items"
+        description = f"a {type(obj).__name__} of {size(obj):,} items"
         return description + (f" ({', '.join(sorted(others))})" if others else "") if changes or others else None
 
 
@@ -104,7 +104,7 @@ class DictKind(Container):
     """A dict, whose items are compared one by one and in order."""
 
     def visit_items(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
-        before = table_of(obj) if obj else {}
+        before = table_of(obj)
         snapshot.keep(Items(obj, before))
         snapshot.items([*before, *before.values()], stack)
         if isinstance(obj, collections.defaultdict):
@@ -189,7 +189,7 @@ class ListKind(Collection):
     """A list."""
 
     def sample(self, obj: Any, length: int) -> tuple:
-        return tuple(obj[:: length // _SAMPLED])
+        return tuple(list.__getitem__(obj, slice(None, None, length // _SAMPLED)))
 
     def guard_each(self, obj: Any, items: list[Any], values: Values, description: str, name: str) -> None:
         values.lists[id(obj)] = ListGuard(obj, items, description, name)
@@ -238,7 +238,7 @@ class TupleKind(Container):
         snapshot.items(items, stack)
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
-        if len(obj) > LARGEST:
+        if size(obj) > LARGEST:
             values.note_size(self._too_large(obj), description, name)
             return
         for item in items_of(obj):

@@ -55,7 +55,7 @@ class Function(Kind):
 
     def guard(self, obj: types.FunctionType, values: Values, description: str, name: str) -> None:
         if not is_closed_function(obj):
-            values.definition(obj)
+            values.function(obj)
 
     def make(self, obj: types.FunctionType, reconstructor: Reconstructor) -> Make:
         cells = [reconstructor.make(cell) for cell in obj.__closure__ or ()]

@@ -234,9 +234,9 @@ class FirstlossObject(Kind):
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
         """Its plain attributes, except those that the step changes."""
         before, table = values.snapshot.firstloss_objects.get(id(obj), {}), vars(obj)
-        expected = values.table(table, describe_attribute(obj), None).expected
-        expected.update({k: v for k, v in before.items() if same(v, table.get(k, MISSING))})
-        expected.update(dict.fromkeys(values.executed.mentioned - table.keys(), MISSING))
+        guard = values.table(table, describe_attribute(obj), None)
+        guard.expected.update({k: v for k, v in before.items() if same(v, table.get(k, MISSING))})
+        guard.expect_absent(values.executed.attributes - table.keys())
 
 
 FIRSTLOSS_OBJECT = FirstlossObject()
