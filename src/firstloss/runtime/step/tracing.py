@@ -40,7 +40,7 @@ from .process_settings import ModesLeft
 from .reads import READ, TracedContents
 from .traced_program import Outputs, TracedProgram, names_read
 
-# How many functions a step may reach, apart from those of installed packages, for the code that runs not to be recorded.
+# How many functions outside of installed packages a step may reach for the code that runs not to be recorded.
 _MOST_UNRECORDED = 200
 
 
