@@ -1,8 +1,16 @@
-"""Pytree support beyond PyTorch's: mappings such as tokenizers return, and dataclasses with tensors."""
+"""Pytree support beyond PyTorch's: mappings such as tokenizers return, dataclasses, and batches of any class.
+
+An object is taken apart if it is data: if it holds tensors or arrays, and besides them only numbers, texts and the
+like, in attributes and items. A dataclass may hold anything besides. An object with a `state_dict` is no batch.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import enum
+import types
+import weakref
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -10,80 +18,166 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..compat.python_names import is_python_class
 from ..compat.torch_names import pytree
+from .guards.access import (
+    MISSING,
+    builtin_base,
+    items_of,
+    own_attributes,
+    set_items,
+    set_table,
+    slot_value,
+    slots,
+    table_of,
+)
+
+_ARRAYS = (torch.Tensor, np.ndarray)
+_CONSTANTS = (*_ARRAYS, type(None), int, float, complex, str, bytes, enum.Enum, slice, range, np.generic, torch.dtype,
+              torch.device, torch.Size, type, types.FunctionType, types.BuiltinFunctionType)  # fmt: skip
+
+
+class BackReference:
+    """In place of a weak reference to an object that holds it, as PyTorch Geometric's batches have them.
+
+    All are equal: what they refer to follows from the structure.
+    """
+
+    __slots__ = ("to",)
+
+    def __init__(self, to: weakref.ref) -> None:
+        self.to = to
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is BackReference
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def flatten(structure: Any) -> tuple[list[Any], Any]:
     """Like `pytree.tree_flatten`, but a `UserDict` (such as `transformers.BatchEncoding`) is a dict that keeps its
-    type, and a dataclass that contains a tensor or an array is flattened by its attributes."""
+    type, and an object that is data is flattened by its attributes and items."""
     leaves, spec = pytree.tree_flatten(structure)
-    strangers = {type(leaf) for leaf in leaves if isinstance(leaf, UserDict)}
-    of_data = {type(leaf) for leaf in leaves if _is_dataclass(leaf) and _holds_data(leaf, set())}
-    if not strangers and not of_data:
+    of_data = {kind for leaf in leaves for kind in _kinds_of_data(leaf)}
+    if not of_data:
         return leaves, spec
-    for kind in strangers:
-        _register(kind)
-    for kind in of_data - strangers:
-        _register_dataclass(kind)
+    for kind in of_data:
+        _register_mapping(kind) if issubclass(kind, UserDict) else _register_object(kind)
     return flatten(structure)
 
 
 def flattened_attributes(value: Any) -> list[str]:
-    """The names of the attributes by which `flatten` flattens a dataclass; empty for anything else."""
-    return _attributes(value) if _is_dataclass(value) and type(value) in pytree.SUPPORTED_NODES else []
+    """The names of the attributes by which `flatten` flattens an object; empty for anything else."""
+    flattened = type(value) in pytree.SUPPORTED_NODES and not isinstance(value, UserDict)
+    return _attributes(value) if flattened and is_python_class(type(value)) else []
+
+
+# -- what is data --
+
+
+def _kinds_of_data(value: Any) -> set[type]:
+    """The classes to be taken apart in a leaf: its own and those of the objects that it holds, if it is data."""
+    if isinstance(value, UserDict) or _is_dataclass(value) and _holds_array(value, set()):
+        return {type(value)}
+    kinds: set[type] = set()
+    data = _may_be_data(value) and _holds_only_data(value, [], kinds) and any(issubclass(k, _ARRAYS) for k in kinds)
+    return {kind for kind in kinds if not issubclass(kind, _CONSTANTS)} if data else set()
 
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(type(value)) and not isinstance(value, (torch.nn.Module, torch.Tensor))
 
 
-def _holds_data(value: Any, seen: set[int]) -> bool:
-    """Whether a dataclass contains a tensor or an array; `seen` guards against cycles."""
+def _may_be_data(value: Any) -> bool:
+    cls = type(value)
+    if not is_python_class(cls) or hasattr(cls, "state_dict"):
+        return False
+    return builtin_base(cls) in (object, dict, collections.OrderedDict, list)
+
+
+def _holds_array(value: Any, seen: set[int]) -> bool:
+    """Whether an object contains a tensor or an array; `seen` guards against cycles."""
     seen.add(id(value))
-    for part in pytree.tree_leaves([getattr(value, name) for name in _attributes(value)]):
-        if isinstance(part, (torch.Tensor, np.ndarray)):
+    for part in pytree.tree_leaves(_parts(value)[0]):
+        if isinstance(part, _ARRAYS):
             return True
-        inner = part.data if isinstance(part, UserDict) else part
-        if inner is not part and _holds_data_in(inner, seen):
+        held = part.data if isinstance(part, UserDict) else part
+        if any(isinstance(leaf, _ARRAYS) for leaf in pytree.tree_leaves(held)):
             return True
-        if _is_dataclass(part) and id(part) not in seen and _holds_data(part, seen):
+        if id(part) not in seen and (_is_dataclass(part) or _may_be_data(part)) and _holds_array(part, seen):
             return True
     return False
 
 
-def _holds_data_in(entries: Any, seen: set[int]) -> bool:
-    return any(
-        isinstance(part, (torch.Tensor, np.ndarray))
-        or (_is_dataclass(part) and id(part) not in seen and _holds_data(part, seen))
-        for part in pytree.tree_leaves(entries)
-    )
+def _holds_only_data(value: Any, holders: list[Any], kinds: set[type]) -> bool:
+    """Whether a value is an array or a constant, or contains nothing else; adds the classes of all but plain containers
+    to `kinds`.
+
+    Args:
+        holders: the objects that hold it, to which it may refer by a weak reference.
+    """
+    if isinstance(value, weakref.ref):
+        return any(value() is holder for holder in holders)
+    if any(value is holder for holder in holders):
+        return False
+    if pytree.tree_is_leaf(value):
+        kinds.add(type(value))
+        if isinstance(value, _CONSTANTS):
+            return True
+        if not _may_be_data(value):
+            return False
+        parts = _parts(value)[0]
+    else:
+        parts = [part for _, part in pytree.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)[0]]
+    return all(_holds_only_data(part, [*holders, value], kinds) for part in parts)
+
+
+# -- how it is taken apart --
 
 
 def _attributes(value: Any) -> list[str]:
-    """The names of the dataclass's fields that are set, and of its other attributes."""
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    return [*names, *(name for name in getattr(value, "__dict__", ()) if name not in names)]
+    """The names of an object's slots that are set, and of its other attributes."""
+    in_slots = [name for name in slots(type(value)) if slot_value(value, name) is not MISSING]
+    return [*in_slots, *(own_attributes(value) or ())]
 
 
-def _register_dataclass(kind: type) -> None:
+def _parts(value: Any) -> tuple[list[Any], tuple]:
+    """What an object holds, and the names of its attributes, with its keys or indices."""
+    names, table = tuple(_attributes(value)), own_attributes(value) or {}
+    parts = [table[name] if name in table else slot_value(value, name) for name in names]
+    if isinstance(value, dict):
+        items = table_of(value)
+    else:
+        items = dict(enumerate(items_of(value))) if isinstance(value, list) else {}
+    return [*parts, *items.values()], (names, tuple(items))
+
+
+def _register_object(kind: type) -> None:
     def parts(value: Any) -> tuple[list[Any], Any]:
-        names = tuple(_attributes(value))
-        return [getattr(value, name) for name in names], names
+        held, context = _parts(value)
+        return [BackReference(part) if isinstance(part, weakref.ref) else part for part in held], context
 
     def entries(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        names = tuple(_attributes(value))
-        return [(pytree.GetAttrKey(name), getattr(value, name)) for name in names], names
+        held, (names, keys) = parts(value)
+        paths = [*map(pytree.GetAttrKey, names), *map(pytree.MappingKey, keys)]
+        return list(zip(paths, held, strict=True)), (names, keys)
 
-    def made(items: Any, names: Any) -> Any:
-        value: Any = object.__new__(kind)  # like a copy: without the constructor, and also if frozen
-        for name, item in zip(names, items, strict=True):
-            object.__setattr__(value, name, item)
+    def made(held: Any, context: Any) -> Any:
+        names, keys = context
+        value: Any = builtin_base(kind).__new__(kind)  # like a copy: without the constructor, and also if frozen
+        held = list(held)
+        for name, part in zip(names, held, strict=False):
+            object.__setattr__(value, name, part)
+        if keys:
+            items = held[len(names) :]
+            set_items(value, items) if issubclass(kind, list) else set_table(value, dict(zip(keys, items, strict=True)))
         return value
 
     pytree.register_pytree_node(kind, parts, made, flatten_with_keys_fn=entries)
 
 
-def _register(kind: type[UserDict]) -> None:
+def _register_mapping(kind: type[UserDict]) -> None:
     def entries(value: UserDict) -> tuple[list[tuple[Any, Any]], tuple]:
         return [(pytree.MappingKey(key), item) for key, item in value.data.items()], tuple(value.data)
 
@@ -93,6 +187,35 @@ def _register(kind: type[UserDict]) -> None:
         lambda items, keys: kind(dict(zip(keys, items, strict=True))),
         flatten_with_keys_fn=entries,
     )
+
+
+def copied(original: Any, copy: Any, copies: dict[int, Any]) -> Any:
+    """`copy`, which is `original` with other leaves, with containers shared, and referred to, as in `original`.
+
+    Args:
+        copies: by the id of a container in `original`, its copy.
+    """
+    names = flattened_attributes(original)
+    if not isinstance(original, (dict, list, tuple)) and not names:
+        return copy
+    if isinstance(original, tuple):
+        parts = [copied(a, b, copies) for a, b in zip(original, copy, strict=True)]
+        return type(copy)(*parts) if hasattr(copy, "_fields") else tuple(parts)
+    if id(original) in copies:
+        return copies[id(original)]
+    copies[id(original)] = copy
+    for name in names:
+        part = getattr(original, name)
+        if isinstance(part, weakref.ref):
+            new: Any = weakref.ref(copies[id(part())]) if id(part()) in copies else part
+        else:
+            new = copied(part, getattr(copy, name), copies)
+        object.__setattr__(copy, name, new)
+    if isinstance(original, list):
+        list.__setitem__(copy, slice(None), [copied(*pair, copies) for pair in zip(original, copy, strict=True)])
+    for key in table_of(original) if isinstance(original, dict) else ():
+        copy[key] = copied(original[key], copy[key], copies)
+    return copy
 
 
 def containers(structure: Any) -> Iterator[Any]:

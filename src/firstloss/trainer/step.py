@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -199,7 +198,7 @@ def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str
     elif isinstance(batch, (tuple, list)):
         candidates.insert(0, (tuple(batch), {}))
     elif flattened_attributes(batch):
-        candidates.insert(0, ((), {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}))
+        candidates.insert(0, ((), {name: getattr(batch, name) for name in flattened_attributes(batch)}))
     for args, kwargs in candidates:
         try:
             signature.bind(*args, **kwargs)
@@ -278,7 +277,7 @@ def describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
     if flattened_attributes(value):
-        return type(value).__name__ + describe({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+        return type(value).__name__ + describe({name: getattr(value, name) for name in flattened_attributes(value)})
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(describe(item) for item in value) + ")"
     return type(value).__name__

@@ -6,6 +6,8 @@ import ctypes
 import dataclasses
 import os
 import random
+import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -362,6 +364,87 @@ def objects(net, model, optimizer):
             batch_dict = Batch(batch())
 
 
+class Plain:
+    def __init__(self, x):
+        self.x, self.name, self.count = x, "plain", 3
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+    def __setattr__(self, name, value):
+        self[name] = value
+
+    def __init__(self, x):
+        super().__init__(x=x)
+
+
+class Ordered(collections.OrderedDict):
+    x = property(lambda self: self["x"])
+
+    def __init__(self, x):
+        super().__init__(x=x)
+
+
+class Scaled(list):
+    x = property(lambda self: self[0] * self.scale)
+
+    def __init__(self, x):
+        super().__init__([x])
+        self.scale = 2.0
+
+
+class Graph:
+    """As PyTorch Geometric's batches: what it holds refers to it."""
+
+    x = property(lambda self: self.store.values["x"] * self.store.graph().factor)
+
+    def __init__(self, x):
+        self.factor, self.store = 0.5, Store(self, x)
+
+
+class Store:
+    def __init__(self, graph, x):
+        self.graph, self.values, self.kind = weakref.ref(graph), {"x": x}, Graph
+
+
+CLASSES = (Plain, Slotted, Attributes, Ordered, Scaled, Graph)
+
+
+@case
+def batches_of_any_class(net, model, optimizer):
+    @fl.trace
+    def step(batch):
+        return net(batch.x).sum()
+
+    for kind in CLASSES:
+        for _ in range(3):
+            yield step(kind(batch()))
+
+
+@case
+def batches_that_the_step_changes(net, model, optimizer):
+    @fl.trace
+    def step(batch):
+        batch.out = net(batch.x).mean(0)
+        batch.out2 = [batch.out * 2]
+        if isinstance(batch, Plain):
+            batch.count += 1
+        return batch.out.sum()
+
+    for kind in (Plain, Attributes, Graph):
+        for _ in range(3):
+            held = kind(batch())
+            yield step(held), held.out, held.out2[0], getattr(held, "count", 0) if kind is Plain else 0
+
+
 class Judge:
     """Has a method with the name of one of ours."""
 
@@ -490,9 +573,45 @@ def test_editing_a_padded_argument_is_refused(backend):
         step(batch()[:3])
 
 
+@pytest.mark.parametrize("kind", CLASSES)
+def test_batches_of_a_class_are_compiled_once(kind, backend):
+    net = fl.compile(Net(), backend)
+
+    @fl.trace
+    def step(batch):
+        return net(batch.x).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fl.errors.GraphChangeWarning)
+        held = [kind(batch()) for _ in range(3)]
+        for one in held:
+            step(one)
+    assert len(step._cache.steps()) == 1
+
+
+class Owner:
+    """Not data: it holds a model."""
+
+    def __init__(self, net):
+        self.net, self.total = net, torch.zeros(())
+
+
+def test_an_object_that_is_not_data_stays_itself(backend):
+    owner = Owner(fl.compile(Net(), backend))
+
+    @fl.trace
+    def step(owner, x):
+        owner.total = owner.total + owner.net(x).sum().detach()
+        return owner.total, owner
+
+    x = batch()
+    for _ in range(3):
+        total, returned = step(owner, x)
+        assert returned is owner and torch.equal(total, owner.total)
+
+
 def test_arguments_are_not_kept_alive(backend):
     import gc
-    import weakref
 
     net = fl.compile(Net(), backend)
 

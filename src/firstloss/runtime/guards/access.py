@@ -89,7 +89,7 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 def size(container: Any) -> int:
     """The number of items of a list, set, deque, tuple or dict."""
     cls = type(container)
-    return len(container) if cls.__len__ in _PLAIN_LENGTHS else _builtin(cls).__len__(container)
+    return len(container) if cls.__len__ in _PLAIN_LENGTHS else builtin_base(cls).__len__(container)
 
 
 _CONTAINERS: tuple[type, ...] = (list, set, tuple, frozenset, dict, collections.deque, collections.OrderedDict,
@@ -106,8 +106,8 @@ _PLAIN_ITERATION = {list.__iter__, set.__iter__, tuple.__iter__, frozenset.__ite
 
 
 def _raw_iteration(container: Any) -> Iterator[Any]:
-    bases: tuple[Any, ...] = (list, set, tuple, frozenset, collections.deque)
-    return next((base.__iter__(container) for base in bases if isinstance(container, base)), iter(container))
+    base = builtin_base(type(container))
+    return base.__iter__(container) if hasattr(base, "__iter__") else iter(container)
 
 
 def table_of(table: dict) -> dict:
@@ -122,7 +122,7 @@ def table_of(table: dict) -> dict:
 def empty_like(container: Any) -> Callable[[], Any]:
     """A function that creates an empty container of the same class."""
     cls = type(container)
-    base = _builtin(cls)
+    base = builtin_base(cls)
     if isinstance(container, collections.deque):
         length = container.maxlen
         return lambda: _initialized(base.__new__(cls), base, (), length)
@@ -137,8 +137,8 @@ def _initialized(new: Any, base: Any, *args: Any) -> Any:
     return new
 
 
-def _builtin(cls: type) -> Any:
-    """The builtin class that `cls` derives from."""
+def builtin_base(cls: type) -> Any:
+    """The class of C that a class derives from: `object`, `dict` and so on."""
     return next(base for base in cls.__mro__ if not is_python_class(base))
 
 
@@ -147,7 +147,7 @@ def set_items(container: Any, items: list[Any]) -> None:
     if isinstance(container, list):
         list.__setitem__(container, slice(None), items)
         return
-    base = _builtin(type(container))
+    base = builtin_base(type(container))
     base.clear(container)
     (set.update if issubclass(base, set) else base.extend)(container, items)
 
@@ -158,7 +158,7 @@ def set_table(table: dict, entries: dict) -> None:
         table.clear()
         table.update(entries)
         return
-    base = _builtin(type(table))
+    base = builtin_base(type(table))
     base.clear(table)
     for key, value in entries.items():
         base.__setitem__(table, key, value)

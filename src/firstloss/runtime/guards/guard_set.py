@@ -13,7 +13,7 @@ from ...capture.autograd_boundary import is_returned
 from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
-from .access import MISSING
+from .access import MISSING, size, table_of
 from .equality import same
 from .external_state import ExternalCall
 from .guards import Change, ClassGuard, Guard, ListGuard, ReadGuard, is_shared
@@ -59,8 +59,8 @@ class GuardSet:
         self._count = len(self._guards)
         self._guards += map(ClassGuard, values.objects.values())
         # The version of an OrderedDict is the same when an item is moved.
-        ordered = [g for g in tables if g.whole and len(g.held) > 1 and type(g.held) is not dict]
-        orders = [(g.change(MISSING, None, None), functools.partial(tuple, g.held)) for g in ordered]
+        ordered = [g for g in tables if g.whole and size(g.held) > 1 and type(g.held) is not dict]
+        orders = [(g.change(MISSING, None, None), functools.partial(_keys, g.held)) for g in ordered]
         self._reads = [*values.reads.values()]
         self._reads += [ReadGuard(read, read(), text, name, id_) for (text, name, _, _, id_, _), read in orders]
         tensors = list(values.tensors.values())
@@ -179,6 +179,10 @@ class GuardSet:
         self._with_facts = [new_of.get(id(t), t) for t in self._with_facts]
         self._facts = _facts(self._with_facts)
         return True
+
+
+def _keys(table: dict) -> tuple:
+    return tuple(table_of(table))
 
 
 def _change_of(expression: Expression, old: Any, new: Any) -> Change:

@@ -161,7 +161,7 @@ class TableGuard(Guard):
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         plain = type(self.held) is dict
         get = self.held.get if plain else lambda key, default: dict.get(self.held, key, default)
-        current = map(self.held.get, self.expected, itertools.repeat(MISSING))
+        current = map(get, self.expected, itertools.repeat(MISSING))
         if plain and all(map(operator.is_, current, self.expected.values())):
             entries: Iterable[tuple[Any, Any]] = ()  # skips a loop over thousands of names, as in PyTorch's modules
         else:
@@ -171,8 +171,8 @@ class TableGuard(Guard):
             if new is not old and not same(old, new) and undisguised(new) is not undisguised(old):
                 yield key, old, new
         for names in self.absent:
-            for key in (names & self.held.keys()) - self.expected.keys():
-                yield key, MISSING, self.held[key]
+            for key in (names & dict.keys(self.held)) - self.expected.keys():
+                yield key, MISSING, get(key, MISSING)
         if self.whole:
             before = [key for key, value in self.expected.items() if value is not MISSING]
             now = list(table_of(self.held))

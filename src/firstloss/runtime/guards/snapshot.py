@@ -82,7 +82,7 @@ class Snapshot:
 
     def functions_of_users(self) -> int:
         """The number of functions that may run and do not belong to installed packages."""
-        return sum(not is_installed(own_module(functions[0])) for functions in self.functions.values())
+        return sum(not is_installed(own_module(f)) for functions in self.functions.values() for f in functions)
 
     def weights(self) -> list[torch.Tensor]:
         """The tensors that gradients are or were computed for: a frozen weight may still have one."""

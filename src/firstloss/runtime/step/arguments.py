@@ -28,7 +28,7 @@ from ...program.source import here, warn
 from ..guards.effects import Bind, Effects
 from ..guards.kind import kind_of
 from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor
-from ..pytrees import containers, flatten, flattened_attributes
+from ..pytrees import BackReference, containers, copied, flatten
 
 _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
@@ -127,7 +127,8 @@ class Arguments:
     def rebuilt(self, leaves: list[Any]) -> tuple:
         """The arguments with other leaves, in new containers, shared as in the original."""
         new = pytree.tree_unflatten(leaves, self.spec)
-        return _unified(self._args_and_kwargs, new, {}) if self._container_passed_twice() else new
+        linked = self._container_passed_twice() or any(type(leaf) is BackReference for leaf in leaves)
+        return copied(self._args_and_kwargs, new, {}) if linked else new
 
     def data(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensors that are data, with their indices."""
@@ -155,26 +156,6 @@ def _pattern(objects: list[Any]) -> tuple[int, ...]:
     """For each object, the index of its first occurrence."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(held), i) for i, held in enumerate(objects)])
-
-
-def _unified(original: Any, copy: Any, copies: dict[int, Any]) -> Any:
-    """`copy`, which is `original` with other leaves, with containers shared as in `original`."""
-    names = () if isinstance(original, (dict, list, tuple)) else flattened_attributes(original)
-    if not isinstance(original, (dict, list, tuple)) and not names:
-        return copy
-    if isinstance(original, tuple):
-        parts = [_unified(a, b, copies) for a, b in zip(original, copy, strict=True)]
-        return type(copy)(*parts) if hasattr(copy, "_fields") else tuple(parts)
-    if id(original) in copies:
-        return copies[id(original)]
-    copies[id(original)] = copy
-    for name in names:
-        object.__setattr__(copy, name, _unified(getattr(original, name), getattr(copy, name), copies))
-    if names:
-        return copy
-    for key in range(len(original)) if isinstance(original, list) else list(original):
-        copy[key] = _unified(original[key], copy[key], copies)
-    return copy
 
 
 def is_unlike_others(tensor: torch.Tensor) -> bool:
@@ -473,8 +454,8 @@ def _kind(leaf: Any) -> tuple:
         if kind_of(type(leaf)).has_only_attributes:  # a dataclass, for example
             return (type(leaf), Itself(leaf))
         raise TraceError(
-            f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists and "
-            "dicts, or constants."
+            f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists, dicts "
+            "and objects that hold nothing else, or constants."
         ) from None
     return (type(leaf), leaf)
 
