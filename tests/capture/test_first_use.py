@@ -176,7 +176,8 @@ def test_the_warning_names_the_line_the_module_and_what_to_call():
 @pytest.mark.parametrize("edited", [True, False], ids=["a script", "libraries alone"])
 def test_the_warning_names_a_line_that_can_be_edited(depth, edited, tmp_path, monkeypatch):
     """The warning names the line in the user's own code if there is one, not in the installed trainer."""
-    monkeypatch.setattr(source, "_installed", lambda: (str(tmp_path),) if edited else ("/",))
+    installed = str(tmp_path) if edited else "/"
+    monkeypatch.setattr(source, "is_installed_file", lambda file: file.startswith(installed))
     use = fl.deferred_init(nn.Linear, 3, 4)
     for level in range(depth):
         space = {"inner": use}

@@ -532,7 +532,7 @@ def test_state_may_start_from_the_first_gradient(cls, set_to_none, backend):
     check(backend, cls, set_to_none=set_to_none)
 
 
-@pytest.mark.parametrize("cls", [Counting, Toggling, Phases])
+@pytest.mark.parametrize("cls", [Counting, CountingInAList, Toggling, Phases])
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_python_values_in_the_state_are_respected(cls, backend):
     check(backend, cls)
@@ -546,16 +546,6 @@ def test_an_optimizer_that_counts_in_python_is_compiled_no_more_after_three_step
         for _ in range(3):
             run.train(step)
     assert compilations(step) <= 3  # without a count, with its first, with any
-
-
-def test_a_counter_in_a_list_in_the_state_is_refused(backend):
-    run = Run(backend, CountingInAList)
-    with pytest.raises(
-        fl.errors.TraceError,
-        match=r"between_steps.py:\d+: CountingInAList stores a list in state.*torch.zeros",
-    ):
-        run.train(run.step())
-    assert not run.optimizer.state
 
 
 # -- averages by a count --

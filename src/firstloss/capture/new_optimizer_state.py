@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ..errors import TraceError
 from ..program.graph import Value
-from ..program.source import here
 from . import recorder
 from .recorder import DeferredTensor
 from .step import StepTrace, is_traced
@@ -21,6 +19,20 @@ class FirstStepDiffers(Exception):
     """An optimizer initializes its state from values that only its first step has."""
 
 
+class CannotRehearse(FirstStepDiffers):
+    """A step cannot be rehearsed: it reads values, or computes gradients, which would use up the graph of the loss."""
+
+
+class _Rehearsal(StepTrace):
+    """The trace of a first step whose effects are discarded."""
+
+    def begin_backward(self) -> None:
+        raise CannotRehearse
+
+    def refuse_read(self, op: Any) -> NoReturn:
+        raise CannotRehearse
+
+
 def find_new_state(
     optimizer: torch.optim.Optimizer, step: Callable[[], Any]
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
@@ -30,22 +42,26 @@ def find_new_state(
     to `optimizer.state` remain there, with their initial values.
 
     Raises:
-        FirstStepDiffers: if the state is initialized from a weight or a gradient, or with an object or a number that
-            the step changes; `optimizer.state` is restored.
+        FirstStepDiffers: if the state is initialized from a weight or a gradient, or with a list of tensors, an object
+            or a number that the step changes; `optimizer.state` is restored.
+        CannotRehearse: if `step` cannot be rehearsed; likewise.
     """
-    old_state = {p: dict(entries) for p, entries in optimizer.state.items()}
+    old_state = {p: dict(entries) for p, entries in optimizer.state.items() if isinstance(entries, dict)}
+    others = {key: held for key, held in optimizer.state.items() if key not in old_state}  # not of a weight
     numbers = _python_state(optimizer)
-    rehearsal = StepTrace()
+    rehearsal = _Rehearsal()
     try:
         with rehearsal.active():
             step()
+        if any(not isinstance(held, dict) and key not in others for key, held in optimizer.state.items()):
+            raise FirstStepDiffers
         new_numbers = _python_state(optimizer)
         counts = _changes(optimizer, numbers, new_numbers)
         new_state = _new_state(optimizer, old_state, rehearsal)
         for entry in new_state.values():
             entry._storage.trace = None
         if not counts and new_numbers.keys() - numbers.keys():  # constant, if another step does not change them
-            with StepTrace().active():
+            with _Rehearsal().active():
                 step()
             counts = _changes(optimizer, new_numbers, _python_state(optimizer))
             _restore_state(optimizer, new_state)
@@ -55,11 +71,14 @@ def find_new_state(
             optimizer.state[parameter][key] = old_state[parameter][key]
     except BaseException:
         for parameter, entries in list(optimizer.state.items()):
-            entries.clear()
-            entries.update(old_state.get(parameter, {}))
-            if parameter not in old_state:
+            if parameter in old_state:
+                entries.clear()
+                entries.update(old_state[parameter])
+            elif parameter not in others:
                 del optimizer.state[parameter]
         raise
+    finally:
+        optimizer.state.update(others)
     return new_state
 
 
@@ -67,18 +86,14 @@ def _new_state(
     optimizer: torch.optim.Optimizer, old_state: dict[torch.Tensor, dict[str, Any]], rehearsal: StepTrace
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
     new_state: dict[tuple[torch.Tensor, str], DeferredTensor] = {}
-    for parameter, entries in optimizer.state.items():
+    for parameter, entries in _of_weights(optimizer):
         before = old_state.get(parameter, {})
         for key, entry in list(entries.items()):
-            if any(is_traced(part, rehearsal) for part in _parts(entry) if part is not entry):
-                raise TraceError(
-                    f"{here()}: {type(optimizer).__name__} creates tensors in its first step() and stores them in "
-                    f"state[{key!r}], a {type(entry).__name__}. Store each under a key of its own: "
-                    f"state['{key}_0'] = torch.zeros(...)."
-                )
             if key in before:
                 entries[key] = before[key]  # the rehearsal may have replaced it
                 continue
+            if any(is_traced(part, rehearsal) for part in _parts(entry) if part is not entry):
+                raise FirstStepDiffers  # a list of tensors, for example
             if not is_traced(entry, rehearsal):
                 # A gradient or a weight itself, or an object, which may hold tensors of the rehearsal.
                 if not isinstance(entry, (*PLAIN, list, tuple, dict)):
@@ -93,6 +108,11 @@ def _new_state(
                 raise FirstStepDiffers
             new_state[parameter, key] = entry
     return new_state
+
+
+def _of_weights(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """The state of each weight; an optimizer may also keep state of its own, under other keys."""
+    return [(p, entries) for p, entries in optimizer.state.items() if isinstance(entries, dict)]
 
 
 def _parts(entry: Any) -> Iterator[Any]:
@@ -110,7 +130,7 @@ def _parts(entry: Any) -> Iterator[Any]:
 def _python_state(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], list[Any]]:
     """The leaves of an optimizer's state that are not tensors, by weight and key."""
     leaves = {}
-    for parameter, entries in optimizer.state.items():
+    for parameter, entries in _of_weights(optimizer):
         for key, entry in entries.items():
             plain = [part for part in _parts(entry) if not isinstance(part, torch.Tensor)]
             if plain:
@@ -119,24 +139,13 @@ def _python_state(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, Any], lis
 
 
 def _changes(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> bool:
-    """Whether a step has changed Python numbers in its optimizer's state.
-
-    Raises:
-        TraceError: if it has changed a list or dict there.
-    """
+    """Whether a step has changed what is in its optimizer's state besides tensors."""
     changed = False
     for (parameter, key), now in after.items():
         old = before.get((parameter, key))
         if old is not None and (
             len(old) != len(now) or any(type(a) is not type(b) or a != b for a, b in zip(old, now, strict=True))
         ):
-            entry = optimizer.state[parameter][key]
-            if not isinstance(entry, PLAIN):
-                raise TraceError(
-                    f"{here()}: {type(optimizer).__name__} stores a {type(entry).__name__} in state[{key!r}] and "
-                    f"modifies it in step(). Store tensors there, each under a key of its own: "
-                    f"state['{key}_0'] = torch.zeros(...)."
-                )
             changed = True
     return changed
 

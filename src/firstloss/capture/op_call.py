@@ -58,6 +58,7 @@ class Traits(NamedTuple):
         arguments: the names of its arguments.
         is_foreach: whether it is a foreach operation, on lists of tensors.
         returns_one: whether it returns one tensor, rather than a list or tuple of them.
+        no_tensors: whether it neither takes nor returns tensors, as `promote_types` and the profiler's operations.
     """
 
     view: bool
@@ -73,6 +74,7 @@ class Traits(NamedTuple):
     arguments: tuple[str, ...]
     is_foreach: bool
     returns_one: bool
+    no_tensors: bool
 
 
 @functools.cache
@@ -121,6 +123,7 @@ def traits_of(op: OpOverload) -> Traits:
         tuple(arg.name for arg in schema.arguments),
         schema.name.startswith("aten::_foreach_"),
         len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType),
+        not any("Tensor" in str(part.type) for part in (*schema.arguments, *schema.returns)),
     )
 
 

@@ -208,6 +208,8 @@ def grad(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_graph(outputs: Any) -> None:
+    if session.trace is not None:
+        session.trace.begin_backward()
     if session.trace is not None or are_functorch_transforms_active():
         return
     for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):

@@ -73,7 +73,7 @@ def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     if handler is not None:
         return handler(op, args, kwargs)
     traits = traits_of(op)
-    if traits.namespace == "profiler":
+    if traits.no_tensors:
         return op(*args, **kwargs)
     if traits.replacement is not None:
         return conjugate_views.view_lazily(op, traits.replacement, args, kwargs)

@@ -127,6 +127,8 @@ class Tracing:
 
     def check_memory(self, storages: Iterable[Storage]) -> None: ...
 
+    def begin_backward(self) -> None: ...
+
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         raise NotImplementedError
 

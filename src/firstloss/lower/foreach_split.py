@@ -79,7 +79,8 @@ def _piece(
                 key.append((values.setdefault(value, len(values)), ref[1:], value.shape, value.stride, value.dtype))
             else:
                 key.append((type(ref), ref))
-    writes = tuple(ref for arg in (*args, *kwargs.values()) if type(arg) is list for ref in arg if id(ref) in written)
+    refs = [ref for arg in (*args, *kwargs.values()) if type(arg) is list for ref in arg if id(ref) in written]
+    writes = tuple({id(ref): ref for ref in refs}.values())  # one list may be two operands
     outputs = (*(written[id(ref)] for ref in writes), *new_outputs)
     call = call_cache.get(tuple(key))
     if call is not None:

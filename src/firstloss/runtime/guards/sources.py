@@ -253,8 +253,8 @@ class GuardSources:
                     guard.expected.update(before)
                     guard.whole = True
                 else:
-                    read = functools.partial(optimizer.state.get, weight)
-                    self._values.read((id(entries), name), read, before, f"the {name} of {kind}", name)
+                    guard = self._values.table(optimizer.state, lambda key: f"state[{key!r}] of {kind}", name)
+                    guard.expected[weight] = before
 
     def _imported(self, name: str, code: types.CodeType) -> None:
         """Guard a module that code imports whenever it runs."""

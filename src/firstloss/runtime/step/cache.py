@@ -58,6 +58,9 @@ _MOST_FOR_CERTAIN = 32
 # How many compiled steps there may be whose outcomes differ.
 _MOST_OUTCOMES = 8
 
+# How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced.
+_MOST_IN_VAIN = 3
+
 # How often a call looks for the compiled step of other outcomes, before it is run by PyTorch's kernels.
 _MOST_RETRIES = 2
 
@@ -445,6 +448,7 @@ class CacheEntries:
             False  # whether a trace that has read values has shown that its Python may run twice at a call
         )
         self._reading = 0  # the number of calls that no step fitted, since one has read values
+        self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
 
@@ -485,6 +489,8 @@ class CacheEntries:
             similar: entries for the same kind of call, traced with weights in another state.
         """
         entry = self._fitting
+        if entry is not None:
+            self._in_vain = 0
         if entry is None:
             try:
                 entry = self._trace(request, similar)
@@ -546,6 +552,8 @@ class CacheEntries:
 
         entry = self._traced(request, find, similar)
         traced = entry.step.traced
+        if entry.step.is_for_one_call and not (traced.trace.reads or traced.trace.number_reads):
+            return entry  # an optimizer's first step
         if entry.step.is_for_one_call:
             self._reading = max(self._reading, 1)
             self._repeatable = (
@@ -561,6 +569,10 @@ class CacheEntries:
             entry.again = last.again + 1
             if entry.again > 1:
                 self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
+        self._in_vain = 0 if twin else self._in_vain + 1
+        if self._in_vain > _MOST_IN_VAIN and request.reads and last is not None:
+            self._reading = max(self._reading, _MOST_IN_VAIN + 1)
+            self._reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
         if twin and twin[0] in self._entries and twin[0].step.traced.outcomes == traced.outcomes:

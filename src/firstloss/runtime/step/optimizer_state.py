@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from ...capture.input_numbers import is_input_number, is_plain_number, plain
 from ...capture.new_optimizer_state import PLAIN
 from ...capture.recorder import DeferredTensor
 from ...capture.step import StepTrace
-from ...capture.symbolic_scalars import Hyperparameter
+from ...capture.symbolic_scalars import Hyperparameter, in_place_of_number
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.access import MISSING
@@ -29,6 +29,21 @@ from ..guards.guards import with_article
 from ..guards.places import Place, Varying, place_of
 from ..guards.reconstruct import CallFrame, Make, Reconstructor, computed
 from ..guards.snapshot import Snapshot
+
+
+def entries_of(state: dict[Any, Any]) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
+    """The entries of an optimizer's state, each with its table and key: in a weight's dict, or in the state itself."""
+    for key, held in state.items():
+        if isinstance(held, dict):
+            for name, value in held.items():
+                yield held, name, value
+        else:
+            yield state, key, held
+
+
+def _keys_of(state: dict[Any, Any]) -> dict[Any, set[Any]]:
+    """The keys of an optimizer's state, with those of the dicts there."""
+    return {key: set(held) if isinstance(held, dict) else set() for key, held in state.items()}
 
 
 class OptimizerStates:
@@ -65,25 +80,28 @@ class OptimizerStates:
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Save an optimizer's state before its first step."""
         held = next((held for other, held in self._held if other is optimizer), {})
-        if any(optimizer.state.get(p) is not e or content and not e for p, (e, content) in held.items()):
+        if any(p not in optimizer.state for p in held) or any(
+            content is not None and optimizer.state[p] is not e or content and not e for p, (e, content) in held.items()
+        ):
             self.counts = self.counts or "it drops the state of its optimizer"
-        for entries in optimizer.state.values():
-            saved = (torch.Tensor, *PLAIN)
-            self._entries += [(entries, key, value) for key, value in entries.items() if isinstance(value, saved)]
-        self._before.append((optimizer, {p: set(entries) for p, entries in optimizer.state.items()}))
+        self._save(entries_of(optimizer.state))
+        self._before.append((optimizer, _keys_of(optimizer.state)))
+
+    def _save(self, entries: Iterable[tuple[dict[Any, Any], Any, Any]]) -> None:
+        self._entries += [entry for entry in entries if isinstance(entry[2], (torch.Tensor, *PLAIN))]
 
     def save_others(self, snapshot: Snapshot) -> None:
         """As `save`, after the trace, for optimizers that have not stepped, but whose methods may have been called."""
         for optimizer in snapshot.optimizers:
             if any(seen is optimizer for seen in self._seen):
                 continue
-            before = {p: held for p, held in snapshot.optimizer_states[id(optimizer)].items() if isinstance(held, dict)}
+            before = snapshot.optimizer_states[id(optimizer)]
             for p, held in before.items():
-                entries = optimizer.state.get(p)
-                if isinstance(entries, dict):
-                    saved = (torch.Tensor, *PLAIN)
-                    self._entries += [(entries, key, value) for key, value in held.items() if isinstance(value, saved)]
-            self._before.append((optimizer, {p: set(held) for p, held in before.items()}))
+                table = optimizer.state.get(p) if isinstance(held, dict) else optimizer.state
+                if isinstance(table, dict):
+                    values = held.items() if isinstance(held, dict) else [(p, held)]
+                    self._save((table, key, value) for key, value in values)
+            self._before.append((optimizer, _keys_of(before)))
 
     def traced(
         self, effects: Effects, reconstructor: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]
@@ -114,6 +132,12 @@ class OptimizerStates:
 
         for optimizer, old_entries in self._before:
             for p, entries in list(optimizer.state.items()):
+                if not isinstance(entries, dict):
+                    if p not in old_entries:
+                        undo = functools.partial(optimizer.state.pop, p, None)
+                        make = reconstructor.make(entries)
+                        effects.add(undo, setting(functools.partial(operator.setitem, optimizer.state, p), make))
+                    continue
                 for key in [key for key in entries if key not in old_entries.get(p, ())]:
                     undo = functools.partial(_forget_entry, optimizer, p, key, p in old_entries)
                     effects.add(
@@ -164,10 +188,10 @@ class StateOf:
         state = optimizer.state
         self._weights = list(state)
         self._entries = list(state.values())
-        tables = [entries for entries in self._entries if isinstance(entries, dict)]  # others are rejected
-        self._tables = [entries for entries in tables for _ in entries]
-        self._keys = [key for entries in tables for key in entries]
-        self._values = [value for entries in tables for value in entries.values()]
+        held = list(entries_of(state))
+        self._tables = [table for table, _, _ in held]
+        self._keys = [key for _, key, _ in held]
+        self._values = [value for _, _, value in held]
         tables_and_keys = zip(self._tables, self._keys, strict=True)
         self._indices = {(id(table), key): i for i, (table, key) in enumerate(tables_and_keys)}
 
@@ -368,7 +392,13 @@ class ParameterGroups:
             self.set(group, key, new)
 
     def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
-        """Make the learning rate, and other numbers that change, inputs that are read at each call."""
+        """Make the learning rate, and other numbers that change, inputs that are read at each call.
+
+        Those of custom optimizers remain Python numbers, with which they may do anything; if they change, they become
+        input numbers, as all others do.
+        """
+        if not is_known(optimizer):
+            return
         group = optimizer.param_groups[index]
         value = group[key]
         if is_input_number(value):
@@ -393,7 +423,7 @@ class ParameterGroups:
         entry = GroupEntry(group, key, index)
         with DisableTorchDispatch():
             example = torch.full((), entry.read(), dtype=torch.float64)
-        tensor = self._trace.new_input(example, label)
+        tensor = in_place_of_number(self._trace.new_input(example, label))
         self.inputs[tensor._storage.value] = entry
         return tensor
 
@@ -438,7 +468,9 @@ class ParameterGroups:
             self._later += differences
             for change in differences:
                 change.undo()
-            refused += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
+            lost = [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
+            group.update({key: before[key] for key in lost})
+            refused += lost
         for change in reversed([*self._first, *self._computed]):
             change.undo()
         self._later = [*self._computed, *self._later]

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...capture import session
-from ...capture.new_optimizer_state import FirstStepDiffers, find_new_state
+from ...capture.new_optimizer_state import CannotRehearse, FirstStepDiffers, find_new_state
 from ...capture.step import StepTrace, storage_key
 from ...capture.symbolic_scalars import tensor_of
 from ...capture.tensor import DeferredTensor
@@ -36,7 +36,7 @@ from ..guards.effects import Effects
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from .optimizer_state import OptimizerStates, ParameterGroups, is_known, sign_unknown
+from .optimizer_state import OptimizerStates, ParameterGroups, entries_of, is_known, sign_unknown
 from .owners import memory_and_geometry
 from .schedulers import Schedulers
 
@@ -215,13 +215,6 @@ class Optimizers:
         if name in _REFUSED:
             error, why = _REFUSED[name]
             raise error(f"{here()}: {name} cannot be traced: it {why}.")
-        for owner, entries in optimizer.state.items():
-            if not isinstance(entries, dict):
-                raise TraceError(
-                    f"{here()}: state[{owner!r}] of this {name} is of type {type(entries).__name__}, not a dict "
-                    "of a weight's state. Keep it in the state of the first weight, as "
-                    "state[weight]['name'] = torch.tensor(...), or in an attribute of the optimizer."
-                )
         self.seen.append(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.gradients.update(grad._storage.value for grad in grads if type(grad) is DeferredTensor)
@@ -258,11 +251,13 @@ class Optimizers:
         groups = [(group, dict(group)) for group in optimizer.param_groups]
         try:
             if calls_closure:
-                raise FirstStepDiffers
+                raise CannotRehearse
             with _without_hooks(optimizer):
                 self.state.new.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())
-        except FirstStepDiffers:
-            self.first_step_only = True
+        except FirstStepDiffers as why:
+            # one that cannot be rehearsed is taken to have all its state after its first step
+            self.first_step_only = not isinstance(why, CannotRehearse) or optimizer not in _stepped
+            _stepped.add(optimizer)
             if any(sign_unknown(group.get("momentum")) for group in optimizer.param_groups):
                 raise TraceError(
                     f"{here()}: the momentum of this {name} is a tensor, and it has dampening: its buffer starts as "
@@ -303,14 +298,14 @@ def _keeps_gradients(group: dict[str, Any]) -> bool:
     Nesterov momentum adds the momentum to them in place."""
     decay = group.get("weight_decay")
     copied = group.get("maximize") or isinstance(decay, (int, float)) and decay != 0
-    return bool(group.get("nesterov") and not copied and not group["foreach"])
+    return bool(group.get("nesterov") and not copied and not group.get("foreach"))
 
 
 def _overlaps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether weights, gradients or state overlap in memory, so that the order of updates matters: foreach operations
     read everything before they write."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors = [t for p in weights for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
+    tensors = [t for p in weights for t in (p, p.grad)] + [value for _, _, value in entries_of(optimizer.state)]
     strided = [t for t in tensors if isinstance(t, torch.Tensor) and t.layout == torch.strided and t.numel()]
     extents = sorted(map(_extent, strided))
     return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(extents))
@@ -342,7 +337,7 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
     preinitializes = isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
     if preinitializes and not any(optimizer.state.values()):
         optimizer.preinitialize()  # type: ignore[attr-defined]
-    with_step = {id(p) for p, entries in optimizer.state.items() if "step" in entries}
+    with_step = {id(p) for p, entries in optimizer.state.items() if isinstance(entries, dict) and "step" in entries}
     optimizer.step()
     for p in fused:
         count = optimizer.state[p].get("step") if p in optimizer.state and id(p) not in with_step else None
@@ -369,6 +364,7 @@ def _hooks_of_all() -> list[Callable[..., Any]]:
 
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that could not be rehearsed
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
@@ -378,7 +374,7 @@ def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
     loaded tensors become the state, as in `torch.optim` (whoever holds them sees them change). Either way its groups
     are new, and the step is traced again.
     """
-    held = [v for entries in optimizer.state.values() for v in entries.values() if type(v) is torch.Tensor]
+    held = [value for _, _, value in entries_of(optimizer.state) if type(value) is torch.Tensor]
     inputs = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
     state = [v for v in held if storage_key(v) not in inputs]  # unless the step has used it where it is
     backend = current_backend()
@@ -392,11 +388,11 @@ def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
     before: dict[Any, dict[str, Any]] = {}
 
     def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        before.update({parameter: dict(entries) for parameter, entries in optimizer.state.items()})
+        before.update({p: dict(entries) for p, entries in optimizer.state.items() if isinstance(entries, dict)})
 
     def copy_back(optimizer: torch.optim.Optimizer) -> None:
         for parameter, entries in optimizer.state.items() if backend.mesh is not None else ():
-            for key, new in entries.items():
+            for key, new in entries.items() if isinstance(entries, dict) else ():
                 old = before.get(parameter, {}).get(key)
                 if not isinstance(old, torch.Tensor):
                     continue

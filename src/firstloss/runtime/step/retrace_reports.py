@@ -71,6 +71,18 @@ class Reports:
             self._reported.add(why)
             warn(EagerStepWarning(f"{why} So {self._name} runs eagerly: its Python runs at each call."))
 
+    def report_in_vain(self, why: list[str]) -> None:
+        """Report that the step runs eagerly, since each call would have to be compiled."""
+        if "in vain" not in self._reported:
+            self._reported.add("in vain")
+            changes = _some(why) if why else "what it reads"
+            warn(
+                EagerStepWarning(
+                    f"{here()}: {self._name} is another computation at each call, since this changes: {changes}. So it "
+                    f"is not compiled: its Python runs at each call, by PyTorch's kernels. {ADVICE}"
+                )
+            )
+
     def report_each_time(self, why: str, seconds: float) -> None:
         """Report why the step is traced at each call."""
         if why not in self._reported:

@@ -312,9 +312,12 @@ class TracedProgram:
 
     @property
     def is_for_one_call(self) -> bool:
-        """Whether it is valid for one call only, since its Python uses values that it has read as they are."""
+        """Whether it is valid for one call only, since its Python uses values that it has read as they are, or is that
+        of an optimizer's first step."""
         trace = self.trace
         if trace.reads or trace.number_reads and not trace.numbers_are_inputs:
+            return True
+        if self.optimizers.first_step_only and trace.contents is not None:
             return True
         return any(type(outcome) is not bool for outcome in self.outcomes)
 

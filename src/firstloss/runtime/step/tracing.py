@@ -34,6 +34,7 @@ from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources
 from .arguments import Arguments, TracedArguments
+from .optimizer_state import entries_of
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
 from .process_settings import ModesLeft
@@ -358,5 +359,4 @@ def _reachable(backend: Backend, optimizers: list[torch.optim.Optimizer]) -> Ite
             if kind == "parameter" and tensor.grad is not None:
                 yield tensor.grad
     for optimizer in optimizers:
-        for entries in optimizer.state.values():
-            yield from (v for v in entries.values() if isinstance(v, torch.Tensor))
+        yield from (value for _, _, value in entries_of(optimizer.state) if isinstance(value, torch.Tensor))
