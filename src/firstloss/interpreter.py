@@ -287,8 +287,8 @@ class TemporarySetting(Generic[T]):
         self._before_restoring = before_restoring
         self._lock = fork_safe_lock()
         self._blocks = 0
-        self._users: T = get()  # during blocks
-        self._ours: T = self._users  # likewise
+        # During blocks, the user's value, and the other one; that is None until it is set.
+        self._values: tuple[T, T | None] | None = None
 
     @contextmanager
     def changed(self) -> Iterator[None]:
@@ -302,23 +302,28 @@ class TemporarySetting(Generic[T]):
         finally:
             with self._lock:
                 self._blocks -= 1
-                if not self._blocks and self._get() == self._ours:
-                    self._before_restoring()
-                    self._set(self._users)
+                if not self._blocks:
+                    if self._is_changed():
+                        self._before_restoring()
+                        self._set(self._values[0])  # type: ignore[index]
+                    self._values = None
 
     def _change(self, users: T) -> None:
-        self._users = users
+        self._values = (users, None)
         self._set(self._meanwhile(users))
-        self._ours = self._get()
+        self._values = (users, self._get())
 
     def _is_changed(self) -> bool:
         """Whether a block has set the current value, and the user's code none since by Python's own function."""
-        return self._blocks > 0 and self._get() == self._ours
+        return self._values is not None and self._get() == self._values[1]
 
     def get(self) -> T:
-        """The user's value, which is set or will be restored."""
-        with self._lock:
-            return self._users if self._is_changed() else self._get()
+        """The user's value, which is set or will be restored. Takes no lock, since each call of a step calls it."""
+        while True:
+            values = self._values
+            now = self._get()
+            if values is self._values:
+                return now if values is None or values[1] is not None and now != values[1] else values[0]
 
     def set(self, value: T) -> None:
         """Set the user's value; inside of a block, for the time after it."""

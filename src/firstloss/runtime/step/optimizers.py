@@ -189,7 +189,7 @@ class Optimizers:
         has a relative error of 6e-5."""
         if not is_known(optimizer) or any(group.get("fused") for group in optimizer.param_groups):
             return  # fused kernels do that themselves
-        steps = [(e, e.get("step")) for e in optimizer.state.values()]
+        steps = [(table, value) for table, key, value in entries_of(optimizer.state) if key == "step"]
         counts = [(e, c) for e, c in steps if isinstance(c, torch.Tensor) and c.dtype is torch.float32 and not c.dim()]
         if counts:
             zero = torch.zeros((), dtype=torch.float64)
