@@ -175,6 +175,37 @@ class EvaluatesAgain(Own):
         return loss
 
 
+class KnowsItsFirstStep(Own):
+    def update(self):
+        new = {p for _, p, state in self.weights() if not state}
+        for group, p, state in self.weights():
+            state.setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            p.sub_(p.grad if p in new else p.grad - state["average"], alpha=group["lr"])
+
+
+class DrawsItsState(Own):
+    def update(self):
+        for group, p, state in self.weights():
+            if "noise" not in state:
+                state["noise"] = torch.empty_like(p).normal_()
+            state["noise"].mul_(0.9)
+            p.sub_(p.grad + 0 * state["noise"], alpha=group["lr"])
+
+
+class TensorsInGroups(Own):
+    """As D-Adaptation."""
+
+    def update(self):
+        group = self.param_groups[0]
+        if "sum" not in group:
+            group["sum"] = torch.tensor([0.0])
+        for _, p, _ in self.weights():
+            group["sum"].add_(p.grad.square().sum())
+        group["largest"] = torch.maximum(group["sum"], group.get("largest", torch.zeros(1)))
+        for group, p, _ in self.weights():
+            p.sub_(p.grad / (1 + self.param_groups[0]["largest"]), alpha=group["lr"])
+
+
 class DecidesByAProbability(Own):
     """As PSGD: what it counts is compared as a tensor."""
 
@@ -268,3 +299,32 @@ def test_the_step_is_compiled(name, backend):
 def test_a_step_that_each_call_would_compile_runs_untraced(backend):
     with pytest.warns(fl.errors.EagerStepWarning, match="another computation at each call.*'steps' in a parameter"):
         trained(LooksUpItsRate, backend)
+
+
+def scaled(cls, name, tmp_path):
+    """Losses and weights with a dynamic loss scale, two steps of which overflow."""
+    backend = fl.backend(name, **({} if name == "CPU" else {"artifact_dir": tmp_path}))
+    torch.manual_seed(0)
+    with backend.device:
+        model = nn.Linear(3, 2)
+    compiled = fl.compile(model, backend)
+    optimizer = cls(model.parameters())
+    scaler = fl.amp.GradScaler(loss_scale="dynamic", init_scale=128.0)
+
+    @fl.trace
+    def step(x):
+        loss = compiled(x).square().mean()
+        fl.amp.optimizer_step(loss, optimizer, scaler)
+        return loss
+
+    torch.manual_seed(1)
+    sizes = (1.0, 1.0, float("inf"), 1.0, float("inf"), 1.0)
+    losses = [step(torch.randn(4, 3) * size).clone() for size in sizes]
+    return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("cls", [ListOfTensors, DictOfTensors, KnowsItsFirstStep, OneListTwice])
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_a_step_that_overflows_leaves_state_of_any_form(cls, tmp_path):
+    # float32, summed in another order
+    torch.testing.assert_close(scaled(cls, "XLA", tmp_path), scaled(cls, "CPU", tmp_path), equal_nan=True)

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..capture import session
+from ..capture.new_optimizer_state import is_known
+from ..compat.torch_names import pytree
 from ..errors import PrecisionError, TraceError
 from .precision import get_half_dtype
 
@@ -277,8 +279,13 @@ def _step_if(finite: Tensor, optimizer: torch.optim.Optimizer, args: tuple, kwar
     before: dict[int, Tensor] = {}
 
     def changing() -> list[Tensor]:
-        state = (entry for p in weights for entry in optimizer.state.get(p, {}).values())
+        state = pytree.tree_leaves(list(optimizer.state.values()))
         return [*weights, *(entry for entry in state if isinstance(entry, Tensor))]
+
+    has_state = is_known(optimizer) or any(optimizer.state.get(p) for p in weights)
+    if not has_state and session.trace is not None and session.trace.may_read():
+        # the first step may do anything to create its state, so it is not to be reverted
+        return optimizer.step(*args, **kwargs) if finite else None
 
     trace = session.trace  # in whose simulated steps nothing is to be reverted
 

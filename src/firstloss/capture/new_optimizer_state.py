@@ -33,6 +33,11 @@ class _Rehearsal(StepTrace):
         raise CannotRehearse
 
 
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is PyTorch's or Firstloss's."""
+    return type(optimizer).__module__.startswith(("torch.optim", "firstloss."))
+
+
 def find_new_state(
     optimizer: torch.optim.Optimizer, step: Callable[[], Any]
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
@@ -100,7 +105,7 @@ def _new_state(
                     raise FirstStepDiffers
                 continue
             storage = entry._storage
-            if not _reads_inputs(storage.first, rehearsal):
+            if not _is_of_this_step(storage.first, rehearsal):
                 storage.value = storage.first
             elif _linear_from_zeros(optimizer):
                 storage.value = _zeros(storage.value)
@@ -160,10 +165,13 @@ def _restore_state(optimizer: torch.optim.Optimizer, new_state: dict[tuple[torch
         optimizer.state[parameter][key] = entry
 
 
-def _reads_inputs(value: Value, trace: StepTrace) -> bool:
+def _is_of_this_step(value: Value, trace: StepTrace) -> bool:
+    """Whether it is computed from inputs of the step, or drawn in it."""
     from ..program.graph import slice_for
 
-    return any(v in trace.inputs for node in slice_for([value]) for v in node.reads()) or value in trace.inputs
+    nodes = slice_for([value])
+    drawn = any(node.draw is not None for node in nodes)
+    return drawn or value in trace.inputs or any(v in trace.inputs for node in nodes for v in node.reads())
 
 
 def _linear_from_zeros(optimizer: torch.optim.Optimizer) -> bool:

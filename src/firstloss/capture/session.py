@@ -129,6 +129,9 @@ class Tracing:
 
     def begin_backward(self) -> None: ...
 
+    def may_read(self) -> bool:
+        return False
+
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         raise NotImplementedError
 

@@ -392,6 +392,10 @@ class StepTrace(recorder._Tracing):
             self.numbers.inputs[expression, example.dtype] = tensor
         return tensor
 
+    def may_read(self) -> bool:
+        """Whether the step may read values."""
+        return self.contents is not None
+
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Refuse to read a value, or a size that depends on values."""
         raise ValueReadError(data_dependent.message(op))

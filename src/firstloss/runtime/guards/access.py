@@ -88,13 +88,13 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 def size(container: Any) -> int:
     """The number of items of a list, set, deque, tuple or dict."""
-    cls = type(container)
+    cls: Any = type(container)
     return len(container) if cls.__len__ in _PLAIN_LENGTHS else builtin_base(cls).__len__(container)
 
 
 _CONTAINERS: tuple[type, ...] = (list, set, tuple, frozenset, dict, collections.deque, collections.OrderedDict,
                                  collections.defaultdict)  # fmt: skip
-_PLAIN_LENGTHS = {cls.__len__ for cls in _CONTAINERS}
+_PLAIN_LENGTHS: set[Any] = {cls.__len__ for cls in _CONTAINERS}  # type: ignore[attr-defined]
 
 
 def items_of(container: Any) -> list[Any]:

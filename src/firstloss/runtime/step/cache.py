@@ -58,8 +58,10 @@ _MOST_FOR_CERTAIN = 32
 # How many compiled steps there may be whose outcomes differ.
 _MOST_OUTCOMES = 8
 
-# How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced.
+# How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced; fewer if
+# they differ in what they have read, as the steps of an adaptive solver do.
 _MOST_IN_VAIN = 3
+_MOST_OUTCOMES_IN_VAIN = 1
 
 # How often a call looks for the compiled step of other outcomes, before it is run by PyTorch's kernels.
 _MOST_RETRIES = 2
@@ -86,6 +88,7 @@ class StepCache:
         self._reads = reads
         self.kinds: dict[_Key, CacheEntries] = {}
         self._found: CompiledStep | None = None  # at the last call
+        self._entries = CacheEntries(name, refuse, check)  # those that it was found among
         self._name = name
         self._refuse = refuse
         self._check = check
@@ -133,7 +136,9 @@ class StepCache:
             if compiled is not None and not request.backend.is_e2e_execution:
                 return compiled.skip_execution(request.arguments)
             if compiled is not None:  # the call tells the current loop, which can fetch the next batch meanwhile
-                return compiled(request.arguments)
+                result = compiled(request.arguments)
+                self._entries.ran()
+                return result
         args, kwargs = request.arguments.as_given()
         return request.step(*args, **kwargs)
 
@@ -161,6 +166,7 @@ class StepCache:
             similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)
             compiled = self._found = versions.step(request, similar)
+            self._entries = versions
         return compiled
 
     @property
@@ -489,8 +495,6 @@ class CacheEntries:
             similar: entries for the same kind of call, traced with weights in another state.
         """
         entry = self._fitting
-        if entry is not None:
-            self._in_vain = 0
         if entry is None:
             try:
                 entry = self._trace(request, similar)
@@ -510,12 +514,17 @@ class CacheEntries:
             self._entries.insert(0, entry)
         return entry.step
 
+    def ran(self) -> None:
+        """Note that the step that was found has run."""
+        if self._fitting is not None:
+            self._in_vain = 0
+
     def runs_untraced(self, request: Request) -> bool:
         """Whether a call that no step fits is run without a trace, since those traced have read values.
 
         It is traced again at the second and third, the fourth, the eighth such call and so on: it may read no more.
         """
-        if request.values_read and len(self._entries) < _MOST_OUTCOMES:
+        if request.values_read and self._in_vain <= _MOST_OUTCOMES_IN_VAIN and len(self._entries) < _MOST_OUTCOMES:
             return False
         if self._reading:
             self._reading += 1
@@ -569,8 +578,8 @@ class CacheEntries:
             entry.again = last.again + 1
             if entry.again > 1:
                 self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
-        self._in_vain = 0 if twin else self._in_vain + 1
-        if self._in_vain > _MOST_IN_VAIN and request.reads and last is not None:
+        most = _MOST_OUTCOMES_IN_VAIN if traced.outcomes else _MOST_IN_VAIN
+        if self._in_vain > most and request.reads and last is not None:
             self._reading = max(self._reading, _MOST_IN_VAIN + 1)
             self._reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
         if twin and entry.records_code:
@@ -658,12 +667,18 @@ class CacheEntries:
         if not self._repeatable:
             inputs = tuple(kind for kind in inputs if kind is not READ)
         tried = inputs
+        shared: list[CompiledStep] = []
+
+        def find_shared(traced: TracedProgram) -> CompiledStep | None:
+            shared[:] = [] if (step := find(traced)) is None else [step]
+            return shared[0] if shared else None
+
         while True:
             observer = TraceObserver(request.roots(), self._functions, records_code)
             begin = time.perf_counter()
             try:
                 places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
-                compiled = request._replace(places=places, inputs=inputs).compiled(observer, find)
+                compiled = request._replace(places=places, inputs=inputs).compiled(observer, find_shared)
                 break
             except Shared:
                 raise
@@ -676,6 +691,9 @@ class CacheEntries:
                     inputs = NUMBERS if inputs != NUMBERS else ()
         if tried and compiled.traced.raised is None:
             self._inputs = tuple(kind for kind in self._inputs if kind in inputs or kind not in tried)
+        if not compiled.is_for_one_call:
+            self._in_vain = 0 if shared else self._in_vain + 1
+            self._fitting = None
         entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
         if entry.guards.unknown:
             self._functions += functions_of(entry.guards.unknown)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ...capture.input_numbers import is_input_number, is_plain_number, plain
-from ...capture.new_optimizer_state import PLAIN
+from ...capture.new_optimizer_state import PLAIN, is_known
 from ...capture.recorder import DeferredTensor
 from ...capture.step import StepTrace
 from ...capture.symbolic_scalars import Hyperparameter, in_place_of_number
@@ -297,8 +297,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_number_lost(before: Any, now: Any) -> bool:
-    """Whether a tensor created by the step has replaced a number."""
-    return is_number(before) and isinstance(now, (torch.Tensor, torch.SymFloat)) and not is_input_number(now)
+    """Whether a number that only the device knows has replaced one."""
+    return is_number(before) and isinstance(now, torch.SymFloat) and not is_input_number(now)
+
+
+def _is_new_tensor(now: Any, before: Any) -> bool:
+    """Whether the step has put a tensor into a group."""
+    return isinstance(now, torch.Tensor) and now is not before
 
 
 class ParameterGroups:
@@ -326,6 +331,7 @@ class ParameterGroups:
         self._first: list[_Set] = []
         self._computed: list[_Set] = []  # input numbers that the step has set before the optimizers stepped
         self._later: list[_Set] = []
+        self._tensors: list[_Set] = []  # that the step has put there
         self.inputs: dict[Any, GroupEntry] = {}
         self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -468,9 +474,17 @@ class ParameterGroups:
             self._later += differences
             for change in differences:
                 change.undo()
-            lost = [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
+            custom = id(group) in self._custom_groups
+            new = [
+                _Set(group, k, v, before.get(k, MISSING)) for k, v in group.items() if _is_new_tensor(v, before.get(k))
+            ]
+            lost = [c.key for c in new if not custom and is_number(c.before)]
+            lost += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
             group.update({key: before[key] for key in lost})
             refused += lost
+            self._tensors += [change for change in new if change.key not in lost]
+            for change in new:
+                change.undo()
         for change in reversed([*self._first, *self._computed]):
             change.undo()
         self._later = [*self._computed, *self._later]
@@ -484,8 +498,12 @@ class ParameterGroups:
         for change in self._first:
             change.apply()
 
-    def traced(self, effects: Effects) -> None:
+    def traced(self, effects: Effects, reconstructor: Reconstructor) -> None:
         """Record what the step sets later, as side effects."""
+        for change in self._tensors:
+            set_tensor = functools.partial(operator.setitem, change.group, change.key)
+            effects.add(lambda: None, setting(set_tensor, reconstructor.make(change.value)))
+        self._tensors.clear()
         for change in self._later:
             if is_input_number(change.value):
                 set_number = functools.partial(operator.setitem, change.group, change.key)
@@ -606,11 +624,6 @@ _HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, fro
 def is_number(value: Any) -> bool:
     """Whether it is a number of Python's or NumPy's, but not a bool."""
     return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
-
-
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is PyTorch's or Firstloss's."""
-    return type(optimizer).__module__.startswith(("torch.optim", "firstloss.optim"))
 
 
 def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...capture import session
-from ...capture.new_optimizer_state import CannotRehearse, FirstStepDiffers, find_new_state
+from ...capture.new_optimizer_state import CannotRehearse, FirstStepDiffers, find_new_state, is_known
 from ...capture.step import StepTrace, storage_key
 from ...capture.symbolic_scalars import tensor_of
 from ...capture.tensor import DeferredTensor
@@ -36,7 +36,7 @@ from ..guards.effects import Effects
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from .optimizer_state import OptimizerStates, ParameterGroups, entries_of, is_known, sign_unknown
+from .optimizer_state import OptimizerStates, ParameterGroups, entries_of, sign_unknown
 from .owners import memory_and_geometry
 from .schedulers import Schedulers
 
@@ -94,7 +94,7 @@ class Optimizers:
             move: tells the step which tensor has replaced another.
         """
         self.schedulers.traced(effects, reconstructor)
-        self.groups.traced(effects)
+        self.groups.traced(effects, reconstructor)
         self.state.traced(effects, reconstructor, move)
 
     def settled(self) -> None:
@@ -250,7 +250,9 @@ class Optimizers:
         snapshot = None if is_stock else Snapshot([optimizer, *hooks])
         groups = [(group, dict(group)) for group in optimizer.param_groups]
         try:
-            if calls_closure:
+            # A custom optimizer may do anything at its first step, so that this has to be its first.
+            knows_its_state = is_known(optimizer) or _preinitializes(optimizer)
+            if calls_closure or not knows_its_state and self._trace.contents is not None:
                 raise CannotRehearse
             with _without_hooks(optimizer):
                 self.state.new.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())
@@ -334,8 +336,7 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
     Args:
         fused: weights whose steps are counted in float32.
     """
-    preinitializes = isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
-    if preinitializes and not any(optimizer.state.values()):
+    if _preinitializes(optimizer) and not any(optimizer.state.values()):
         optimizer.preinitialize()  # type: ignore[attr-defined]
     with_step = {id(p) for p, entries in optimizer.state.items() if isinstance(entries, dict) and "step" in entries}
     optimizer.step()
@@ -343,6 +344,11 @@ def _first_step(optimizer: torch.optim.Optimizer, fused: Iterable[torch.Tensor])
         count = optimizer.state[p].get("step") if p in optimizer.state and id(p) not in with_step else None
         if isinstance(count, torch.Tensor) and count.dtype is not torch.float32:
             optimizer.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=count.device)
+
+
+def _preinitializes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it says what state it starts with."""
+    return isinstance(optimizer, Optimizer) and type(optimizer).preinitialize is not Optimizer.preinitialize
 
 
 @contextmanager
