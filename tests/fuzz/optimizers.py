@@ -3,7 +3,11 @@
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
+import os
+
 from .program_builder import Draft
+
+ALWAYS_OWN = "FIRSTLOSS_FUZZ_OWN"  # set in the environment: each program has an optimizer of its own
 
 _STOCK = (
     "torch.optim.SGD({p}, lr=0.1)",
@@ -119,14 +123,85 @@ _SCHEDULERS = (
 )
 
 
+# Of optimizers whose state has any form: where a weight's state is created, of what, how it is read and updated; what
+# the optimizer keeps for itself; and how it comes to its rate. `{z}` is a new tensor.
+_CREATED = ("if not state:", "if len(state) == 0:", "if 'a' not in state:")
+_NEW = (
+    "torch.zeros_like(p)",
+    "torch.ones_like(p)",
+    "p.clone()",
+    "p.grad.clone()",
+    "torch.zeros(p.shape, dtype=p.dtype)",
+)
+_FORMS = (
+    ("state['a'] = {z}", "avg = state['a']"),
+    ("state['a'] = [{z}, {z}]", "avg = state['a'][state.setdefault('i', 0) % 2]\nstate['i'] += 1"),
+    ("state['a'] = [{z}, {z}]", "avg = state['a'][1]\nstate['a'][0].add_(avg)"),
+    ("state['a'] = {{'fast': {z}, 'slow': ({z}, {z})}}", "avg = state['a']['slow'][0]\navg.add_(state['a']['fast'])"),
+    ("state['a'], state['n'] = {z}, 0", "state['n'] += 1\navg = state['a'].div_(1 + 0.1 * state['n'])"),
+    ("state['a'], state['t'] = {z}, torch.tensor(0.0)", "state['t'] += 1\navg = state['a'].div_(1 + 0.1 * state['t'])"),
+)
+_UPDATES = (
+    "avg.lerp_(p.grad, 0.3)\np.add_(avg, alpha=-rate)",
+    "avg.mul_(0.5).add_(p.grad)\np.sub_(avg * rate)",
+    "p.sub_(p.grad if p in new else p.grad + 0.1 * avg, alpha=rate)\navg.copy_(p.grad)",
+    "d = torch._foreach_mul([p.grad, avg], 0.5)\ntorch._foreach_mul_(d, d)\np.sub_(p.grad + 0.1 * (d[0] - d[1]), alpha=rate)\navg.lerp_(p.grad, 0.2)",
+)
+_KEPT = (  # where it is created, and what the rate is multiplied by
+    ("", "1.0"),
+    ("", "1.0"),
+    (
+        "if 'k' not in self.state:\n    self.state['k'] = torch.tensor([0.0])\nself.state['k'].add_(1)",
+        "1 / (1 + 0.1 * self.state['k'])",
+    ),
+    ("self.state['total'] = self.state.get('total', 0) + 1", "1 / (1 + 0.1 * self.state['total'])"),
+    ("group['seen'] = group.get('seen', 0) + 1", "min(1.0, group['seen'] / 3)"),
+    (
+        "group['top'] = max(group['lr'] * 2, group.get('top', 0.0))\ngroup['sum'] = group.get('sum', 0.0) + group['top'] ** 2",
+        "group['top'] ** 2 / group['sum']",
+    ),
+    (
+        "group['norm'] = torch.maximum(group.get('norm', torch.zeros(())), group['params'][0].detach().norm())",
+        "1 / (1 + group['norm'])",
+    ),
+    ("self.calls = getattr(self, 'calls', 0) + 1", "(1 if self.calls < 4 else 0.5)"),
+)
+_RATES = (
+    "rate = group['lr']",
+    "rate = float(group['lr'])",
+    "rate = group['lr']\nrate *= 0.9",
+    "rate = group['lr'] if group['lr'] > 0 else 0.1",
+)
+
+
+def _own(d: Draft) -> str:
+    """The class of an optimizer with state of any form."""
+    create, use = d.pick(*_FORMS)
+    keep, factor = d.pick(*_KEPT)
+    body = (
+        f"state = self.state[p]\n{d.pick(*_CREATED)}\n    {create.format(z=d.pick(*_NEW))}\n{use}\n{d.pick(*_UPDATES)}"
+    )
+    group = f"{keep}\n{d.pick(*_RATES)}\nrate = rate * ({factor})\nfor p in group['params']:\n    if p.grad is None:\n        continue"
+    new = "new = {p for g in self.param_groups for p in g['params'] if p not in self.state}"
+    lines = [*indented(group, 3), *indented(body, 4)]
+    head = "class Own(torch.optim.Optimizer):\n    def __init__(self, params, lr=0.1):\n        super().__init__(params, dict(lr=lr))\n"
+    head += f"\n    @torch.no_grad()\n    def step(self, closure=None):\n        {new}\n        for group in self.param_groups:\n"
+    return head + "\n".join(lines)
+
+
+def indented(text: str, depth: int) -> list[str]:
+    """The lines of a text, indented."""
+    return ["    " * depth + line for line in text.splitlines() if line]
+
+
 def optimizer(d: Draft) -> None:
     """Add the statements that create `o`, and those of the step that use it."""
     params = d.pick(
         "m.parameters()", "m.parameters()", "list(m.parameters())", "[q for q in m.parameters() if q.requires_grad]"
     )
-    own = d.chance(0.15)
+    own = d.chance(0.15 if ALWAYS_OWN not in os.environ else 1.0)
     if own:
-        d.top.append(d.rng.choice(_OWN).strip("\n"))
+        d.top.append(_own(d) if d.chance(0.7) else d.rng.choice(_OWN).strip("\n"))
         d.construct.append(f"o = Own({params})")
     else:
         d.construct.append(f"o = {d.rng.choice(_STOCK).format(p=params)}")
