@@ -250,27 +250,3 @@ def number_ref(number: Any) -> Ref:
     if type(tensor) is DeferredTensor and tensor._storage.trace is not trace:
         trace.adopt(tensor._storage)
     return ref_of(tensor)
-
-
-# -- tensors in place of Python numbers --
-
-_IN_PLACE_OF_NUMBER = "_in_place_of_number"
-
-
-def in_place_of_number(tensor: DeferredTensor) -> DeferredTensor:
-    """Let a 0-dim tensor stand for a Python number: `number *= 2` binds the name to a new tensor."""
-    tensor.__dict__[_IN_PLACE_OF_NUMBER] = True
-    return tensor
-
-
-def _assigned(name: str) -> Callable:
-    on_tensors, on_numbers = getattr(Tensor, f"__i{name}__"), getattr(operator, name)
-
-    def assigned(self: DeferredTensor, other: Any) -> Any:
-        return (on_numbers if _IN_PLACE_OF_NUMBER in self.__dict__ else on_tensors)(self, other)
-
-    return assigned
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(DeferredTensor, f"__i{_name}__", _assigned(_name))

@@ -19,7 +19,7 @@ from ...capture.input_numbers import is_input_number, is_plain_number, plain
 from ...capture.new_optimizer_state import PLAIN, is_known
 from ...capture.recorder import DeferredTensor
 from ...capture.step import StepTrace
-from ...capture.symbolic_scalars import Hyperparameter, in_place_of_number
+from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.access import MISSING
@@ -429,7 +429,7 @@ class ParameterGroups:
         entry = GroupEntry(group, key, index)
         with DisableTorchDispatch():
             example = torch.full((), entry.read(), dtype=torch.float64)
-        tensor = in_place_of_number(self._trace.new_input(example, label))
+        tensor = self._trace.new_input(example, label)
         self.inputs[tensor._storage.value] = entry
         return tensor
 
