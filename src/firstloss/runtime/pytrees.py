@@ -37,22 +37,11 @@ _CONSTANTS = (*_ARRAYS, type(None), int, float, complex, str, bytes, enum.Enum, 
               torch.device, torch.Size, type, types.FunctionType, types.BuiltinFunctionType)  # fmt: skip
 
 
-class BackReference:
-    """In place of a weak reference to an object that holds it, as PyTorch Geometric's batches have them.
+class BackReference(enum.Enum):
+    """In place of a weak reference to an object that holds it, as PyTorch Geometric's batches have them: what it refers
+    to follows from the structure."""
 
-    All are equal: what they refer to follows from the structure.
-    """
-
-    __slots__ = ("to",)
-
-    def __init__(self, to: weakref.ref) -> None:
-        self.to = to
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is BackReference
-
-    def __hash__(self) -> int:
-        return 0
+    TO_HOLDER = 0
 
 
 def flatten(structure: Any) -> tuple[list[Any], Any]:
@@ -156,7 +145,7 @@ def _parts(value: Any) -> tuple[list[Any], tuple]:
 def _register_object(kind: type) -> None:
     def parts(value: Any) -> tuple[list[Any], Any]:
         held, context = _parts(value)
-        return [BackReference(part) if isinstance(part, weakref.ref) else part for part in held], context
+        return [BackReference.TO_HOLDER if isinstance(part, weakref.ref) else part for part in held], context
 
     def entries(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         held, (names, keys) = parts(value)

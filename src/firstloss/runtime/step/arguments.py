@@ -127,7 +127,7 @@ class Arguments:
     def rebuilt(self, leaves: list[Any]) -> tuple:
         """The arguments with other leaves, in new containers, shared as in the original."""
         new = pytree.tree_unflatten(leaves, self.spec)
-        linked = self._container_passed_twice() or any(type(leaf) is BackReference for leaf in leaves)
+        linked = self._container_passed_twice() or any(leaf is BackReference.TO_HOLDER for leaf in leaves)
         return copied(self._args_and_kwargs, new, {}) if linked else new
 
     def data(self) -> Iterator[tuple[int, torch.Tensor]]:
