@@ -548,6 +548,24 @@ def test_an_optimizer_that_counts_in_python_is_compiled_no_more_after_three_step
     assert compilations(step) <= 3  # without a count, with its first, with any
 
 
+def test_a_rate_that_is_a_tensor_is_handed_out_itself(backend):
+    run = Run(backend, lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(0.1)))
+    rates = []
+
+    @fl.trace
+    def step(x):
+        loss = run.model(x).square().mean()
+        loss.backward()
+        run.optimizer.step()
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        return loss
+
+    for _ in range(4):
+        step(torch.ones(2, 4))
+        run.optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert all(rate is run.optimizer.param_groups[0]["lr"] for rate in rates)
+
+
 # -- averages by a count --
 
 swa = torch.optim.swa_utils

@@ -217,6 +217,7 @@ class OptimizerKind(Instance):
         snapshot.seen[id(table)] = table
         stack += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
         stack += [p for group in obj.param_groups for p in group["params"]]
+        stack += [value for group in obj.param_groups for key, value in group.items() if key != "params"]
         stack += schedules_of(obj)
         for entries in state.values():
             if isinstance(entries, dict):
