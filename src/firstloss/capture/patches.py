@@ -210,7 +210,8 @@ def grad(original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _check_graph(outputs: Any) -> None:
     if session.trace is not None:
         session.trace.begin_backward()
-    if session.trace is not None or are_functorch_transforms_active():
+        return
+    if are_functorch_transforms_active():
         return
     for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
         if on_backend(tensor) and (not tensor.requires_grad or is_returned(tensor)):

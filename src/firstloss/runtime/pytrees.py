@@ -201,9 +201,10 @@ def copied(original: Any, copy: Any, copies: dict[int, Any]) -> Any:
             new = copied(part, getattr(copy, name), copies)
         object.__setattr__(copy, name, new)
     if isinstance(original, list):
-        list.__setitem__(copy, slice(None), [copied(*pair, copies) for pair in zip(original, copy, strict=True)])
-    for key in table_of(original) if isinstance(original, dict) else ():
-        copy[key] = copied(original[key], copy[key], copies)
+        set_items(copy, [copied(*pair, copies) for pair in zip(items_of(original), items_of(copy), strict=True)])
+    elif isinstance(original, dict):
+        before, now = table_of(original), table_of(copy)
+        set_table(copy, {key: copied(before[key], now[key], copies) for key in before})
     return copy
 
 

@@ -309,8 +309,8 @@ def _parameters_in(optimizer: torch.optim.Optimizer) -> tuple:
     return tuple([p for group in optimizer.param_groups for p in group["params"]])
 
 
-# Names that may be set on classes of installed packages.
 _CALL = frozenset({"__call__"})
+# Names that may be set on classes of installed packages.
 _SET_ON_PACKAGE_CLASSES = {"__call__", "__getattr__", "__getattribute__"}
 _READS_CELLS = {"__closure__", "cell_contents", "getclosurevars"}
 _CLASS_METADATA = {"__name__", "__qualname__"}

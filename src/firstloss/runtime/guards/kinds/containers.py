@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..access import empty_like, items_of, set_items, set_table, size, table_of
+from ..access import builtin_base, empty_like, items_of, set_items, set_table, size, table_of
 from ..equality import same_items
 from ..guards import ListGuard
 from ..kind import of
@@ -48,7 +48,8 @@ class Container(WithAttributes):
 
     def sample(self, obj: Any, length: int) -> tuple:
         """Some items of a container that is too large to be compared."""
-        ends = (obj, reversed(obj))  # where dicts and deques grow
+        base = builtin_base(type(obj))
+        ends = (base.__iter__(obj), base.__reversed__(obj))  # where dicts and deques grow
         return tuple([item for end in ends for item in itertools.islice(end, _SAMPLED // 2)])
 
     def reader(self, obj: Any) -> Callable[[], Any]:
