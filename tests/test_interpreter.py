@@ -245,3 +245,34 @@ def test_a_block_ends_where_no_signal_has_a_handler():
         for number, handler in before.items():
             if callable(handler) and not isinstance(handler, signal.Handlers):
                 signal.signal(number, handler)
+
+
+def test_a_block_entered_twice_is_left_once_although_a_signal_comes_before_its_exit(monkeypatch):
+    """Python may handle a signal after the block, and before the first line of `__exit__`."""
+    left = []
+
+    @interpreter.interruptible_inside
+    def block():
+        try:
+            yield
+        finally:
+            left.append(True)
+
+    exits = []
+    leave = interpreter._InterruptibleInside.__exit__
+
+    def interrupted_at_first(self, *exception):
+        exits.append(exception)
+        if len(exits) == 1:
+            raise KeyboardInterrupt
+        return leave(self, *exception)
+
+    monkeypatch.setattr(interpreter._InterruptibleInside, "__exit__", interrupted_at_first)
+    blocks = block()
+    with pytest.raises(KeyboardInterrupt), blocks, blocks:
+        assert left == []
+    assert left == [True] and len(exits) == 2 and exits[1][0] is KeyboardInterrupt
+    blocks = block()
+    with blocks, blocks:
+        assert left == [True]
+    assert left == [True, True]

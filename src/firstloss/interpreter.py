@@ -133,38 +133,44 @@ class Uninterrupted:
                 handler(number, frame)
 
 
-class _InterruptibleInside:
-    """A context manager whose entering and leaving are `Uninterrupted`."""
+class _InterruptibleInside(Generic[T]):
+    """A context manager whose entering and leaving are `Uninterrupted`.
 
-    def __init__(self, manager: AbstractContextManager[Any]) -> None:
+    Python may handle a signal just before it runs the first line of `__exit__`, which is then not run. So blocks of
+    Firstloss enter it twice, `with manager, manager:`; one of the two leaves it.
+    """
+
+    def __init__(self, manager: AbstractContextManager[T]) -> None:
         self._manager = manager
+        self._value: list[T] = []
+        self._is_left = False
 
-    def __enter__(self) -> Any:
-        entered = False
+    def __enter__(self) -> T:
         try:
             with Uninterrupted():
-                value = self._manager.__enter__()
-                entered = True
-            return value
+                if not self._value:
+                    self._value.append(self._manager.__enter__())
         except BaseException as error:
-            if entered:  # a signal that was put off
-                with Uninterrupted():
-                    self._manager.__exit__(type(error), error, error.__traceback__)
+            self.__exit__(type(error), error, error.__traceback__)  # for a signal that was put off
             raise
+        return self._value[0]
 
     def __exit__(self, *exception: Any) -> bool | None:
         with Uninterrupted():
+            if not self._value or self._is_left:
+                return None
+            self._is_left = True
             return self._manager.__exit__(*exception)
 
 
-def interruptible_inside(function: Callable[..., Iterator[T]]) -> Callable[..., AbstractContextManager[T]]:
+def interruptible_inside(function: Callable[..., Iterator[T]]) -> Callable[..., _InterruptibleInside[T]]:
     """As `contextlib.contextmanager`: what is before and after the `yield` is not interrupted by signals, so that
-    nothing is left half changed."""
+    nothing is left half changed. To be entered twice where an interrupt in between must be survived, too."""
 
     manager = contextmanager(function)
 
     @functools.wraps(function)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> _InterruptibleInside[T]:
         return _InterruptibleInside(manager(*args, **kwargs))
 
     return make

@@ -2,7 +2,9 @@
 
 `generate(seed)` is a program's text: a model, a call, and a fault: a signal whose handler raises, or uses Firstloss; an
 exception in a hook or a constructor; threads that make the same call; a fork; a full disk (RLIMIT_FSIZE); no memory
-(RLIMIT_AS); SIGKILL while a process writes. `check(source)` makes the call with the fault, and then checks that
+(RLIMIT_AS); SIGKILL while a process writes. A signal comes at a random time or, from Python 3.12 on, at a random point:
+each place in Firstloss at which Python handles signals is as likely, however short the time between it and the next.
+`check(source)` makes the call with the fault, and then checks that
 
 - weights, ties, parameters' identities and files are what they were before or what the call makes,
 - the same call, made again, does what it does without the fault,
@@ -22,11 +24,13 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback as tracebacks
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -401,6 +405,82 @@ def _signal(call: Call, rng: random.Random, duration: float) -> None:
         torch.set_grad_enabled(True)
 
 
+def _point(call: Call, rng: random.Random, duration: float) -> None:
+    """A signal whose handler raises, at one of the points at which Python handles signals."""
+    if not hasattr(sys, "monitoring"):
+        return _signal(call, rng, duration)
+    passed = _points(call)
+    point = rng.choice(sorted(passed))
+    left = rng.choice([1, rng.randint(1, passed[point])])
+
+    def visit(it: Point) -> None:
+        nonlocal left
+        if it == point:
+            left -= 1
+            if not left:
+                signal.raise_signal(signal.SIGALRM)
+
+    def handle(*_: Any) -> None:
+        raise Raised
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        with contextlib.suppress(Raised), _watched(visit):
+            call.run()
+    except RuntimeError as wrapped:
+        if "in loading state_dict" not in str(wrapped):
+            raise
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    if isinstance(call, Load):  # as in `_signal`
+        torch.set_grad_enabled(True)
+
+
+Point = tuple[str, str, int, int]  # a file, a function, its first line, and the offset of the instruction
+
+_known_points: dict[tuple[str, str], Counter[Point]] = {}
+
+
+def _points(call: Call) -> Counter[Point]:
+    """The points that such a call passes, and how often."""
+    key = call.name, type(call).__name__
+    if key not in _known_points:
+        passed: Counter[Point] = Counter()
+        for attempt in ("one", "another"):  # of steps, one may be traced and the other compiled already
+            inner = os.path.join(call.folder + "-points", attempt)
+            os.makedirs(inner)
+            other = type(call)(*key[:1], inner)
+            other.prepare()
+            with _watched(lambda point: passed.update([point])):
+                other.run()
+            shutil.rmtree(inner, ignore_errors=True)
+        _known_points[key] = passed
+    return _known_points[key]
+
+
+@contextlib.contextmanager
+def _watched(visit: Callable[[Point], None]) -> Iterator[None]:
+    """Call `visit` at each point that the main thread passes in Firstloss, and in context managers."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore] # since Python 3.12
+    events, tool = monitoring.events, monitoring.PROFILER_ID
+    main, folder = threading.main_thread().ident, os.path.dirname(fl.__file__)
+
+    def at(code: Any, offset: int, *_: Any) -> None:
+        if code.co_filename.startswith(folder) or code.co_filename == contextlib.__file__:
+            if threading.get_ident() == main:
+                visit((code.co_filename, code.co_qualname, code.co_firstlineno, offset))
+
+    monitoring.use_tool_id(tool, "faults")
+    monitoring.register_callback(tool, events.PY_START, at)
+    monitoring.register_callback(tool, events.C_RETURN, at)
+    monitoring.set_events(tool, events.PY_START | events.CALL)  # which includes C_RETURN
+    try:
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
+
+
 def _handler(call: Call, rng: random.Random, duration: float) -> None:
     """A signal whose handler uses PyTorch and Firstloss, and returns."""
     done = []
@@ -540,6 +620,7 @@ def _kill(call: Call, rng: random.Random, duration: float) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Call, random.Random, float], None], Callable[[type[Call]], bool]]] = {
     "signal": (_signal, lambda call: True),
+    "point": (_point, lambda call: call is not Forward),  # which passes 800,000
     "handler": (_handler, lambda call: True),
     "exception": (_exception, lambda call: call in (Capture, Forward, Load, Step)),
     "threads": (_threads, lambda call: call.threads),

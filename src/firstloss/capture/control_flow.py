@@ -63,7 +63,8 @@ def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor]
     from .step import StepTrace  # which builds on the recorder, as this does
 
     tracing = StepTrace()
-    with tracing.active():
+    active = tracing.active()
+    with active, active:
         operands = [tracing.new_input(x, f"operand{i}") for i, x in enumerate(like)]
         outside = [tracing.new_input(x, f"lifted{i}") for i, x in enumerate(lifted)]
         inputs = [x._storage.value for x in (*operands, *outside)]

@@ -182,7 +182,8 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             f"{here()}: deferred_init was given a {name} instance, which has already been constructed eagerly. Pass "
             f"the constructor and its arguments: deferred_init({name}, ...)."
         )
-    with deferred():
+    capturing = deferred()
+    with capturing, capturing:
         result = fn(*args, **kwargs)
         _redeem_tickets(result)
     if not any(True for _ in tensors_in(result)):

@@ -56,7 +56,8 @@ def find_new_state(
     numbers = _python_state(optimizer)
     rehearsal = _Rehearsal()
     try:
-        with rehearsal.active():
+        active = rehearsal.active()
+        with active, active:
             step()
         if any(not isinstance(held, dict) and key not in others for key, held in optimizer.state.items()):
             raise FirstStepDiffers
@@ -66,7 +67,8 @@ def find_new_state(
         for entry in new_state.values():
             entry._storage.trace = None
         if not counts and new_numbers.keys() - numbers.keys():  # constant, if another step does not change them
-            with _Rehearsal().active():
+            active = _Rehearsal().active()
+            with active, active:
                 step()
             counts = _changes(optimizer, new_numbers, _python_state(optimizer))
             _restore_state(optimizer, new_state)

@@ -210,11 +210,11 @@ def _record(call: OpCall) -> Any:
             value = Value(size, stride, dtype, device, node)
             storage = DeferredStorage(value)
             storage.trace = trace
-            if trace is not None:
-                trace.result_storages.append(weakref.ref(storage))
             results.append(DeferredTensor.wrap(storage, size, stride, offset, dtype, new=True))
             outputs.append(value)
     node.outputs = tuple(outputs)
+    if trace is not None:
+        trace.result_storages.extend(weakref.ref(t._storage) for t in results if isinstance(t, DeferredTensor))
     # Only now, when the node is complete: if this is interrupted, a storage has its old Value or the new one.
     for storage, ref, new in zip(storages, writes, written, strict=True):
         _write(storage, ref.value, new, node)

@@ -71,7 +71,8 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
     arrays: dict[Value, Any] = {}
     outputs: dict[str, Ref] = {}
     tracing = StepTrace()
-    with tracing.active(), torch.no_grad():
+    active = tracing.active()
+    with active, active, torch.no_grad():
         leaves = []
         for leaf in flat:
             if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):

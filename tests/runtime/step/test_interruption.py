@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.capture import session
+from firstloss.capture import recorder, session
 from firstloss.interpreter import Uninterrupted
 from firstloss.lower import aten, segments
 from firstloss.runtime.device import dispatch
@@ -303,3 +303,39 @@ def test_an_interrupt_in_the_first_call_leaves_a_consistent_state(kind, tmp_path
             traced.step(traced.x)
         assert same(traced.state(), states[3]), f"at line {at}"
     assert same(states[3], eager[3], close=True)
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize("part", ["wrap", "complete"])
+def test_an_exception_while_an_operation_is_recorded_is_the_steps(part, monkeypatch, tmp_path):
+    """A handler of a signal may raise any exception, also one that a step could have raised itself, after which the
+    step's earlier effects are kept: the operation whose recording it cuts short is none of them."""
+    traced = Training(Net, 6, "XLA", True, tmp_path)
+    before = [weight.detach().clone() for weight in traced.model.parameters()]
+    owner, name = (recorder.DeferredTensor, "wrap") if part == "wrap" else (recorder, "_results")
+    original, op = getattr(owner, name), []
+    dispatch_ = recorder._record
+
+    def recorded(call):
+        op.append(call.op)
+        return dispatch_(call)
+
+    def interrupted(*args, **kwargs):
+        result = original(*args, **kwargs)  # which the traceback keeps alive
+        if op and op[-1] is torch.ops.aten.mm.default:
+            raise Refused
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "_record", recorded)
+        patch.setattr(owner, name, staticmethod(interrupted) if part == "wrap" else interrupted)
+        with pytest.raises(Refused):
+            traced.step(traced.x)
+    undisturbed()
+    assert torch.ops.aten.mm.default in op
+    assert all(torch.equal(a, b) for a, b in zip(traced.model.parameters(), before, strict=True))
+    for _ in range(2):
+        traced.step(traced.x)

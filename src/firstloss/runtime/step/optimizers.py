@@ -25,7 +25,7 @@ from ...compat.torch_names import (
     step_pre_hooks,
 )
 from ...errors import TraceError, ValueReadError
-from ...interpreter import Undo
+from ...interpreter import Undo, interruptible_inside
 from ...optim import adafactor as _adafactor  # noqa: F401 - for its patches
 from ...optim.optimizer import Optimizer
 from ...optim.schedule import schedules_of
@@ -102,7 +102,7 @@ class Optimizers:
         self.state.settled()
         self.groups.settled()
 
-    @contextmanager
+    @interruptible_inside
     def watched(self, recording: Recording) -> Iterator[None]:
         """Context in which every optimizer is prepared just before its first step; its groups are restored afterwards.
 

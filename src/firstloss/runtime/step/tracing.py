@@ -199,7 +199,8 @@ class _Trace:
         if itself:  # possibly an optimizer's parameters
             raise Shared(itself)
         raised = None
-        with Undo() as undo, undo, self.trace.active(), self.optimizers.watched(recording):
+        active, watched = self.trace.active(), self.optimizers.watched(recording)
+        with Undo() as undo, undo, active, active, watched, watched:
             recording.begin(undo)
             stand_ins = TracedArguments(arguments, self.trace, self._inputs)
             args, kwargs = stand_ins.take()
