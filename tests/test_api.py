@@ -1,10 +1,13 @@
 """The public names that users' code relies on keep their arguments."""
 
+import ast
 import builtins
+import importlib
 import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -146,3 +149,30 @@ def test_every_commands_help_has_an_example():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["firstloss", "firstloss.cstorch"])
+def test_type_checkers_see_the_names_that_are_imported_on_first_use(package):
+    """Without the stub, what `__getattr__` returns is `Any`, misspelt names included."""
+    module = importlib.import_module(package)
+    nodes = ast.parse(Path(module.__file__).with_name("__init__.pyi").read_text()).body
+    typed = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module != "typing":
+            where = "." * node.level + (node.module or "")
+            typed |= {alias.name: where for alias in node.names}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            typed[node.target.id] = ""
+    typed.pop("__version__", None)
+    assert typed.keys() == set(module.__all__)
+    if package == "firstloss":
+        assert {name: f".{name}" if where == "." else where for name, where in typed.items()} == fl._MODULES
+        assert all(names == fl.__all__ for names in map(ast.literal_eval, _assigned(nodes, "__all__")))
+    else:
+        assert {name for name, where in typed.items() if where.startswith(".")} <= {*module._MODULES, *module._NAMES}
+
+
+def _assigned(nodes, name):
+    values = [node.value for node in nodes if isinstance(node, ast.Assign) and node.targets[0].id == name]
+    assert len(values) == 1
+    return values

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..compat.torch_names import OpOverload, OpOverloadPacket, inner_overload
 from .program import forget_functions
 from .registry import OF_USERS
 from .rules import RULES
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable], Callable]:
+
+def register_lowering(op: Any, *, replace: bool = False) -> Callable[[F], F]:
     """Register a lowering for a custom operation made with `torch.library`.
 
     Use it as a decorator of a function with the operation's arguments, tensors as JAX arrays, that returns its results:
@@ -55,7 +57,7 @@ def register_lowering(op: Any, *, replace: bool = False) -> Callable[[Callable],
     """
     overloads = _overloads(op)
 
-    def enter(function: Callable) -> Callable:
+    def enter(function: F) -> F:
         for overload in overloads:
             if overload in RULES and not replace:
                 raise ValueError(f"{overload} already has a lowering; pass replace=True to replace it")

@@ -72,7 +72,7 @@ class Batches:
         An incomplete last group is dropped, as `drop_last=True` does with samples.
         """
         begins, given = self.index == 0, 0
-        source = [] if self._at_end else fl.utils.data.DataExecutor(self._loader)
+        source: Iterable[Any] = [] if self._at_end else fl.utils.data.DataExecutor(self._loader)
         with closing(_iterate(source)) as batches:
             while len(group := list(islice(batches, size))) == size:
                 self.index += size

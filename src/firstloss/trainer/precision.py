@@ -218,7 +218,7 @@ class MixedPrecision(Precision):
 
     def _new_scaler(self) -> Any:
         dynamic = self.loss_scaling_factor == "dynamic"
-        limits = {
+        limits: dict[str, Any] = {
             "init_scale": self.initial_loss_scale,
             "steps_per_increase": self.steps_per_increase if dynamic else None,
             "min_loss_scale": self.min_loss_scale,

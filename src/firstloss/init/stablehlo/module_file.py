@@ -30,7 +30,7 @@ class _Outputs(NamedTuple):
         return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in self.specs]
 
 
-def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None = None) -> dict[str, jax.Array]:
+def run_stablehlo(path: str | os.PathLike[str], devices: Sequence[jax.Device] | None = None) -> dict[str, jax.Array]:
     """Run a module written by `program.to_stablehlo` or `firstloss stablehlo`, and return its weights.
 
     Examples:
@@ -71,7 +71,7 @@ def run_stablehlo(path: str | os.PathLike, devices: Sequence[jax.Device] | None 
     }
 
 
-def _parsed(path: str | os.PathLike, text: str) -> Any:
+def _parsed(path: str | os.PathLike[str], text: str) -> Any:
     if not text.startswith("module @constructor "):
         raise _no_module(path)
     if not is_whole(text):
@@ -86,11 +86,11 @@ def _parsed(path: str | os.PathLike, text: str) -> Any:
         raise ModuleTextError(f"{os.fspath(path)} is damaged or truncated: {reason:.200}. Write it again") from None
 
 
-def _no_module(path: str | os.PathLike) -> ModuleTextError:
+def _no_module(path: str | os.PathLike[str]) -> ModuleTextError:
     return ModuleTextError(f"{os.fspath(path)} is not a module of weights. Write one with `firstloss stablehlo`")
 
 
-def _outputs_of(path: str | os.PathLike, module: Any) -> _Outputs:
+def _outputs_of(path: str | os.PathLike[str], module: Any) -> _Outputs:
     operations = {op.attributes["sym_name"].value: op for op in module.body.operations}
     main = operations.get("main")
     if main is None or "res_attrs" not in main.attributes:
@@ -117,7 +117,7 @@ def _spec(sharding: Any) -> list[tuple[str, ...] | None]:
 
 
 def _select_devices(
-    path: str | os.PathLike, axes: dict[str, int], devices: Sequence[jax.Device] | None
+    path: str | os.PathLike[str], axes: dict[str, int], devices: Sequence[jax.Device] | None
 ) -> list[jax.Device]:
     """As many distinct devices as the mesh has."""
     count = int(np.prod(list(axes.values()), dtype=int))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -24,8 +24,10 @@ from ...program.source import Source, here
 from ..device.lazy_array import LazyArray, ready
 from . import loop as loops
 
+P = ParamSpec("P")
 
-def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
+
+def step_closure(closure: Callable[P, Any]) -> Callable[P, None]:
     """Make `closure` run after the step, with values: for logging, printing, metrics and checks.
 
     A call inside a traced step is recorded when the step is traced, and runs after each execution of the step, with the
@@ -64,7 +66,7 @@ def step_closure(closure: Callable[..., Any]) -> Callable[..., None]:
     return _Closure(closure, checkpoint=False)
 
 
-def checkpoint_closure(closure: Callable[..., Any]) -> Callable[..., None]:
+def checkpoint_closure(closure: Callable[P, Any]) -> Callable[P, None]:
     """Like `step_closure`, but run it only on the executor's checkpoint steps, and before any further step.
 
     So it may read weights and optimizer state (`model.state_dict()`), which are those after the step.

@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from ...capture import session
 from ...errors import TraceError
@@ -20,6 +20,31 @@ if TYPE_CHECKING:
     from .cache import StepCache
     from .graphed import Trials
     from .plan import StepPlan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def trace(
+    step: Callable[P, R],
+    *,
+    shapes: str | Pad = "recompile",
+    changes: str = "recompile",
+    check: bool | str = True,
+    reads: str = "run",
+) -> TracedStep[P, R]: ...
+
+
+@overload
+def trace(
+    step: None = None,
+    *,
+    shapes: str | Pad = "recompile",
+    changes: str = "recompile",
+    check: bool | str = True,
+    reads: str = "run",
+) -> Callable[[Callable[P, R]], TracedStep[P, R]]: ...
 
 
 def trace(
@@ -96,7 +121,7 @@ _OWN = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "_kind", "_step", "_name"
         "_check", "_reads", "_trials", "_cache"}  # fmt: skip
 
 
-class TracedStep:
+class TracedStep(Generic[P, R]):
     """A step, and its compiled steps by kind of call.
 
     Other attributes are those of the function, whose Python code may use them as if it were not traced.
@@ -104,7 +129,7 @@ class TracedStep:
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Callable[P, R],
         shapes: str | Pad = "recompile",
         changes: str = "recompile",
         check: bool | str = True,
@@ -142,13 +167,19 @@ class TracedStep:
     def __delattr__(self, name: str) -> None:
         delattr(self._step, name)
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> TracedStep[P, R]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> Callable[..., R]: ...
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind a step in a class like a method, a class method or a static method."""
         if self._kind is classmethod:
             return types.MethodType(self, type(instance) if owner is None else owner)
         return self if instance is None or self._kind is staticmethod else types.MethodType(self, instance)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TracedStep:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedStep[P, R]:
         """Copy the function; the copy is retraced."""
         step = copy.deepcopy(self._step, memo)
         changes = "refuse" if self._refuse else "recompile"
@@ -156,7 +187,7 @@ class TracedStep:
             step if self._kind is None else self._kind(step), self._policy, changes, self._check, self._reads
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         backend = current_backend()
         if session.trace is not None or not (backend.is_xla or backend.replays):
             return self._step(*args, **kwargs)  # part of the enclosing step
@@ -175,7 +206,7 @@ class TracedStep:
         arguments, kind = self._shapes.admit(args, kwargs)
         return self._cache.call(self._step, arguments, kind, backend)
 
-    def plan(self, *args: Any, **kwargs: Any) -> StepPlan:
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> StepPlan:
         """Estimate the resources of a call on each device of the backend's mesh: memory, communication and
         floating-point operations.
 

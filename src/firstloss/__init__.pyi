@@ -1,0 +1,64 @@
+"""The types of the public names, which `__init__.py` imports on first use."""
+
+from . import amp, cstorch, distributed, errors, metrics, optim, timeline, utils
+from .capture.deferred import deferred, deferred_init, is_deferred
+from .init.disk.save import save_initialized
+from .init.init_program import init_program
+from .init.materialize_module import materialize_module, materialize_tensor
+from .init.shardings import mark_sharding, shard
+from .init.stablehlo.module_file import run_stablehlo
+from .lower.custom_ops import register_lowering
+from .runtime.backend import current_backend, current_torch_device, use_cs
+from .runtime.checkpoint.checkpoint import load, save
+from .runtime.compiled_model import compile
+from .runtime.device.numpy_arrays import from_numpy, to_numpy
+from .runtime.make_backend import backend
+from .runtime.step.arguments import Pad
+from .runtime.step.closures import checkpoint_closure, step_closure
+from .runtime.step.trace import trace
+from .utils.data.executor import current_executor
+from .utils.tensor import full, full_like, ones, ones_like, zeros, zeros_like
+
+__version__: str
+
+__all__ = [
+    "Pad",
+    "amp",
+    "backend",
+    "checkpoint_closure",
+    "compile",
+    "cstorch",
+    "current_backend",
+    "current_executor",
+    "current_torch_device",
+    "deferred",
+    "deferred_init",
+    "distributed",
+    "errors",
+    "from_numpy",
+    "full",
+    "full_like",
+    "init_program",
+    "is_deferred",
+    "load",
+    "mark_sharding",
+    "materialize_module",
+    "materialize_tensor",
+    "metrics",
+    "ones",
+    "ones_like",
+    "optim",
+    "register_lowering",
+    "run_stablehlo",
+    "save",
+    "save_initialized",
+    "shard",
+    "step_closure",
+    "timeline",
+    "to_numpy",
+    "trace",
+    "use_cs",
+    "utils",
+    "zeros",
+    "zeros_like",
+]
