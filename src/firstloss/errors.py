@@ -47,6 +47,10 @@ class MissingKernelsWarning(UserWarning):
     """Parts of Firstloss that are written in C were not built, which makes it slower."""
 
 
+class UnusedAcceleratorWarning(UserWarning):
+    """The machine has an accelerator that JAX was installed without, so that compiled steps run on the CPU."""
+
+
 class NotMaterializedWarning(UserWarning):
     """A deferred module was used before it was materialized, so all of it is materialized now."""
 

@@ -8,6 +8,7 @@ without.
 from __future__ import annotations
 
 import functools
+import glob
 import importlib.metadata
 import importlib.util
 import math
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..compat.python_names import is_initializing
+from ..dependencies import install
 from ..interpreter import Undo
 from .device import pages
 
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 # Packages that provide JAX with devices other than the CPU.
 _PLUGINS = ("jax_plugins", "libtpu")
+
+# Device files of accelerators, and the extra with JAX's plug-in for them.
+_ACCELERATORS = (("/dev/nvidia[0-9]*", "an NVIDIA GPU", "cuda"), ("/dev/accel[0-9]*", "a TPU", "tpu"))
 
 _compile_dir: list[str | None] = []
 
@@ -110,6 +115,19 @@ def is_cpu_only() -> bool:
     if any(importlib.util.find_spec(name) is not None for name in _PLUGINS) or os.environ.get("TPU_LIBRARY_PATH"):
         return False
     return not importlib.metadata.entry_points(group="jax_plugins")
+
+
+def unused_accelerator() -> str | None:
+    """An accelerator of this machine for which JAX was installed without its plug-in, and what to install."""
+    if os.environ.get("JAX_PLATFORMS") or not is_cpu_only():
+        return None
+    for pattern, what, extra in _ACCELERATORS:
+        if glob.glob(pattern):
+            return (
+                f"this machine has {what}, and JAX was installed for CPUs alone, where compiled steps run: "
+                f"{install(extra)}. JAX_PLATFORMS=cpu says that this is meant."
+            )
+    return None
 
 
 def set_compilation_cache(directory: str | None) -> None:

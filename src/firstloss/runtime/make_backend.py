@@ -10,8 +10,9 @@ import torch
 
 from .. import cache_folder, malloc_settings, timeline
 from ..dependencies import require_jax
-from ..errors import BackendError
+from ..errors import BackendError, UnusedAcceleratorWarning
 from ..interpreter import paused
+from ..program.source import warn
 from . import lazy_jax
 from .backend import EAGER, Backend, current_backend, make_current
 from .device import on_gpu
@@ -159,6 +160,8 @@ def backend(
             validate_only=validate_only,
             first_loss=first_loss or "eager",
         )
+        if (unused := lazy_jax.unused_accelerator()) and not validate_only:
+            warn(UnusedAcceleratorWarning(unused))
         lazy_jax.set_compilation_cache(str(folder) if cache_folder.prepare(folder) else None)
         lowering_markers.set_folder(lowered if cache_folder.prepare(lowered) else None)
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
