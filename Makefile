@@ -17,7 +17,7 @@ AGAINST ?= main
 GPU_OUT ?= $(or $(OUT),gpu-results)
 GPU_ARGS ?=
 
-.PHONY: demo test sweep fuzz replay trainers test-trainers style lint bench gpu gpu-tiny gpu-rehearsal docs install install-test clean
+.PHONY: demo test sweep fuzz replay trainers test-trainers style lint bench gpu gpu-tiny gpu-rehearsal dist docs install install-test clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -90,6 +90,23 @@ gpu-rehearsal: .venv-gpu/.stamp
 	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/gpu.txt
 	@touch $@
 
+# In dist/: the source, a wheel for any platform without the parts in C, and one with them for each of these Pythons,
+# which runs on Linux of any distribution; each is then installed where there is no compiler, and tried. On other
+# machines than Linux on x86-64 the wheels with C parts are as the machine makes them.
+DIST_PYTHONS ?= $(PYTHON)
+dist: $(VENV)/.stamp-dist
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist
+	FIRSTLOSS_WITHOUT_C=1 $(BIN)/python -m build --no-isolation --wheel --outdir dist
+	set -e; for python in $(DIST_PYTHONS); do \
+		rm -rf build/bdist* build/lib* build/temp*; \
+		$$python -m venv build/venv && build/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+			$$(grep -E '^setuptools==' requirements/run.txt) $$(grep -E '^(build|wheel)==' requirements/dist.txt); \
+		build/venv/bin/python -m build --no-isolation --wheel --outdir build/wheels; rm -rf build/venv; \
+	done
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	$(BIN)/python -m pytest -n 0 tests/distribution
+
 docs: $(VENV)/.stamp-docs
 	$(BIN)/mkdocs build --strict
 
@@ -123,6 +140,10 @@ $(VENV)/.stamp-test: $(VENV)/.stamp-run requirements/test.txt requirements/no-de
 $(VENV)/.stamp-trainers: $(VENV)/.stamp-test requirements/trainers.txt
 	DS_BUILD_OPS=0 $(PIP) -c $(VENV)/torch.txt -c $(VENV)/run.txt -c requirements/test.txt --no-build-isolation \
 		-r requirements/trainers.txt
+	@touch $@
+
+$(VENV)/.stamp-dist: $(VENV)/.stamp-test requirements/dist.txt
+	$(PIP) -c $(VENV)/torch.txt -r requirements/dist.txt
 	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-run requirements/docs.txt

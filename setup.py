@@ -1,9 +1,12 @@
-"""What pyproject.toml cannot say: optional parts in C. Where they cannot be compiled, the package goes without.
+"""What pyproject.toml cannot say: optional parts in C. Where they cannot be compiled, the package goes without; with
+FIRSTLOSS_WITHOUT_C in the environment, they are left out, for a wheel of any platform.
 
 Those of rng, lower and device are no Python modules (ctypes loads them), but extensions to setuptools, which so builds
 them in place for an editable install and puts them into wheels. To build them in a source tree:
 python setup.py build_ext --inplace
 """
+
+import os
 
 from setuptools import Extension, setup
 
@@ -18,8 +21,8 @@ FLAGS = [
 ]
 XLA = {"depends": [f"src/firstloss/lower/_{name}.h" for name in ("ffi", "pointwise")], "optional": True}
 
-setup(
-    ext_modules=[
+PARTS = [
+    *(
         Extension(
             f"firstloss.rng.{name}",
             [f"src/firstloss/rng/{name}.c"],
@@ -30,16 +33,16 @@ setup(
             optional=True,
         )
         for name in ("_counter", "_fill", "_jump")
-    ]
-    + [
-        Extension("firstloss.lower._aten", ["src/firstloss/lower/_aten.c"], extra_compile_args=FLAGS, **XLA),
-        Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], **XLA),
-        Extension("firstloss.runtime.device._pages", ["src/firstloss/runtime/device/_pages.c"], optional=True),
-        Extension(
-            "firstloss.runtime.guards._guards",
-            ["src/firstloss/runtime/guards/_guards.c"],
-            depends=["src/firstloss/runtime/guards/_recording.h"],
-            optional=True,
-        ),
-    ]
-)
+    ),
+    Extension("firstloss.lower._aten", ["src/firstloss/lower/_aten.c"], extra_compile_args=FLAGS, **XLA),
+    Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], **XLA),
+    Extension("firstloss.runtime.device._pages", ["src/firstloss/runtime/device/_pages.c"], optional=True),
+    Extension(
+        "firstloss.runtime.guards._guards",
+        ["src/firstloss/runtime/guards/_guards.c"],
+        depends=["src/firstloss/runtime/guards/_recording.h"],
+        optional=True,
+    ),
+]
+
+setup(ext_modules=[] if os.environ.get("FIRSTLOSS_WITHOUT_C") else PARTS)

@@ -19,6 +19,12 @@
 #include "_ffi.h"
 #include "_pointwise.h"
 
+#if defined(__x86_64__) && defined(__GLIBC__)
+// These moved within glibc in 2.34: under their older versions, a wheel that is built there also runs where PyTorch's do.
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_detach, pthread_detach@GLIBC_2.2.5");
+#endif
+
 /* --- XLA's structures --- */
 
 enum { F32 = 11, BF16 = 16 };
