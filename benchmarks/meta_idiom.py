@@ -21,16 +21,21 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.sweep_constructors import LARGEST, ZOOS, add_arguments, examined, prepare
+from firstloss.cli.check_init import initialize, tensors_of
 
 __all__ = ["add_arguments", "measure"]
 
 NAME = "the meta device's idiom over model zoos"
-GOAL = "with Firstloss, no tensor differs from plain construction"
+GOAL = "with Firstloss, no tensor differs from plain construction; check_init finds what others leave unwritten"
 
 
 @dataclass
 class Outcome:
-    """The outcome of one architecture. `tensors`: how many there are; the other fields name those that differ."""
+    """The outcome of one architecture.
+
+    `tensors`: how many there are; `meta` and `firstloss` name those that differ. `unwritten`: how many of them the
+    script for the meta device leaves unwritten; `not_found` and `false_alarms`: where `fl.check_init` is mistaken.
+    """
 
     zoo: str
     name: str
@@ -39,31 +44,14 @@ class Outcome:
     firstloss: list[str] = field(default_factory=list)
     meta_fails: str = ""
     firstloss_fails: str = ""
+    unwritten: int = 0
+    not_found: list[str] = field(default_factory=list)
+    false_alarms: list[str] = field(default_factory=list)
     left_out: str = ""
 
     @property
     def is_left_out(self) -> bool:
         return bool(self.left_out)
-
-
-def initialise(model: Any) -> None:
-    """The calls of a script for the meta device after `to_empty`."""
-    import torch
-
-    with torch.no_grad():
-        if hasattr(model, "_init_weights") and hasattr(model, "config"):
-            model.apply(model._init_weights)
-        elif callable(getattr(model, "init_weights", None)):
-            model.init_weights()
-        else:
-            for module in model.modules():
-                if callable(getattr(module, "reset_parameters", None)):
-                    module.reset_parameters()
-
-
-def tensors_of(model: Any) -> dict[str, Any]:
-    """Parameters and buffers by name, including those that are not saved."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def script(build: Callable[[], Any], context: Any, finish: Callable[[Any], Any] | None = None) -> dict[str, Any]:
@@ -76,7 +64,7 @@ def script(build: Callable[[], Any], context: Any, finish: Callable[[Any], Any] 
     if context is not None:
         model.to_empty(device="cpu")
     torch.manual_seed(1)
-    initialise(model)
+    initialize(model)
     if finish is not None:
         finish(model)
     return tensors_of(model)
@@ -98,10 +86,18 @@ def examine(zoo: str, name: str, build: Callable[[], Any], largest: int = LARGES
     except Exception as error:
         out.left_out = f"plain construction fails: {_one_line(error)}"
         return out
+    ignored = {key for key, tensor in plain.items() if _holds_nan(tensor)}
     plain = {key: tensor for key, tensor in plain.items() if not _unwritten(tensor)}
     out.tensors = len(plain)
+    held: list[Any] = []
     try:
-        out.meta = differences(plain, script(build, torch.device("meta")))
+        with fl.check_init("report") as check:
+            tensors = script(build, torch.device("meta"), held.append)  # modules that are gone are not examined
+        out.meta = differences(plain, tensors)
+        expected = {key for key, tensor in tensors.items() if _holds_nan(tensor)} - ignored
+        found = {weight.name for weight in check.unwritten} & tensors.keys() - ignored
+        out.unwritten = len(expected)
+        out.not_found, out.false_alarms = sorted(expected - found), sorted(found - expected)
     except Exception as error:
         out.meta_fails = _one_line(error)
     try:
@@ -128,6 +124,15 @@ def _unwritten(tensor: Any) -> bool:
     return bool(tensor.is_floating_point() and tensor.numel() and tensor.isnan().all())
 
 
+def _holds_nan(tensor: Any) -> bool:
+    """Whether some elements hold what uninitialized memory is filled with: NaN, or the largest integer."""
+    import torch
+
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype == torch.int64 and bool((tensor == torch.iinfo(tensor.dtype).max).any())
+
+
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
@@ -145,7 +150,7 @@ def measure(args: argparse.Namespace) -> harness.Figure:
     torch.use_deterministic_algorithms(False)
     every = (*(args.zoos or ZOOS), "all")
     rows = [(zoo, total([o for o in outcomes if zoo in (o.zoo, "all") and not o.is_left_out])) for zoo in every]
-    met = not any(o.firstloss or o.firstloss_fails for o in outcomes)
+    met = not any(o.firstloss or o.firstloss_fails or o.not_found or o.false_alarms for o in outcomes)
     return harness.Figure(NAME, GOAL, rows, met, {"outcomes": [asdict(outcome) for outcome in outcomes]})
 
 
@@ -155,7 +160,8 @@ def describe(o: Outcome) -> str:
         return f"{o.zoo:12} {o.name:40} skipped: {o.left_out}"
     meta = o.meta_fails or f"{len(o.meta)} differ{': ' + ', '.join(o.meta[:2]) if o.meta else ''}"
     ours = o.firstloss_fails or f"{len(o.firstloss)} differ{': ' + ', '.join(o.firstloss[:2]) if o.firstloss else ''}"
-    return f"{o.zoo:12} {o.name:40} {o.tensors:5} tensors; meta {meta}; Firstloss {ours}"
+    wrong = f"; check_init misses {o.not_found}, adds {o.false_alarms}" if o.not_found or o.false_alarms else ""
+    return f"{o.zoo:12} {o.name:40} {o.tensors:5} tensors; meta {meta}; Firstloss {ours}{wrong}"
 
 
 def total(outcomes: list[Outcome]) -> str:
@@ -167,7 +173,9 @@ def total(outcomes: list[Outcome]) -> str:
         f"{sum(bool(o.meta) for o in work)} "
         f"of {len(work)} models; {len(outcomes) - len(work)} models fail. Firstloss: "
         f"{sum(len(o.firstloss) for o in outcomes):,} tensors in {sum(bool(o.firstloss) for o in outcomes)} models; "
-        f"{sum(bool(o.firstloss_fails) for o in outcomes)} models fail"
+        f"{sum(bool(o.firstloss_fails) for o in outcomes)} models fail. check_init: of "
+        f"{sum(o.unwritten for o in work):,} unwritten tensors {sum(len(o.not_found) for o in work)} not found, "
+        f"{sum(len(o.false_alarms) for o in work)} false alarms"
     )
 
 

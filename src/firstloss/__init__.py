@@ -18,6 +18,7 @@ _MODULES = {
     "materialize_module": ".init.materialize_module",
     "save_initialized": ".init.disk.save",
     "init_program": ".init.init_program",
+    "check_init": ".init.unwritten",
     "shard": ".init.shardings",
     "mark_sharding": ".init.shardings",
     "run_stablehlo": ".init.stablehlo.module_file",

@@ -7,6 +7,7 @@ from .init.init_program import init_program
 from .init.materialize_module import materialize_module, materialize_tensor
 from .init.shardings import mark_sharding, shard
 from .init.stablehlo.module_file import run_stablehlo
+from .init.unwritten import check_init
 from .lower.custom_ops import register_lowering
 from .runtime.backend import current_backend, current_torch_device, use_cs
 from .runtime.checkpoint.checkpoint import load, save
@@ -25,6 +26,7 @@ __all__ = [
     "Pad",
     "amp",
     "backend",
+    "check_init",
     "checkpoint_closure",
     "compile",
     "cstorch",

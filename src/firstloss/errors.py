@@ -55,6 +55,14 @@ class NotMaterializedWarning(UserWarning):
     """A deferred module was used before it was materialized, so all of it is materialized now."""
 
 
+class UnwrittenWeightsError(FirstlossError, RuntimeError):
+    """Parameters or buffers hold whatever was in their memory before, since nothing has written them."""
+
+
+class UnwrittenWeightsWarning(UserWarning):
+    """As `UnwrittenWeightsError`, where only a warning was asked for."""
+
+
 class SaveError(FirstlossError, OSError):
     """Weights could not be written to disk."""
 

@@ -124,7 +124,7 @@ def compare(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) 
             differences[name] = "is missing from the deferred model"
         elif name not in expected:
             differences[name] = "is in the deferred model only"
-        elif why := _difference(expected[name], actual[name]):
+        elif why := difference(expected[name], actual[name]):
             differences[name] = why
         elif ties[name] != got_ties[name]:
             differences[name] = f"is tied to {got_ties[name]}, but to {ties[name]} in the eager model"
@@ -137,7 +137,7 @@ def _first_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
 
 
-def _difference(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
+def difference(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
     import torch
 
     for attribute in ("shape", "dtype", "device", "requires_grad"):

@@ -13,6 +13,7 @@ from .names import Name, resolve
 if TYPE_CHECKING:  # for annotations
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # The versions of PyTorch on which the tests have been run (make test TORCH=...).
@@ -80,6 +81,11 @@ NAMES = {
     ),
     "disabled_torch_function": Name(
         "torch._C._disabled_torch_function_impl", "Deferred tensors need no `__torch_function__`", _EVERYTHING
+    ),
+    "StorageWeakRef": Name(
+        "torch.multiprocessing.reductions.StorageWeakRef",
+        "Keeps a storage's address from being used again",
+        "`firstloss.check_init`",
     ),
     "TorchDispatchMode": Name(
         "torch.utils._python_dispatch.TorchDispatchMode", "Sees every operation of a capture", _EVERYTHING
@@ -221,6 +227,13 @@ NAMES = {
         "_parameters", "A module's parameters, including None", _EVERYTHING, "torch.nn.Module", torch.nn.Module
     ),
     "buffers_of": Name("_buffers", "As above", _EVERYTHING, "torch.nn.Module", torch.nn.Module),
+    "unsaved_buffers_of": Name(
+        "_non_persistent_buffers_set",
+        "Names them as such",
+        "`firstloss.check_init`",
+        "torch.nn.Module",
+        torch.nn.Module,
+    ),
     "apply_of": Name("_apply", "Implements Module.to_empty", "Module.to_empty", "torch.nn.Module", torch.nn.Module),
     "call_impl": Name(
         "torch.nn.Module._call_impl",

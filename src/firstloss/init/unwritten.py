@@ -1,0 +1,391 @@
+"""`firstloss.check_init`: find weights that nothing has written, in scripts as they are.
+
+Memory from `to_empty` or `torch.empty` holds whatever was there before. A dispatch mode follows which elements of such
+memory have been written since, and who reads others; at the end the parameters and buffers among them are named.
+Reductions, products and the like of unwritten elements are reads; copies and casts of them are unwritten, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..capture.op_call import Traits, is_composite, traits_of
+from ..compat.torch_names import (
+    OpOverload,
+    StorageWeakRef,
+    TorchDispatchMode,
+    buffers_of,
+    local_tensor_or,
+    parameters_of,
+    pytree,
+    schema_of,
+    storage_address,
+    unsaved_buffers_of,
+)
+from ..errors import CaptureError, UnwrittenWeightsError, UnwrittenWeightsWarning
+from ..program.source import Source, here, warn
+
+aten = torch.ops.aten
+
+# These hand out memory as it is.
+_HAND_OUT = {
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+    aten.new_empty_strided.default, aten.empty_permuted.default,
+}  # fmt: skip
+
+# These use a tensor's shape and type alone.
+_READ_NOTHING = {
+    *_HAND_OUT, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.rand_like.default,
+    aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default, aten.is_same_size.default, aten.set_.source_Tensor,
+    aten.set_.source_Storage, aten.set_.source_Storage_storage_offset, aten.resize_.default,
+}  # fmt: skip
+
+# These copy elements, which then are as unwritten as they were.
+_COPY = {
+    aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.cat.default, aten.stack.default,
+    aten._foreach_copy_.default, aten.contiguous.default,
+}  # fmt: skip
+
+# These write all elements of each tensor in their first argument, a list.
+_FILL_LISTS = {aten._foreach_zero_.default, aten._foreach_copy_.default}
+
+# These write some elements of their first argument: which, the same operation says if this argument is true.
+_WRITE_SOME = {
+    aten.index_put_.default: "values", aten._index_put_impl_.default: "values",
+    aten.index_fill_.int_Scalar: "value", aten.index_fill_.int_Tensor: "value", aten.masked_fill_.Scalar: "value",
+    aten.masked_fill_.Tensor: "value", aten.scatter_.value: "value", aten.scatter_.src: "src",
+    aten.index_copy_.default: "source", aten.fill_diagonal_.default: "fill_value",
+}  # fmt: skip
+
+
+class UnwrittenWeight(NamedTuple):
+    """A parameter or a buffer that nothing has written, or not all of.
+
+    Attributes:
+        name: its name in the outermost module that holds it.
+        kind: "parameter", "buffer" or "non-persistent buffer".
+        owner: the class of the module that holds it, and the line of that class.
+        shape: its shape; on several ranks, that of this rank's part.
+        elements: how many elements are unwritten.
+        handed_out: the line whose memory it is.
+        read: the first line that has read it; None if none has.
+    """
+
+    name: str
+    kind: str
+    owner: str
+    shape: tuple[int, ...]
+    elements: int
+    handed_out: Source
+    read: Source | None
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape)) or "a number"
+        part = "" if self.elements == _count(self.shape) else f"{self.elements:,} elements of it "
+        read = "never read" if self.read is None else f"first read at {self.read}"
+        return (
+            f"{self.name}: {part}({self.kind}, {size}, of {self.owner}) unwritten memory from {self.handed_out}, {read}"
+        )
+
+
+def _count(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+class _Memory:
+    """Memory that was handed out as it was, and which of its elements have been written since."""
+
+    def __init__(self, tensor: torch.Tensor, line: Source) -> None:
+        storage = tensor.untyped_storage()
+        self.storage = StorageWeakRef(storage)  # which also keeps its address from being used again
+        self.line = line
+        self.read: Source | None = None
+        self._itemsize = tensor.itemsize
+        self._count = storage.nbytes() // tensor.itemsize
+        self._written: torch.Tensor | None = None  # for each element; None: none
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of `tensor` among those of `_written`."""
+        assert self._written is not None
+        if tensor.itemsize != self._itemsize:  # a view with another dtype: all elements that it overlaps
+            ratio = tensor.itemsize / self._itemsize
+            begin = int(tensor.storage_offset() * ratio)
+            return self._written[begin : begin + max(1, int(_span(tensor) * ratio))]
+        return self._written.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def unwritten(self, tensor: torch.Tensor) -> int:
+        """How many elements of `tensor` are unwritten."""
+        if self._written is None:
+            return tensor.numel()
+        return int(self._part(tensor).logical_not().sum())
+
+    def write(self, tensor: torch.Tensor) -> bool:
+        """All elements of `tensor` have been written; returns whether no element of the memory is unwritten now."""
+        if tensor.numel() * tensor.itemsize >= self._count * self._itemsize:
+            return True
+        self._begin()
+        self._part(tensor).fill_(True)
+        return False
+
+    def write_some(self, op: OpOverload, tensor: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """`op` has written those elements of `tensor` that its arguments say."""
+        names = [argument.name for argument in schema_of(op).arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if tensor.itemsize != self._itemsize or given.get("accumulate"):
+            return
+        self._begin()
+        value = given[_WRITE_SOME[op]]
+        true = torch.ones_like(value, dtype=torch.bool) if isinstance(value, torch.Tensor) else True
+        op(**given | {names[0]: self._part(tensor), _WRITE_SOME[op]: true})
+
+    def write_all(self) -> None:
+        """All elements have been written, as far as is known until the next call of `copy`."""
+        self._begin()
+        assert self._written is not None
+        self._written.fill_(True)
+
+    def copy(self, tensor: torch.Tensor, source: torch.Tensor, memory: _Memory) -> None:
+        """Elements of `source` were copied to `tensor`: its elements are as unwritten as those; all of them, where it
+        is not known which (`torch.cat`)."""
+        self._begin()
+        part = self._part(tensor)
+        if memory._written is None or source.numel() != tensor.numel() or tensor.itemsize != self._itemsize:
+            part.fill_(False)
+        else:
+            part.copy_(memory._part(source).expand_as(part) if source.shape != part.shape else memory._part(source))
+
+    def _begin(self) -> None:
+        if self._written is None:
+            self._written = torch.zeros(self._count, dtype=torch.bool)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class _Watch(TorchDispatchMode):
+    """Follows memory that is handed out while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[int, _Memory] = {}  # by the storage's address
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler (a second) to wrap the method below
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        foreign = [kind for kind in types if not _is_plain(kind)]
+        if foreign and all(hasattr(kind, "__tensor_flatten__") for kind in foreign):
+            return NotImplemented  # the operations on tensors inside of it, such as a DTensor's shard, are followed
+        if foreign:  # it has no memory, as a FakeTensor
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if not self.memory and func not in _HAND_OUT:
+            return func(*args, **kwargs)
+        return self._follow(func, traits_of(func), args, kwargs)
+
+    def _follow(self, op: OpOverload, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> Any:
+        written = [
+            tensor
+            for position in traits.writes
+            for tensor in _tensors(kwargs.get(position) if isinstance(position, str) else args[position])
+        ]
+        fills = traits.fill or traits.out or op in _FILL_LISTS
+        garbage: tuple[torch.Tensor, _Memory] | None = None  # that it copies
+        if not traits.view and op not in _READ_NOTHING:
+            ids = set(map(id, written)) if fills or op in _WRITE_SOME else set()
+            for tensor in _tensors((args, kwargs)):
+                memory = None if id(tensor) in ids else self._of(tensor)
+                if memory is not None and memory.unwritten(tensor):
+                    if op in _COPY:
+                        garbage = tensor, memory
+                    else:
+                        memory.read = memory.read or here()
+        result = op(*args, **kwargs)
+        if op in _HAND_OUT:
+            self._hand_out(result, here())
+        elif garbage is not None:
+            for tensor in written or _tensors(result):
+                self._copied(tensor, *garbage, is_new=not written)
+        elif op in _WRITE_SOME:
+            for tensor in written:
+                memory = self._of(tensor)
+                if memory is not None:
+                    memory.write_some(op, tensor, args, kwargs)
+        elif fills:
+            for tensor in written:
+                memory = self._of(tensor)
+                if memory is not None and memory.write(tensor):
+                    del self.memory[_address(tensor)]
+        return result
+
+    def _hand_out(self, tensor: torch.Tensor, line: Source) -> None:
+        if _is_plain(type(tensor)) and tensor.device.type != "meta" and tensor.layout is torch.strided:
+            self.memory[_address(tensor)] = _Memory(tensor, line)
+
+    def _copied(self, tensor: torch.Tensor, source: torch.Tensor, memory: _Memory, is_new: bool) -> None:
+        """Elements of `source`, some of which are unwritten, have been copied to `tensor`."""
+        if self._of(tensor) is None:
+            self._hand_out(tensor, memory.line)
+            if not is_new and (new := self._of(tensor)) is not None:
+                new.write_all()
+        if (new := self._of(tensor)) is not None:
+            new.copy(tensor, source, memory)
+
+    def _of(self, tensor: torch.Tensor) -> _Memory | None:
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        return self.memory.get(_address(tensor))
+
+    def unwritten(self) -> list[UnwrittenWeight]:
+        """The unwritten parameters and buffers of all modules that exist, each once."""
+        self.memory = {address: memory for address, memory in self.memory.items() if not memory.storage.expired()}
+        found: dict[int, UnwrittenWeight] = {}
+        for root in _outermost_modules() if self.memory else ():
+            for name, owner, kind, tensor in _weights_of(root):
+                memory = self._of(tensor)
+                elements = 0 if memory is None else memory.unwritten(tensor)
+                if memory is not None and elements and id(tensor) not in found:
+                    found[id(tensor)] = UnwrittenWeight(
+                        name, kind, _described_class(owner), tuple(tensor.shape), elements, memory.line, memory.read
+                    )
+        return list(found.values())
+
+
+def _is_plain(kind: type) -> bool:
+    return not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return storage_address(tensor.untyped_storage())
+
+
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def _outermost_modules() -> list[nn.Module]:
+    """All modules that exist, except those inside others and those whose constructor has not begun."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    modules = [module for module in found if "_modules" in vars(module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _weights_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Name, module, kind and memory on this rank of all parameters and buffers."""
+    for prefix, module in root.named_modules():
+        before = f"{prefix}." if prefix else ""
+        parameters, buffers = parameters_of(module), buffers_of(module)
+        kinds = dict.fromkeys(parameters, "parameter") | dict.fromkeys(buffers, "buffer")
+        kinds |= dict.fromkeys(unsaved_buffers_of(module), "non-persistent buffer")
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            if tensor is not None:
+                yield before + name, module, kinds[name], local_tensor_or(tensor, tensor)
+
+
+def _described_class(module: nn.Module) -> str:
+    """The name of a module's class, and its line."""
+    kind = type(module)
+    try:
+        file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+    except (OSError, TypeError):  # defined in a console
+        return kind.__qualname__
+    return f"{kind.__qualname__} at {file}:{line}"
+
+
+def check_init(action: str = "raise") -> InitCheck:
+    """Context that finds parameters and buffers that are read or trained although nothing has written them.
+
+    For scripts that construct on the meta device, call `to_empty`, initialize and load by themselves. Put it around all
+    of that and some training steps. It runs the script as it is, several times as slowly.
+
+    Examples:
+        >>> with fl.check_init("report") as check:
+        ...     with torch.device("meta"):
+        ...         model = nn.BatchNorm1d(4)
+        ...     _ = model.to_empty(device="cpu")
+        ...     nn.init.ones_(model.weight)  # but not the bias, and not the statistics
+        Parameter containing:
+        tensor([1., 1., 1., 1.], requires_grad=True)
+        >>> [weight.name for weight in check.unwritten]
+        ['bias', 'running_mean', 'running_var', 'num_batches_tracked']
+
+    Args:
+        action: what to do at the end of the block if there are any: "raise" an `UnwrittenWeightsError`, "warn" with an
+            `UnwrittenWeightsWarning`, or only "report" them in `unwritten`.
+
+    Returns:
+        A context manager; after the block, its `unwritten` has the weights, each with the line that has handed out its
+        memory, the first line that has read it, and the class that should have written it.
+
+    Raises:
+        CaptureError: inside `fl.deferred()`, where nothing is computed; for another `action`.
+    """
+    if action not in ("raise", "warn", "report"):
+        raise CaptureError(f'{here()}: check_init({action!r}): write "raise", "warn" or "report".')
+    return InitCheck(action)
+
+
+class InitCheck:
+    """See `check_init`.
+
+    Attributes:
+        unwritten: after the block, the unwritten parameters and buffers.
+    """
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+        self._watch = _Watch()
+        self.unwritten: list[UnwrittenWeight] = []
+
+    def __enter__(self) -> InitCheck:
+        from ..capture import session
+
+        if session.depth or session.trace is not None:
+            raise CaptureError(f"{here()}: check_init follows what is computed; nothing is while models are deferred.")
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        self._watch.__exit__(kind, *exception)
+        self.unwritten = self._watch.unwritten()
+        self._watch.memory.clear()
+        if self.unwritten and kind is None and self._action != "report":
+            message = _message(self.unwritten)
+            if self._action == "raise":
+                raise UnwrittenWeightsError(message)
+            warn(UnwrittenWeightsWarning(message))
+
+
+_MOST_LINES = 20
+
+
+def _message(unwritten: list[UnwrittenWeight]) -> str:
+    """The message of the error."""
+    lines = [f"  {weight}" for weight in unwritten[:_MOST_LINES]]
+    more = len(unwritten) - len(lines)
+    if more:
+        lines.append(f"  and {more:,} more")
+    return "\n".join(
+        [
+            f"{len(unwritten):,} parameters and buffers hold whatever was in their memory before:",
+            *lines,
+            "Write each of them where the module's class initializes its weights, or construct with "
+            "firstloss.deferred_init in place of the meta device, which needs no such code.",
+        ]
+    )
