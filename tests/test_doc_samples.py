@@ -126,6 +126,27 @@ model.init_weights()
 <sample>
 assert not fl.is_deferred(model)
 """,
+    "docs/how-to/check-init.md": MODEL
+    + """
+device, batch, checkpoint = "cpu", torch.ones(4, 8), Model().state_dict()
+<sample>
+assert model.layers[0].q_proj.weight.grad is not None
+""",
+    "docs/how-to/export-step.md": READY
+    + """
+@fl.trace
+def step(x):
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+<sample>
+assert "stablehlo" in text
+traced, batches, seed = step, [(batch.numpy(),)] * 3, 0
+<sample>
+assert abs([traced(torch.ones(4, 8)) for _ in range(3)][-1].item() - float(results[0])) < 1e-6
+""",
     "docs/how-to/check.md": MODEL + "model = fl.deferred_init(Model)\nmodel.lm_head = model.layers[0].q_proj\n<sample>",
     "docs/how-to/mesh.md": DEVICES
     + MODEL

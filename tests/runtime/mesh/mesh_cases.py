@@ -438,3 +438,13 @@ def test_no_warning_by_default(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Run(tmp_path, {"fsdp": 8}).train(0, 1)
+
+
+def test_a_lowered_step_has_the_meshs_shardings(tmp_path):
+    run = Run(tmp_path, {"fsdp": 8})
+    lowered = run.step.lower(torch.arange(16))
+    text = lowered.as_text()
+    assert "num_partitions = 8" in text and "sharding" in text and "tensor<1000x64xf32>" in text
+    with pytest.raises(BackendError, match="one device"):
+        lowered.save(tmp_path / "step.safetensors")
+    assert not (tmp_path / "step.safetensors").exists()

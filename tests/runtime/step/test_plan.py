@@ -274,3 +274,21 @@ def test_a_step_that_cannot_be_traced_is_an_error(tmp_path):
 
     with pytest.raises(TraceError, match="test_plan.py"):
         step.plan(torch.zeros(8))
+
+
+def test_it_prints_as_a_table(tmp_path):
+    backend = fl.backend("XLA", mesh=AbstractMesh((8,), ("fsdp",)), artifact_dir=tmp_path, validate_only=True)
+    with backend.device:
+        model = nn.Linear(1024, 1024, bias=False)
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        return compiled(x).sum()
+
+    lines = str(step.plan(torch.zeros(64, 1024))).splitlines()
+    assert lines[0] == "each device of fsdp=8, per step"
+    rows = {name: text.strip() for name, text in (line.strip().split("  ", 1) for line in lines[1:])}
+    assert rows["weights"] == f"{1024 * 1024 * 4 // 8:,} bytes" and rows["batch"] == "32,768 bytes"
+    assert rows["computes"].endswith(f"{2 * 8 * 1024 * 1024:,} in products")
+    assert rows["all-gather along fsdp"] == f"sends {1024 * 1024 * 4 * 7 // 8:,} bytes"

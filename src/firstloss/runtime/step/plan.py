@@ -108,6 +108,22 @@ class StepPlan:
     peak: dict[str, int] = field(default_factory=dict)
     peak_part: int = 0
 
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.axes.items())
+        head = f"each device of {mesh}, per step" if mesh else "the device, per step"
+        rows = [(role, f"{self.bytes_of(role):,} bytes") for role in ("weights", "state", "batch")]
+        rows.append(("at the peak", f"{self.peak_bytes:,} bytes, {self.peak.get('gradients', 0):,} of them gradients"))
+        rows.append(("computes", f"{self.flops:,.0f} floating-point operations, {self.matmul_flops:,.0f} in products"))
+        rows.append(("kernels move", f"{self.memory_bytes:,} bytes"))
+        for row in self.collectives():
+            name, times = (
+                f"{row['kind']} along {'+'.join(row['axes'])}",
+                "" if row["count"] == 1 else f" in {row['count']}",
+            )
+            rows.append((name, f"sends {row['sent']:,.0f} bytes{times}"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([head, *(f"  {name:{width}}  {text}" for name, text in rows)])
+
     @property
     def devices(self) -> int:
         """The number of devices."""

@@ -53,6 +53,12 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
             tracing.abandon(traced, observer)
 
 
+def names_of(traced: TracedProgram, backend: Backend) -> dict[Value, str]:
+    """The names of inputs that are weights or optimizer state."""
+    inputs = Inputs(backend, traced.owners, traced.numbers)
+    return _Arrays(traced, inputs, backend, backend.mesh.axes if backend.mesh is not None else {}).names
+
+
 class _Planner:
     """Walks through the segments of a traced step."""
 

@@ -17,6 +17,7 @@ from .arguments import Pad, Shapes
 from .process_settings import refuse_watchers
 
 if TYPE_CHECKING:
+    from ..lowered import LoweredStep
     from .cache import StepCache
     from .graphed import Trials
     from .plan import StepPlan
@@ -225,6 +226,23 @@ class TracedStep(Generic[P, R]):
 
         arguments, _ = Shapes(self._name, "recompile").admit(args, kwargs)
         return plan_step(self._step, arguments, current_backend())
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> LoweredStep:
+        """Lower a call, without making it: the whole step, with its update, as one Program and one StableHLO module.
+
+        Python, weights and optimizers are left unchanged.
+
+        Returns:
+            The lowered step: its `program`, `as_text()`, `plan()`, and `save(path)` for JAX without PyTorch.
+
+        Raises:
+            BackendError: if the current backend does not compile.
+            TraceError: if the step cannot be traced, or reads values.
+        """
+        from ..lowered import LoweredStep
+
+        arguments, _ = Shapes(self._name, "recompile").admit(args, kwargs)
+        return LoweredStep(self._name, self._step, arguments, current_backend())
 
     def how(self) -> str:
         """How the "GPU" backend ran the last call: "graph", "replay" without a graph, or "eager" and why."""

@@ -1,0 +1,158 @@
+"""A lowered step: Python is as before, and JAX computes the same without PyTorch."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss import errors
+from firstloss.runtime.lowered import MODULE
+
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "export-step.md"
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0, dtype=torch.float32):
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(16, 3).to(dtype)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.relu(self.norm(self.first(x)))).to(self.last.weight.dtype)).float()
+
+
+def training(tmp_path, name="XLA", dropout=0.0, dtype=torch.float32, schedule=False, **options):
+    torch.manual_seed(0)
+    backend = fl.backend(name, **({"artifact_dir": tmp_path / "artifacts"} if name == "XLA" else {}), **options)
+    with backend.device:
+        model = Net(dropout, dtype)
+    compiled = fl.compile(model, backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    rate = fl.optim.lr_scheduler.LinearLR(optimizer, 1e-2, 1e-3, total_iters=5) if schedule else None
+
+    @fl.trace
+    def step(x, y):
+        loss = nn.functional.cross_entropy(compiled(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rate is not None:
+            rate.step()
+        return loss
+
+    return step, model, optimizer
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(count)
+    ]
+
+
+def losses_without_torch(path, seed=0):
+    """What the code of the page prints, in a process without PyTorch and Firstloss."""
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)[1]
+    given, parts = path.with_suffix(".npz"), {}
+    for n, (x, y) in enumerate(batches()):
+        parts |= {f"x{n}": x.numpy(), f"y{n}": y.numpy()}
+    np.savez(given, **parts)
+    begin = (
+        "import sys\n"
+        "sys.modules.update(torch=None, firstloss=None)\n"
+        "import numpy as np\n"
+        f"given, seed = np.load({str(given)!r}), {seed}\n"
+        "batches = [(given[f'x{n}'], given[f'y{n}']) for n in range(4)]\n"
+    )
+    code = code.replace('"step.safetensors"', repr(str(path)))
+    done = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(line) for line in done.stdout.split()]
+
+
+@pytest.mark.parametrize("schedule", [False, True])
+@pytest.mark.parametrize("after", [0, 2])
+def test_jax_trains_without_pytorch(schedule, after, tmp_path):
+    step, _, _ = training(tmp_path, schedule=schedule)
+    for x, y in batches(after):
+        step(x, y)
+    step.lower(*batches()[0]).save(tmp_path / "step.safetensors")
+    losses = [step(x, y).item() for x, y in batches()]
+    # As far apart as XLA's sums and those of PyTorch's kernels, which the step calls on a CPU.
+    assert losses_without_torch(tmp_path / "step.safetensors") == pytest.approx(losses, rel=1e-5)
+
+
+def test_python_is_as_it_was(tmp_path):
+    step, model, optimizer = training(tmp_path)
+    before = dict(optimizer.state)
+    lowered = step.lower(*batches()[0])
+    lowered.as_text()
+    lowered.save(tmp_path / "step.safetensors")
+    assert dict(optimizer.state) == before == {} and all(p.grad is None for p in model.parameters())
+    assert int(model.norm.num_batches_tracked) == 0
+    losses = [step(x, y).item() for x, y in batches()]
+    (tmp_path / "other").mkdir()
+    other, _, _ = training(tmp_path / "other")
+    assert losses == [other(x, y).item() for x, y in batches()]
+
+
+def test_the_arrays_are_named(tmp_path):
+    step, model, _ = training(tmp_path)
+    lowered = step.lower(*batches()[0])
+    names = {array.name for array in lowered.state}
+    assert names >= {*dict(model.named_parameters()), *dict(model.named_buffers())}
+    assert names >= {"first.weight.exp_avg", "last.bias.exp_avg_sq", "norm.weight.step"}
+    arguments = [(array.name, array.argument, array.shape) for array in lowered.inputs if array.argument is not None]
+    assert arguments == [("argument 0", 0, (8, 6)), ("argument 1", 1, (8,))]
+    assert [(array.shape, array.dtype) for array in lowered.results] == [((), torch.float32)]
+    assert repr(lowered).startswith("<LoweredStep step: ") and "aten.addmm" in str(lowered.program)
+    assert str(lowered.plan()) == str(step.plan(*batches()[0]))
+    text = lowered.as_text()
+    assert "func.func public @main" in text and "stablehlo.dot_general" in text and "custom_call" not in text
+    lowered.save(tmp_path / "step.safetensors")
+    saved = fl.load(tmp_path / "step.safetensors")
+    assert saved[MODULE].dtype == torch.uint8 and torch.equal(saved["first.weight"], model.first.weight.detach())
+    assert saved["lr0"].dtype == torch.float64 and saved["lr0"].item() == 1e-2
+
+
+def test_random_operations_follow_the_seed(tmp_path):
+    step, _, _ = training(tmp_path, dropout=0.5)
+    step.lower(*batches()[0]).save(tmp_path / "step.safetensors")
+    first, again, other = (losses_without_torch(tmp_path / "step.safetensors", seed) for seed in (3, 3, 4))
+    assert first == again and not set(first) & set(other)
+
+
+def test_what_cannot_be_lowered(tmp_path):
+    step, _, _ = training(tmp_path, "CPU")
+    with pytest.raises(errors.BackendError, match="XLA"):
+        step.lower(*batches()[0])
+    step, model, _ = training(tmp_path)
+
+    @fl.trace
+    def raises(x):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        raises.lower(batches()[0][0])
+
+    @fl.trace
+    def reads(x):
+        return model(x).sum().item()
+
+    with pytest.raises(errors.TraceError):
+        reads.lower(batches()[0][0])
+    lowered = step.lower(*batches()[0])
+    with pytest.raises(errors.SaveError, match="does not exist"):
+        lowered.save(tmp_path / "nowhere" / "step.safetensors")
+    (tmp_path / "kept.safetensors").write_text("kept")
+    with pytest.raises(errors.BackendError, match="abacus"):
+        lowered.save(tmp_path / "kept.safetensors", platforms=("abacus",))
+    assert (tmp_path / "kept.safetensors").read_text() == "kept"
