@@ -27,7 +27,9 @@ def test_the_report_says_what_is_installed_and_used(capsys):
 
     found = report(capsys)
     assert found["packages"]["firstloss"] == fl.__version__
-    assert found["packages"]["torch"] == torch.__version__ and found["packages"]["jax"] == jax.__version__
+    version = found["packages"]["torch"]  # with or without the build, by the wheel
+    assert torch.__version__.partition("+")[0] == version.partition("+")[0]
+    assert found["packages"]["jax"] == jax.__version__
     assert found["supported"]["torch"].startswith(">=") or not found["supported"]  # without an installed package
     assert found["devices"]["jax"] == jax.default_backend()
     assert found["processor"]["cores"] == len(os.sched_getaffinity(0)) and found["processor"]["memory"] > 1 << 28

@@ -99,7 +99,9 @@ def _summary(report: Any, shards: dict[str, mesh.RankShard], axes: mesh.Axes) ->
         f"a {report.bytes / max(held, 1):.1f}th of all; {replicated:,} of them are replicated on every rank"
     ]
     for axis in axes:
-        if axis not in mesh.REPLICAS and not any(axis in entry for shard in shards.values() for entry in shard.spec):
+        if axis not in mesh.REPLICA_AXES and not any(
+            axis in entry for shard in shards.values() for entry in shard.spec
+        ):
             lines.append(f"axis {axis!r} shards nothing: the model has no plan for it. Use --cut to shard weights")
     return lines
 

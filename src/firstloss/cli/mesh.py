@@ -14,12 +14,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..errors import TargetError
+from ..init.shardings import REPLICA_AXES
 
 Axes = dict[str, int]
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that shard it, outermost first
 
-# Axes along which weights are replicated, and those that the model's own plan shards along. All others are FSDP's.
-REPLICAS = frozenset({"dp_replicate", "replicate", "replica", "ddp"})
+# Axes that the model's own plan shards along. All others are FSDP's, except those of replicas.
 TENSOR = frozenset({"tp", "tensor", "model"})
 
 
@@ -100,7 +100,7 @@ def shard_of(
             dim = dimension(name, len(shape), plan)
             if dim is not None:
                 spec[dim] += [axis for axis in axes if axis in TENSOR]
-            spec[0] += [axis for axis in axes if axis not in TENSOR and axis not in REPLICAS]
+            spec[0] += [axis for axis in axes if axis not in TENSOR and axis not in REPLICA_AXES]
     local = tuple(_largest(size, [axes[axis] for axis in entry]) for size, entry in zip(shape, spec, strict=True))
     return RankShard(tuple(map(tuple, spec)), local, math.prod(local) * itemsize)
 

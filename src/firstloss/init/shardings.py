@@ -22,8 +22,10 @@ Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that shard it,
 M = TypeVar("M", bound=torch.nn.Module)
 
 _ATTRIBUTE = "_firstloss_sharding"
-# Data-parallel axes, over which weights are sharded by default.
-DATA_AXES = frozenset({"data", "dp", "fsdp", "dp_shard", "dp_replicate", "replica", "batch"})
+# Axes whose devices hold whole weights by default, and with them those over which weights are sharded, as FSDP does.
+# The batch is sharded over all of them.
+REPLICA_AXES = frozenset({"dp_replicate", "replicate", "replica", "ddp"})
+DATA_AXES = frozenset({"data", "dp", "fsdp", "dp_shard", "batch"}) | REPLICA_AXES
 
 
 class ShardingMark(NamedTuple):
@@ -223,12 +225,18 @@ def divided(shape: tuple[int, ...], spec: Spec, axes: Axes) -> WeightSharding:
     return WeightSharding(tuple(tuple(entry) for entry in out), "; ".join(moved))
 
 
+def sharding_axes(axes: Axes) -> list[str]:
+    """The axes over which weights are sharded by default."""
+    data = [axis for axis in axes if axis in DATA_AXES] or list(axes)
+    return [axis for axis in data if axis not in REPLICA_AXES]
+
+
 def by_default(shape: tuple[int, ...], axes: Axes) -> Spec:
     """The default, like FSDP: shard the largest dimension that is divisible by all data axes, or by most of them.
 
-    Data axes are those in `DATA_AXES`; if the mesh has none of them, all axes.
+    Data axes are those in `DATA_AXES` without replicas; if the mesh has no data axes, all axes.
     """
-    data = [axis for axis in axes if axis in DATA_AXES] or list(axes)
+    data = sharding_axes(axes)
     best: tuple[int, int, int, tuple[str, ...]] = (1, 0, 0, ())
     for chosen in range(1, 1 << len(data)):
         names = tuple(axis for i, axis in enumerate(data) if chosen >> i & 1)

@@ -49,7 +49,8 @@ def killed(work, delay):
         numbers = [int.from_bytes(pipe.read(4), "little")]
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status)
         rest = pipe.read()
     return numbers + [int.from_bytes(rest[i : i + 4], "little") for i in range(0, len(rest), 4)]
 

@@ -448,3 +448,16 @@ def test_a_lowered_step_has_the_meshs_shardings(tmp_path):
     with pytest.raises(BackendError, match="one device"):
         lowered.save(tmp_path / "step.safetensors")
     assert not (tmp_path / "step.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts"), [({"ddp": 8}, 1), ({"dp_replicate": 2, "dp_shard": 4}, 4), ({"replicate": 2, "tp": 4}, 1)]
+)
+def test_weights_are_whole_on_each_replica(mesh, parts, one_device, tmp_path):
+    run = Run(tmp_path, mesh)
+    losses = run.train()
+    assert losses == pytest.approx(one_device[0], rel=REORDERED)
+    shards = {shard.data.shape for shard in array_of(run.model.embed.weight).addressable_shards}
+    assert shards == {(1000 // parts, 64)}
+    average = array_of(run.optimizer.state[run.model.embed.weight]["exp_avg"])
+    assert {shard.data.shape for shard in average.addressable_shards} == {(1000 // parts, 64)}

@@ -230,8 +230,10 @@ def _why_replicated(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequenc
     elif math.prod(shape) < SMALL:
         reasons.append(f"smaller than {SMALL:,} elements")
     else:
-        data = mesh.data or tuple(mesh.axes)
-        reasons += [f"no spec shards it over {axis}" for axis in whole if axis not in data]
+        data = shardings.sharding_axes(mesh.axes)
+        replicas = [axis for axis in whole if axis in shardings.REPLICA_AXES]
+        reasons += [f"{axis} is an axis of replicas, by its name" for axis in replicas]
+        reasons += [f"no spec shards it over {axis}" for axis in whole if axis not in (*data, *replicas)]
         left = [axis for axis in whole if axis in data]
         if left:
             parts = math.prod(mesh.axes[axis] for axis in data)
