@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from ..capture import session
 from ..dependencies import require_extra
 from ..errors import BackendError, LoweringError, SaveError
 from ..files import replacing
-from ..interpreter import Undo, paused_until
 from ..lower import aten
 from ..lower.dtypes import to_jax
 from ..lower.program import lower
@@ -25,14 +23,12 @@ from ..program.program import Program
 from .backend import Backend
 from .checkpoint.file import TensorPart, write
 from .jax_support import to_host, x64
-from .step import tracing
 from .step.arguments import Arguments
 from .step.compiled_step import Inputs
 from .step.functions import step_key
 from .step.plan import StepPlan
-from .step.planning import names_of, plan_step
+from .step.planning import names_of, plan_step, traced_only
 from .step.traced_program import TracedProgram
-from .step.tracing import TraceObserver
 
 MODULE = "firstloss.module"  # the entry of a saved step with its serialized module
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -78,9 +74,8 @@ class LoweredStep:
             number = traced.owners.arguments
             self.state = [_array(value, names, number) for value in groups.state]
             self.inputs = [_array(value, names, number) for value in groups.read]
-            outputs = {name: ref.value for name, ref in traced.program.outputs.items()}
-            shown = (*groups.outputs[2], *groups.outputs[1])
-            self.results = [Array(name, tuple(outputs[name].shape), outputs[name].dtype) for name in shown]
+            results = [(name, traced.program.outputs[name]) for name in (*groups.outputs[2], *groups.outputs[1])]
+            self.results = [Array(name, tuple(ref.size), ref.dtype) for name, ref in results]
 
     def __repr__(self) -> str:
         return (
@@ -88,19 +83,8 @@ class LoweredStep:
             f"{len(self.results)} results, {len(self.program.nodes):,} operations>"
         )
 
-    @contextmanager
-    def _traced(self) -> Iterator[TracedProgram]:
-        """The step, traced; Python is left as it was."""
-        with Undo() as undo, undo, session.tracing:
-            paused_until(undo)
-            observer = TraceObserver((self._step, *self._arguments.guarded(), *self._backend.models), [], False)
-            traced = tracing.trace_step(self._step, self._arguments, self._backend, observer)
-            try:
-                if traced.raised is not None:
-                    raise traced.raised
-                yield traced
-            finally:
-                tracing.abandon(traced, observer)
+    def _traced(self) -> AbstractContextManager[TracedProgram]:
+        return traced_only(self._step, self._arguments, self._backend)
 
     def plan(self) -> StepPlan:
         """As `TracedStep.plan`: memory, traffic and floating-point operations of each device."""
@@ -150,8 +134,8 @@ class LoweredStep:
             try:
                 with replacing(path) as temporary:
                     write(temporary, parts, {FORMAT: json.dumps({"name": self._name, **about})})
-            except FileNotFoundError as error:
-                raise SaveError(f"{os.fspath(path)} cannot be written: its folder does not exist.") from error
+            except OSError as error:
+                raise SaveError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
 
     def _shardings(self, traced: TracedProgram) -> Any:
         if self._backend.mesh is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,14 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
             f'backend "{backend.name}" compiles nothing that could be planned. Use the backend "XLA"; for devices that '
             "do not exist, with mesh=jax.sharding.AbstractMesh(sizes, names) and validate_only=True."
         )
+    with traced_only(step, arguments, backend) as traced:
+        inputs = Inputs(backend, traced.owners, traced.numbers)
+        return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
+
+
+@contextmanager
+def traced_only(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> Iterator[TracedProgram]:
+    """Context with the trace of a step that is not called; Python, weights and optimizers are left as they were."""
     with Undo() as undo, undo, session.tracing:
         paused_until(undo)
         observer = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
@@ -47,8 +56,7 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         try:
             if traced.raised is not None:
                 raise traced.raised
-            inputs = Inputs(backend, traced.owners, traced.numbers)
-            return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
+            yield traced
         finally:
             tracing.abandon(traced, observer)
 
