@@ -83,8 +83,8 @@ class TraceError(FirstlossError, RuntimeError):
     """A step cannot be traced.
 
     Attributes:
-        can_run_eagerly: whether it reads values, and all that it had done in Python was undone, so that its Python may
-            run without a trace instead.
+        can_run_eagerly: whether it reads values, or was given what a compiled step cannot take, and all that it had
+            done in Python was undone, so that its Python may run without a trace instead.
     """
 
     can_run_eagerly = False

@@ -90,6 +90,8 @@ def _shards(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[
 
 
 def _summary(report: Any, shards: dict[str, mesh.RankShard], axes: mesh.Axes) -> list[str]:
+    from ..init.shardings import REPLICA_AXES
+
     ranks = math.prod(axes.values())
     held = sum(shard.bytes for shard in shards.values())
     replicated = sum(shard.bytes for shard in shards.values() if not any(shard.spec))
@@ -99,9 +101,7 @@ def _summary(report: Any, shards: dict[str, mesh.RankShard], axes: mesh.Axes) ->
         f"a {report.bytes / max(held, 1):.1f}th of all; {replicated:,} of them are replicated on every rank"
     ]
     for axis in axes:
-        if axis not in mesh.REPLICA_AXES and not any(
-            axis in entry for shard in shards.values() for entry in shard.spec
-        ):
+        if axis not in REPLICA_AXES and not any(axis in entry for shard in shards.values() for entry in shard.spec):
             lines.append(f"axis {axis!r} shards nothing: the model has no plan for it. Use --cut to shard weights")
     return lines
 

@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..errors import TargetError
-from ..init.shardings import REPLICA_AXES
 
 Axes = dict[str, int]
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes that shard it, outermost first
@@ -88,6 +87,8 @@ def shard_of(
     Raises:
         TargetError: if a cut has more dimensions than the weight.
     """
+    from ..init.shardings import REPLICA_AXES
+
     spec: list[list[str]] = [[] for _ in shape]
     for pattern, wanted in cuts.items():
         if fnmatchcase(name, pattern):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from firstloss.errors import EagerStepWarning, TraceError
 
 
 class Net(nn.Module):
@@ -757,3 +758,49 @@ def test_a_padding_value_for_an_unknown_name_is_an_error(backend):
 
     with pytest.raises(fl.errors.ShapeError, match="'labels'.*no tensor of that name.*'x', 'y'"):
         step(torch.ones(2), torch.ones(2))
+
+
+class Labels(set):
+    """What a compiled step cannot take apart."""
+
+
+GIVEN = {
+    "arrays": lambda rng: (rng.standard_normal((5, 4)).astype(np.float32), rng.integers(0, 3, 5)),
+    "arrays in a dict": lambda rng: ({"x": rng.standard_normal((5, 4)), "y": rng.integers(0, 3, 5)},),
+    "another object": lambda rng: (rng.standard_normal((5, 4)), Labels(rng.integers(0, 3, 5).tolist())),
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_step_may_be_given_anything(kind, tmp_path):
+    """As a replay buffer gives NumPy arrays: its Python then runs at each call, with a warning that says so."""
+
+    def losses(name):
+        options = {"artifact_dir": tmp_path} if name == "XLA" else {}
+        backend = fl.backend(name, **options)
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(4, 3)
+        compiled, optimizer = fl.compile(model, backend), torch.optim.Adam(model.parameters(), lr=0.1)
+
+        @fl.trace
+        def step(x, y=None):
+            x, y = (x["x"], x["y"]) if y is None else (x, y)
+            y = torch.as_tensor([max(y)] * 5) if isinstance(y, Labels) else torch.from_numpy(y)
+            loss = nn.functional.cross_entropy(compiled(torch.as_tensor(x, dtype=torch.float32)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        rng = np.random.default_rng(0)
+        found = [step(*GIVEN[kind](rng)).item() for _ in range(4)]
+        return found, step, GIVEN[kind](rng)
+
+    expected, *_ = losses("CPU")
+    with pytest.warns(EagerStepWarning, match=r"test_arguments\.py:\d+: .*type (ndarray|Labels)") as caught:
+        found, step, another = losses("XLA")
+    assert found == expected and len([w for w in caught if w.category is EagerStepWarning]) == 1
+    refusing = fl.trace(step._step, reads="refuse")
+    with pytest.raises(TraceError, match="torch.from_numpy"):
+        refusing(*another)

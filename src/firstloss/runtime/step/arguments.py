@@ -453,10 +453,12 @@ def _kind(leaf: Any) -> tuple:
     except TypeError:
         if kind_of(type(leaf)).has_only_attributes:  # a dataclass, for example
             return (type(leaf), Itself(leaf))
-        raise TraceError(
-            f"a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, lists, dicts "
-            "and objects that hold nothing else, or constants."
-        ) from None
+        error = TraceError(
+            f"{here()}: a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, "
+            "lists, dicts and objects that hold nothing else, or constants: torch.from_numpy(array) for a NumPy array."
+        )
+        error.can_run_eagerly = True
+        raise error from None
     return (type(leaf), leaf)
 
 

@@ -34,7 +34,7 @@ from ...errors import GraphChangedError, TraceError
 from ...interpreter import Undo, pause, paused_until
 from ...program.compare import first_difference
 from ...program.source import here
-from ..backend import Backend
+from ..backend import Backend, current_backend
 from ..guards.equality import same, same_items
 from ..guards.guards import Change
 from ..guards.places import Place
@@ -124,6 +124,18 @@ class StepCache:
                     owner = owner_of(arguments.leaves[i])
                     self._shared[id(owner)] = owner
                 arguments.itself.update(shared.leaves)
+
+    def run_untraced(self, why: TraceError, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the step's Python at this call, by PyTorch's kernels, because its arguments cannot be inputs.
+
+        Raises:
+            TraceError: `why`, where it cannot.
+        """
+        backend = current_backend()
+        if not (self._reads and why.can_run_eagerly and backend.is_e2e_execution and process_count() == 1):
+            raise why
+        self._entries.reports.report_eager(str(why))
+        return step(*args, **kwargs)
 
     def _call(self, request: Request, kind: tuple) -> Any:
         """Find or create the compiled step, and call it.
@@ -502,7 +514,7 @@ class CacheEntries:
                 if not (request.reads and error.can_run_eagerly):
                     raise
                 self._reading = max(self._reading, 1)
-                self._reports.report_eager(str(error))
+                self.reports.report_eager(str(error))
                 return None
         elif self._check and entry.check_is_due():
             entry = self._verify(entry, request)
@@ -554,7 +566,7 @@ class CacheEntries:
             reports = not outdated and not self._only_modes(why) and traced.raised is None and not request.values_read
             if last is not None and reports:
                 difference = first_difference(last.step.traced.program, traced.program)
-                self._reports.report_difference(
+                self.reports.report_difference(
                     reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], difference
                 )
             return None
@@ -570,18 +582,18 @@ class CacheEntries:
             )
             trace = traced.trace
             if trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
-                self._reports.report_reads([*trace.reads, *trace.number_reads])
+                self.reports.report_reads([*trace.reads, *trace.number_reads])
             return entry
         if traced.raised is not None:  # it may not raise the next time
             return entry
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
             entry.again = last.again + 1
             if entry.again > 1:
-                self._reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
+                self.reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
         most = _MOST_OUTCOMES_IN_VAIN if traced.outcomes else _MOST_IN_VAIN
         if self._in_vain > most and request.reads and last is not None:
             self._reading = max(self._reading, _MOST_IN_VAIN + 1)
-            self._reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
+            self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
         if twin and twin[0] in self._entries and twin[0].step.traced.outcomes == traced.outcomes:
@@ -616,7 +628,7 @@ class CacheEntries:
                 return entry.step
             if entry.uses == 1:  # nothing wrong has run: the first step was that of its own trace
                 unseen.append(True)
-                self._reports.report_difference(["it cannot be seen"], difference)
+                self.reports.report_difference(["it cannot be seen"], difference)
                 return None
             raise GraphChangedError(
                 f"{self._name} does something else now than when it was traced, {entry.uses} "
@@ -640,13 +652,13 @@ class CacheEntries:
         return fresh
 
     @functools.cached_property
-    def _reports(self) -> Reports:
+    def reports(self) -> Reports:
         return Reports(self._name, self._refuse)
 
     def _report_each_time(self, entry: CacheEntry) -> None:
         """Report why the step is traced at each call, if it is."""
         if entry.traced_each_time is not None:
-            self._reports.report_each_time(entry.traced_each_time, entry.seconds)
+            self.reports.report_each_time(entry.traced_each_time, entry.seconds)
 
     def _traced(
         self,

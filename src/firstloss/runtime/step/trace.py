@@ -204,7 +204,10 @@ class TracedStep(Generic[P, R]):
 
             self._trials = self._trials or Trials(self._name, self._cache)
             return self._trials.call(self._step, args, kwargs, self._shapes.admit(args, kwargs), backend)
-        arguments, kind = self._shapes.admit(args, kwargs)
+        try:
+            arguments, kind = self._shapes.admit(args, kwargs)
+        except TraceError as error:
+            return self._cache.run_untraced(error, self._step, args, kwargs)
         return self._cache.call(self._step, arguments, kind, backend)
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> StepPlan:
