@@ -276,3 +276,6 @@ def test_a_block_entered_twice_is_left_once_although_a_signal_comes_before_its_e
     with blocks, blocks:
         assert left == [True]
     assert left == [True, True]
+    with pytest.raises(RuntimeError, match="another block"), blocks:
+        pass
+    assert left == [True, True]

@@ -146,6 +146,8 @@ class _InterruptibleInside(Generic[T]):
         self._is_left = False
 
     def __enter__(self) -> T:
+        if self._is_left:
+            raise RuntimeError("this context has ended: create another one for another block")
         try:
             with Uninterrupted():
                 if not self._value:

@@ -66,9 +66,6 @@ def examine() -> dict[str, Any]:
 
     problems: list[str] = []
     packages = {name: _version(name) for name in PACKAGES}
-    for name, wanted in _supported().items():
-        if packages.get(name) is None and name in ("torch", "numpy"):
-            problems.append(f"{name} is not installed: pip install '{name}{wanted}'.")
     if packages["jax"] is None:
         problems.append(f"JAX is not installed, so no step can be compiled: {install('xla')}")
     parts = _parts(packages["jax"] is not None)

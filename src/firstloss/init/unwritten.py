@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -88,18 +89,11 @@ class UnwrittenWeight(NamedTuple):
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or "a number"
-        part = "" if self.elements == _count(self.shape) else f"{self.elements:,} elements of it "
+        part = "" if self.elements == math.prod(self.shape) else f"{self.elements:,} elements of it "
         read = "never read" if self.read is None else f"first read at {self.read}"
         return (
             f"{self.name}: {part}({self.kind}, {size}, of {self.owner}) unwritten memory from {self.handed_out}, {read}"
         )
-
-
-def _count(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 class _Memory:

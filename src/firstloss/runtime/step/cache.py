@@ -110,8 +110,7 @@ class StepCache:
             self._found.wait_until_lowered()
         if self._shared:
             arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
-        reads = self._reads and backend.is_e2e_execution and process_count() == 1
-        request = Request(step, arguments, backend, reads=reads)
+        request = Request(step, arguments, backend, reads=self._may_run_untraced(backend))
         while True:
             try:
                 return self._call(request, kind)
@@ -125,14 +124,16 @@ class StepCache:
                     self._shared[id(owner)] = owner
                 arguments.itself.update(shared.leaves)
 
+    def _may_run_untraced(self, backend: Backend) -> bool:
+        return self._reads and backend.is_e2e_execution and process_count() == 1
+
     def run_untraced(self, why: TraceError, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the step's Python at this call, by PyTorch's kernels, because its arguments cannot be inputs.
 
         Raises:
             TraceError: `why`, where it cannot.
         """
-        backend = current_backend()
-        if not (self._reads and why.can_run_eagerly and backend.is_e2e_execution and process_count() == 1):
+        if not (why.can_run_eagerly and self._may_run_untraced(current_backend())):
             raise why
         self._entries.reports.report_eager(str(why))
         return step(*args, **kwargs)
