@@ -25,6 +25,7 @@ FIGURES = (
     "step_memory",
     "time_to_first_loss",
     "plain_pytorch",
+    "every_loss",
     "loss_agreement",
     "mt19937_lanes",
     "stablehlo_llama_405b",

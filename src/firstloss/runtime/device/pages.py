@@ -70,7 +70,8 @@ class Pages:
         if _library.firstloss_map(self._mapping, size + 2 * _HUGE):
             raise MemoryError(f"cannot allocate {size / 2**30:.1f} GiB of memory for a weight of shape {list(shape)}.")
         begin = -(-self._mapping.address // _HUGE) * _HUGE + _OFFSET
-        advise_huge([(begin - _OFFSET, -(-(size + _OFFSET) // _HUGE) * _HUGE)])
+        length = -(-(size + _OFFSET) // _HUGE) * _HUGE
+        advise_huge([(begin - _OFFSET, length)], piece=length)  # pages of two kinds could not be moved at once
         memory = (ctypes.c_char * size).from_address(begin)
         # After a move, the mapping is empty.
         weakref.finalize(memory, _library.firstloss_unmap, self._mapping).atexit = False
