@@ -176,11 +176,28 @@ def test_an_empty_timeline_can_be_drawn(tmp_path):
     assert (tmp_path / "t.png").stat().st_size > 0
 
 
-def test_the_title_has_the_ratio():
+def test_the_title_says_when_the_first_and_the_last_loss_came():
     from firstloss.timeline_picture import headline
 
-    line = headline([("Firstloss", road()), ("eager way", eager())])
-    assert line == "Time to first loss: Firstloss 6.0 s, eager way 14.0 s: 2.3 times as long"
+    both = [("Firstloss", road()), ("eager way", eager())]
+    assert headline(both) == "First loss: Firstloss 6.0 s, eager way 14.0 s"
+    for _, each in both:
+        each.mark("loss 2", 15.0)
+        each.mark("loss 3", 15.5)
+    assert headline(both).endswith("eager way 14.0 s; loss 3: Firstloss 15.5 s, eager way 15.5 s")
+    both[0][1].mark("loss 4", 16.0)
+    assert headline(both) == "Timeline"
+
+
+def test_a_picture_shows_a_timeline_up_to_its_last_mark():
+    from firstloss.timeline_picture import _shown
+
+    t = road()
+    t.add(timeline.REST, 6.0, 12.0)
+    assert _shown(t) == 6.0
+    t.mark("loss 2", 9.0)
+    assert _shown(t) == 9.0
+    assert _shown(Timeline()) == 0.0
 
 
 def road() -> Timeline:

@@ -22,6 +22,9 @@ from .files import atomic_write
 FIRST_LOSS = "first loss"
 """The name of the mark at the first loss."""
 
+REST = "rest of the step"
+"""The name of the span from the first loss until the weights have been updated."""
+
 PHASES = ("import", "construct", "move", "capture", "trace", "lower", "compile", "materialize", "first step")
 """The phases in the order of tables and pictures; other names follow, ordered by time."""
 

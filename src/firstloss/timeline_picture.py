@@ -32,6 +32,9 @@ class Phases(Protocol):
     def spans(self) -> Sequence[Any]: ...
 
     @property
+    def marks(self) -> Sequence[Any]: ...
+
+    @property
     def first_loss(self) -> float | None: ...
 
     def table(self) -> Sequence[Any]: ...
@@ -57,19 +60,23 @@ def draw(path: str | os.PathLike[str], groups: list[tuple[str, Phases]], title: 
 
 
 def headline(groups: list[tuple[str, Phases]]) -> str:
-    """The times to first loss in one line, with their ratio if there are two."""
-    times = [(name, timeline.first_loss) for name, timeline in groups]
-    if any(seconds is None for _, seconds in times):
+    """In one line, when the first and the last mark came, which are the first and the last loss; the timelines have the
+    same marks."""
+    names = [mark.name for mark in groups[0][1].marks]
+    if not names or any([mark.name for mark in timeline.marks] != names for _, timeline in groups):
         return "Timeline"
-    line = "Time to first loss: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times)
-    if len(times) == 2 and times[0][1]:
-        line += f": {times[1][1] / times[0][1]:.1f} times as long"  # type: ignore[operator]
-    return line
+    moments = []
+    for number in sorted({0, len(names) - 1}):
+        times = ", ".join(f"{name} {timeline.marks[number].at:.1f} s" for name, timeline in groups)
+        moments.append(f"{names[number]}: {times}")
+    line = "; ".join(moments)
+    return line[0].upper() + line[1:]
 
 
 def _shown(timeline: Phases) -> float:
-    """The range of a timeline that is shown: up to its first loss, or all of it if there is none."""
-    return timeline.first_loss or max((span.end for span in timeline.spans), default=0.0)
+    """The range of a timeline that is shown: up to its last mark (its first loss, if only that is marked), or all of it
+    if there is none."""
+    return max((mark.at for mark in timeline.marks), default=0.0) or max((s.end for s in timeline.spans), default=0.0)
 
 
 def _draw_group(axis, name: str, timeline: Phases, width: float) -> None:
@@ -99,6 +106,8 @@ def _draw_group(axis, name: str, timeline: Phases, width: float) -> None:
             fontweight="bold",
             color=_INK,
         )
+    for mark in timeline.marks:
+        axis.axvline(mark.at, ymax=0.4 / (len(table) + 0.9), color=_INK, linewidth=1.2)
     axis.set_title(name, loc="left", fontsize=11, fontweight="bold", color=_INK)
     axis.set_yticks(list(height.values()), list(height))
     axis.set_ylim(-0.6, max(0, len(table) - 1) + 0.6)

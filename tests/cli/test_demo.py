@@ -54,6 +54,9 @@ def test_the_demo_runs_end_to_end(tmp_path, capfd):
         "firstloss"
     ].keys()
     assert result["ratio"] > 0 and result["without_import"]["firstloss"] < result["time_to_first_loss"]["firstloss"]
+    for moments in result["moments"].values():
+        assert list(moments) == ["first loss", "first update", "loss 3"]
+        assert moments["first loss"] < min(moments["first update"], moments["loss 3"])
     assert sorted(path.name for path in out.iterdir()) == ["timeline.json", "timeline.png"]
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((out / "timeline.json").read_text())["traceEvents"]
@@ -73,7 +76,8 @@ def fake_jobs(monkeypatch):
             raise reported
         yield from ({"loss": loss} for loss in reported)
         spans = [{"name": "import", "track": "main", "start": 0.0, "end": 1.0}]
-        yield {"timeline": {"spans": spans, "marks": [{"name": "first loss", "at": 3.0}]}}
+        marks = [{"name": "first loss", "at": 3.0}, {"name": "loss 2", "at": 4.0 if way == "firstloss" else 6.0}]
+        yield {"timeline": {"spans": spans, "marks": marks}}
 
     monkeypatch.setattr(demo, "_job", job)
     return losses
@@ -83,6 +87,22 @@ def test_the_tables_are_printed(fake_jobs, tmp_path, capsys):
     assert main(["demo", "--steps", "2", "--out", str(tmp_path / "demo")]) == 0
     text = capsys.readouterr().out
     assert "step   2/2  loss 4.0000" in text and "time to first loss" in text and "timeline.png" in text
+    assert "time to 2nd loss" in text
+    assert "Plain PyTorch takes 1.00 times as long to its first loss, 1.50 times as long to its first update" in text
+
+
+@pytest.mark.parametrize("number, name", [(1, "1st"), (2, "2nd"), (3, "3rd"), (8, "8th"), (11, "11th"), (22, "22nd")])
+def test_losses_are_counted_as_in_english(number, name):
+    assert demo._ordinal(f"loss {number}") == f"{name} loss"
+
+
+def test_the_processes_have_the_environment_of_the_user(monkeypatch, tmp_path):
+    """No setting of malloc, which on some machines makes plain PyTorch slower."""
+    started = []
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda command, **options: started.append(options) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(demo._job("pytorch", type("Args", (), {"size": "tiny", "steps": 1}), str(tmp_path)))
+    assert "env" not in started[0]
 
 
 def test_losses_that_differ_are_an_error(fake_jobs, tmp_path, capsys):

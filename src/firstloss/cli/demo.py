@@ -12,17 +12,16 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .. import malloc_settings
 from ..dependencies import require_extra
 from ..errors import FirstlossError
-from ..timeline import Timeline
+from ..timeline import FIRST_LOSS, REST, Timeline
 from . import output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NAME = "demo"
-HELP = "train a Llama of 500M parameters on the source of Python's standard library, and draw the time to first loss"
+HELP = "train a Llama of 500M parameters on the source of Python's standard library, and draw when its losses come"
 EXAMPLE = "firstloss demo --out demo"
 
 TITLES = {"firstloss": "Firstloss", "pytorch": "plain PyTorch"}
@@ -87,16 +86,11 @@ def _run_all(args: argparse.Namespace, console: Console, scratch: str) -> tuple[
 
 
 def _job(job: str, args: argparse.Namespace, scratch: str) -> Iterator[dict[str, Any]]:
-    """Run a job in a fresh process and yield its messages; the process ends with the generator.
-
-    Memory is taken in huge pages where the system has them.
-    """
+    """Run a job in a fresh process and yield its messages; the process ends with the generator."""
     command = [sys.executable, "-m", "firstloss.cli.demo_job", job, "--size", args.size, "--steps", str(args.steps)]
     command += ["--artifacts", os.path.join(scratch, job)]  # its own: no compilation cache is shared
     with open(os.path.join(scratch, f"{job}.log"), "w+", encoding="utf-8") as log:
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8", env=malloc_settings.environment()
-        )
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, encoding="utf-8")
         try:
             assert child.stdout is not None
             for line in child.stdout:
@@ -121,6 +115,13 @@ def _without_import(timeline: Timeline) -> float:
     return timeline.first_loss - timeline.seconds("import")
 
 
+def _moments(timeline: Timeline) -> dict[str, float]:
+    """When the first loss came, when the weights had been updated the first time, and when the last loss came."""
+    marks = [mark for mark in timeline.marks if mark.name == FIRST_LOSS or mark.name.startswith("loss ")]
+    update = max((span.end for span in timeline.spans if span.name == REST), default=marks[-1].at)
+    return {FIRST_LOSS: marks[0].at, "first update": update, marks[-1].name: marks[-1].at}
+
+
 def _result(losses: dict, timelines: dict, difference: float, files: list[str]) -> dict[str, Any]:
     deferred, plain = timelines["firstloss"], timelines["pytorch"]
     return {
@@ -128,6 +129,7 @@ def _result(losses: dict, timelines: dict, difference: float, files: list[str]) 
         "without_import": {job: _without_import(timelines[job]) for job in TITLES},
         "ratio": plain.first_loss / deferred.first_loss,
         "ratio_without_import": _without_import(plain) / _without_import(deferred),
+        "moments": {job: _moments(timelines[job]) for job in TITLES},
         "first_loss_is_the_same": losses["firstloss"][0] == losses["pytorch"][0],
         "phases": {job: {row.name: row.seconds for row in timelines[job].table()} for job in TITLES},
         "losses": losses,
@@ -158,20 +160,28 @@ def _print_tables(console: Console, losses: dict, timelines: dict, difference: f
             cells += [f"{row.begin:.2f}", f"{row.seconds:.2f}"] if row else ["", ""]
         table.add_row(phase, *cells)
     table.add_section()
-    table.add_row("time to first loss", "", f"{deferred.first_loss:.2f}", "", f"{plain.first_loss:.2f}", style="bold")
-    table.add_row("without import", "", f"{_without_import(deferred):.2f}", "", f"{_without_import(plain):.2f}")
+    moments, ratios = [_moments(timeline) for timeline in (deferred, plain)], []
+    for name, at in moments[0].items():
+        seconds = [at, moments[1][name]]
+        ratios.append(f"{seconds[1] / seconds[0]:.2f} times as long to its {_ordinal(name)}")
+        table.add_row(f"time to {_ordinal(name)}", "", f"{seconds[0]:.2f}", "", f"{seconds[1]:.2f}", style="bold")
     console.print(table)
 
-    ratio, bare = plain.first_loss / deferred.first_loss, _without_import(plain) / _without_import(deferred)
     same = "bit-identical" if losses["firstloss"][0] == losses["pytorch"][0] else "not the same"
     console.print(
         f"The first loss is {same}; all losses differ by at most {difference:.1e} relatively.", soft_wrap=True
     )
-    console.print(
-        f"Plain PyTorch takes {ratio:.2f} times as long to its first loss, without import {bare:.2f} times.",
-        soft_wrap=True,
-    )
+    console.print(f"Plain PyTorch takes {', '.join(ratios)}, imports included.", soft_wrap=True)
     console.print(f"Wrote {' and '.join(files)} (open the latter at ui.perfetto.dev)", soft_wrap=True)
+
+
+def _ordinal(moment: str) -> str:
+    """`loss 8` as `8th loss`; other names as they are."""
+    name, _, number = moment.partition(" ")
+    if name != "loss":
+        return moment
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(int(number) % 10, "th") if int(number) // 10 % 10 != 1 else "th"
+    return f"{number}{ending} loss"
 
 
 class _Folder:

@@ -136,7 +136,7 @@ class BackgroundWork(Future):
         try:
             from ..jax_support import x64
 
-            with timeline.span("rest of the step"), x64():
+            with timeline.span(timeline.REST), x64():
                 result = finish()
         except BaseException as error:  # re-raised where the state is needed
             self.set_exception(error)
