@@ -113,6 +113,23 @@ def test_ckpt_path_chooses_the_start(backend, tmp_path):
     assert anew.folder.steps() == [1] and (tmp_path / "first" / "checkpoints" / "aside_1" / "step_4").is_dir()
 
 
+def test_given_weights_are_not_overridden_by_the_folder(tmp_path):
+    run = trainer(tmp_path / "run", max_steps=2)
+    run.fit(loader())
+    before = run.folder.steps()
+    fl.save(run.model.state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(fl.errors.TrainerError) as error:
+        trainer(tmp_path / "run", max_steps=4).fit(loader(), ckpt_path=tmp_path / "w.safetensors")
+    said = str(error.value)
+    assert str(tmp_path / "w.safetensors") in said and str(run.folder.last()) in said
+    assert 'ckpt_path="last"' in said and "another model_dir" in said
+    assert run.folder.steps() == before
+    # where nothing is resumed by itself, they are what was asked for
+    anew = trainer(tmp_path / "run", max_steps=1, checkpoint=Checkpoint(autoload_last=False))
+    anew.fit(loader(), ckpt_path=tmp_path / "w.safetensors")
+    assert anew.state.step == 1
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     weights = dict(Net().state_dict())
     weights["head.weight"] = weights.pop("layers.4.weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,15 @@ VALIDATION_HELPER = "_all_true_or_runtime_assert"  # used by distributions since
 def is_parameter(tensor: Any) -> bool:
     """Whether a tensor of another class than Parameter is a parameter."""
     return getattr(tensor, PARAMETER_FLAG, False)
+
+
+def disable_dynamo(undo: Callable[..., None]) -> None:
+    """Let functions of `torch.compile` run as written, as with `torch.compiler.set_stance("force_eager")`, until `undo`
+    runs what it is given. That function cannot be used: an interrupt could prevent its end."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    if module is not None:
+        undo(module._set_stance, module._stance)
+        module._set_stance(module.DynamoStance("force_eager"))
 
 
 def _operation() -> Any:

@@ -188,17 +188,30 @@ class CheckpointFolder:
     def resume_state(
         self, named: str | EllipsisType | None, or_last: bool, from_elsewhere: bool
     ) -> dict[str, Any] | None:
-        """Load the checkpoint to resume from: the named one if it is in this folder, else the last; or None.
+        """Load the checkpoint to resume from: the named one if it is in this folder; if none is named, the last; or
+        None.
 
         Args:
-            from_elsewhere: also from another run's checkpoint, if this folder has none.
+            or_last: whether the last checkpoint is resumed from.
+            from_elsewhere: whether another run's checkpoint is.
+
+        Raises:
+            TrainerError: for a checkpoint from elsewhere, if this folder has one to resume from.
         """
         if named is None:
             return None
-        path = None if isinstance(named, EllipsisType) else named
-        if path is None or not self.holds(path):
-            last = self.last() if or_last else None
-            path = path if last is None and from_elsewhere else last
+        last = self.last() if or_last else None
+        if isinstance(named, EllipsisType):
+            path = last
+        elif self.holds(named):
+            path = named
+        elif last is not None:
+            raise TrainerError(
+                f"ckpt_path is {named!r}, but {self.path} has checkpoints of this run already, the last of them {last}. "
+                'To go on from that, write ckpt_path="last"; to start from the other, use another model_dir.'
+            )
+        else:
+            path = named if from_elsewhere else None
         return None if path is None else fl.load(path)
 
     def holds(self, path: str) -> bool:

@@ -186,12 +186,13 @@ class Trainer:
                 DataLoaders the metrics' names end in "_0", "_1" and so on.
             ckpt_path: what to load. By default, or "last": resume from the run folder's last checkpoint, if there is
                 one. "best" or a checkpoint in the run folder: resume from it. Weights from elsewhere (another run's
-                checkpoint, a safetensors file, a Hugging Face folder): start from them, unless the run folder has
+                checkpoint, a safetensors file, a Hugging Face folder): start from them, in a run folder without
                 checkpoints. None: load nothing. Checkpoints after the step at which the run starts are moved aside.
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
-            TrainerError: without an optimizer or a loop, or for an invalid loader or setting.
+            TrainerError: without an optimizer or a loop, for an invalid loader or setting, or for weights from
+                elsewhere in a run folder with checkpoints.
         """
         if self.loop is None or self.given[1] is None:
             missing = "an optimizer" if self.given[1] is None else "loop=TrainingLoop(max_steps=...)"

@@ -18,6 +18,7 @@ from ...capture.python_generators import GENERATORS, Draws
 from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
+from ...compat.torch_names import disable_dynamo
 from ...errors import FirstlossError, TraceError, ValueReadError
 from ...interpreter import Undo
 from ...program.graph import Ref
@@ -202,6 +203,7 @@ class _Trace:
         active, watched = self.trace.active(), self.optimizers.watched(recording)
         with Undo() as undo, undo, active, active, watched, watched:
             recording.begin(undo)
+            disable_dynamo(undo)  # the step is compiled as a whole, with what torch.compile wraps
             stand_ins = TracedArguments(arguments, self.trace, self._inputs)
             args, kwargs = stand_ins.take()
             snapshot.add_root((args, kwargs))

@@ -1,0 +1,75 @@
+"""What `torch.compile` wraps is part of a traced step, which is compiled as a whole."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.compat import torch_names
+from firstloss.interpreter import Undo
+
+dynamo = pytest.importorskip("torch._dynamo")
+
+
+def trained(net, run, steps=3):
+    """The losses of a few steps of `run`, a forward pass of `net`, and the weights."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x):
+        loss = run(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step = fl.trace(step) if fl.current_backend().is_xla else step
+    draws = torch.Generator().manual_seed(1)
+    losses = [step(torch.randn(4, 8, generator=draws)).item() for _ in range(steps)]
+    return losses, [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("what", ["module", "function", "in place"])
+def test_a_step_may_use_what_torch_compile_wraps(what, tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    same = copy.deepcopy(net)
+    fl.backend("CPU")
+    expected, weights = trained(same, same)
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    fl.compile(net, backend)
+    run = net
+    if what == "module":
+        run = torch.compile(net)
+    elif what == "function":
+        run = torch.compile(lambda x: net(x))
+    else:
+        net.compile()
+    losses, updated = trained(net, run)
+    assert losses == pytest.approx(expected, rel=1e-5)  # XLA sums in another order
+    for a, b in zip(updated, weights, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_functions_are_compiled_again_after_the_trace(tmp_path):
+    fl.backend("XLA", artifact_dir=tmp_path)
+    compiled = []
+
+    def note(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    doubled = torch.compile(lambda x: x * 2, backend=note)
+    assert fl.trace(lambda x: doubled(x) + 1)(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert not compiled
+    assert doubled(torch.ones(2)).tolist() == [2.0, 2.0] and len(compiled) == 1
+
+
+def test_the_stance_of_the_user_is_restored():
+    with torch.compiler.set_stance("eager_on_recompile"):
+        before = dynamo.eval_frame._stance
+        with Undo() as undo, undo:
+            torch_names.disable_dynamo(undo)
+            assert dynamo.eval_frame._stance.stance == "force_eager"
+        assert dynamo.eval_frame._stance == before
