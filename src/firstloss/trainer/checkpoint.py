@@ -207,7 +207,7 @@ class CheckpointFolder:
             path = named
         elif last is not None:
             raise TrainerError(
-                f"ckpt_path is {named!r}, but {self.path} has checkpoints of this run already, the last of them {last}. "
+                f"ckpt_path is {named!r}, but {self.path} has checkpoints of its own, the last of them {last}. "
                 'To go on from that, write ckpt_path="last"; to start from the other, use another model_dir.'
             )
         else:
