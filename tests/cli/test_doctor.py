@@ -1,6 +1,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def test_the_report_says_what_is_installed_and_used(capsys):
     assert found["supported"]["torch"].startswith(">=") or not found["supported"]  # without an installed package
     assert found["devices"]["jax"] == jax.default_backend()
     assert found["processor"]["cores"] == len(os.sched_getaffinity(0)) and found["processor"]["memory"] > 1 << 28
+    if sys.platform == "linux":
+        assert re.fullmatch(r"\w+: [\d.]+ GB/s, and [\d.]+ GB/s in small pages", found["processor"]["huge pages"])
     assert {name for names in found["patches"].values() for name in names} == set(PATCHES)
     assert set(found["parts in C"]) == set(doctor.PARTS)
 

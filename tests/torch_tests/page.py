@@ -48,8 +48,8 @@ PyTorch's classes for the duration of each test:
 
 In addition to the test's assertions, all outputs of its models and the weights after each `optimizer.step()` are
 compared with eager PyTorch. Differences beyond rounding are listed as *differs*. (Traced steps round in float32, in
-which step counts are kept: [schedules](schedules.md).) Differences that rounding errors of a few units in the last
-place also cause in eager PyTorch (as in front of a batch norm, where gradients are zero up to rounding) are not.
+which step counts are kept: [schedules](how-to/schedules.md).) Differences that rounding errors of a few units in the
+last place also cause in eager PyTorch (as in front of a batch norm, where gradients are zero up to rounding) are not.
 
 - **refused**: one of Firstloss's errors, at the test's line, that says what to write instead.
 - **failed**: a failed assertion of the test, or another error. **Late**: not finished within the time limit.

@@ -152,13 +152,16 @@ def _memory() -> int | None:
 
 
 def _huge_pages() -> str:
-    """The setting of transparent huge pages, on which large weights are allocated."""
+    """The setting of transparent huge pages, and how fast the system hands out memory in them and in small ones."""
+    from ..engine.huge_pages import first_touch_speeds
+
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
         return "unknown"
     chosen = re.search(r"\[(\w+)\]", text)
-    return chosen[1] if chosen else "unknown"
+    small, huge = (f"{speed / 1e9:.1f} GB/s" for speed in first_touch_speeds())
+    return f"{chosen[1] if chosen else 'unknown'}: {huge}, and {small} in small pages"
 
 
 def _devices(has_jax: bool, problems: list[str]) -> dict[str, Any]:

@@ -84,3 +84,21 @@ def _is_fast(address: int) -> bool:
     began = time.thread_time()
     ctypes.memset(address, 0, 1)
     return time.thread_time() - began < _SLOW_SECONDS
+
+
+def first_touch_speeds() -> tuple[float, float]:
+    """How fast the system hands out memory in small pages and in huge ones, in bytes per second."""
+    return _first_touch(huge=False), _first_touch(huge=True)
+
+
+def _first_touch(huge: bool) -> float:
+    with mmap.mmap(-1, _PIECE + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        view = (ctypes.c_char * len(memory)).from_buffer(memory)
+        begin = -(-ctypes.addressof(view) // _HUGE) * _HUGE
+        if huge and _madvise is not None and _MADV_HUGEPAGE is not None:
+            _madvise(begin, _PIECE, _MADV_HUGEPAGE)
+        began = time.perf_counter()
+        ctypes.memset(begin, 0, _PIECE)
+        seconds = time.perf_counter() - began
+        del view
+    return _PIECE / seconds

@@ -6,7 +6,7 @@ PyTorch. Only the slice of the requested Values is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -145,6 +145,19 @@ class Replay:
         if type(arg) in (list, tuple):
             return [self._real(a) for a in arg]
         return arg
+
+
+def last_reads(nodes: Iterable[Node], keep: Collection[Value]) -> dict[int, list[Value]]:
+    """For each node's index, the Values that no later node reads, whose memory can be freed; never those of `keep`."""
+    last: dict[Value, int] = {}
+    for node in nodes:
+        for value in (*node.reads(), *(ref.value for ref in node.writes), *node.outputs):
+            last[value] = node.index
+    freed: dict[int, list[Value]] = {}
+    for value, index in last.items():
+        if value not in keep:
+            freed.setdefault(index, []).append(value)
+    return freed
 
 
 def new_tensors(result: Any, count: int) -> list[torch.Tensor | None]:

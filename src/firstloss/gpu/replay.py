@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, schema_of
-from ..engine.replay import Replay
+from ..engine.replay import Replay, last_reads
 from ..errors import MaterializeError
 from ..program.graph import Node, Ref, Value, is_number_type
 from ..program.node_kinds import is_unwritten
@@ -55,7 +55,7 @@ class Plan:
         writes = {ref.value for node in self.nodes for ref in node.writes}
         known = {value for value in read | writes if value.known and value not in given}
         self.written, self.constants = known & writes, known - writes
-        frees = _last_reads(self.nodes, self.outputs.values(), given | known)
+        frees = last_reads(self.nodes, given | known | {ref.value for ref in self.outputs.values()})
         self.schedule = schedule(self.nodes, frees, _LIST_BYTES)
         self.obstacles = [
             *self._on_other_devices(given - plain, device),
@@ -105,20 +105,6 @@ class Plan:
                 return [f"{node.op} at {node.source} draws random numbers on another device than {device.type}"]
             before = words
         return []
-
-
-def _last_reads(nodes: Sequence[Node], outputs: Iterable[Ref], given: set[Value]) -> dict[int, list[Value]]:
-    last: dict[Value, int] = {}
-    for node in nodes:
-        for value in (*node.reads(), *(ref.value for ref in node.writes), *node.outputs):
-            last[value] = node.index
-    for ref in outputs:
-        last.pop(ref.value, None)
-    last_reads: dict[int, list[Value]] = {}
-    for value, index in last.items():
-        if value not in given:
-            last_reads.setdefault(index, []).append(value)
-    return last_reads
 
 
 def _has_ref(argument: Any) -> bool:

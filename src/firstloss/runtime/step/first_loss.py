@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from ...compat.torch_names import DisableTorchDispatch
+from ...engine.replay import last_reads
 from ...errors import FirstlossError
 from ...interpreter import gc_thresholds
-from ...program.graph import Node, Ref, Value, slice_for
+from ...program.graph import Value, slice_for
 from ...program.program import Program
 from ..device import on_gpu
 from ..device.dispatch import finish_at_exit
@@ -53,7 +54,7 @@ class FirstLoss:
         self.inputs = read & inputs
         # Mutated Values are copied.
         self._written = {ref.value for node in self._nodes for ref in node.writes} & inputs
-        self._last = _last_reads(self._nodes, self._refs)
+        self._last = last_reads(self._nodes, {ref.value for ref in self._refs})
         self._random = [node for node in self._nodes if node.draw is not None]
         self.failed = False  # an operation is supported only by the compiler
         self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
@@ -122,20 +123,6 @@ class FirstLoss:
                 results = [tensor.cpu() for tensor in results]
                 on_gpu.wait(self._device)
         return [copied_later(tensor) for tensor in results]
-
-
-def _last_reads(nodes: Sequence[Node], outputs: Sequence[Ref]) -> dict[int, list[Value]]:
-    """For each node's index, the Values that no later node reads, whose memory can be freed."""
-    last: dict[Value, int] = {}
-    for node in nodes:
-        for value in (*(ref.value for ref in node.refs()), *node.outputs):
-            last[value] = node.index
-    for ref in outputs:
-        last.pop(ref.value, None)
-    freed: dict[int, list[Value]] = {}
-    for value, index in last.items():
-        freed.setdefault(index, []).append(value)
-    return freed
 
 
 _LOOK_SECONDS = 0.05  # interval of checks for a thread that is lowering
