@@ -70,10 +70,11 @@ def _advise(begin: int, end: int, piece: int) -> None:
         size = min(piece, end - at)
         if _to_skip > 0:
             _to_skip -= size
+        elif _madvise(at, size, _MADV_HUGEPAGE) != 0 or _is_fast(at):
             continue
-        if _madvise(at, size, _MADV_HUGEPAGE) == 0 and not _is_fast(at):
-            _madvise(at, size, _MADV_NOHUGEPAGE)
+        else:
             _to_skip = _SKIPPED
+        _madvise(at, size, _MADV_NOHUGEPAGE)  # where the system gives huge pages unasked, too
 
 
 def _is_fast(address: int) -> bool:
