@@ -24,7 +24,6 @@ FIGURES = (
     "reads",
     "step_memory",
     "time_to_first_loss",
-    "plain_pytorch",
     "every_loss",
     "loss_agreement",
     "mt19937_lanes",
