@@ -45,9 +45,9 @@ def is_parameter(tensor: Any) -> bool:
 
 def disable_dynamo(undo: Callable[..., None]) -> None:
     """Let functions of `torch.compile` run as written, as with `torch.compiler.set_stance("force_eager")`, until `undo`
-    runs what it is given. That function cannot be used: an interrupt could prevent its end."""
-    module = sys.modules.get("torch._dynamo.eval_frame")
-    if module is not None:
+    runs what it is given. Nothing if nobody has imported dynamo, which takes a second."""
+    if NAMES["eval_frame"].target in sys.modules:
+        module = _imported("eval_frame")
         undo(module._set_stance, module._stance)
         module._set_stance(module.DynamoStance("force_eager"))
 
@@ -280,6 +280,12 @@ NAMES = {
         "tracing",
     ),
     "global_step_post_hooks": Name("torch.optim.optimizer._global_optimizer_post_hooks", "As above", "tracing"),
+    "eval_frame": Name(
+        "torch._dynamo.eval_frame",
+        "Runs what `torch.compile` wraps as written while a step is traced; an interrupt could prevent the end of "
+        "`torch.compiler.set_stance`",
+        "functions of `torch.compile` in traced steps",
+    ),
     "finished_work": Name(
         "torch._C._distributed_c10d.FakeWork", "What a collective of one process returns", "collectives in steps"
     ),
