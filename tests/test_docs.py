@@ -5,10 +5,12 @@ import importlib.util
 import os
 import re
 import textwrap
+from collections import Counter
 
 import pytest
 
 import firstloss as fl
+from firstloss.compat import patches
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DOCS = os.path.join(ROOT, "docs")
@@ -60,6 +62,13 @@ def test_the_site_lists_every_page():
     listed = re.findall(r": ([\w/-]+\.md)$", read("mkdocs.yml"), flags=re.M)
     listed += re.findall(r"^ +- ([\w/-]+\.md)$", read("mkdocs.yml"), flags=re.M)
     assert sorted(os.path.join("docs", *page.split("/")) for page in listed) == PAGES
+
+
+def test_the_first_screen_says_how_much_is_patched():
+    count = Counter(patch.when for patch in patches.PATCHES.values())
+    said = f"{count[patches.DEFERRED] + count[patches.IMPORTED]} functions of PyTorch are patched, during a capture "
+    said += f"{count[patches.CAPTURE]} more, and while a step is traced {count[patches.TRACE]} more"
+    assert said in read("README.md")
 
 
 def test_the_architecture_page_is_short():
