@@ -45,6 +45,13 @@ def test_hooks_are_called_in_order(backend, tmp_path):
     )
 
 
+def test_the_first_loss_is_announced_when_it_is_there(backend, tmp_path):
+    diary = Diary()
+    trainer(tmp_path, backend, max_steps=4, callbacks=[diary]).fit(loader())
+    hooks = [line for line in diary.lines if line in ("batch_start", "first_loss", "metrics")]
+    assert hooks[:4] == ["batch_start", "first_loss", "metrics", "batch_start"]
+
+
 def test_hooks_are_called_per_batch_and_step(tmp_path):
     diary = Diary()
     trainer(tmp_path, max_steps=1, grad_accum_steps=2, callbacks=[diary]).fit(loader())

@@ -46,9 +46,9 @@ class Pending:
         self._on_values = on_values
         self._last_good = last_good
 
-    def add(self, started: Started) -> None:
+    def add(self, started: Started, ahead: int = AHEAD) -> None:
         self._queue.append(started)
-        self.settle(AHEAD)
+        self.settle(ahead)
 
     def settle(self, ahead: int = 0) -> None:
         """Read the values of all batches but the last `ahead`.

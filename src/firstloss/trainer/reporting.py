@@ -12,7 +12,7 @@ import firstloss as fl
 
 from ..errors import TrainerError
 from .logging import Rates, learning_rates
-from .pending_losses import Pending, Started
+from .pending_losses import AHEAD, Pending, Started
 from .step import counts, logged_in_step
 
 if TYPE_CHECKING:
@@ -72,12 +72,13 @@ class Reporter:
             self._trainer.log(**{name: float(value) for name, value in metrics.items()})
 
     def add(self, started: Started) -> None:
-        """Report a batch's numbers once they are available.
+        """Report a batch's numbers once they are available; those of the first batch at once, since a first call returns
+        when they are there.
 
         Raises:
-            NaNLossError: for an earlier batch, as in `settle`.
+            NaNLossError: for this batch or an earlier one, as in `settle`.
         """
-        self._pending.add(started)
+        self._pending.add(started, AHEAD if self._seen_a_loss else 0)
 
     def settle(self) -> None:
         """Wait for all started batches and report them.
