@@ -72,8 +72,8 @@ class Reporter:
             self._trainer.log(**{name: float(value) for name, value in metrics.items()})
 
     def add(self, started: Started) -> None:
-        """Report a batch's numbers once they are available; those of the first batch at once, since a first call returns
-        when they are there.
+        """Report a batch's numbers once they are available. Those of the first batch are when the call returns, and are
+        reported at once.
 
         Raises:
             NaNLossError: for this batch or an earlier one, as in `settle`.
