@@ -461,7 +461,8 @@ class ParameterGroups:
         refused: list[str] = []
         for optimizer in () if self._snapshot is None else self._snapshot.optimizers:
             if not any(seen is optimizer for seen in self._seen):
-                self._saved += zip(optimizer.param_groups, self._before(optimizer), strict=False)
+                for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
+                    self._saved.append((group, before | self._left_inputs(group)))
         for group, key, before, traced in reversed(self._restore):
             now = group.get(key, traced)
             if now is not traced and now is not before and _is_plain(now):
@@ -492,6 +493,14 @@ class ParameterGroups:
         self._restore.clear()
         self._snapshot = None
         return refused
+
+    def _left_inputs(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The input numbers that the step has left in a group: `Varying` takes them out, and notes what was stored in
+        their places."""
+        varying = self.varying
+        if varying is None:
+            return {}
+        return {k: v for k, v in group.items() if is_input_number(v) and not varying.is_replaced(group, k)}
 
     def begin(self) -> None:
         """At the start of a call, set what the step sets before its optimizers step."""
