@@ -1,7 +1,5 @@
 """Numbers in the groups of an optimizer that a traced step reads and changes, but that does not step in it."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -54,10 +52,7 @@ def numbers(backend, schedule, change, reads, steps):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "schedule, change",
-    [
-        *itertools.product(SCHEDULES, ["scheduler"]),
-        *(("cosine", change) for change in CHANGES if change != "scheduler"),
-    ],
+    [*((name, "scheduler") for name in SCHEDULES), *(("cosine", name) for name in CHANGES if name != "scheduler")],
 )
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("steps", [False, True])
