@@ -189,7 +189,7 @@ def test_the_title_says_when_the_first_and_the_last_loss_came():
     assert headline(both) == "Timeline"
 
 
-def test_a_picture_shows_a_timeline_up_to_its_last_mark():
+def test_a_picture_shows_a_timeline_up_to_its_last_loss():
     from firstloss.timeline_picture import _shown
 
     t = road()
@@ -198,6 +198,10 @@ def test_a_picture_shows_a_timeline_up_to_its_last_mark():
     t.mark("loss 2", 9.0)
     assert _shown(t) == 9.0
     assert _shown(Timeline()) == 0.0
+    own = Timeline()
+    own.add("import", 0.0, 2.0, "main")
+    own.mark("data is there", 1.0)  # a mark of the user's
+    assert _shown(own) == 2.0
 
 
 def road() -> Timeline:

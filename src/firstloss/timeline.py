@@ -192,6 +192,11 @@ class Timeline:
             return tuple(sorted(self._marks, key=lambda mark: mark.at))
 
     @property
+    def losses(self) -> tuple[Mark, ...]:
+        """The marks of losses: the first, and those called "loss 2", "loss 3" and so on."""
+        return tuple(mark for mark in self.marks if mark.name == FIRST_LOSS or mark.name.startswith("loss "))
+
+    @property
     def first_loss(self) -> float | None:
         """Seconds from the process's start to the first loss; None if there is none yet."""
         return next((mark.at for mark in self.marks if mark.name == FIRST_LOSS), None)

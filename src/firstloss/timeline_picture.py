@@ -32,7 +32,7 @@ class Phases(Protocol):
     def spans(self) -> Sequence[Any]: ...
 
     @property
-    def marks(self) -> Sequence[Any]: ...
+    def losses(self) -> Sequence[Any]: ...
 
     @property
     def first_loss(self) -> float | None: ...
@@ -60,23 +60,23 @@ def draw(path: str | os.PathLike[str], groups: list[tuple[str, Phases]], title: 
 
 
 def headline(groups: list[tuple[str, Phases]]) -> str:
-    """In one line, when the first and the last mark came, which are the first and the last loss; the timelines have the
-    same marks."""
-    names = [mark.name for mark in groups[0][1].marks]
-    if not names or any([mark.name for mark in timeline.marks] != names for _, timeline in groups):
+    """In one line, when the first and the last loss came, if the timelines have the same losses."""
+    names = [mark.name for mark in groups[0][1].losses]
+    if not names or any([mark.name for mark in timeline.losses] != names for _, timeline in groups):
         return "Timeline"
     moments = []
     for number in sorted({0, len(names) - 1}):
-        times = ", ".join(f"{name} {timeline.marks[number].at:.1f} s" for name, timeline in groups)
+        times = ", ".join(f"{name} {timeline.losses[number].at:.1f} s" for name, timeline in groups)
         moments.append(f"{names[number]}: {times}")
     line = "; ".join(moments)
     return line[0].upper() + line[1:]
 
 
 def _shown(timeline: Phases) -> float:
-    """The range of a timeline that is shown: up to its last mark (its first loss, if only that is marked), or all of it
-    if there is none."""
-    return max((mark.at for mark in timeline.marks), default=0.0) or max((s.end for s in timeline.spans), default=0.0)
+    """The range of a timeline that is shown: up to its last loss, or all of it if there is none."""
+    if timeline.losses:
+        return timeline.losses[-1].at
+    return max((span.end for span in timeline.spans), default=0.0)
 
 
 def _draw_group(axis, name: str, timeline: Phases, width: float) -> None:
@@ -106,7 +106,7 @@ def _draw_group(axis, name: str, timeline: Phases, width: float) -> None:
             fontweight="bold",
             color=_INK,
         )
-    for mark in timeline.marks:
+    for mark in timeline.losses:
         axis.axvline(mark.at, ymax=0.4 / (len(table) + 0.9), color=_INK, linewidth=1.2)
     axis.set_title(name, loc="left", fontsize=11, fontweight="bold", color=_INK)
     axis.set_yticks(list(height.values()), list(height))

@@ -117,9 +117,9 @@ def _without_import(timeline: Timeline) -> float:
 
 def _moments(timeline: Timeline) -> dict[str, float]:
     """When the first loss came, when the weights had been updated the first time, and when the last loss came."""
-    marks = [mark for mark in timeline.marks if mark.name == FIRST_LOSS or mark.name.startswith("loss ")]
-    update = max((span.end for span in timeline.spans if span.name == REST), default=marks[-1].at)
-    return {FIRST_LOSS: marks[0].at, "first update": update, marks[-1].name: marks[-1].at}
+    first, last = timeline.losses[0], timeline.losses[-1]
+    update = max((span.end for span in timeline.spans if span.name == REST), default=last.at)
+    return {FIRST_LOSS: first.at, "first update": update, last.name: last.at}
 
 
 def _result(losses: dict, timelines: dict, difference: float, files: list[str]) -> dict[str, Any]:
