@@ -271,6 +271,8 @@ class _Walk:
             if not isinstance(a, array.array):
                 yield from self._attributes(path, a, b, plain=False)
         elif isinstance(a, (set, frozenset, weakref.WeakSet)):
+            if all(map(_is_plain, a)):
+                yield ".order", list(a), list(b)
             yield ".sorted", sorted(map(_hashed, a)), sorted(map(_hashed, b))
         elif isinstance(a, collections.abc.Iterator) and type(a).__module__ in ("builtins", "itertools"):
             yield (

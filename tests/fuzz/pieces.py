@@ -711,6 +711,8 @@ def grown(d: Draft) -> None:
         ("collections.OrderedDict(a=1, b=2, c=3)", f"{s}.move_to_end(next(iter({s})))", f"next(iter({s}.values()))"),
         ("[1, 2, 3]", f"{s}.append({s}.pop(0))", f"{s}[0]"),
         ("{1, 2, 3, 4, 5, 6, 7, 8, 9, 10}", f"{s}.pop()", f"len({s})"),
+        ("set('abcdefghijk')", f"{s}.pop()", f"ord(next(iter({s})))"),
+        ("set('abcdefghijk') - set('bcde')", f"{s}.add({s}.pop())", f"ord(next(iter({s})))"),
         ("[5, 4, 3, 2, 1, 0, 1, 2, 3, 4]", f"{s}.pop()", f"{s}[-1]"),
     )
     d.setup.append(f"{s} = {init}")

@@ -55,7 +55,6 @@ class Effects:
         changed_ids: the ids of the dicts, lists, cells and objects that have changed.
         retrace_reason: a change that cannot be replayed, so that the step has to be traced at each call; None if there
             is no such change.
-        takes_from_sets: sets have changed other than by additions: their order may not be restored.
         bindings: replay the changes: given a call's frame, each creates a binding of that call. All of them are created
             before the first is executed.
     """
@@ -65,7 +64,6 @@ class Effects:
         self.reconstructor = reconstructor
         self.changed_ids: set[int] = set()
         self.retrace_reason: str | None = None
-        self.takes_from_sets = False
         self.bindings: list[Callable[[CallFrame], Bind]] = []
         self._undo: list[Bind] = []
 

@@ -35,6 +35,7 @@ from .kind import kind_of
 from .packages import is_closed, is_installed, is_runtime, module_of_class
 from .places import Varying
 from .recording import Executed, Recording, Site, is_closed_code
+from .set_tables import SetTable
 from .snapshot import Snapshot, is_guarded_elsewhere
 from .states import CellContent, Slots
 from .stored_names import guard_stored_names
@@ -274,6 +275,13 @@ class GuardSources:
         """Guard a container that the step has changed although no read of it was recorded."""
         self._values.looked_at.discard(id(container))
         self._values.value(container, f"{with_article(type(container).__qualname__)} that the step changes", "")
+
+    def guard_order(self, container: set, before: SetTable) -> None:
+        """Guard the order of a set's items, and which of them `pop` takes."""
+        description = f"the order of the items of {with_article(type(container).__qualname__)} that the step changes"
+        self._values.read(
+            (id(container), "order"), lambda: SetTable(container).order(), before.order(), description, ""
+        )
 
     def guard_collection(self, container: Any, before: list) -> None:
         """Guard a container that is only added to: an item that a set already holds is not added, and a deque may be

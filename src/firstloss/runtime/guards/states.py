@@ -12,7 +12,8 @@ from .access import MISSING, cell_content, define, definition, items_of, set_ite
 from .effects import Bind, Effects, always, delete_name, setting, setting_in
 from .equality import same, same_items
 from .kind import State
-from .reconstruct import CallFrame, Make
+from .reconstruct import CallFrame, Make, is_constant
+from .set_tables import SetTable, can_read_tables
 
 
 class Table(State):
@@ -117,9 +118,9 @@ class Sequence(State):
         only_added_to = reads is not None and reads.additions.includes(container)
         if reads is not None and only_added_to:
             reads.guard_collection(container, before)
-        if len(now) == len(before) and all(map(operator.is_, now, before)):
+        if self.is_unchanged(now):
             return
-        effects.undoes(functools.partial(set_items, container, before))
+        effects.undoes(self.restoring())
         if reads is None:
             return
         make = effects.reconstructor.make
@@ -130,7 +131,6 @@ class Sequence(State):
             add = self.kind.add
             effects.bindings.append(lambda env: add(container, [part(env) for part in parts]))
             return
-        effects.takes_from_sets = effects.takes_from_sets or isinstance(container, set)
         container_of = effects.changed_container(container)
         makes = [make(item) for item in now]
         if isinstance(container, list) and len(now) == len(before):
@@ -138,9 +138,49 @@ class Sequence(State):
                 if now[i] is not before[i]:
                     effects.bindings.append(setting_in(container_of, i, part))
             return
-        effects.bindings.append(
-            lambda env: functools.partial(set_items, container_of(env), [part(env) for part in makes])
-        )
+        effects.bindings.append(self.repeating(effects, container_of, makes))
+
+    def is_unchanged(self, now: list) -> bool:
+        """Whether the container is the same as before, if these are its items now."""
+        return len(now) == len(self.before) and all(map(operator.is_, now, self.before))
+
+    def restoring(self) -> Bind:
+        """A binding that restores the container."""
+        return functools.partial(set_items, self.held, self.before)
+
+    def repeating(self, effects: Effects, container_of: Make, makes: list[Make]) -> Callable[[CallFrame], Bind]:
+        """A function that returns bindings of what the step has left in the container: items that `makes` return."""
+        return lambda env: functools.partial(set_items, container_of(env), [part(env) for part in makes])
+
+
+class SetItems(Sequence):
+    """The items of a set, and their order."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, held: set, before: list, kind: Any) -> None:
+        super().__init__(held, before, kind)
+        self.table = SetTable(held)
+
+    @property
+    def group(self) -> type[State]:
+        return Sequence
+
+    def is_unchanged(self, now: list) -> bool:
+        return super().is_unchanged(now) and SetTable(self.held).order() == self.table.order()
+
+    def restoring(self) -> Bind:
+        return functools.partial(self.table.restore, self.held)
+
+    def repeating(self, effects: Effects, container_of: Make, makes: list[Make]) -> Callable[[CallFrame], Bind]:
+        if not can_read_tables():
+            effects.retrace_reason = effects.retrace_reason or "it takes items out of a set, whose order is unknown"
+        elif effects.reads is not None:
+            effects.reads.guard_order(self.held, self.table)
+        if not all(map(is_constant, makes)):  # new objects, whose hashes differ at each call
+            return super().repeating(effects, container_of, makes)
+        left = SetTable(self.held)
+        return lambda env: functools.partial(left.restore, container_of(env))
 
 
 # -- attributes, functions and their variables --

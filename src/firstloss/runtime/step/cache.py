@@ -370,7 +370,7 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     """Whether the step's Python can run twice at one call: whether all that it changes is restored exactly, and the
     optimizers' state that was created for it need not be created again."""
     assert observer.guards is not None
-    unrestored = traced.retrace_reason or observer.guards.unguardable or traced.effects.takes_from_sets
+    unrestored = traced.retrace_reason or observer.guards.unguardable
     return not (unrestored or observer.guards.external_calls or traced.optimizers.state.new)
 
 
@@ -578,9 +578,7 @@ class CacheEntries:
             return entry  # an optimizer's first step
         if entry.step.is_for_one_call:
             self._reading = max(self._reading, 1)
-            self._repeatable = (
-                entry.records_code and entry.traced_each_time is None and not traced.effects.takes_from_sets
-            )
+            self._repeatable = entry.records_code and entry.traced_each_time is None
             trace = traced.trace
             if trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
                 self.reports.report_reads([*trace.reads, *trace.number_reads])

@@ -18,8 +18,9 @@ from ..equality import same_items
 from ..guards import ListGuard
 from ..kind import of
 from ..reconstruct import CallFrame, Make, Reconstructor, constant, is_constant
+from ..set_tables import SetTable
 from ..snapshot import LARGEST, Snapshot
-from ..states import Content, Items, Sequence
+from ..states import Content, Items, Sequence, SetItems
 from ..value_guards import Values
 from .contents import FIXED
 from .instances import WithAttributes, guard_class
@@ -148,10 +149,11 @@ class Collection(Container):
     """A container of items that can be added to."""
 
     collects = True
+    state: type[Sequence] = Sequence
 
     def visit_items(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         items = items_of(obj)
-        snapshot.keep(Sequence(obj, items, self))
+        snapshot.keep(self.state(obj, items, self))
         snapshot.items(items, stack)
 
     def guard_items(self, obj: Any, values: Values, description: str, name: str) -> None:
@@ -203,11 +205,22 @@ class ListKind(Collection):
 class SetKind(Collection):
     """A set."""
 
+    state = SetItems
+
     def sample(self, obj: Any, length: int) -> tuple:
         return ()
 
-    def guard_each(self, obj: Any, items: list[Any], values: Values, description: str, name: str) -> None:
-        values.read(id(obj), self.reader(obj), tuple(set(items)), description, name)
+    def make(self, obj: Any, reconstructor: Reconstructor) -> Make:
+        parts = [reconstructor.make(part) for part in items_of(obj)]
+        if not all(map(is_constant, parts)):
+            return super().make(obj, reconstructor)
+        table, attributes = SetTable(obj), reconstructor.attributes(obj)
+
+        def fill(new: Any, env: CallFrame) -> None:
+            table.restore(new)
+            attributes(new, env)
+
+        return reconstructor.once(obj, empty_like(obj), fill)
 
     def added_to(self, obj: Any, before: list, now: list) -> list | None:
         return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
