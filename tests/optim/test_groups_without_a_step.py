@@ -59,3 +59,57 @@ def numbers(backend, schedule, change, reads, steps):
 def test_the_group_is_left_as_in_eager_pytorch(schedule, change, reads, steps, by_kernels, tmp_path):
     expected = numbers(fl.backend("CPU"), schedule, change, reads, steps)
     assert numbers(fl.backend("XLA", artifact_dir=tmp_path), schedule, change, reads, steps) == expected
+
+
+RATES = {"float": 0.1, "tensor": torch.tensor(0.1)}
+# When the optimizer steps, by the number of the call.
+STEPS = {
+    "always": lambda call: True,
+    "every other call": lambda call: call % 2,
+    "from the third call on": lambda call: call > 1,
+}
+VALUES = {
+    "a loss": lambda loss, calls: 0.1 / (1 + abs(loss.item())),
+    "a count": lambda loss, calls: 0.1 / len(calls),
+    "a number of both": lambda loss, calls: min(0.1, loss.item()) / len(calls),
+}
+
+
+def set_from_values(backend, rate, steps, value, key, late):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATES[rate])
+    model, calls, losses = fl.compile(net, backend), [], []
+    group = optimizer.param_groups[0]
+
+    @fl.trace
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        calls.append(None)
+        if not late:
+            group[key] = VALUES[value](loss, calls)
+        if STEPS[steps](len(calls)):
+            optimizer.step()
+            optimizer.zero_grad()
+        if late:
+            group[key] = VALUES[value](loss, calls)
+        return loss.detach()
+
+    for _ in range(5):
+        losses.append(step(torch.randn(2, 4, dtype=torch.float64)).item())
+        losses.append(float(group[key]))
+    return losses, type(group[key])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+@pytest.mark.parametrize("value", VALUES)
+def test_a_number_that_is_set_to_what_the_step_reads(value, key, late, tmp_path):
+    for rate in RATES:
+        for steps in STEPS:
+            expected, kind = set_from_values(fl.backend("CPU"), rate, steps, value, key, late)
+            traced = set_from_values(fl.backend("XLA", artifact_dir=tmp_path), rate, steps, value, key, late)
+            # float64, summed in another order
+            assert traced == (pytest.approx(expected, rel=1e-9), kind), (rate, steps)

@@ -95,9 +95,9 @@ class Varying:
             elif not is_input_number(now):
                 self._stored.add(place.id)
 
-    def is_replaced(self, container: Any, key: Any) -> bool:
-        """Whether the step has put something else in the place of an input number."""
-        return any(place.id == (id(container), key) and place.get() is not number for place, _, number in self._held)
+    def number_for(self, container: Any, key: Any) -> Any:
+        """The input number that was put in a place, where the step may have put something else since; or None."""
+        return next((number for place, _, number in self._held if place.id == (id(container), key)), None)
 
     def expected(self) -> dict[tuple[int, Any], Any]:
         """For guards: any number of its type, by place. Where the step stores a constant, later calls do so only if

@@ -351,7 +351,7 @@ class ParameterGroups:
                     self._computed.append(change)
             for key, value in group.items():
                 unchanged = _is_plain(value) and not is_input_number(value) and same(before.get(key, MISSING), value)
-                if self.varying is not None and unchanged and self.varying.is_replaced(group, key):
+                if self.varying is not None and unchanged and self.varying.number_for(group, key) is not None:
                     self._first.append(_Set(group, key, value, value))  # in place of the value at this call
             # An optimizer that wraps this one has replaced some.
             hidden = {(id(g), key): before for g, key, before, traced in self._restore if g.get(key) is traced}
@@ -495,12 +495,11 @@ class ParameterGroups:
         return refused
 
     def _left_inputs(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The input numbers that the step has left in a group: `Varying` takes them out, and notes what was stored in
-        their places."""
+        """The input numbers that the step has left in their places in a group, where `Varying` takes them out."""
         varying = self.varying
         if varying is None:
             return {}
-        return {k: v for k, v in group.items() if is_input_number(v) and not varying.is_replaced(group, k)}
+        return {k: v for k, v in group.items() if is_input_number(v) and v is varying.number_for(group, k)}
 
     def begin(self) -> None:
         """At the start of a call, set what the step sets before its optimizers step."""
