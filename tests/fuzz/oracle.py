@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from traceback import print_exc
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstloss as fl
+from firstloss.runtime.backend import Backend
 
 from .compare import Difference, compare
 from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED, SAME, Outcome
@@ -39,9 +41,13 @@ _PATCHED = [(cls, "forward") for cls in (nn.Linear, nn.Tanh, nn.Sequential, nn.L
 _PATCHED += [(nn.functional, "linear"), (torch.Tensor, "mean")]
 
 
+# The backend on which programs are traced, "XLA" or "GPU": steps are replayed as on a GPU, by the kernels of this CPU.
+TRACED = os.environ.get("FIRSTLOSS_FUZZ_BACKEND", "XLA")
+
+
 def check(source: str, traceback: bool = False) -> Outcome:
-    """Run `source`, which defines `program(backend)`, on the backends "CPU", where a traced step is eager PyTorch, and
-    "XLA", and compare what it returns and what its module holds.
+    """Run `source`, which defines `program(backend)`, on the backend "CPU", where a traced step is eager PyTorch, and
+    on `TRACED`, and compare what it returns and what its module holds.
 
     Args:
         traceback: print where errors come from.
@@ -55,7 +61,7 @@ def check(source: str, traceback: bool = False) -> Outcome:
             print_exc()
         return Outcome(DISCARDED, f"{type(error).__name__}: {_line(error)}", _user_line(error, source))
     try:
-        traced = _run(source, "XLA")
+        traced = _run(source, TRACED)
         with _settled():
             compare(eager, traced, MODULE)
     except Difference as difference:
@@ -93,8 +99,9 @@ def _run(source: str, name: str) -> dict[str, Any]:
     sys.modules[MODULE] = module
     with _settled():
         exec(compile(source, str(_PATH), "exec"), module.__dict__)
-        backend = fl.backend(name) if name == "CPU" else fl.backend(name, artifact_dir=_ARTIFACTS)
-        held = module.__dict__["program"](backend)
+        backend = fl.backend(name, artifact_dir=_ARTIFACTS) if name == "XLA" else fl.backend("CPU")
+        with mock.patch.object(Backend, "replays", name == "GPU"):
+            held = module.__dict__["program"](backend)
         if not isinstance(held, dict):
             held = {"returned": held}
         modes = {"default dtype": torch.get_default_dtype(), "grad mode": torch.is_grad_enabled()}

@@ -35,3 +35,11 @@ def test_generated_steps_match_eager_when_compiled(monkeypatch):
     """As users run them; the other programs run with PyTorch's kernels (`interpret.py`) in a tenth of the time."""
     monkeypatch.setenv("FIRSTLOSS_FUZZ_COMPILE", "1")
     outcomes(range(1000, 1006))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", [0, 100])
+def test_generated_steps_match_eager_when_replayed(first, monkeypatch):
+    """As on the "GPU" backend, but for the CUDA graph."""
+    monkeypatch.setenv("FIRSTLOSS_FUZZ_BACKEND", "GPU")
+    outcomes(range(first, first + EACH))

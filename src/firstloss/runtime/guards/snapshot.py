@@ -22,6 +22,7 @@ from ...compat.torch_names import DisableTorchDispatch
 from .access import definition, items_of, table_of
 from .bytecode import attributes_set, with_inner
 from .effects import Effects
+from .guards import with_article
 from .kind import State, kind_of
 from .packages import is_closed, is_installed, own_module
 from .process_state import Environment, Filters
@@ -163,6 +164,13 @@ class Snapshot:
         as the position of an iterator."""
         restored = [state.restore() for state in self.states[Content].values() if isinstance(state, Content)]
         return all(restored)
+
+    def consumed(self) -> str | None:
+        """What has changed and cannot be restored, in words."""
+        for state in self.states[Content].values():
+            if isinstance(state, Content) and not state.is_unchanged() and not state.can_be_restored():
+                return with_article(type(state.held).__qualname__)
+        return None
 
     # -- the walk --
 

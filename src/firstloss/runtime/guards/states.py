@@ -288,3 +288,7 @@ class Content(State):
     def restore(self) -> bool:
         """Restore the content if it has changed; returns False where that is impossible."""
         return True  # what is compared in parts, is undone with the other effects
+
+    def can_be_restored(self) -> bool:
+        """Whether `restore` can undo what has changed."""
+        return True

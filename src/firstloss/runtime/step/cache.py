@@ -187,6 +187,11 @@ class StepCache:
         """The compiled step that was called last."""
         return self._found
 
+    @property
+    def traced_each_time(self) -> str | None:
+        """Why the step of the last call must be traced at each call, if it must."""
+        return next((e.traced_each_time for e in self._entries.entries() if e.step is self._found), None)
+
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
         return [step for versions in self.kinds.values() for step in versions.steps()]
@@ -267,50 +272,83 @@ class Request(NamedTuple):
             observer: observes the Python side of the trace.
             find: finds an equivalent earlier step, whose executable is reused; or raises.
         """
-        from . import compiling  # imported late, because it imports JAX
-        from .compiled_step import CompiledStep, Inputs
-
-        backend = self.backend
         with timeline.span("trace"):
             traced = tracing.trace_step(
-                self.step, self.arguments, backend, observer, self.places, self.inputs, self.reads, self.values_read
-            )
+                self.step, self.arguments, self.backend, observer, self.places, self.inputs, self.reads,
+                self.values_read,
+            )  # fmt: skip
             try:
-                self._refuse_twice(observer)
-                traced.modes.undo()  # set again after the step has run
-                if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
-                    raise InputNumberError
-                if traced.is_for_one_call or self.retries > _MOST_RETRIES:
-                    return self._computed(traced)
-                contents = traced.trace.contents
-                traced.trace.contents = None
-                same = find(traced)
-                if _has_inputs(traced) and traced.raised is not None:
-                    raise InputNumberError
-                proven = same is not None and _inputs_of(traced) <= _inputs_of(same.traced)
-                if _has_inputs(traced) and not proven:
-                    if not _can_run_twice(traced, observer):
-                        if traced.trace.number_reads:
-                            raise InputNumberError
-                    elif not self._is_the_same_without_inputs(traced, contents):
-                        raise InputNumberError
+                same = self._accept(traced, observer, find)
             except BaseException:
                 tracing.abandon(traced, observer)
                 raise
-        inputs = Inputs(backend, traced.owners, traced.numbers)
+        try:
+            return self._computed(traced) if self._is_for_one_call(traced) else self._bound(traced, same)
+        except BaseException:
+            tracing.abandon(traced, observer)
+            raise
+
+    def _is_for_one_call(self, traced: TracedProgram) -> bool:
+        return traced.is_for_one_call or self.retries > _MOST_RETRIES
+
+    def _accept(
+        self, traced: TracedProgram, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]
+    ) -> CompiledStep | None:
+        """Check whether a trace can be used; returns an equivalent earlier step, if there is one.
+
+        Raises:
+            InputNumberError: if it cannot, with these inputs.
+            TraceError: if it cannot.
+        """
+        self._refuse_twice(observer)
+        traced.modes.undo()  # set again after the step has run
+        if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
+            raise InputNumberError
+        if self._is_for_one_call(traced):
+            if _has_inputs(traced):  # nothing shows that its Python treats them as it does numbers
+                raise InputNumberError
+            return None
+        same = find(traced)
+        self._prove_inputs(traced, same, observer)
+        return same
+
+    def _prove_inputs(self, traced: TracedProgram, same: CompiledStep | None, observer: TraceObserver) -> None:
+        """Check that the step's Python treats the numbers and texts that are inputs as it treats others.
+
+        Raises:
+            InputNumberError: if it does not, or if that cannot be found out.
+        """
+        contents = traced.trace.contents
+        traced.trace.contents = None
+        if not _has_inputs(traced):
+            return
+        if traced.raised is not None:
+            raise InputNumberError
+        if same is not None and _inputs_of(traced) <= _inputs_of(same.traced):
+            return
+        if not _can_run_twice(traced, observer):
+            if traced.trace.number_reads:
+                raise InputNumberError
+        elif not self._is_the_same_without_inputs(traced, contents):
+            raise InputNumberError
+
+    def _bound(self, traced: TracedProgram, same: CompiledStep | None) -> CompiledStep:
+        """The step that runs a trace; by the executable of an equivalent earlier one, if there is one."""
+        from . import compiling  # imported late, because it imports JAX
+        from .compiled_step import CompiledStep, Inputs
+
+        inputs = Inputs(self.backend, traced.owners, traced.numbers)
         if same is not None and not (
             inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
         ):
             same = None
-        executable = compiling.compile_step(traced, inputs, backend) if same is None else same.executable
-        return CompiledStep(traced, inputs, executable, backend, ran=same is not None)
+        executable = compiling.compile_step(traced, inputs, self.backend) if same is None else same.executable
+        return CompiledStep(traced, inputs, executable, self.backend, ran=same is not None)
 
     def _computed(self, traced: TracedProgram) -> CompiledStep:
         """A step that has read values, for this call only."""
         from .compiled_step import CompiledStep, Inputs
 
-        if _has_inputs(traced):  # nothing shows that its Python treats them as it does numbers
-            raise InputNumberError
         inputs = Inputs(self.backend, traced.owners, traced.numbers)
         contents, mesh = traced.trace.contents, self.backend.mesh
         assert isinstance(contents, TracedContents)
@@ -470,6 +508,10 @@ class CacheEntries:
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
+
+    def entries(self) -> Sequence[CacheEntry]:
+        """All entries."""
+        return self._entries
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""

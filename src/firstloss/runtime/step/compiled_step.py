@@ -14,10 +14,9 @@ from ...capture import session
 from ...capture.exported_memory import record_exported_memory
 from ...capture.input_numbers import NumberInput
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...errors import BackendError, TraceError
+from ...errors import BackendError
 from ...interpreter import Undo
 from ...program.graph import Value
-from ...program.source import here
 from ..backend import Backend
 from ..device import dispatch
 from ..device.buffer import DeviceBuffer, mesh_sharding, replace_arrays
@@ -29,9 +28,10 @@ from ..lazy_jax import is_array, is_imported, use_x64
 from . import closures as _closures  # noqa: F401 - registers the handling of assertions
 from . import loop as loops
 from .arguments import Arguments
+from .bound_step import BoundStep, StepCall
 from .first_loss import BackgroundCompiledStep, KernelsFirstRun
 from .optimizer_state import GroupEntry
-from .owners import Owner, Owners, Shared
+from .owners import Owner, Owners
 from .reads import ComputedStep, check_outcomes
 from .traced_program import TracedProgram, names_read
 
@@ -54,26 +54,13 @@ _NUMPY_NUMBERS: dict[torch.dtype, Any] = {
 }
 
 
-class StepCall:
-    """A call of a step: its arguments, and what it returns and does after the step has run."""
-
-    __slots__ = ("arguments", "owners", "result", "schedules")
-
-    def __init__(self, arguments: Arguments, owners: Iterable[Owner]) -> None:
-        self.arguments = arguments
-        self.owners = owners  # of the state that the step changes
-        self.result: Any = None
-        self.schedules: list[Bind] = []  # schedulers that depend on its results
-
-
-class CompiledStep:
+class CompiledStep(BoundStep):
     """Runs the step on the arguments, and returns its results.
 
     Inputs are of two kinds: the state that the step changes, which is donated and updated in place; and the others:
     weights that are only read, the batch, numbers such as the learning rate.
 
     Attributes:
-        traced: the traced Program.
         inputs: returns the array of each input at a call.
     """
 
@@ -86,7 +73,7 @@ class CompiledStep:
         ran: bool,
     ) -> None:
         """`ran`: whether the executable has been run already, for another step that does the same."""
-        self.traced = traced
+        super().__init__(traced)
         self.inputs = inputs
         self._executable = executable
         self._backend = backend
@@ -124,15 +111,10 @@ class CompiledStep:
         objects are applied, and weights are unchanged."""
         self.executable.compile_all()
         traced = self.traced
-        call = StepCall(arguments, ())
-        env = self._env(arguments, dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed)))
-        call.result = traced.result(env)
-        for bind in [make(env) for make in traced.effects.bindings]:
-            bind()
-        traced.modes.leave()
-        if traced.raised is not None:
-            raise traced.raised
-        return call.result
+        call = StepCall(arguments)
+        results = dict.fromkeys((*traced.results, *traced.outputs.made), LazyArray(_not_executed))
+        self.leave(call, self._env(arguments, results))
+        return self.returned(call)
 
     def __call__(self, arguments: Arguments) -> Any:
         """
@@ -141,24 +123,12 @@ class CompiledStep:
             OutcomeChanged: if what it reads decides otherwise than in its trace.
         """
         traced, owners, backend = self.traced, self.traced.owners, self._backend
-        shared = owners.shared(arguments)
-        if shared:
-            raise Shared(shared)
-        if not arguments.padded.isdisjoint(owners.edited):
-            raise TraceError(
-                f"{here()}: {traced.name} edits its argument in place, but got a padded copy of it, so the caller's "
-                "tensor would not change. Edit a clone of it, or return it."
-            )
-        leaves = arguments.leaves
-        numbers = traced.trace.numbers
-        numbers.read_all(leaves, arguments.known)
+        self.admit(arguments)
         with Undo() as undo, undo, dispatch.lock:
             use_x64(undo)
-            traced.optimizers.groups.begin()
-            if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
-                owners.moved()
+            self.begin()
             wait = self._ran  # otherwise the executable itself waits for pending arrays
-            state_owners = owners.owners_at_call(leaves)
+            state_owners = owners.owners_at_call(arguments.leaves)
             state, buffers = self.inputs.state(state_owners, arguments, wait)
             rest = self.inputs.arrays(owners.read, arguments, wait)
             key = backend.keys.next() if traced.draws else None
@@ -168,12 +138,13 @@ class CompiledStep:
             begin = 0.0 if self._ran else timeline.current().now()
             run = self._executable.begin(state, rest, seed)
 
-            call = StepCall(arguments, state_owners.values())
+            call = StepCall(arguments)
 
             def commit(outputs: Sequence[Sequence[Any]]) -> None:
-                self._commit(call, buffers, key, *outputs)
+                self._commit(call, state_owners.values(), buffers, key, *outputs)
 
             def check() -> None:
+                numbers = traced.trace.numbers
                 self._note_numbers(arguments, traced.early, run.early())
                 if traced.early:
                     check_outcomes(numbers, arguments.known)
@@ -196,22 +167,16 @@ class CompiledStep:
                 timeline.current().add("first step", begin)
                 timeline.current().mark(timeline.FIRST_LOSS)
         self._ran = True
-        for_closures = dict(zip(traced.results, results, strict=True))
-        for i, closure in enumerate(traced.trace.closures):
-            arrays = [for_closures[f"closure{i}.{j}"] for j in range(len(closure.refs))]
-            closure.after_step(arrays, leaves, arguments.known)
-        for schedule in call.schedules:
-            schedule()
+        self.end(call, dict(zip(traced.results, results, strict=True)))
         loop = loops.current() if loops.under_way else None
         if loop is not None:
             loop.dispatched(results)
-        if traced.raised is not None:
-            raise traced.raised
-        return call.result
+        return self.returned(call)
 
     def _commit(
         self,
         call: StepCall,
+        state_owners: Iterable[Owner],
         buffers: Sequence[DeviceBuffer | None],
         key: np.ndarray | None,
         new: Sequence[Any],
@@ -226,7 +191,7 @@ class CompiledStep:
             if storage.resident.exported_memory is not None:
                 memory[storage] = storage.resident.exported_memory
                 storage.resident.release_exported_memory()
-        write_back(call.owners, buffers, new)
+        write_back(state_owners, buffers, new)
         for name, storage in traced.outputs.held.items():
             if storage.resident is None:
                 storage.resident, storage.trace = (
@@ -237,13 +202,7 @@ class CompiledStep:
         read = names_read(traced.trace)
         self._note_numbers(call.arguments, read, [arrays[name] for name in read])
         env = self._env(call.arguments, arrays)
-        call.result = traced.result(env)
-        bindings = [make(env) for make in traced.effects.bindings]
-        bindings += [_keeping(memory[s], make(env)) for s, make in traced.handed_out if s in memory]
-        call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
-        for bind in bindings:
-            bind()
-        traced.modes.leave()
+        self.leave(call, env, [_keeping(memory[s], make(env)) for s, make in traced.handed_out if s in memory])
         if not self._backend.stepped:
             self._backend.stepped = True
         if key is not None:

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from ... import timeline
 from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
 from ...gpu.replay import Plan, ReplayedStep
 from ...interpreter import Undo
 from ...program.graph import Value
-from ...program.source import warn
+from ...program.source import here, warn
 from ..backend import Backend
 from ..guards.reconstruct import CallFrame
+from ..guards.snapshot import Snapshot
 from ..pytrees import flatten
-from . import tracing
 from .arguments import Arguments
+from .bound_step import BoundStep, StepCall
 from .cache import Request, StepCache
 from .owners import Shared
 from .process_settings import modes
@@ -36,13 +36,13 @@ from .tracing import TraceObserver
 _AGREE = 2.0**-7
 
 
-class GraphedStep:
+class GraphedStep(BoundStep):
     """A step for one kind of call on real tensors: the counterpart of `CompiledStep` on the "GPU" backend."""
 
     is_for_one_call = False
 
     def __init__(self, traced: TracedProgram, executable: ReplayedStep) -> None:
-        self.traced = traced
+        super().__init__(traced)
         self.executable = executable
 
     def outdated(self) -> bool:
@@ -59,7 +59,12 @@ class GraphedStep:
         """Run the step without its effects before it is run eagerly; returns a function that compares the results with
         the eager step's, and raises a TraceError if they differ. (The same kernels are called; they may differ in the
         order of atomic additions.)"""
-        results = self.executable.rehearse(*self._inputs(arguments))
+        self.admit(arguments)
+        try:
+            self.begin()
+            results = self.executable.rehearse(*self._inputs(arguments))
+        finally:
+            self.traced.optimizers.groups.undo_begin()
         complete = all(name in results for name in self.traced.outputs.out)
 
         def compare(result: Any) -> None:
@@ -76,31 +81,25 @@ class GraphedStep:
         return compare
 
     def __call__(self, arguments: Arguments) -> Any:
-        traced, owners, leaves = self.traced, self.traced.owners, arguments.leaves
+        owners, leaves, call = self.traced.owners, arguments.leaves, StepCall(arguments)
+        self.admit(arguments)
         with Undo() as undo, undo:
+            self.begin()
+            draws = self.traced.trace.numbers.draws
+            if draws is not None:
+                draws.commit(arguments.known)
             outputs = self.executable(*self._inputs(arguments))
             with torch.no_grad():
                 for i, value in enumerate(owners.changed):
                     if value in owners.arguments:
                         leaves[owners.arguments[value]].copy_(outputs[f"new{i}"])
-            env = self._env(outputs, arguments)
-            result = traced.result(env)
-            afterwards = [make(env) for make in traced.optimizers.schedulers.afterwards]
-            for bind in (*[make(env) for make in traced.effects.bindings], *afterwards):
-                bind()
-            traced.modes.leave()
-        return result
+            self.leave(call, self._env(outputs, arguments))
+        self.end(call, outputs)
+        return self.returned(call)
 
     def _inputs(self, arguments: Arguments) -> tuple[dict, dict, dict]:
         """The inputs of the replay: weights and other tensors, the batch, and numbers."""
-        traced, owners = self.traced, self.traced.owners
-        shared = owners.shared(arguments)
-        if shared:
-            raise Shared(shared)
-        traced.optimizers.groups.begin()
-        if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
-            owners.moved()
-        numbers = traced.numbers
+        owners, numbers = self.traced.owners, self.traced.numbers
         tensors: dict[Value, torch.Tensor] = {}
         batch: dict[Value, torch.Tensor] = {}
         reads: dict[Value, Callable[[], float]] = {}
@@ -140,39 +139,38 @@ class GraphRequest(Request):
     """A call of a step that is to be replayed."""
 
     def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
-        """Trace the step, and plan its replay.
+        try:
+            return super().compiled(observer, find)
+        except BaseException as error:
+            if not observer.restore_contents() and not isinstance(error, CannotRunTwice):
+                raise CannotRunTwice(
+                    f"{here()}: the step takes an item from an iterator, or changes something else that cannot be "
+                    f"restored, and cannot be replayed at this call: {error}. Take the item before the step, and pass "
+                    "it."
+                ) from error
+            raise
 
-        Raises:
-            TraceError: if it cannot be replayed.
-        """
-        with timeline.span("trace"):
-            traced = tracing.trace_step(self.step, self.arguments, self.backend, observer, self.places)
-            try:
-                same = find(traced)
-                executable = _planned(traced, self.backend) if same is None else same.executable
-            except BaseException:
-                tracing.abandon(traced, observer)
-                raise
-            traced.modes.undo()
-        return GraphedStep(traced, executable)
+    def _bound(self, traced: TracedProgram, same: Any) -> Any:
+        if traced.raised is not None:
+            raise TraceError("it raised an error")
+        if traced.trace.closures:
+            raise TraceError("it calls step closures")
+        if traced.optimizers.state.new:
+            raise TraceError("its optimizer creates new state")
+        return GraphedStep(traced, _planned(traced, self.backend) if same is None else same.executable)
 
 
 def _planned(traced: TracedProgram, backend: Backend) -> ReplayedStep:
-    retrace_reason = traced.retrace_reason
-    if traced.raised is not None:
-        retrace_reason = "it raised an error"
-    elif traced.trace.closures:
-        retrace_reason = "it calls step closures"
-    elif traced.optimizers.state.new:
-        retrace_reason = "its optimizer creates new state"
-    if retrace_reason is not None:
-        raise TraceError(retrace_reason)
     inputs = (*traced.owners.changed, *traced.owners.read)
     plan = Plan(traced.program, inputs, traced.numbers, backend.torch_device)
     if plan.obstacles:
         raise TraceError("; ".join(plan.obstacles))
     state = {value: traced.program.outputs[f"new{i}"] for i, value in enumerate(traced.owners.changed)}
     return ReplayedStep(plan, inputs, state, backend.torch_device)
+
+
+class CannotRunTwice(TraceError):
+    """A step that cannot be replayed has changed what cannot be restored, so that it cannot run eagerly either."""
 
 
 _IS_SHARED = "it edits an argument that it also reaches in another way"
@@ -197,17 +195,31 @@ class Trials:
         key = id(on), arguments.spec, kind, modes()
         self._last = key, None
         count = self._calls[key] = self._calls.get(key, 0) + 1
-        if count == 1 or key in self._eager:  # an optimizer creates its state in a first step
+        if key in self._eager:
             return step(*args, **kwargs)
+        request = GraphRequest(step, arguments, on)
+        if count == 1:  # an optimizer creates its state in a first step
+            snapshot = Snapshot(request.roots())
+            result = step(*args, **kwargs)
+            consumed = snapshot.consumed()
+            if consumed is not None:
+                self._fall_back(key, f"it consumes or changes {consumed}")
+            return result
         compare = None
         try:
             with Undo() as undo, undo:
-                step_graph: Any = self._cache.find(GraphRequest(step, arguments, on), kind, undo)
-            if not step_graph.executable.tried:
+                step_graph: Any = self._cache.find(request, kind, undo)
+            why = self._cache.traced_each_time
+            if why is not None:  # this call is that of the trace: its Python may do something else if it runs again
+                self._fall_back(key, why)
+            elif not step_graph.executable.tried:
                 compare = step_graph.rehearsed(arguments)
         except Shared:
             self._fall_back(key, _IS_SHARED)
             return step(*args, **kwargs)
+        except CannotRunTwice as error:
+            self._fall_back(key, str(error.__cause__))
+            raise
         except Exception as error:  # nothing has been changed: eager PyTorch raises errors itself
             self._fall_back(key, str(error) or type(error).__name__)
             return step(*args, **kwargs)

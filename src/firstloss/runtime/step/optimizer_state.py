@@ -506,6 +506,11 @@ class ParameterGroups:
         for change in self._first:
             change.apply()
 
+    def undo_begin(self) -> None:
+        """Undo `begin`, at a call whose Python runs after all."""
+        for change in reversed(self._first):
+            change.undo()
+
     def traced(self, effects: Effects, reconstructor: Reconstructor) -> None:
         """Record what the step sets later, as side effects."""
         for change in self._tensors:

@@ -54,7 +54,7 @@ class OpaqueContent(Content):
             return
         effects.reads.guard_content(self.held)
         after = self.read()
-        if self.kind.restore(self.held, self.before) and self.kind.restore(self.held, after):
+        if self.can_be_restored():
             effects.replaced(self.held, functools.partial(self.kind.restore, self.held), self.before, after)
         else:
             effects.changed_ids.add(id(self.held))
@@ -66,6 +66,10 @@ class OpaqueContent(Content):
 
     def restore(self) -> bool:
         return self.is_unchanged() or self.kind.restore(self.held, self.before)
+
+    def can_be_restored(self) -> bool:
+        after = self.read()
+        return self.kind.restore(self.held, self.before) and self.kind.restore(self.held, after)
 
 
 class Opaque(WithAttributes):
