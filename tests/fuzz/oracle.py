@@ -41,8 +41,13 @@ _PATCHED = [(cls, "forward") for cls in (nn.Linear, nn.Tanh, nn.Sequential, nn.L
 _PATCHED += [(nn.functional, "linear"), (torch.Tensor, "mean")]
 
 
-# The backend on which programs are traced, "XLA" or "GPU": steps are replayed as on a GPU, by the kernels of this CPU.
+# The backend on which programs are traced: "XLA"; "MESH", a mesh of two devices, which XLA_FLAGS has to make; or "GPU",
+# where steps are replayed as on a GPU, by the kernels of this CPU.
 TRACED = os.environ.get("FIRSTLOSS_FUZZ_BACKEND", "XLA")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "XLA": {"artifact_dir": _ARTIFACTS},
+    "MESH": {"artifact_dir": _ARTIFACTS, "mesh": {"fsdp": 2}},
+}
 
 
 def check(source: str, traceback: bool = False) -> Outcome:
@@ -99,7 +104,7 @@ def _run(source: str, name: str) -> dict[str, Any]:
     sys.modules[MODULE] = module
     with _settled():
         exec(compile(source, str(_PATH), "exec"), module.__dict__)
-        backend = fl.backend(name, artifact_dir=_ARTIFACTS) if name == "XLA" else fl.backend("CPU")
+        backend = fl.backend("XLA", **_OPTIONS[name]) if name in _OPTIONS else fl.backend("CPU")
         with mock.patch.object(Backend, "replays", name == "GPU"):
             held = module.__dict__["program"](backend)
         if not isinstance(held, dict):
