@@ -74,7 +74,7 @@ class Counted:
         from firstloss.gpu import weights
 
         self.made = self.asked = 0
-        self._module, self._make = weights, weights.make
+        self._module, self._make = weights, weights.materialize
 
         def make(values: Any, *args: Any, **kwargs: Any) -> Any:
             values = list(values)
@@ -82,7 +82,7 @@ class Counted:
             self.made, self.asked = len(found), len(values)
             return found
 
-        weights.make = make
+        weights.materialize = make
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
-from firstloss.engine.cpu_engine import make_whole
+from firstloss.engine.cpu_engine import materialize_whole
 from firstloss.engine.reader import Reader, WholeValueCache
 from firstloss.engine.sampler import StreamSampler
 from firstloss.program.graph import Ref
@@ -139,7 +139,7 @@ def both(make):
 def test_a_range_matches_the_slice_of_the_whole(name, data):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     value = tensor._storage.value
-    reader = Reader(refuse if name in CUTTABLE else WholeValueCache(make_whole))
+    reader = Reader(refuse if name in CUTTABLE else WholeValueCache(materialize_whole))
     for _ in range(3):
         begin = data.draw(st.integers(0, value.numel))
         end = data.draw(st.integers(begin, value.numel))
@@ -152,7 +152,7 @@ def test_a_range_matches_the_slice_of_the_whole(name, data):
 def test_a_whole_value_can_be_read(name):
     expected, tensor = both({**CUTTABLE, **WHOLE}[name])
     out = torch.empty_like(expected)
-    Reader(WholeValueCache(make_whole)).make(tensor._storage.value, out)
+    Reader(WholeValueCache(materialize_whole)).materialize_whole(tensor._storage.value, out)
     assert torch.equal(out, expected)
 
 
@@ -194,7 +194,7 @@ def test_a_column_block_is_made_in_blocks_of_rows(monkeypatch):
 
     monkeypatch.setattr(reader, "window", watched)
     out = torch.empty(100, 12)
-    reader.make(shard._storage.value, out)
+    reader.materialize_whole(shard._storage.value, out)
     assert torch.equal(out, expected[:, 12:24])
     assert 0 < longest <= 1000
 
@@ -219,7 +219,7 @@ def test_consecutive_ranges_need_one_jump(monkeypatch):
 def test_concatenated_parts_are_made_without_the_whole():
     expected, tensor = both(joined)
     out = torch.empty_like(expected)
-    Reader(refuse).make(tensor._storage.value, out)
+    Reader(refuse).materialize_whole(tensor._storage.value, out)
     assert torch.equal(out, expected)
 
 
@@ -227,7 +227,7 @@ def test_a_read_under_another_dtype_needs_the_whole():
     expected, tensor = both(lambda: normal((8, 8)))
     value = tensor._storage.value
     out = torch.empty(8, 8, dtype=torch.int32)
-    Reader(WholeValueCache(make_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
+    Reader(WholeValueCache(materialize_whole)).materialize(Ref(value, (8, 8), (8, 1), 0, torch.int32), None, out)
     assert torch.equal(out, expected.view(torch.int32))
 
 
@@ -237,7 +237,7 @@ def test_an_edited_constant_is_an_error():
         kept = torch.empty(1000, 1000).copy_(constant)
     constant.add_(1)
     with pytest.raises(fl.errors.ConstantChangedError):
-        Reader(refuse).make(kept._storage.value, torch.empty(1000, 1000))
+        Reader(refuse).materialize_whole(kept._storage.value, torch.empty(1000, 1000))
 
 
 def test_overwritten_values_are_not_drawn(monkeypatch):

@@ -19,7 +19,7 @@ from firstloss.runtime.device.lazy_array import ready
 from firstloss.runtime.jax_support import share_memory, to_host
 from firstloss.runtime.step import compiling
 from firstloss.runtime.step.compiled_step import Inputs
-from firstloss.runtime.step.kernels import Kernels
+from firstloss.runtime.step.step_replay import StepReplay
 from firstloss.runtime.step.traced_program import TracedProgram
 
 WHOLE = "FIRSTLOSS_FUZZ_COMPILE"  # set in the environment: compile steps as users do
@@ -68,7 +68,7 @@ class Interpreted:
 
     def execute(self, state: Sequence[Any], rest: Sequence[Any]) -> dict[str, Any]:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            replay = Kernels()
+            replay = StepReplay()
             for value, array in zip(self._inputs, [*state, *rest], strict=True):
                 logical = to_host(jax.numpy.asarray(ready(array)))
                 replay.buffers[value] = value.empty().copy_(logical.reshape(value.shape))

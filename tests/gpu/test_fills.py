@@ -68,7 +68,7 @@ def bits_of(dtype):
     return uniform_bits(dtype)
 
 
-def is_made(name, dtype):
+def is_computed(name, dtype):
     from firstloss.gpu.probe import cpu_type_is_supported
 
     return cpu_stream.can_make(name, 1 << 20, dtype) and cpu_type_is_supported(name, dtype)
@@ -81,7 +81,7 @@ COUNTS = (16, 17, 100, 623, 624, 1000, 4096, 50_001)
 @pytest.mark.parametrize("name, pair", [("uniform", (0.0, 1.0)), ("uniform", (-0.3, 0.7)), ("normal", (0.5, 0.02))])
 @pytest.mark.parametrize("bits", [10, 14])
 def test_whole_fills_match_pytorch(name, pair, dtype, bits, launcher):
-    if not is_made(name, dtype):
+    if not is_computed(name, dtype):
         pytest.skip(f"this PyTorch's {dtype} {name} is made on the CPU")
     drawing, pieces, pairs = Drawing(), [], []
     for count in COUNTS:
@@ -106,7 +106,7 @@ def test_whole_fills_match_pytorch(name, pair, dtype, bits, launcher):
 
 
 def test_float32_is_filled_by_our_kernels():
-    assert all(is_made(name, torch.float32) for name in ("uniform", "normal"))
+    assert all(is_computed(name, torch.float32) for name in ("uniform", "normal"))
 
 
 SLICES = {

@@ -33,7 +33,7 @@ def build():
 
 @pytest.mark.parametrize("captured", ["cpu", "cuda"])
 def test_a_models_weights_are_made_by_kernels(captured, monkeypatch):
-    counts, make = [], weights.make
+    counts, make = [], weights.materialize
 
     def counted(values, *args):
         values = list(values)

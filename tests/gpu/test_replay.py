@@ -327,7 +327,7 @@ def test_a_step_called_in_a_step_is_part_of_it(replaying):
 
 def test_the_trial_run_is_compared_with_the_eager_step(replaying, monkeypatch):
     """A kernel whose result differs from eager PyTorch's is detected before a step relies on it."""
-    kernels = replay._Kernels
+    kernels = replay._InPlaceReplay
     run_one = kernels._run_one
 
     def wrong(self, node):
@@ -346,7 +346,7 @@ def test_the_trial_run_is_compared_with_the_eager_step(replaying, monkeypatch):
 
 
 def test_a_failing_kernel_changes_nothing(replaying, monkeypatch):
-    kernels = replay._Kernels
+    kernels = replay._InPlaceReplay
     run_one = kernels._run_one
 
     def failing(self, node):

@@ -20,7 +20,7 @@ CPU = torch.device("cpu", 0)
 def kernel_weights(tensors):
     """The kernels' results for deferred tensors, by index."""
     known = {i: tensor._storage.value for i, tensor in enumerate(tensors)}
-    weights_by_value = weights.make(
+    weights_by_value = weights.materialize(
         known.values(), CPU, HostLauncher(), lambda device, name, dtype: probe.cpu_type_is_supported(name, dtype)
     )
     return {
@@ -99,7 +99,7 @@ def test_other_recipes_are_left_to_pytorch(name):
 def test_untrusted_fills_are_left_to_pytorch():
     with fl.deferred():
         deferred = weight()
-    assert not weights.make([deferred._storage.value], CPU, HostLauncher(), lambda *_: False)
+    assert not weights.materialize([deferred._storage.value], CPU, HostLauncher(), lambda *_: False)
 
 
 def test_few_normals_are_left_to_pytorch():

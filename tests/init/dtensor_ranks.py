@@ -156,7 +156,7 @@ def made_by_kernels():
     """Each rank draws its shards on its GPU: none is copied from the CPU."""
     from firstloss.gpu import weights
 
-    counts, real = [], weights.make
+    counts, real = [], weights.materialize
 
     def counted(values, *args, **how):
         values = list(values)
@@ -164,13 +164,13 @@ def made_by_kernels():
         counts.append((len(computed), sum(value.numel > 0 for value in values)))
         return computed
 
-    weights.make = counted
+    weights.materialize = counted
     try:
         deferred = fl.deferred_init(lambda: nn.Sequential(nn.Embedding(80, 32), nn.Linear(32, 72, bias=False)))
         fully_shard(deferred)
         fl.materialize_module(deferred)
     finally:
-        weights.make = real
+        weights.materialize = real
     assert counts == [(2, 2)], counts
 
 

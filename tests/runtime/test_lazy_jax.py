@@ -216,7 +216,7 @@ def edit(net):
 def test_weights_drawn_before_jax_train_the_same(before, after, tmp_path, monkeypatch):
     after = after or (lambda net, held: None)
     expected, weights = trained(tmp_path, before, after)
-    drawn, make = [], host_weights.make
+    drawn, make = [], host_weights.materialize
     with monkeypatch.context() as context:
         context.setattr(placement, "is_imported", lambda: False)
         context.setattr(host_weights, "make", lambda *args: drawn.append(make(*args)) or drawn[-1])
@@ -234,7 +234,7 @@ def host_weight(value_shape, before_jax):
     with backend.device:
         weight = torch.empty(value_shape).uniform_()
     value = weight._storage.value
-    return host_weights.make([value], ())[value]
+    return host_weights.materialize([value], ())[value]
 
 
 def test_pages_become_an_xla_array_and_are_donated(backend, before_jax):

@@ -133,7 +133,7 @@ class DataAssignments:
             "....clone()."
         )
 
-    def settle(self) -> None:
+    def check(self) -> None:
         """Check the assignments, after the step has been traced.
 
         Raises:

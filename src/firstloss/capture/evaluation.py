@@ -71,7 +71,7 @@ class Traced:
     value = content
 
 
-class Made:
+class Computed:
     """Computed, though the tensor is still a deferred one: see `first_use.py`."""
 
     pending = False
@@ -79,7 +79,7 @@ class Made:
     @staticmethod
     def content(tensor: DeferredTensor) -> Tensor:
         """As of `Recorded`."""
-        entry = tensor._storage.made
+        entry = tensor._storage.computed
         assert entry is not None
         with DisableTorchDispatch():
             return tensor._ref().view(entry[1])
@@ -87,7 +87,7 @@ class Made:
     @staticmethod
     def value(tensor: DeferredTensor) -> Tensor:
         """As of `Recorded`."""
-        return Made.content(tensor).clone()
+        return Computed.content(tensor).clone()
 
 
 class OnBackend:
@@ -106,7 +106,7 @@ class OnBackend:
         return OnBackend.content(tensor).clone()
 
 
-State = type[Recorded] | type[Traced] | type[Made] | type[OnBackend]
+State = type[Recorded] | type[Traced] | type[Computed] | type[OnBackend]
 
 
 def state_of(storage: DeferredStorage) -> State:
@@ -115,7 +115,7 @@ def state_of(storage: DeferredStorage) -> State:
         return OnBackend
     if storage.trace is not None and not storage.value.known:
         return Traced
-    return Made if storage.is_made else Recorded
+    return Computed if storage.is_computed else Recorded
 
 
 aten = torch.ops.aten
@@ -199,7 +199,7 @@ def _replace_content(target: DeferredTensor, new: Tensor) -> None:
         return
     storage = target._storage
     with DisableTorchDispatch(), torch.no_grad():
-        content = storage.made[1].clone() if storage.is_made and storage.made is not None else None
+        content = storage.computed[1].clone() if storage.is_computed and storage.computed is not None else None
         base = compute([Ref.of(storage.value)])[0] if content is None else content
         target._ref().view(base).copy_(new)
     storage.value = constant(base, copy=False)

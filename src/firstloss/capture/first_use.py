@@ -8,7 +8,7 @@ tensor belongs to is materialized, once, instead of what each operation happens 
 Autograd saves its tensors before an operation reaches the dispatcher, and would send gradients to the deferred ones, so
 they have to become real earlier. Between a capture and its materialization PyTorch's functions run through
 `_first_use_mode`, which calls a function again if it turns out to need values. If an operation arrives in another way
-(from C++), the tensors are *made*: their values are computed, but they remain deferred until an operation without
+(from C++), the tensors are *computed*: their values are computed, but they remain deferred until an operation without
 gradients, such as an optimizer's step, can make them real.
 """
 
@@ -46,7 +46,7 @@ def needs_values(call: OpCall) -> bool:
     """Whether a call outside of a capture is more than initialization."""
     if not call.deferred or call.traits.view or call.on_meta or all(map(is_in_file, call.deferred)):
         return False
-    if any(t._storage.is_made for t in call.deferred) or call.traits.opaque or call.op.namespace in _COLLECTIVES:
+    if any(t._storage.is_computed for t in call.deferred) or call.traits.opaque or call.op.namespace in _COLLECTIVES:
         return True
     written = call.written()
     if any(type(t) is not DeferredTensor for t in written):
@@ -73,7 +73,7 @@ def run(call: OpCall) -> Any:
     in_autograd = _is_tracked(call) or _in_backward()
     storages = _materialize_modules([t._storage for t in call.deferred], str(call.op), keep=in_autograd)
     if in_autograd:
-        Hooks.make(storages)
+        Hooks.compute(storages)
         return run_now(call) if call.written() else call_with_content(call)
     for tensor in call.deferred:
         Hooks.materialize(tensor)
@@ -166,7 +166,7 @@ def _materialize_modules(storages: list[DeferredStorage], reader: str, keep: boo
         keep: compute nothing yet, and leave the tensors deferred.
 
     Returns:
-        All storages to be made.
+        All storages to be computed.
     """
     with becoming_real:  # another thread may have done so, or do so now
         return _materialize_pending([s for s in dict.fromkeys(storages) if state_of(s).pending], reader, keep)

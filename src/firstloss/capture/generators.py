@@ -73,10 +73,10 @@ class Generators:
             self._captures += 1
 
     def end_capture(self) -> None:
-        """Note that a thread's capture has ended, and settle the generators."""
+        """Note that a thread's capture has ended, and give the generators their real states."""
         with self.lock:
             self._captures -= 1
-            self.settle()
+            self.restore_states()
 
     def begin_trace(self, trace: Any) -> None:
         """Keep tickets until `end_trace`: the step may have read one, and set it again after a capture of its own."""
@@ -127,7 +127,7 @@ class Generators:
                 before = self.locate(generator)[0]
                 if id(before) in self._origin_states:
                     self._origin_states[id(stream)] = stream, self._origin_states[id(before)][1]
-            self._touched[id(generator)] = generator  # first: if this is interrupted, `settle` finds the ticket
+            self._touched[id(generator)] = generator  # first: if this is interrupted, `restore_states` finds the ticket
             generator.set_state(self._to_ticket(state, stream, position))
 
     def ticket(self, generator: torch.Generator, stream: Stream, position: Position) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Generators:
             stream, position = self._tickets[_ticket(state)]  # type: ignore[index]
             state.numpy()[:] = stream.state_at(position)
 
-    def settle(self) -> None:
+    def restore_states(self) -> None:
         """Replace all tickets in generators by real states."""
         with self.lock:
             for generator in self._touched.values():

@@ -94,23 +94,23 @@ def _materialize(
     total, before = sum(storage.value.nbytes for storage in storages), 0
     report = progress
     with timeline.span("materialize"):
-        on_gpu = _on_gpus([storage.value for storage in storages if not storage.is_made], device)
+        on_gpu = _on_gpus([storage.value for storage in storages if not storage.is_computed], device)
         # Weights to be moved or converted are made in batches, to avoid a second copy of all of them.
         for batch in [storages] if device is None and dtype is None else _batches(storages):
             if progress is not None:
                 report = partial(_report, progress, before, total)
-            values = [storage.value for storage in batch if not storage.is_made]
+            values = [storage.value for storage in batch if not storage.is_computed]
             buffers = _make([value for value in values if value not in on_gpu], num_threads, report)
             buffers.update((value, on_gpu.pop(value)) for value in values if value in on_gpu)
             for storage in batch:
-                if not storage.is_made:
-                    storage.made = storage.value, buffers.pop(storage.value)
+                if not storage.is_computed:
+                    storage.computed = storage.value, buffers.pop(storage.value)
             converted = [_converted(storage, device, dtype) for storage in batch]
             with Uninterrupted():  # tensors that share memory become real together
                 for storage, buffer in zip(batch, converted, strict=True):
                     _make_all_real(storage, buffer)
-                    if buffer is not storage.made[1]:  # type: ignore[index]
-                        storage.made = None
+                    if buffer is not storage.computed[1]:  # type: ignore[index]
+                        storage.computed = None
                     before += storage.value.nbytes
         with Uninterrupted():
             for view, base, is_computed in lazy:
@@ -129,7 +129,7 @@ def _on_gpus(values: list[Value], device: torch.device | str | None) -> dict[Val
         from ..gpu import weights
 
         index = torch.cuda.current_device() if target.index is None else target.index
-        buffers.update(weights.make(on_target, torch.device("cuda", index)))
+        buffers.update(weights.materialize(on_target, torch.device("cuda", index)))
     return buffers
 
 
@@ -138,18 +138,18 @@ def allocate_real(storage: DeferredStorage) -> None:
     with InferenceMode(False):
         with DisableTorchDispatch():
             memory = storage.value.empty()
-        storage.made = None
+        storage.computed = None
         with becoming_real, Uninterrupted():
             _make_all_real(storage, memory)
 
 
-def make(storages: list[DeferredStorage]) -> None:
+def compute(storages: list[DeferredStorage]) -> None:
     """Compute the content of `storages`, and store it there; their tensors stay deferred."""
-    storages = [storage for storage in storages if not storage.is_made]
+    storages = [storage for storage in storages if not storage.is_computed]
     with InferenceMode(False), timeline.span("materialize"):
         buffers = _make([storage.value for storage in storages], None, None)
     for storage in storages:
-        storage.made = storage.value, buffers.pop(storage.value)
+        storage.computed = storage.value, buffers.pop(storage.value)
 
 
 def _report(progress: Callable[[int, int], None], before: int, total: int, nbytes: int, batch_total: int) -> None:
@@ -183,8 +183,8 @@ def _check_device(device: torch.device | str) -> None:
 
 def _converted(storage: DeferredStorage, device: torch.device | str | None, dtype: torch.dtype | None) -> torch.Tensor:
     """The content of a storage that was computed, moved and converted."""
-    assert storage.made is not None
-    buffer = storage.made[1]
+    assert storage.computed is not None
+    buffer = storage.computed[1]
     if device is None and (dtype is None or not buffer.is_floating_point()):
         return buffer
     return buffer.to(device=device, dtype=dtype if buffer.is_floating_point() else None)

@@ -72,7 +72,7 @@ def _record_draw(call: OpCall, node: Node, geometry: list[Geometry] | None) -> b
     node.draw = Draw(stream, position, after)
     session.generators.move(generator, stream, after)
     if not session.depth:
-        session.generators.settle()
+        session.generators.restore_states()
     return True
 
 
@@ -85,7 +85,7 @@ def _record_counted(
     node.draw = Draw(stream, position, Position(position.words + words_of(numel, dtype)))
     session.generators.move(generator, stream, next_draw(position))
     if not session.depth:
-        session.generators.settle()
+        session.generators.restore_states()
 
 
 def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, position: Position) -> None:
@@ -102,7 +102,7 @@ def _record_rejection(node: Node, generator: torch.Generator, stream: Stream, po
     following = DeferredOffsetStream(stream, position, rejection.words)
     session.generators.move(generator, following, following.start)
     if not session.depth:
-        session.generators.settle()
+        session.generators.restore_states()
 
 
 def check_device(node: Node, device: torch.device, generator: torch.Generator) -> None:

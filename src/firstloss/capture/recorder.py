@@ -364,7 +364,7 @@ Hooks.register(
     memory_of=evaluation.memory_of,
     constant_tensor=constant_tensor,
     mirror_of=conjugate_views.mirror_of,
-    make=materialize_tensors.make,
+    compute=materialize_tensors.compute,
     allocate_real=materialize_tensors.allocate_real,
     materialize=materialize_tensors.materialize_tensor,
     materialize_all=first_use.materialize,

@@ -23,7 +23,7 @@ from ..program.source import here
 from . import session
 from .op_call import OpCall, is_symbolic
 from .session import this_thread
-from .symbolic_scalars import stand_in
+from .symbolic_scalars import example_value
 
 Tensor = torch.Tensor
 
@@ -111,7 +111,7 @@ def _zeros(arg: Any, new_size: dict[int, int]) -> Any:
     if isinstance(arg, torch.device):
         return torch.device("cpu")
     if is_symbolic(arg):
-        return stand_in(arg)
+        return example_value(arg)
     return new_size.get(arg, arg) if type(arg) is int else arg
 
 
@@ -353,5 +353,5 @@ def as_meta(arg: Any) -> Any:
     if isinstance(arg, torch.device):
         return torch.device("meta")
     if is_symbolic(arg):
-        return stand_in(arg)
+        return example_value(arg)
     return arg

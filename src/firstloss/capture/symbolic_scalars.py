@@ -190,13 +190,13 @@ def tensor_of(number: Any) -> Tensor:
     return number.node.value
 
 
-def stand_in(number: Any) -> float | int:
+def example_value(number: Any) -> float | int:
     """A number of the same type, as an argument for meta kernels; shapes do not depend on it."""
-    return stand_in_of(number.node)
+    return example_of_node(number.node)
 
 
-def stand_in_of(node: Any) -> float | int:
-    """As `stand_in`, for a number's node."""
+def example_of_node(node: Any) -> float | int:
+    """As `example_value`, for a number's node."""
     return 2 if node.is_int() else 0.5
 
 
@@ -230,7 +230,7 @@ _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
 
 def _dtype_beside(call: OpCall, node: NumberNode) -> torch.dtype:
     """The dtype in which an operation computes with a number beside its tensors."""
-    example = stand_in_of(node)
+    example = example_of_node(node)
     dtypes = [torch.result_type(torch.empty((0,) * bool(t.dim()), dtype=t.dtype), example) for t in call.tensors()]
     common = functools.reduce(torch.promote_types, dtypes, torch.bool)
     if common in (torch.float16, torch.bfloat16, torch.complex64):

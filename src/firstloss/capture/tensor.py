@@ -45,7 +45,7 @@ class Hooks:
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor with known content
     to_backend: Callable[[Tensor], DeferredTensor]  # a tensor on the backend that shares a real tensor's memory
     mirror_of: Callable[[Tensor], DeferredStorage]  # the storage of a real conjugated or negated view, in a step
-    make: Callable[[list[DeferredStorage]], None]  # compute their content; their tensors stay deferred
+    compute: Callable[[list[DeferredStorage]], None]  # compute their content; their tensors stay deferred
     allocate_real: Callable[[DeferredStorage], None]  # make its tensors real, with uninitialized memory
     materialize: Callable[[Tensor], Tensor]  # make it real, in place
     materialize_all: Callable[[Tensor], Tensor]  # likewise, with the whole module that it belongs to
@@ -63,7 +63,7 @@ class DeferredStorage:
     """A storage without memory: its current Value, and the deferred tensors that share it."""
 
     __slots__ = (
-        "value", "tensors", "fills", "resident", "trace", "first", "mirrors", "mirrored_by", "made", "is_local",
+        "value", "tensors", "fills", "resident", "trace", "first", "mirrors", "mirrored_by", "computed", "is_local",
         "__weakref__",
     )  # fmt: skip
 
@@ -74,15 +74,15 @@ class DeferredStorage:
         self.fills = 0  # fills of the whole storage; all but the last are dead
         self.resident: Any = None  # on a backend: its DeviceBuffer, which owns the content
         self.trace: Any = None  # the step trace that has adopted it
-        self.made: tuple[Value, Tensor] | None = None  # a Value and its computed content: see `first_use.py`
+        self.computed: tuple[Value, Tensor] | None = None  # a Value and its computed content: see `first_use.py`
         self.mirrors: Mirror | None = None  # the storage that it conjugates or negates: see `conjugate_views.py`
         self.mirrored_by: list[weakref.ref[DeferredStorage]] = []
         self.is_local = False  # whether `DTensor.from_local` was given it: it need not be a slice of a whole
 
     @property
-    def is_made(self) -> bool:
+    def is_computed(self) -> bool:
         """Whether the content of the current Value has been computed."""
-        return self.made is not None and self.made[0] is self.value and self.resident is None
+        return self.computed is not None and self.computed[0] is self.value and self.resident is None
 
     @property
     def root(self) -> DeferredStorage:

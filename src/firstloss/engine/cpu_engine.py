@@ -95,7 +95,7 @@ def materialize_values(
     covered = {node for chain in hoisted.values() for node in chain}
     rest = [node for node in nodes if node not in covered]
     with torch.no_grad(), DisableTorchDispatch():
-        execute(tasks, WholeValueCache(make_whole), planner, num_threads, niceness)
+        execute(tasks, WholeValueCache(materialize_whole), planner, num_threads, niceness)
         buffers = {value: output.buffer() for value, output in outputs.items()}
         missing = [value for value in requested if value not in buffers]
         if missing:
@@ -107,7 +107,7 @@ def materialize_values(
         return {value: buffers[value] for value in requested}
 
 
-def make_whole(value: Value) -> torch.Tensor:
+def materialize_whole(value: Value) -> torch.Tensor:
     """Materialize one Value."""
     return materialize_values([value])[value]
 
@@ -124,7 +124,7 @@ def materialize_parts(parts_by_ref: Iterable[tuple[Ref, list[WantedPart]]], nice
     planner = RangePlanner()
     with torch.no_grad(), DisableTorchDispatch():
         tasks = [task for ref, parts in parts_by_ref for task in _part_tasks(ref, parts, planner)]
-        execute(tasks, WholeValueCache(make_whole), planner, None, niceness)
+        execute(tasks, WholeValueCache(materialize_whole), planner, None, niceness)
 
 
 def execute(
@@ -205,7 +205,7 @@ def _whole_value_tasks(
 
     def make(begin: int, end: int, reader: Reader) -> None:
         if end - begin == value.numel:
-            reader.make(value, output.buffer())
+            reader.materialize_whole(value, output.buffer())
         else:
             reader.window(value, begin, end, flat(output.buffer(), value)[begin:end])
         if on_progress is not None:
@@ -387,20 +387,21 @@ def _part_tasks(ref: Ref, parts: list[WantedPart], planner: RangePlanner) -> Ite
         count = math.prod(part.box.size)
         for begin in range(0, count, _TASK_SIZE):
             end = min(begin + _TASK_SIZE, count)
-            make = partial(_make_contiguous, value, first, begin, end, part)
+            make = partial(_materialize_contiguous, value, first, begin, end, part)
             yield Task((number, first + begin), end - begin, make)
     row = strides[0] if strides else 1
     for (begin, size), group in rows.items():
         if row * value.dtype.itemsize > _LONG_ROW_BYTES and len(group) == 1:  # of experts, for example
-            yield Task((number, begin * row), size * row, partial(_make_alone, ref, group[0]))
+            yield Task((number, begin * row), size * row, partial(_materialize_alone, ref, group[0]))
             continue
         step = max(_TASK_SIZE // row, 1)
         for top in range(begin, begin + size, step):
             bottom = min(top + step, begin + size)
-            yield Task((number, top * row), (bottom - top) * row, partial(_make_columns, ref, top, bottom, group))
+            run = partial(_materialize_columns, ref, top, bottom, group)
+            yield Task((number, top * row), (bottom - top) * row, run)
 
 
-def _make_contiguous(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
+def _materialize_contiguous(value: Value, first: int, begin: int, end: int, part: WantedPart, reader: Reader) -> None:
     """Elements [begin, end) of a part that is contiguous in the whole, where it begins at element `first`."""
     target = part.into[0].view(-1)[begin:end]
     reader.window(value, first + begin, first + end, target)
@@ -408,7 +409,7 @@ def _make_contiguous(value: Value, first: int, begin: int, end: int, part: Wante
         other.view(-1)[begin:end].copy_(target)
 
 
-def _make_columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
+def _materialize_columns(ref: Ref, top: int, bottom: int, group: list[WantedPart], reader: Reader) -> None:
     """Rows [top, bottom) of the whole, split by columns into the parts of the group."""
     group = sorted(group, key=lambda part: part.box.begin)
     cut = cut_dimension(ref.size, [part.box for part in group])
@@ -435,7 +436,7 @@ def _copy_columns(
         torch._foreach_copy_(rows, [part[:count] for part in columns])
 
 
-def _make_alone(ref: Ref, part: WantedPart, reader: Reader) -> None:
+def _materialize_alone(ref: Ref, part: WantedPart, reader: Reader) -> None:
     """Make one part by itself."""
     reader.materialize(ref, part.box, part.into[0])
     for other in part.into[1:]:
@@ -445,7 +446,7 @@ def _make_alone(ref: Ref, part: WantedPart, reader: Reader) -> None:
 def _copy_from_whole(ref: Ref, parts: list[WantedPart], reader: Reader) -> None:
     """Make a whole Value, because it has no plan for a range, and copy the parts from it."""
     if len(parts) == 1 and parts[0].box.size == ref.size:
-        _make_alone(ref, parts[0], reader)
+        _materialize_alone(ref, parts[0], reader)
         return
     whole = ref.view(reader.content(ref.value))
     for part in parts:

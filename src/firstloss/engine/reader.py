@@ -21,7 +21,7 @@ from ..program.node_kinds import Copy, Fill, Pointwise
 from ..rng import native, words_drawn
 from ..rng.stream import Position
 from .plan import RangePlanner, RangeStep, is_empty
-from .replay import make_whole
+from .replay import materialize_whole
 from .sampler import StreamSampler, has_erfinv, is_native
 from .splits import Box, cover, row_blocks
 
@@ -98,7 +98,7 @@ _SHORT = 1 << 10  # shorter fills are drawn whole
 class WholeValueCache:
     """An LRU cache of `keep` Values that had to be made whole. Thread-safe."""
 
-    def __init__(self, make: Callable[[Value], torch.Tensor] = make_whole, keep: int = 2) -> None:
+    def __init__(self, make: Callable[[Value], torch.Tensor] = materialize_whole, keep: int = 2) -> None:
         self._make = make
         self._keep = keep
         self._lock = fork_safe_lock()
@@ -159,7 +159,7 @@ class Reader:
                     part = part.narrow(dim, first, length)
             part.copy_(memory.as_strided(block.size, ref.stride, 0))
 
-    def make(self, value: Value, out: torch.Tensor) -> None:
+    def materialize_whole(self, value: Value, out: torch.Tensor) -> None:
         """Make all of `value` in `out`, a tensor with its layout; makes only the parts of its sources that it reads."""
         if not value.numel:
             return

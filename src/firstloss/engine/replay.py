@@ -177,7 +177,7 @@ def _distinct(args: list[Any]) -> list[Any]:
     return [arg.detach() if i and isinstance(arg, torch.Tensor) else arg for i, arg in enumerate(args)]
 
 
-def make_whole(value: Value) -> torch.Tensor:
+def materialize_whole(value: Value) -> torch.Tensor:
     """Compute one Value, in new memory."""
     replay = Replay()
     replay.run(slice_for([value]))

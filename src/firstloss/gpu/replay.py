@@ -4,8 +4,8 @@ The nodes call the same kernels of eager PyTorch as the step's Python did, with 
 the bits are the same. In-place operations write to the weights themselves, without copies. Once captured, a single call
 launches all kernels.
 
-What cannot be captured is found in the Program beforehand (`Plan.obstacles`): numbers read from the device, tensors on
-another device, random numbers drawn twice, memory read after it has been overwritten.
+What cannot be captured is found in the Program beforehand (`ReplayPlan.obstacles`): numbers read from the device,
+tensors on another device, random numbers drawn twice, memory read after it has been overwritten.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIST_BYTES = 1 << 29  # of a list of weights that are updated at a time
 _REHEARSED_BYTES = 1 << 26  # of weights and state that a rehearsal copies at most
 
 
-class Plan:
+class ReplayPlan:
     """The schedule of a Program, and whether it can be replayed in place.
 
     Attributes:
@@ -111,7 +111,7 @@ def _has_ref(argument: Any) -> bool:
     return type(argument) is Ref or type(argument) in (list, tuple) and any(map(_has_ref, argument))
 
 
-class _Kernels(Replay):
+class _InPlaceReplay(Replay):
     """Replays a step, whose random operations draw from PyTorch's generator."""
 
     def free(self, values: Iterable[Value]) -> None:
@@ -167,7 +167,9 @@ class ReplayedStep:
         failed: why capturing the graph failed, if it did.
     """
 
-    def __init__(self, plan: Plan, inputs: Sequence[Value], state: Mapping[Value, Ref], device: torch.device) -> None:
+    def __init__(
+        self, plan: ReplayPlan, inputs: Sequence[Value], state: Mapping[Value, Ref], device: torch.device
+    ) -> None:
         """
         Args:
             inputs: in the order of an equivalent executable's inputs.
@@ -264,8 +266,8 @@ class ReplayedStep:
                 self._constants[value] = value.content().detach().clone()
         return given
 
-    def _begin(self, given: Mapping[Value, torch.Tensor]) -> _Kernels:
-        kernels = _Kernels()
+    def _begin(self, given: Mapping[Value, torch.Tensor]) -> _InPlaceReplay:
+        kernels = _InPlaceReplay()
         kernels.buffers.update(given)
         for value, content in self._constants.items():
             kernels.buffers[value] = content.clone() if value in self._plan.written else content

@@ -21,7 +21,7 @@ def _empty(device: torch.device, value: Value) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
 
 
-def make(
+def materialize(
     values: Iterable[Value],
     device: torch.device,
     launcher: Launcher | None = None,

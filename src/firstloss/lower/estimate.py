@@ -471,7 +471,7 @@ class _Shape(NamedTuple):
 
 
 def jax_shape(shape: Sequence[int], itemsize: int) -> _Shape:
-    """A stand-in for an aval of this shape."""
+    """In place of an aval of this shape."""
     return _Shape(tuple(shape), np.dtype(f"V{itemsize}"))
 
 

@@ -33,7 +33,7 @@ class Started:
 
 
 class Pending:
-    """A queue of started batches; `settle` reads their values in order and raises at a loss that is not finite."""
+    """A queue of started batches; `read` reads their values in order and raises at a loss that is not finite."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Pending:
 
     def add(self, started: Started, ahead: int = AHEAD) -> None:
         self._queue.append(started)
-        self.settle(ahead)
+        self.read(ahead)
 
-    def settle(self, ahead: int = 0) -> None:
+    def read(self, ahead: int = 0) -> None:
         """Read the values of all batches but the last `ahead`.
 
         Raises:

@@ -76,17 +76,17 @@ class Reporter:
         reported at once.
 
         Raises:
-            NaNLossError: for this batch or an earlier one, as in `settle`.
+            NaNLossError: for this batch or an earlier one, as in `wait`.
         """
         self._pending.add(started, AHEAD if self._seen_a_loss else 0)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for all started batches and report them.
 
         Raises:
             NaNLossError: naming the step, the batch and the last good checkpoint.
         """
-        self._pending.settle()
+        self._pending.read()
 
     def restart_rates(self) -> None:
         """Exclude the time since the last report, which was not training, from the rates."""

@@ -321,7 +321,7 @@ class Trainer:
             The checkpoint's path.
         """
         path = self.folder.at(self.state.step)
-        self._reporter.settle()
+        self._reporter.wait()
         checkpoints.check_finite(self)
         state = checkpoints.collect(self)
         self.callbacks("on_save_start", self, state)
@@ -497,7 +497,7 @@ class Trainer:
 
     def _validate(self, val_dataloader: Iterable[Any], loop: ValidationLoop) -> dict[str, float]:
         assert self.model is not None
-        self._reporter.settle()
+        self._reporter.wait()
         metrics = run_validation(self, self.model, several(val_dataloader), loop, self._interrupts)
         if metrics:
             self.callbacks("on_metrics", self, metrics, self.state.step)

@@ -35,7 +35,9 @@ elsewhere()
 HERE = torch.device("cpu", 0)
 on_gpu.device = lambda: HERE
 make = functools.partial(
-    weights.make, launcher=HostLauncher(), cpu_bits=lambda _, name, dtype: probe.cpu_type_is_supported(name, dtype)
+    weights.materialize,
+    launcher=HostLauncher(),
+    cpu_bits=lambda _, name, dtype: probe.cpu_type_is_supported(name, dtype),
 )
 counts = []
 
@@ -46,7 +48,7 @@ def counted(values, *args, **how):
     return weights
 
 
-weights.make = counted
+weights.materialize = counted
 attempts = []
 attempt = first_loss.FirstLoss.attempt
 

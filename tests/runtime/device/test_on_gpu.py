@@ -43,7 +43,7 @@ def test_jax_leaves_memory_to_pytorch_unless_told_otherwise(said, monkeypatch):
 
 
 def test_without_a_gpu_nothing_is_made_there():
-    assert on_gpu.device() is None and on_gpu.make([]) == {}
+    assert on_gpu.device() is None and on_gpu.materialize([]) == {}
 
 
 class Attends(nn.Module):
@@ -71,7 +71,7 @@ def test_all_of_a_first_loss_is_computed_on_its_device(tmp_path, monkeypatch):
     step = training_step(compiled, optimizer, lambda module, x: F.cross_entropy(module(x).flatten(0, 1), x.flatten()))
     step(torch.randint(20, (2, 5)))
     (program,) = seen
-    kernels = first_loss.Kernels(None, torch.device("meta"))
+    kernels = first_loss.StepReplay(None, torch.device("meta"))
     with DisableTorchDispatch():
         for value in program.inputs:
             kernels.buffers[value] = kernels.allocate(value)

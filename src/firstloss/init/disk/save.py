@@ -25,7 +25,7 @@ import torch
 
 from ... import timeline
 from ...compat.torch_names import DisableTorchDispatch, InferenceMode
-from ...engine.cpu_engine import make_whole
+from ...engine.cpu_engine import materialize_whole
 from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
 from ...files import atomic_write, exists, is_folder, is_of_the_system, remove_folder, sync_folder
@@ -196,7 +196,7 @@ class _Writer:
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
         self._stop = threading.Event()
-        self._whole_values = WholeValueCache(make_whole)
+        self._whole_values = WholeValueCache(materialize_whole)
         self._this_thread = threading.local()
         self._written: list[_ByteRange] = []  # not synced yet
         self._lock = threading.Lock()

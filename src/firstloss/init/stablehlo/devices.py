@@ -24,7 +24,7 @@ from ...program.source import here
 from ...workers import Workers
 from ..recipes import Recipes
 from ..shardings import starts
-from .host_shards import make_on_host
+from .host_shards import materialize_on_host
 from .module import LANE_WORDS, Functions, Streams, partition_spec
 from .plan import ShardingPlan, Weight, plan
 
@@ -44,7 +44,9 @@ def run(
         )
     with timeline.span("materialize"), jax.enable_x64(True):
         if chosen == "torch":
-            arrays = make_on_host({w.name: (w.recipe.ref, sharding_of(w, devices)) for w in sharding_plan.weights})
+            arrays = materialize_on_host(
+                {w.name: (w.recipe.ref, sharding_of(w, devices)) for w in sharding_plan.weights}
+            )
         else:
             arrays = _on_devices(sharding_plan, devices)
     return {name: arrays[recipe.name] for name, recipe in program.recipes.items()}
@@ -147,7 +149,7 @@ def _on_devices(sharding_plan: ShardingPlan, mesh: Mesh | None) -> dict[str, jax
     out: dict[str, jax.Array] = {}
     with Workers(max(cores(), 2), "firstloss-compile") as workers:
         compiled = {key: workers.submit(units.compile, w) for key, w in units.distinct().items()}
-        out.update(make_on_host({w.name: (w.recipe.ref, sharding_of(w, mesh)) for w in host}))
+        out.update(materialize_on_host({w.name: (w.recipe.ref, sharding_of(w, mesh)) for w in host}))
         for key, task in compiled.items():  # in the same order in all processes
             executable = task.result()
             for weight in sharding_plan.weights:

@@ -23,7 +23,7 @@ from .shard_memory import ArraySpec, allocate, tensor_at
 K = TypeVar("K")
 
 
-def make_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[int] = ()) -> dict[K, jax.Array]:
+def materialize_on_host(wanted: Mapping[K, tuple[Ref, Sharding]], niceness: Sequence[int] = ()) -> dict[K, jax.Array]:
     """Compute Refs as sharded arrays.
 
     Args:

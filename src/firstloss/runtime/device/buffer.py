@@ -156,7 +156,7 @@ class DeviceBuffer:
         return self._memory is not None
 
     def argument(self, donated: bool = False) -> jax.Array:
-        """The array as an argument of a step. If `is_exported`, wait for the step afterwards and call `settle`.
+        """The array as an argument of a step. If `is_exported`, wait for the step afterwards and call `export_content`.
 
         Args:
             donated: whether the step may overwrite the array.
@@ -177,7 +177,7 @@ class DeviceBuffer:
             self._memory, self._array, self.current = None, array, array
         return array
 
-    def settle(self) -> None:
+    def export_content(self) -> None:
         """Write a step's result back to the exported memory."""
         if self._memory is not None:
             self._memory.content()
@@ -313,10 +313,10 @@ class DeviceBuffer:
 
     def replace_from(self, file: FileValue) -> None:
         """On a mesh: replace the content by a file's, of which each device reads its own shard."""
-        from ..mesh import sharded_weights as mesh_placement
+        from ..mesh import sharded_weights
 
         assert self.sharding is not None
-        self.set(mesh_placement.make({file: self.sharding})[file])
+        self.set(sharded_weights.materialize({file: self.sharding})[file])
 
     def _put(self, tensor: torch.Tensor) -> jax.Array:
         from ..jax_support import to_device
@@ -368,11 +368,11 @@ class DeviceBuffer:
         shape = tuple(self.value.shape)
         if self.sharding is None or self._edited:
             return [OwnedPart(0, (0,) * len(shape), shape, self.read)]
-        from ..mesh import sharded_weights as mesh_placement
+        from ..mesh import sharded_weights
 
         array = self.array()
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        boxes = mesh_placement.boxes(shape, array.sharding)
+        boxes = sharded_weights.boxes(shape, array.sharding)
         return [
             OwnedPart(devices[0].process_index, *box, functools.partial(_read_part, data, devices[0]))
             for box, devices in boxes.items()

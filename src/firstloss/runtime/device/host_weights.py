@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..mesh.sharded_weights import WholeArrays
 
 
-def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]:
+def materialize(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]:
     """Run the recipes of `values`."""
     pages: dict[int, Pages] = {}
 
@@ -45,7 +45,7 @@ def make(values: list[Value], niceness: Sequence[int]) -> dict[Value, LazyArray]
     return _lazy_arrays(drawn, _SingleDevice([each for each in drawn.values() if each.pages is not None]))
 
 
-def make_unsharded(shardings: Mapping[Value, MeshSharding], niceness: Sequence[int]) -> dict[Value, LazyArray]:
+def materialize_unsharded(shardings: Mapping[Value, MeshSharding], niceness: Sequence[int]) -> dict[Value, LazyArray]:
     """Like `make`, for weights to be sharded over CPU devices of this machine. The first loss needs the whole weights,
     and drawing them whole takes no longer than drawing the shards."""
     buffers = materialize_values(list(shardings), allocate=allocate_huge, niceness=niceness)

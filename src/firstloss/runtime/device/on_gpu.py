@@ -69,7 +69,7 @@ def wait(target: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def make(values: Iterable[Value]) -> dict[Value, jax.Array]:
+def materialize(values: Iterable[Value]) -> dict[Value, jax.Array]:
     """Materialize those of `values` that Firstloss's GPU kernels support, in XLA's memory."""
     target = device()
     if target is None:
@@ -85,7 +85,7 @@ def make(values: Iterable[Value]) -> dict[Value, jax.Array]:
         for value, array in arrays.items():
             with contextlib.suppress(RuntimeError, TypeError, ValueError, BufferError):  # a dtype that DLPack lacks
                 views[value] = view(array)
-        materialized = list(weights.make(list(views), target, allocate=views.__getitem__))
+        materialized = list(weights.materialize(list(views), target, allocate=views.__getitem__))
         views.clear()
         wait(target)
     return {value: arrays[value] for value in materialized}

@@ -135,22 +135,22 @@ def _materialize_in_background(
     niceness = (19,) * interpreter.cores() if behind else BESIDE_TRACING
     earlier = list(_in_progress) if behind else []
 
-    def make() -> dict[Value, Any]:
+    def materialize() -> dict[Value, Any]:
         wait(earlier)
         if mesh is None:
-            return _make(list(shardings), niceness)
+            return _materialize(list(shardings), niceness)
         arrays: dict[Value, Any] = {}
         sharded = {value: sharding for value, sharding in shardings.items() if sharding is not None}
         if for_kernels and not behind and on_cpu() and process_count() == 1:
             unsharded = {value: sharded.pop(value) for value in list(sharded) if not _is_copied(value)}
-            arrays = host_weights.make_unsharded(unsharded, niceness)
+            arrays = host_weights.materialize_unsharded(unsharded, niceness)
         if sharded:
-            from ..mesh import sharded_weights as mesh_placement
+            from ..mesh import sharded_weights
 
-            arrays |= mesh_placement.make(sharded, niceness)
+            arrays |= sharded_weights.materialize(sharded, niceness)
         return arrays
 
-    materialization = _Materialization(make)
+    materialization = _Materialization(materialize)
     for storage in storages:
         storage.resident = DeviceBuffer(storage.value, pending=materialization, sharding=shardings[storage.value])
         storage.resident.fresh = not _is_copied(storage.value)
@@ -164,14 +164,14 @@ def _materialize_in_background(
     materialization.begin()
 
 
-def _make(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
+def _materialize(values: list[Value], niceness: Sequence[int]) -> dict[Value, jax.Array] | dict[Value, LazyArray]:
     """Run the recipes of `values`: on a CPU, directly in the device's memory, or before JAX is imported, in memory that
     becomes the device's; on a GPU shared with PyTorch, with Firstloss's kernels as far as these support them."""
     if not is_imported() and on_cpu() and pages.ARE_AVAILABLE:
-        return host_weights.make(values, niceness)
+        return host_weights.materialize(values, niceness)
     from ..jax_support import empties, empty, to_device
 
-    on_its_gpu = {} if on_cpu() else on_gpu.make(values)
+    on_its_gpu = {} if on_cpu() else on_gpu.materialize(values)
     values = [value for value in values if value not in on_its_gpu]
     ready: dict[Any, list[tuple[jax.Array, torch.Tensor]]] = {}
     kinds = [_kind(value) for value in values if is_direct(value)]

@@ -22,21 +22,21 @@ class CallFrame:
     """The state of one call: its new tensors, its arguments and their containers, and replacements of tensors that
     existed when the step was traced."""
 
-    __slots__ = ("fresh", "arguments", "containers", "stand_in", "created", "known")
+    __slots__ = ("fresh", "arguments", "containers", "current", "created", "known")
 
     def __init__(
         self,
         fresh: Callable[[int], torch.Tensor],
         arguments: list[Any],
         containers: Callable[[], list[Any]],
-        stand_in: dict[int, torch.Tensor],
+        current: dict[int, torch.Tensor],
         known: dict[Expression, Any] | None = None,
     ) -> None:
         """`known`: numbers of this call that were computed already."""
         self.fresh = fresh
         self.arguments = arguments
         self.containers = containers
-        self.stand_in = stand_in
+        self.current = current
         self.created: dict[int, Any] = {}
         self.known = {} if known is None else known
 
@@ -44,7 +44,7 @@ class CallFrame:
 Make = Callable[[CallFrame], Any]
 
 
-class ArgumentStandIns(NamedTuple):
+class ArgumentPlaceholders(NamedTuple):
     """The traced tensors and containers that stand for the arguments of a step while it is traced.
 
     Attributes:
@@ -62,7 +62,7 @@ class ArgumentStandIns(NamedTuple):
     shares_memory: Callable[[torch.Tensor], bool]
 
 
-NO_ARGUMENTS = ArgumentStandIns({}, {}, {}, lambda storage: None, lambda tensor: False)
+NO_ARGUMENTS = ArgumentPlaceholders({}, {}, {}, lambda storage: None, lambda tensor: False)
 
 
 class Reconstructor:
@@ -78,13 +78,13 @@ class Reconstructor:
         self,
         is_traced: Callable[[Any], bool],
         is_old: Callable[[Any], bool],
-        arguments: ArgumentStandIns = NO_ARGUMENTS,
+        arguments: ArgumentPlaceholders = NO_ARGUMENTS,
     ) -> None:
         """
         Args:
             is_traced: whether a tensor was created by the step.
             is_old: whether an object existed before the step.
-            arguments: the stand-ins for the arguments.
+            arguments: the placeholders for the arguments.
         """
         self.tensors: list[DeferredTensor] = []
         self.plain: list[Any] = []
@@ -189,7 +189,7 @@ class Reconstructor:
             return lambda env: env.arguments[argument]
         key = id(value)
         if not self._is_traced(value) and self._is_old(value):
-            return lambda env: env.stand_in.get(key, value)
+            return lambda env: env.current.get(key, value)
         new, more = self._new_tensor(value), self._attributes_and_gradient(value)
 
         def make(env: CallFrame) -> Any:
@@ -214,7 +214,7 @@ class Reconstructor:
             outer = self._arguments.outside(value._storage)
             if outer is not None:
                 key = id(outer)
-                return lambda env: same_memory(env.stand_in.get(key, outer), geometry)
+                return lambda env: same_memory(env.current.get(key, outer), geometry)
             number = self.number(value)
             return lambda env: env.fresh(number)
         if type(value) is not DeferredTensor:

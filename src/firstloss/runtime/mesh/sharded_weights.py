@@ -13,7 +13,7 @@ from ...capture.recorder import new_index
 from ...compat.torch_names import DisableTorchDispatch
 from ...engine.cpu_engine import materialize_values
 from ...engine.plan import RangePlanner
-from ...init.stablehlo.host_shards import make_on_host
+from ...init.stablehlo.host_shards import materialize_on_host
 from ...init.stablehlo.shard_memory import ArraySpec, tensor_at
 from ...init.stablehlo.shard_memory import allocate as allocate_shards
 from ...lower import unwritten
@@ -55,7 +55,7 @@ class WeightShard(NamedTuple):
     devices: list[jax.Device]
 
 
-def make(
+def materialize(
     shardings: Mapping[Value, MeshSharding | NamedSharding], niceness: Sequence[int] = ()
 ) -> dict[Value, jax.Array]:
     """Run the recipes of the shards on devices of this process; `niceness` as in `engine.run.run`."""
@@ -69,7 +69,7 @@ def make(
     for values in [list(drawn)] if drawn and on_cpu() else _chunks(drawn):
         with x64():
             refs = {v: (Ref.of(v), drawn[v]) for v in values}
-            out |= make_on_host(refs, niceness)
+            out |= materialize_on_host(refs, niceness)
     for chunk in _chunks({value: sharding for value, sharding in wanted.items() if value not in drawn}):
         shards = [shard for value in chunk for shard in _shards(value, wanted[value])]
         memory = _Memory(shards, {value: wanted[value] for value in chunk})

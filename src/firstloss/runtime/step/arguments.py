@@ -1,7 +1,7 @@
 """Arguments of a call of a traced step: which are inputs, and which are part of the compiled step's key.
 
 Data is read anew at each call: while the step is traced, a tensor without a value stands in for it. What the step does
-to the stand-in (writing to it, giving it a gradient, replacing it in a dict or list) is done to the argument at each
+to the placeholder (writing to it, giving it a gradient, replacing it in a dict or list) is done to the argument at each
 call. An argument that the step also reaches in another way, such as one of its weights, is itself an input, and the
 compiled step is for that object only.
 
@@ -27,13 +27,13 @@ from ...program.graph import Value, contiguous_stride, is_not_strided
 from ...program.source import here, warn
 from ..guards.effects import Bind, Effects
 from ..guards.kind import kind_of
-from ..guards.reconstruct import ArgumentStandIns, CallFrame, Reconstructor
+from ..guards.reconstruct import ArgumentPlaceholders, CallFrame, Reconstructor
 from ..pytrees import BackReference, containers, copied, flatten
 
 _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
 
-class Itself:
+class ByIdentity:
     """An object as part of a key, compared by identity."""
 
     __slots__ = ("held",)
@@ -45,7 +45,7 @@ class Itself:
         return id(self.held)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Itself and other.held is self.held
+        return type(other) is ByIdentity and other.held is self.held
 
     def __repr__(self) -> str:
         return f"{type(self.held).__name__} object"
@@ -110,7 +110,7 @@ class Arguments:
         if alone and not shared and not strided and not self.itself and not self.gradients:
             return ()
         pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), strided)
-        return pattern, tuple(self.gradients), tuple([(i, Itself(self.leaves[i])) for i in sorted(self.itself)])
+        return pattern, tuple(self.gradients), tuple([(i, ByIdentity(self.leaves[i])) for i in sorted(self.itself)])
 
     def _container_passed_twice(self) -> bool:
         """Whether a dict or a list is passed twice."""
@@ -197,18 +197,18 @@ class TracedArguments:
         """`inputs`: the classes of the numbers and texts that are inputs if they vary; the step is specialized on
         others."""
         self._before = leaves = arguments.leaves
-        self._stand_ins: list[tuple[DeferredTensor, int]] = []
+        self._placeholders: list[tuple[DeferredTensor, int]] = []
         self.inputs: dict[Value, int] = {}
         traced = list(leaves)
-        stand_in_of: dict[int, DeferredTensor] = {}
+        placeholder_of: dict[int, DeferredTensor] = {}
         for i, leaf in arguments.data():
-            stand_in = stand_in_of.get(id(leaf))
-            if stand_in is None:
-                stand_in = stand_in_of[id(leaf)] = tracing.new_input(leaf, f"batch{i}", may_change=True)
-                self.inputs[stand_in._storage.value] = i
-                stand_in.requires_grad_(leaf.requires_grad)
-                self._stand_ins.append((stand_in, i))
-            traced[i] = stand_in
+            placeholder = placeholder_of.get(id(leaf))
+            if placeholder is None:
+                placeholder = placeholder_of[id(leaf)] = tracing.new_input(leaf, f"batch{i}", may_change=True)
+                self.inputs[placeholder._storage.value] = i
+                placeholder.requires_grad_(leaf.requires_grad)
+                self._placeholders.append((placeholder, i))
+            traced[i] = placeholder
         for i, j in arguments.gradients.items():
             traced[i].grad = traced[j]
         numbers = tracing.numbers
@@ -230,12 +230,12 @@ class TracedArguments:
         return self._rebuilt.pop()
 
     def check(self, name: str) -> None:
-        """Check the stand-ins after the step's Python code has run.
+        """Check the placeholders after the step's Python code has run.
 
         Raises:
             TraceError: if it has done something that cannot be repeated on the caller's tensors.
         """
-        for argument, i in self._stand_ins:
+        for argument, i in self._placeholders:
             before = self._before[i]
             if argument.shape != before.shape or argument.dtype != before.dtype:
                 raise TraceError(
@@ -249,11 +249,11 @@ class TracedArguments:
                     "Compute it in the step, or pass its detach()."
                 )
 
-    def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> ArgumentStandIns:
-        """The stand-ins, by which arguments are recognized in what the step leaves."""
-        return ArgumentStandIns(
-            {id(stand_in): i for stand_in, i in self._stand_ins},
-            {id(stand_in._storage): i for stand_in, i in self._stand_ins},
+    def given(self, tracing: StepTrace, shares_memory: Callable[[torch.Tensor], bool]) -> ArgumentPlaceholders:
+        """The placeholders, by which arguments are recognized in what the step leaves."""
+        return ArgumentPlaceholders(
+            {id(placeholder): i for placeholder, i in self._placeholders},
+            {id(placeholder._storage): i for placeholder, i in self._placeholders},
             {id(container): n for n, container in enumerate(self._containers)},
             tracing.outside_of,
             shares_memory,
@@ -261,14 +261,14 @@ class TracedArguments:
 
     def follow(self, effects: Effects, reconstructor: Reconstructor) -> None:
         """Repeat at each call what the step does to its arguments, other than writing to them."""
-        for stand_in, i in self._stand_ins:
+        for placeholder, i in self._placeholders:
             leaf = self._before[i]
-            attributes = {k: v for k, v in stand_in.__dict__.items() if k not in ("_storage", *leaf.__dict__)}
-            if stand_in.requires_grad != leaf.requires_grad:
-                attributes["requires_grad"] = stand_in.requires_grad
+            attributes = {k: v for k, v in placeholder.__dict__.items() if k not in ("_storage", *leaf.__dict__)}
+            if placeholder.requires_grad != leaf.requires_grad:
+                attributes["requires_grad"] = placeholder.requires_grad
             gradient = self._gradients.get(i)
-            if stand_in.grad is not gradient:
-                attributes["grad"] = stand_in.grad
+            if placeholder.grad is not gradient:
+                attributes["grad"] = placeholder.grad
             for name, value in attributes.items():
                 effects.add(lambda: None, _on_argument(i, name, reconstructor.make(value)))
 
@@ -366,7 +366,7 @@ class Shapes:
                 self._warn(self._change(kinds[-1], new, args, kwargs))
         elif kinds:
             self._warn(self._change(kinds[-1], kind, args, kwargs))
-        certain = any(type(leaf[1]) is Itself for leaf in kind)  # may be other objects at each call
+        certain = any(type(leaf[1]) is ByIdentity for leaf in kind)  # may be other objects at each call
         self._kinds[spec] = (kind,) if certain else (*kinds, kind)
         return Arguments(args_and_kwargs, leaves, spec, padded, varying), kind
 
@@ -452,7 +452,7 @@ def _kind(leaf: Any) -> tuple:
         hash(leaf)
     except TypeError:
         if kind_of(type(leaf)).has_only_attributes:  # a dataclass, for example
-            return (type(leaf), Itself(leaf))
+            return (type(leaf), ByIdentity(leaf))
         error = TraceError(
             f"{here()}: a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, "
             "lists, dicts and objects that hold nothing else, or constants: torch.from_numpy(array) for a NumPy array."

@@ -59,7 +59,7 @@ class BoundStep:
         """Set what the step sets before its optimizers step, and find its gradients."""
         traced, owners = self.traced, self.traced.owners
         traced.optimizers.groups.begin()
-        if traced.gradients.follow(owners.inputs, owners.changed, owners.stand_in):
+        if traced.gradients.follow(owners.inputs, owners.changed, owners.current):
             owners.moved()
 
     def leave(self, call: StepCall, env: CallFrame, others: Sequence[Bind] = ()) -> None:

@@ -41,7 +41,7 @@ from ..guards.places import Place
 from ..guards.recording import functions_of
 from ..lazy_jax import process_count
 from . import tracing
-from .arguments import Arguments, Itself, generalizes, owner_of
+from .arguments import Arguments, ByIdentity, generalizes, owner_of
 from .owners import Shared
 from .process_settings import modes, settings
 from .reads import READ, ComputedStep, OutcomeChanged, TracedContents, check_outcomes
@@ -53,21 +53,21 @@ if TYPE_CHECKING:
     from .compiled_step import CompiledStep
 
 
-_MOST_FOR_CERTAIN = 32
+_MAX_FOR_OBJECTS = 32
 
 # How many compiled steps there may be whose outcomes differ.
-_MOST_OUTCOMES = 8
+_MAX_OUTCOMES = 8
 
 # How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced; fewer if
 # they differ in what they have read, as the steps of an adaptive solver do.
-_MOST_IN_VAIN = 3
-_MOST_OUTCOMES_IN_VAIN = 1
+_MAX_UNUSED = 3
+_MAX_OUTCOMES_UNUSED = 1
 
 # How often a call looks for the compiled step of other outcomes, before it is run by PyTorch's kernels.
-_MOST_RETRIES = 2
+_MAX_RETRIES = 2
 
 # The number of traces after which functions that are new in each are assumed to be created by the step itself.
-_MOST_FUNCTIONS = 10_000
+_MAX_FUNCTIONS = 10_000
 
 # The fraction of time that is spent at most on checking for changes that cannot be seen.
 _CHECKING = 0.01
@@ -202,8 +202,8 @@ class StepCache:
 
     def _forget_some(self) -> None:
         """Drop the oldest steps that are specific to certain objects, which they keep alive."""
-        certain = [key for key in self.kinds if _is_for_certain(*key[0][2:4])]
-        for key in certain[:-_MOST_FOR_CERTAIN]:
+        certain = [key for key in self.kinds if _is_for_objects(*key[0][2:4])]
+        for key in certain[:-_MAX_FOR_OBJECTS]:
             del self.kinds[key]
 
     def _fitting(self, setting: tuple, weights: tuple, request: Request) -> CacheEntries | None:
@@ -243,9 +243,9 @@ def _is_similar(setting: tuple, other: tuple) -> bool:
     return generalizes(kind, other_kind)
 
 
-def _is_for_certain(kind: tuple, more: tuple) -> bool:
+def _is_for_objects(kind: tuple, more: tuple) -> bool:
     """Whether a kind belongs to steps that are specific to certain objects."""
-    return bool(more and more[2]) or any(type(leaf[1]) is Itself for leaf in kind)
+    return bool(more and more[2]) or any(type(leaf[1]) is ByIdentity for leaf in kind)
 
 
 class Request(NamedTuple):
@@ -289,7 +289,7 @@ class Request(NamedTuple):
             raise
 
     def _is_for_one_call(self, traced: TracedProgram) -> bool:
-        return traced.is_for_one_call or self.retries > _MOST_RETRIES
+        return traced.is_for_one_call or self.retries > _MAX_RETRIES
 
     def _accept(
         self, traced: TracedProgram, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]
@@ -520,7 +520,7 @@ class CacheEntries:
     def fits(self, request: Request) -> bool:
         """Whether the guards of one of them hold."""
         self._fitting = None
-        if not self._always and request.retries <= _MOST_RETRIES:
+        if not self._always and request.retries <= _MAX_RETRIES:
             self._fitting = next((entry for entry in self._entries if self._does_fit(entry, request)), None)
         return self._fitting is not None
 
@@ -579,7 +579,7 @@ class CacheEntries:
 
         It is traced again at the second and third, the fourth, the eighth such call and so on: it may read no more.
         """
-        if request.values_read and self._in_vain <= _MOST_OUTCOMES_IN_VAIN and len(self._entries) < _MOST_OUTCOMES:
+        if request.values_read and self._in_vain <= _MAX_OUTCOMES_UNUSED and len(self._entries) < _MAX_OUTCOMES:
             return False
         if self._reading:
             self._reading += 1
@@ -631,9 +631,9 @@ class CacheEntries:
             entry.again = last.again + 1
             if entry.again > 1:
                 self.reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
-        most = _MOST_OUTCOMES_IN_VAIN if traced.outcomes else _MOST_IN_VAIN
+        most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
         if self._in_vain > most and request.reads and last is not None:
-            self._reading = max(self._reading, _MOST_IN_VAIN + 1)
+            self._reading = max(self._reading, _MAX_UNUSED + 1)
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
@@ -750,6 +750,6 @@ class CacheEntries:
         entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
         if entry.guards.unknown:
             self._functions += functions_of(entry.guards.unknown)
-            if len(self._functions) > _MOST_FUNCTIONS:
+            if len(self._functions) > _MAX_FUNCTIONS:
                 entry.guards.unknown = []
         return entry

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 _COPIED_BYTES = 1 << 16  # below, a tensor is passed to a call as a NumPy array
 # Dtypes that torch can convert to NumPy, and JAX from it.
-_NUMPYS = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+_NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
-_NUMPY_NUMBERS: dict[torch.dtype, Any] = {
+_NUMPY_SCALARS: dict[torch.dtype, Any] = {
     torch.float64: np.float64,
     torch.float32: np.float32,
     torch.int64: np.int64,
@@ -207,7 +207,7 @@ class CompiledStep(BoundStep):
             self._backend.stepped = True
         if key is not None:
             self._backend.keys.advance(key)
-        self.inputs.settle(buffers, (*new, *created, *results))
+        self.inputs.export_results(buffers, (*new, *created, *results))
 
     def _note_numbers(self, arguments: Arguments, names: Sequence[str], arrays: Sequence[Any]) -> None:
         """Wait for numbers that the step's Python has read, by the names of the outputs."""
@@ -224,7 +224,7 @@ class CompiledStep(BoundStep):
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced
         fresh = traced.outputs.fresh(arrays, traced.program.outputs, traced.name)
-        return CallFrame(fresh, arguments.leaves, arguments.containers, traced.owners.stand_in, arguments.known)
+        return CallFrame(fresh, arguments.leaves, arguments.containers, traced.owners.current, arguments.known)
 
     def _first(
         self,
@@ -302,7 +302,7 @@ class Inputs:
 
     Attributes:
         where: on a mesh, the sharding of each input.
-        exported: whether, at this call, some are in exported memory (`DeviceBuffer.memory`); see `settle`.
+        exported: whether, at this call, some are in exported memory (`DeviceBuffer.memory`); see `export_results`.
     """
 
     def __init__(
@@ -366,7 +366,7 @@ class Inputs:
             read = number.read(arguments.leaves, arguments.known)
             if isinstance(read, np.ndarray):
                 return np.array(read, order="C")
-            return _NUMPY_NUMBERS[value.dtype](read)
+            return _NUMPY_SCALARS[value.dtype](read)
         index = self._argument_index.get(value)
         owner = self._owners[value] if index is None else arguments.leaves[index]
         sharding = self.where.get(value)
@@ -390,7 +390,7 @@ class Inputs:
         self.exported = self.exported or buffer.is_exported
         return array
 
-    def settle(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
+    def export_results(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
         """After dispatch: if inputs are in exported memory, which others may access once the call has returned, wait
         for the step and write its results `arrays` back there."""
         if not self.exported:
@@ -399,7 +399,7 @@ class Inputs:
             ready(array).block_until_ready()
         for buffer in buffers:
             if buffer is not None:
-                buffer.settle()
+                buffer.export_content()
 
     def same_shardings(self, other: Inputs) -> bool:
         """On a mesh: whether the inputs of an equivalent step have the same shardings."""
@@ -427,7 +427,7 @@ def _given(tensor: torch.Tensor) -> Any:
     faster than `share_memory`."""
     if not is_imported():
         return share_later(tensor)
-    if tensor.numel() * tensor.itemsize < _COPIED_BYTES and tensor.dtype in _NUMPYS and not tensor.is_cuda:
+    if tensor.numel() * tensor.itemsize < _COPIED_BYTES and tensor.dtype in _NUMPY_DTYPES and not tensor.is_cuda:
         return tensor.numpy()
     from ..jax_support import share_memory
 

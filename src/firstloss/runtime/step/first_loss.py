@@ -26,7 +26,7 @@ from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import BackgroundWork, LazyArray, copied_later
 from ..device.placement import start_waiting_materializations
 from ..lazy_jax import is_array
-from .kernels import Kernels
+from .step_replay import StepReplay
 from .traced_program import Groups
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class FirstLoss:
             content_of: waits for and returns the content of an input, which must not be written to.
             draws: runs the random operations, if there are any.
         """
-        replay = Kernels(draws, self._device)
+        replay = StepReplay(draws, self._device)
         with DisableTorchDispatch():
             for node in self._nodes:
                 for value in {ref.value for ref in node.refs()} & self.inputs - replay.buffers.keys():

@@ -16,7 +16,7 @@ import torch
 
 from ...capture.autograd_boundary import returned
 from ...errors import EagerStepWarning, TraceError
-from ...gpu.replay import Plan, ReplayedStep
+from ...gpu.replay import ReplayedStep, ReplayPlan
 from ...interpreter import Undo
 from ...program.graph import Value
 from ...program.source import here, warn
@@ -127,8 +127,8 @@ class GraphedStep(BoundStep):
                 tensors[number] = tensor
             return tensors[number]
 
-        stand_in = self.traced.owners.stand_in
-        return CallFrame(fresh, arguments.leaves, arguments.containers, stand_in, arguments.known)
+        current = self.traced.owners.current
+        return CallFrame(fresh, arguments.leaves, arguments.containers, current, arguments.known)
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -162,7 +162,7 @@ class GraphRequest(Request):
 
 def _planned(traced: TracedProgram, backend: Backend) -> ReplayedStep:
     inputs = (*traced.owners.changed, *traced.owners.read)
-    plan = Plan(traced.program, inputs, traced.numbers, backend.torch_device)
+    plan = ReplayPlan(traced.program, inputs, traced.numbers, backend.torch_device)
     if plan.obstacles:
         raise TraceError("; ".join(plan.obstacles))
     state = {value: traced.program.outputs[f"new{i}"] for i, value in enumerate(traced.owners.changed)}

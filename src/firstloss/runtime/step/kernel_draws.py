@@ -1,7 +1,7 @@
 """Random operations of a step that PyTorch's kernels run, with the same numbers as in the compiled step.
 
 A compiled step draws its random numbers from a key and the index of each draw, by `jax.random`. So where PyTorch's
-kernels run it (`kernels.py`), its random operations are run by the rules with which it is lowered, each compiled
+kernels run it (`step_replay.py`), its random operations are run by the rules with which it is lowered, each compiled
 separately. That takes some 50 ms for each kind of operation, of which a model has two or three.
 """
 

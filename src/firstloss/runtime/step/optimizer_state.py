@@ -161,7 +161,7 @@ class OptimizerStates:
 
         return bind
 
-    def settled(self) -> None:
+    def end_trace(self) -> None:
         """Note at the end of the trace that the current state is what the step works on."""
         self._states = [StateOf(optimizer) for optimizer in self._seen]
 
@@ -370,7 +370,7 @@ class ParameterGroups:
         self.varying = None
         self._baked = self._constants()
 
-    def settled(self) -> None:
+    def end_trace(self) -> None:
         """Note at the end of the trace that the current groups are those that the step works on."""
         self._weights = [(group, list(group["params"])) for o in self._seen for group in o.param_groups]
 

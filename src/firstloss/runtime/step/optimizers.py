@@ -97,10 +97,10 @@ class Optimizers:
         self.groups.traced(effects, reconstructor)
         self.state.traced(effects, reconstructor, move)
 
-    def settled(self) -> None:
+    def end_trace(self) -> None:
         """End the trace."""
-        self.state.settled()
-        self.groups.settled()
+        self.state.end_trace()
+        self.groups.end_trace()
 
     @interruptible_inside
     def watched(self, recording: Recording) -> Iterator[None]:

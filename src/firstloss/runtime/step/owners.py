@@ -46,7 +46,7 @@ class Owners:
         changed: the state that the step changes, by input; it is updated in place.
         read: the inputs that are only read.
         edited: the indices of arguments that the step changes.
-        stand_in: the current tensor, by the id of the tensor at the time of the trace.
+        current: the current tensor, by the id of the tensor at the time of the trace.
     """
 
     def __init__(self, tracing: StepTrace, arguments: dict[Value, int]) -> None:
@@ -56,12 +56,12 @@ class Owners:
         self.changed: dict[Value, Owner] = {}
         self.read: list[Value] = []
         self.edited: list[int] = []
-        self.stand_in: dict[int, torch.Tensor] = {}
+        self.current: dict[int, torch.Tensor] = {}
         self._storages: set[int] | None = None  # the ids of the inputs' owners, without arguments
         self._origins: dict[int, int] = {}  # by the id of the current owner, that of the traced one
         self._writes_external = False
 
-    def settle_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
+    def find_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
         """Determine what the traced step changes. Without `move_to_device` everything stays where it is."""
         changes = self._tracing.changes
         for value in changes:
@@ -75,7 +75,7 @@ class Owners:
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
         self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
 
-    def settle_read(self, nodes: Iterable[Node], outputs: Iterable[Ref]) -> None:
+    def find_read(self, nodes: Iterable[Node], outputs: Iterable[Ref]) -> None:
         """Determine the other inputs that the Program needs."""
         needed = {ref.value for ref in outputs}
         for node in nodes:
@@ -184,7 +184,7 @@ class Owners:
                 self.changed[value] = storage_or_itself(new)
         renamed = {id(new): self._origins.pop(id(old), id(old)) for old, new in pairs}
         for _, new in pairs:
-            self.stand_in[renamed[id(new)]] = new
+            self.current[renamed[id(new)]] = new
         self._origins.update(renamed)
         return True
 
@@ -306,7 +306,7 @@ class Gradients:
         """The gradients that are inputs."""
         return self._read
 
-    def follow(self, inputs: dict[Value, Owner], changed: dict[Value, Any], stand_in: dict[int, Any]) -> bool:
+    def follow(self, inputs: dict[Value, Owner], changed: dict[Value, Any], current: dict[int, Any]) -> bool:
         """Before a later call, replace inputs by gradients that eager backward passes have made.
 
         Returns:
@@ -315,7 +315,7 @@ class Gradients:
         others = False
         for value, readers in self._read.items():
             for parameter, _ in readers:
-                stand_in[id(self._before[parameter])] = parameter.grad
+                current[id(self._before[parameter])] = parameter.grad
             parameter, view = readers[0]
             gradient: Any = parameter.grad
             now: Any = storage_or_itself(gradient)

@@ -20,13 +20,13 @@ from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import StepTrace
 from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode
-from ...engine.replay import make_whole
+from ...engine.replay import materialize_whole
 from ...program.graph import Node, Value, slice_for
 from ..device.buffer import laid_out
 from ..device.lazy_array import copied_later, to_device_later
 from ..guards.equality import same
-from .kernels import Kernels
 from .owners import Owner
+from .step_replay import StepReplay
 from .traced_program import TracedProgram
 
 
@@ -68,7 +68,7 @@ def check_outcomes(numbers: InputNumbers, known: dict[Expression, Any]) -> None:
             raise OutcomeChanged([known.get(read) for read in list(numbers.reads)[: last + 1]])
 
 
-class TracedContents(Kernels):
+class TracedContents(StepReplay):
     """The content of the Values of a trace, each computed once. Nothing is overwritten, as the Program says it."""
 
     def __init__(self, trace: StepTrace, seed: Callable[[], np.ndarray]) -> None:
@@ -113,7 +113,7 @@ class TracedContents(Kernels):
     @staticmethod
     def _content(storage: DeferredStorage, value: Value) -> torch.Tensor:
         if storage.resident is None:
-            return make_whole(value)
+            return materialize_whole(value)
         lazy = storage.resident.lazy_array()
         content = None if lazy is None else lazy.borrow()
         return storage.resident.read() if content is None else content

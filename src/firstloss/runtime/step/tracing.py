@@ -177,12 +177,12 @@ class _Trace:
 
     def run(self, step: Callable[..., Any], arguments: Arguments) -> TracedProgram:
         """Trace `step`."""
-        stand_ins, result, raised = self._run(step, arguments)
+        placeholders, result, raised = self._run(step, arguments)
         self.modes.traced()
         self.trace.refuse_overlaps()
-        self.trace.new_memory.settle()
-        traced = self._settle(stand_ins, result, raised)
-        self.optimizers.settled()
+        self.trace.new_memory.check()
+        traced = self._collect(placeholders, result, raised)
+        self.optimizers.end_trace()
         shared = traced.owners.shared(arguments)
         if shared:
             raise Shared(shared)
@@ -204,8 +204,8 @@ class _Trace:
         with Undo() as undo, undo, active, active, watched, watched:
             recording.begin(undo)
             disable_dynamo(undo)  # the step is compiled as a whole, with what torch.compile wraps
-            stand_ins = TracedArguments(arguments, self.trace, self._inputs)
-            args, kwargs = stand_ins.take()
+            placeholders = TracedArguments(arguments, self.trace, self._inputs)
+            args, kwargs = placeholders.take()
             snapshot.add_root((args, kwargs))
             self._observer.varying = Varying(self._places, self.trace.numbers)
             self._observer.varying.begin(undo)
@@ -225,21 +225,21 @@ class _Trace:
                 numbers.draws.check()
             self.trace.check_memory()
         numbers.is_open = False
-        stand_ins.check(self.name)
+        placeholders.check(self.name)
         self.optimizers.check()
         backend = self._backend
         if backend.mesh is not None:
             backend.mesh.follow(backend.parameters(), self.optimizers.seen)
         backend.move_to_device(self.optimizers.schedule_state)
         backend.move_to_device(self.optimizers.state.new, behind=True)
-        return stand_ins, result, raised
+        return placeholders, result, raised
 
-    def _settle(self, stand_ins: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
+    def _collect(self, placeholders: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
         """Determine inputs and outputs: results, changed state, and side effects in Python, which are undone and
         repeated at the end of each call. `result` is emptied, so that nothing keeps tensors alive."""
         trace, backend, snapshot = self.trace, self._backend, self._observer.snapshot
         reconstructor = Reconstructor(
-            lambda tensor: is_traced(tensor, trace), snapshot.holds, stand_ins.given(trace, snapshot.shares_memory)
+            lambda tensor: is_traced(tensor, trace), snapshot.holds, placeholders.given(trace, snapshot.shares_memory)
         )
         make_result = reconstructor.make(result.pop())
         returned = len(reconstructor.tensors)
@@ -254,13 +254,13 @@ class _Trace:
                 )
         weights = {id(p) for p in backend.parameters()}
         effects = self.effects = self._observer.effects(reconstructor, weights, trace.numbers.draws)
-        owners = Owners(trace, stand_ins.inputs)
+        owners = Owners(trace, placeholders.inputs)
         self.gradients.traced(trace.inputs, effects, reconstructor)
         self.optimizers.state.save_others(snapshot)
         self.optimizers.traced(effects, reconstructor, owners.move)
         if trace.set_final_generator_state is not None:
             effects.add(lambda: None, always(trace.set_final_generator_state))
-        stand_ins.follow(effects, reconstructor)
+        placeholders.follow(effects, reconstructor)
         for viewer in trace.new_memory.viewers:
             reconstructor.make(viewer.whole)  # keep all of the memory
             effects.add(lambda: None, _restore_viewed_memory(viewer, reconstructor.make(viewer.view), trace.new_memory))
@@ -279,7 +279,7 @@ class _Trace:
         if trace.new_memory.weights:
             states = [state for optimizer in snapshot.optimizers for state in optimizer.state.values()]
             trace.new_memory.views_before(state for state in states if isinstance(state, dict))
-        owners.settle_changed(backend.move_to_device if backend.is_xla else None)
+        owners.find_changed(backend.move_to_device if backend.is_xla else None)
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
         for i, call in enumerate(trace.closures):
@@ -297,7 +297,7 @@ class _Trace:
             for value in (*trace.changes.values(), *(refs[name].value for name in outputs.made)):
                 cbfloat16.refuse_state(value)
             program = cbfloat16.in_place_of_float16(program)
-        owners.settle_read(program.nodes, refs.values())
+        owners.find_read(program.nodes, refs.values())
         return TracedProgram(
             name=self.name,
             program=program,

@@ -1,4 +1,4 @@
-"""`Kernels`: runs the nodes of a step's Program by PyTorch's own kernels, one by one."""
+"""`StepReplay`: runs the nodes of a step's Program by PyTorch's own kernels, one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ATTENTION_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class Kernels(Replay):
+class StepReplay(Replay):
     """Replays nodes like recipes, and what only steps have: symbolic numbers, barriers, random numbers from a key."""
 
     def __init__(self, draws: Draws | None = None, device: torch.device | None = None) -> None:
