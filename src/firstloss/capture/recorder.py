@@ -134,8 +134,9 @@ def _record(call: OpCall) -> Any:
     traits, trace = call.traits, this_thread.trace
     if call.op is DEPENDS_ON_GRAD_MODE:  # record the grad mode as its last argument
         call = OpCall(call.op, traits, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
+    as_given = call
     if call.symbolic:
-        call = with_known_positions(call)
+        call, as_given = with_known_positions(call)
     if trace is not None:
         for t in call.deferred:
             if t._storage.trace is not trace:
@@ -143,7 +144,7 @@ def _record(call: OpCall) -> Any:
     geometry: list[Any] | None = None  # Any: None for gradients that are not requested
     if not traits.fill:
         try:
-            geometry, default = infer(call)
+            geometry, default = infer(as_given)
         except NeedsValues:
             if trace is None:
                 return run_now(call)

@@ -200,10 +200,14 @@ def example_of_node(node: Any) -> float | int:
     return 2 if node.is_int() else 0.5
 
 
-def with_known_positions(call: OpCall) -> OpCall:
+def with_known_positions(call: OpCall) -> tuple[OpCall, OpCall]:
     """`call`, in which numbers that are inputs of the step are specialized where they are sizes, indices or dimensions;
     numbers that the step has computed from tensors are refused there. In place of a tensor (`x * number`) they are
-    tensors of a dtype that does not change the result's."""
+    tensors.
+
+    Returns:
+        It, and the same with the numbers in place of tensors, which do not promote dtypes as tensors do.
+    """
     by_name = {spec.name: str(spec.type) for spec in schema_of(call.op).arguments}
     types = [str(spec.type) for spec in schema_of(call.op).arguments]
 
@@ -221,7 +225,17 @@ def with_known_positions(call: OpCall) -> OpCall:
 
     args = tuple([known(arg, kind) for arg, kind in zip(call.args, types, strict=False)])
     kwargs = {name: known(arg, by_name[name]) for name, arg in call.kwargs.items()}
-    return OpCall(call.op, call.traits, args, kwargs)
+
+    def given(before: Any, now: Any) -> Any:
+        return before if isinstance(now, Tensor) else now
+
+    numbers = OpCall(
+        call.op,
+        call.traits,
+        tuple(map(given, call.args, args)),
+        {k: given(call.kwargs[k], v) for k, v in kwargs.items()},
+    )
+    return OpCall(call.op, call.traits, args, kwargs), numbers
 
 
 _NUMBER_TYPES = ("number", "Optional[number]", "List[number]")

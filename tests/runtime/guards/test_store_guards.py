@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import TraceError
+from firstloss.errors import EagerStepWarning, TraceError
 from firstloss.runtime.guards.native import native
 from firstloss.runtime.step import compiling, tracing
 from firstloss.runtime.step.tracing import trace_step
@@ -643,7 +643,7 @@ def test_the_environment_of_others_is_left_alone():
             assert os.environ.pop("FIRSTLOSS_OTHERS") == str(i)
 
 
-REFUSED = {
+EDITED = {
     "array": lambda: (lambda held: (lambda: held.__setitem__(0, 5.0), torch.from_numpy(held)))(np.ones(3, np.float32)),
     "buffer": lambda: (lambda held: (lambda: held.__setitem__(3, 65), torch.frombuffer(held, dtype=torch.float32)))(
         bytearray(np.ones(3, np.float32).tobytes())
@@ -655,20 +655,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", EDITED)
 def test_memory_edited_through_another_object_matches_eager(name):
-    edit, seen = REFUSED[name]()
+    """The step's Python runs at each call: the compiler does not see such edits."""
 
-    @fl.trace
-    def step(x):
-        edit()
-        return x.sum() + seen.sum()
+    def results(backend, **options):
+        edit, seen = EDITED[name]()
 
-    fl.backend("XLA")
-    before = seen.clone()
+        def step(x):
+            edit()
+            return x.sum() + seen.sum()
+
+        step = fl.trace(step, **options) if backend == "XLA" else step
+        fl.backend(backend)
+        before = seen.clone()
+        try:
+            return [step(torch.ones(2) * i) for i in range(3)], seen
+        except TraceError:
+            assert torch.equal(seen, before)
+            raise
+
+    with pytest.warns(EagerStepWarning, match="bypassing PyTorch"):
+        actual, left = results("XLA")
+    expected, left_by_eager = results("CPU")
+    assert all(map(torch.equal, actual, expected)) and torch.equal(left, left_by_eager)
     with pytest.raises(TraceError, match="bypassing PyTorch"):
-        step(torch.ones(2))
-    assert torch.equal(seen, before)
+        results("XLA", reads="refuse")
 
 
 def test_arrays_edited_together_with_arguments_match_eager():

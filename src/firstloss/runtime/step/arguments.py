@@ -453,12 +453,10 @@ def _kind(leaf: Any) -> tuple:
     except TypeError:
         if kind_of(type(leaf)).has_only_attributes:  # a dataclass, for example
             return (type(leaf), ByIdentity(leaf))
-        error = TraceError(
+        raise TraceError.for_eager_run(
             f"{here()}: a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, "
             "lists, dicts and objects that hold nothing else, or constants: torch.from_numpy(array) for a NumPy array."
-        )
-        error.can_run_eagerly = True
-        raise error from None
+        ) from None
     return (type(leaf), leaf)
 
 

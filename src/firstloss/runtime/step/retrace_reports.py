@@ -104,7 +104,7 @@ def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
 
 
 def _change(old: Any, new: Any) -> str:
-    texts = [t if len(t := repr(v)) <= 40 and isinstance(v, (int, float, str, bool)) else None for v in (old, new)]
+    texts = [t if isinstance(v, (int, float, str, bool)) and len(t := repr(v)) <= 40 else None for v in (old, new)]
     return f"({texts[0]}, now {texts[1]})" if None not in texts else "is another"
 
 

@@ -54,6 +54,7 @@ class StepReplay(Replay):
             return None
         schema = schema_of(node.op).arguments
         numbers = {argument.name for argument in schema if is_number_type(argument.type)}
+        numbers |= {argument.name for argument, arg in zip(schema, node.args, strict=False) if _is_number(arg, node)}
         if not numbers or not any(True for _ in node.refs()):
             return super()._run_one(node)
         args = [self._number(a) if s.name in numbers else a for a, s in zip(node.args, schema, strict=False)]
@@ -85,6 +86,15 @@ class StepReplay(Replay):
         if type(argument) is Ref:
             return argument.view(self.buffer(argument.value)).item()
         return [self._number(part) for part in argument] if type(argument) in (list, tuple) else argument
+
+
+def _is_number(arg: Any, node: Node) -> bool:
+    """Whether an operand was a number when it was recorded: a tensor of its dtype would have promoted the result."""
+    if type(arg) is not Ref or arg.size or node.writes or len(node.outputs) != 1 or node.outputs[0].shape:
+        return False
+    result = node.outputs[0].dtype
+    promotes = torch.promote_types(arg.dtype, result) != result
+    return promotes and any(ref.dtype == result for ref in node.refs())
 
 
 def _empty_on(device: torch.device, value: Value) -> torch.Tensor:

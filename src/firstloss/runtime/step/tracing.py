@@ -136,7 +136,8 @@ def trace_step(
         restored = observer.restore_contents()
         if isinstance(error, TraceError):
             has_read = bool(trace.trace.reads or trace.trace.number_reads)
-            error.can_run_eagerly = restored and (has_read or isinstance(error, ValueReadError))
+            can_run = error.can_run_eagerly or has_read or isinstance(error, ValueReadError)
+            error.can_run_eagerly = restored and can_run
         if not restored and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
@@ -247,7 +248,7 @@ class _Trace:
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
                 continue
             if snapshot.shares_memory(owner, edited=True):
-                raise TraceError(
+                raise TraceError.for_eager_run(
                     f"{here()}: {self.name} reads a tensor of shape {list(owner.shape)}, and edits its memory through "
                     "an array or a buffer that shares it, bypassing PyTorch. Edit the tensor itself, or the array "
                     "between two steps."
