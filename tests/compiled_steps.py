@@ -1,5 +1,13 @@
 """Accessors for the compiled steps of a traced step: the only test code that depends on the cache's structure."""
 
+import functools
+
+import pytest
+import torch
+
+import firstloss as fl
+from firstloss.errors import EagerStepWarning, TraceError
+
 
 def compilations(step):
     """How many times the step has been compiled."""
@@ -35,3 +43,19 @@ def segment_result_counts(compiled):
 def steps(step):
     """All `CompiledStep`s, one for each trace that is kept."""
     return step._cache.steps()
+
+
+def check_runs_eagerly(run, match, **close):
+    """Check that a step that cannot be compiled runs as in eager PyTorch, with a warning, and is an error on request.
+
+    Args:
+        run: given a backend, and in place of `fl.trace` a function that traces a step; returns results.
+        match: in the warning, and in the error.
+        close: tolerances of `torch.testing.assert_close`; none by default.
+    """
+    expected = run(fl.backend("CPU"), fl.trace)
+    with pytest.warns(EagerStepWarning, match=match):
+        actual = run(fl.backend("XLA"), fl.trace)
+    torch.testing.assert_close(actual, expected, **(close or {"rtol": 0, "atol": 0}))
+    with pytest.raises(TraceError, match=match):
+        run(fl.backend("XLA"), functools.partial(fl.trace, reads="refuse"))

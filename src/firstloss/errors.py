@@ -83,18 +83,17 @@ class TraceError(FirstlossError, RuntimeError):
     """A step cannot be traced.
 
     Attributes:
-        can_run_eagerly: whether it reads values, or does or was given what a compiled step cannot, and all that it had
-            done in Python was undone, so that its Python may run without a trace instead.
+        can_run_eagerly: whether its Python may run without a trace instead: whether it has done nothing yet, or all
+            that it had done was undone.
     """
 
     can_run_eagerly = False
 
-    @classmethod
-    def for_eager_run(cls, message: str) -> TraceError:
-        """An error of a step whose Python may run without a trace, if what it had done can be undone."""
-        error = cls(message)
-        error.can_run_eagerly = True
-        return error
+
+class NotTraceableError(TraceError):
+    """A step cannot be traced at this call because of its arguments, or of modes around it."""
+
+    can_run_eagerly = True
 
 
 class GraphChangedError(TraceError):

@@ -1,5 +1,6 @@
 """`weight.data = tensor` in a traced step: views share the same memory afterwards as in eager PyTorch."""
 
+import functools
 import itertools
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import TraceError
+from firstloss.errors import EagerStepWarning
 from firstloss.runtime.step import compiling
 from tests import scale
+from tests.compiled_steps import check_runs_eagerly
 from tests.fuzz import interpret
 
 
@@ -63,12 +65,14 @@ def of_zeros(w):
 ASSIGNMENTS = [scaled, of_a_name, edited_later, twice, of_zeros]
 
 
-def program(backend, assignment, viewer, compiled, used, later):
+def program(backend, assignment, viewer, weights, used, later):
     """Run six steps in which `assignment` gives a weight other memory."""
     torch.manual_seed(0)
     with backend.device:
         net = Net()
-    model = fl.compile(net, backend) if compiled else net
+    model = fl.compile(net, backend) if weights == "on the backend" else net
+    if weights == "real":
+        fl.materialize_module(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     seen = [] if later else [VIEWERS[viewer](net.z.weight)]
 
@@ -99,7 +103,8 @@ def program(backend, assignment, viewer, compiled, used, later):
                 torch.as_tensor(seen[0]).add_(0.5)  # by now separate memory
 
 
-CASES = list(itertools.product(ASSIGNMENTS, VIEWERS, [True, False], ["", "read", "edited"], [False, True]))
+WEIGHTS = ["on the backend", "deferred", "real"]
+CASES = list(itertools.product(ASSIGNMENTS, VIEWERS, WEIGHTS, ["", "read", "edited"], [False, True]))
 
 
 @pytest.mark.parametrize("compiled_by_xla", [False, True], ids=["kernels", "xla"])
@@ -108,42 +113,50 @@ def test_views_keep_their_memory(part, compiled_by_xla, tmp_path, monkeypatch):
     if not compiled_by_xla:  # compilation takes nine tenths of the time
         monkeypatch.setattr(compiling, "compile_step", interpret.interpreted)
     every = 20 if compiled_by_xla else scale.of(5, 1)  # covers each assignment with each viewer
-    for assignment, viewer, compiled, used, later in CASES[part :: 7 * every]:
-        setting = assignment, viewer, compiled, used, later
+    for setting in CASES[part :: 7 * every]:
+        _, viewer, weights, _, later = setting
         eager = list(program(fl.backend("CPU"), *setting))
         traced = program(fl.backend("XLA", artifact_dir=tmp_path), *setting)
-        if not compiled and not later and "numpy" in viewer:  # a real tensor whose memory may be held by anyone
-            with pytest.raises(TraceError, match="test_data_assignment.py:.* shares its memory"):
-                list(traced)
-            continue
+        # A real tensor's memory may be held by anyone.
+        if weights != "on the backend" and not later and "numpy" in viewer:
+            with pytest.warns(EagerStepWarning, match="test_data_assignment.py:.* shares its memory"):
+                traced = list(traced)
         for expected, actual in zip(eager, traced, strict=True):
             describe = lambda text, setting=setting: f"{setting}: {text}"  # noqa: E731
-            torch.testing.assert_close(
-                actual, expected, rtol=1e-5, atol=1e-6, msg=describe
-            )  # XLA adds in another order
+            # XLA adds in another order; six steps amplify that.
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5, msg=describe)
 
 
-def test_outside_memory_is_refused(backend):
-    with backend.device:
-        net = Net()
-    fl.compile(net, backend)
-    saved = torch.ones(3, 5)
-    large = torch.ones(6, 5)
+def of_outside(net, saved, x):
+    net.z.weight.data = saved
 
-    def of_outside(x):
-        net.z.weight.data = saved
 
-    def of_another(x):
-        net.z.bias.data = net.a.bias.data[:3]
+def of_another(net, saved, x):
+    net.z.bias.data = net.a.bias.data[:3]
 
-    def of_an_argument(x):
-        net.z.weight.data = x
 
-    def of_a_part(x):
-        both = large * 2
-        net.z.weight.data = both[:3]
-        return both
+def of_an_argument(net, saved, x):
+    net.z.weight.data = x
 
-    for step in (of_outside, of_another, of_an_argument, of_a_part):
-        with pytest.raises(TraceError, match=r"test_data_assignment.py:\d+: .*other memory .* `.data = ...`.*clone"):
-            fl.trace(step)(torch.ones(3, 5))
+
+def of_a_part(net, saved, x):
+    both = torch.cat([saved, saved]) * 2
+    net.z.weight.data = both[:3]
+    return both
+
+
+@pytest.mark.parametrize("assign", [of_outside, of_another, of_an_argument, of_a_part])
+def test_outside_memory_matches_eager(assign):
+    def run(backend, trace):
+        torch.manual_seed(0)
+        with backend.device:
+            net = Net()
+        fl.compile(net, backend)
+        saved, x = torch.ones(3, 5), torch.ones(3, 5)
+        returned = trace(functools.partial(assign, net, saved))(x)
+        with torch.no_grad():
+            for tensor in (net.z.weight, net.z.bias, saved, x, *([] if returned is None else [returned])):
+                tensor.mul_(3)  # whatever shares its memory is edited, too
+        return saved, x, returned, {name: p.detach().clone() for name, p in net.named_parameters()}
+
+    check_runs_eagerly(run, r"test_data_assignment.py:\d+: .*other memory .* `.data = ...`.*clone")

@@ -219,7 +219,7 @@ def test_weights_drawn_before_jax_train_the_same(before, after, tmp_path, monkey
     drawn, make = [], host_weights.materialize
     with monkeypatch.context() as context:
         context.setattr(placement, "is_imported", lambda: False)
-        context.setattr(host_weights, "make", lambda *args: drawn.append(make(*args)) or drawn[-1])
+        context.setattr(host_weights, "materialize", lambda *args: drawn.append(make(*args)) or drawn[-1])
         losses, same = trained(tmp_path, before, after)
     assert losses == expected
     assert all(torch.equal(weights[name], same[name]) for name in weights)

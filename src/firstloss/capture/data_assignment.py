@@ -75,8 +75,10 @@ class DataAssignments:
             source = None
         if source is None and not self._is_constant(other):
             self.refuse(weight, "is memory from outside of the step")
+        storage = weight._storage if type(weight) is DeferredTensor else self._trace.adopt_real(weight)
         if type(weight) is not DeferredTensor:
             self._real.append((weight, here()))
+            _give_own_memory(storage, storage.alive())
         elif weight._ref().covers:
             self._give_viewers_own_memory(weight)
         elif len(weight._storage.alive()) > 1:
@@ -87,9 +89,8 @@ class DataAssignments:
             self.refuse(weight, "is a part of a larger tensor")
         with torch.no_grad(), preserve_version_counter(weight):
             weight.copy_(other)
-        if type(weight) is DeferredTensor:
-            for tensor in sharing:
-                set_storage(tensor, weight._storage, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
+        for tensor in sharing:
+            set_storage(tensor, storage, geometry_of(tensor) if len(sharing) > 1 else geometry_of(weight))
 
     def _is_constant(self, other: Any) -> bool:
         """Whether the step has computed `other` from constants."""
@@ -104,15 +105,11 @@ class DataAssignments:
         is_exported = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
         old_memory: Any = None
         if others or is_exported:
-            value = storage.value
-            with torch.no_grad():
-                old_memory = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
-            before = old_memory._storage
+            old_memory = _give_own_memory(storage, others)
             for tensor in others:
                 geometry = geometry_of(tensor)
-                view = DeferredTensor.wrap(before, *geometry)
+                view = DeferredTensor.wrap(old_memory._storage, *geometry)
                 self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, view, old_memory))
-                set_storage(tensor, before, geometry)
         if is_exported:
             self._exported.add(storage)
         self.weights.setdefault(storage, old_memory if is_exported else None)
@@ -183,6 +180,16 @@ class DataAssignments:
             return False
         known = {id(table.get(key)) for table, key in self._holders.get(storage, ())}
         return sum(id(view) not in known for view in views) > 1
+
+
+def _give_own_memory(storage: DeferredStorage, views: list[DeferredTensor]) -> Any:
+    """Rebind `views` of a storage to a copy of its content; returns a tensor of the whole copy."""
+    value = storage.value
+    with torch.no_grad():
+        copy: Any = DeferredTensor.wrap(storage, value.shape, value.stride, 0, value.dtype).clone()
+    for tensor in views:
+        set_storage(tensor, copy._storage, geometry_of(tensor))
+    return copy
 
 
 class LayoutChanges:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import firstloss as fl
+from tests.compiled_steps import check_runs_eagerly
 
 
 class Plain:
@@ -395,18 +396,24 @@ WATCHERS = {
 
 
 @pytest.mark.parametrize("what", WATCHERS)
-def test_modes_that_would_see_no_operations_are_refused(what, by_kernels):
-    compiled = compiled_linear(fl.backend("XLA"))
+def test_modes_around_a_step_see_its_operations(what, by_kernels):
+    def run(backend, trace):
+        compiled = compiled_linear(backend)
 
-    @fl.trace
-    def step(x):
-        return compiled(x).sum()
+        @trace
+        def step(x):
+            loss = compiled(x).square().sum()
+            loss.backward()
+            return loss.detach()
 
-    expected = step(X).item()
-    with WATCHERS[what](), pytest.raises(fl.errors.TraceError, match=rf"test_attribute_lookup.py:\d+: .*{what}"):
-        step(X)
-    with torch.autograd.graph.save_on_cpu():
-        assert step(X).item() == expected
+        expected = step(X)
+        with WATCHERS[what]() as watcher:
+            result = step(X)
+        with torch.autograd.graph.save_on_cpu():
+            assert step(X).item() == expected.item()
+        return result, compiled.weight.grad, getattr(watcher, "get_total_flops", lambda: 0)()
+
+    check_runs_eagerly(run, rf"test_attribute_lookup.py:\d+: .*{what}")
 
 
 def _other_strides(held, i):

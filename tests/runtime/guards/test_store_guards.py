@@ -27,6 +27,7 @@ from firstloss.runtime.guards.native import native
 from firstloss.runtime.step import compiling, tracing
 from firstloss.runtime.step.tracing import trace_step
 from tests import small_training
+from tests.compiled_steps import check_runs_eagerly
 from tests.fuzz.interpret import interpreted
 
 ON, OFF = "on", "off"
@@ -700,29 +701,32 @@ def test_arrays_edited_together_with_arguments_match_eager():
 
 
 def test_data_of_an_outside_tensor_matches_eager():
-    held, other = torch.zeros(2), torch.ones(2)
+    def run(backend, trace):
+        held, other = torch.zeros(2), torch.ones(2)
 
-    @fl.trace
-    def step(x):
-        held.data = other
-        return x.sum()
+        @trace
+        def step(x):
+            held.data = other
+            return x.sum()
 
-    fl.backend("XLA")
-    with pytest.raises(TraceError, match="memory from outside of the step"):
         step(torch.ones(2))
-    assert held.sum() == 0
+        other.add_(1)
+        return held
+
+    check_runs_eagerly(run, "memory from outside of the step")
 
 
-def test_its_own_generator_is_refused():
-    generator = torch.Generator()
+def test_its_own_generator_matches_eager():
+    def run(backend, trace):
+        generator = torch.Generator().manual_seed(5)
 
-    @fl.trace
-    def step(x):
-        return x * torch.rand(2, generator=generator)
+        @trace
+        def step(x):
+            return x * torch.rand(2, generator=generator)
 
-    fl.backend("XLA")
-    with pytest.raises(TraceError, match="generator of its own"):
-        step(torch.ones(2))
+        return [step(torch.ones(2)) for _ in range(3)]
+
+    check_runs_eagerly(run, "generator of its own")
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -753,21 +757,24 @@ def test_a_rate_that_the_step_decays(before):
     np.testing.assert_allclose(actual[2], eager[2], rtol=1e-5)  # float32, other kernels
 
 
-def test_a_rate_known_only_on_the_device_is_refused():
-    backend = fl.backend("XLA")
-    with backend.device:
-        model = nn.Linear(3, 2)
-    compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1)
+def test_a_rate_known_only_on_the_device_matches_eager():
+    def run(backend, trace):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 2)
+        compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), 0.1)
 
-    @fl.trace
-    def step(x):
-        compiled(x).sum().backward()
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = x.mean()
+        @trace
+        def step(x):
+            compiled(x).sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = x.mean()
 
-    with pytest.raises(TraceError, match="'lr' in a parameter group"):
-        step(torch.ones(2, 3))
-    assert optimizer.param_groups[0]["lr"] == 0.1
+        for i in range(3):
+            step(torch.ones(2, 3) * i)
+        return optimizer.param_groups[0]["lr"], [p.detach().clone() for p in model.parameters()]
+
+    check_runs_eagerly(run, "'lr' in a parameter group")
 
 
 def test_steps_guard_pytorchs_current_settings(backend, by_kernels, traced, monkeypatch):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import TraceError
+from firstloss.errors import EagerStepWarning
 
 STEPS, AFTER = 7, 3
 
@@ -122,8 +122,9 @@ def test_newly_shared_memory_matches_eager_or_is_refused(giver, taker, optimizer
     row = giver in ("a row of a gradient", "a row of state") and taker is data and not late
     itself = giver in ("a buffer", "a kept tensor") or giver == "the weight itself" and taker is data
     if row or optimizer == "on lists" and taker in (gradient, data, state) and not itself:
-        with pytest.raises(TraceError, match=r"test_overlapping_memory.py:\d+: .* memory"):
-            train(fl.backend("XLA"))
-        return
+        with pytest.warns(EagerStepWarning, match=r"test_overlapping_memory.py:\d+: .* memory"):
+            actual = train(fl.backend("XLA"))
+    else:
+        actual = train(fl.backend("XLA"))
     # float32, the same operations; sums in another order differ in the last places
-    torch.testing.assert_close(train(fl.backend("XLA")), train(fl.backend("CPU")), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, train(fl.backend("CPU")), rtol=1e-4, atol=1e-5)

@@ -18,6 +18,7 @@ import firstloss as fl
 from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
 from firstloss.runtime.step import cache, compiling, tracing
 from tests import compiled_steps
+from tests.compiled_steps import check_runs_eagerly
 
 X = torch.tensor([1.0, 2.0])
 counter = 0
@@ -683,14 +684,18 @@ def test_a_sparse_tensor_of_rows_is_refused_at_its_line():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["sparse", "nested", "quantized"])
-def test_an_argument_that_is_not_dense_is_refused_at_its_line(kind):
-    arguments = {
+def test_an_argument_that_is_not_dense_matches_eager(kind):
+    argument = {
         "sparse": lambda: torch.eye(2).to_sparse(),
         "nested": lambda: torch.nested.nested_tensor([X, X[:1]]),
         "quantized": lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8),
     }[kind]()
-    with pytest.raises(fl.errors.TraceError, match=f"{__file__}:.*dense.*{kind}"):
-        fl.trace(lambda x, arguments: x.sum())(X, arguments)
+
+    def run(backend, trace):
+        step = trace(lambda x, argument: x.sum() + argument.dim())
+        return [step(X, argument) for _ in range(2)]
+
+    check_runs_eagerly(run, f"{__file__}:.*dense.*{kind}")
 
 
 @pytest.mark.parametrize("base", [lambda x: x, lambda x: x + 1, lambda x: torch.ones(2, 2)])

@@ -10,6 +10,7 @@ from torch import nn
 
 import firstloss as fl
 from tests import compiled_steps
+from tests.compiled_steps import check_runs_eagerly
 
 
 def line_of(function, text):
@@ -292,14 +293,16 @@ def test_kept_tensors_have_their_values(backend, model):
             torch.testing.assert_close(tensor.clone(), X * i * 2, rtol=0, atol=0)
 
 
-def test_seeding_inside_a_step_is_refused(backend, model):
-    @fl.trace
-    def step(x):
-        torch.manual_seed(0)
-        return F.dropout(x)
+def test_seeding_inside_a_step_matches_eager():
+    def run(backend, trace):
+        @trace
+        def step(x):
+            torch.manual_seed(0)
+            return F.dropout(x)
 
-    with pytest.raises(fl.errors.TraceError, match="Seed once"):
-        step(X)
+        return [step(X) for _ in range(3)]
+
+    check_runs_eagerly(run, "Seed once")
 
 
 def test_structures_and_constants_are_returned_unchanged(backend, model):

@@ -345,7 +345,7 @@ class UnavailableNumber:
 
     def refuse(self, *args: Any, **kwargs: Any) -> Any:
         """Raise the error on any use."""
-        raise TraceError.for_eager_run(f"{here()}: {self._text}")
+        raise TraceError(f"{here()}: {self._text}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = refuse
     __pow__ = __rpow__ = __float__ = __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __format__ = refuse

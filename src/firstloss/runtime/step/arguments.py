@@ -22,7 +22,7 @@ from ...capture.input_texts import InputText, is_text
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import PARAMETER_FLAG, backward_hooks, pytree
-from ...errors import GraphChangeWarning, ShapeError, TraceError
+from ...errors import GraphChangeWarning, NotTraceableError, ShapeError, TraceError
 from ...program.graph import Value, contiguous_stride, is_not_strided
 from ...program.source import here, warn
 from ..guards.effects import Bind, Effects
@@ -443,7 +443,7 @@ def _kind(leaf: Any) -> tuple:
     if isinstance(leaf, torch.Tensor):
         if is_not_strided(leaf):
             layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
-            raise TraceError(
+            raise NotTraceableError(
                 f"{here()}: a compiled step takes dense tensors, but one of its arguments is {layout}. Pass a dense "
                 "tensor, as made by `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()`."
             )
@@ -453,7 +453,7 @@ def _kind(leaf: Any) -> tuple:
     except TypeError:
         if kind_of(type(leaf)).has_only_attributes:  # a dataclass, for example
             return (type(leaf), ByIdentity(leaf))
-        raise TraceError.for_eager_run(
+        raise NotTraceableError(
             f"{here()}: a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, "
             "lists, dicts and objects that hold nothing else, or constants: torch.from_numpy(array) for a NumPy array."
         ) from None

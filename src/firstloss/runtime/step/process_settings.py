@@ -24,7 +24,7 @@ from ...compat.torch_names import (
     set_grad_enabled,
     settings_of_torch,
 )
-from ...errors import TraceError
+from ...errors import NotTraceableError
 from ...program.source import here
 
 
@@ -126,20 +126,20 @@ def refuse_watchers(name: str) -> None:
     """Check that nothing observes the operations of the step `name` from outside.
 
     Raises:
-        TraceError: if a mode or hooks are active that would see the step's operations in eager PyTorch, but cannot when
-            it is compiled.
+        NotTraceableError: if a mode or hooks are active that would see the step's operations in eager PyTorch, but
+            cannot when it is compiled.
     """
     if dispatch_modes_count():
         kinds = [type(mode) for mode in get_current_dispatch_mode_stack()]
         foreign = [kind for kind in kinds if not kind.__module__.startswith("firstloss.")]
         if foreign:
-            raise TraceError(
+            raise NotTraceableError(
                 f"{here()}: a {foreign[-1].__name__} is active around the traced step {name}. It would see none of the "
                 "step's operations, which are compiled. Use it inside the step, or around a call on backend 'CPU'."
             )
     hooks = saved_tensor_hooks(True)
     if hooks is not None and not getattr(hooks[0], "__qualname__", "").startswith("save_on_cpu."):  # changes no values
-        raise TraceError(
+        raise NotTraceableError(
             f"{here()}: saved_tensors_hooks are active around the traced step {name}. They would see none of the "
             "tensors that it saves for its backward pass. Use them inside the step."
         )

@@ -95,8 +95,9 @@ def trace(
             whether a step is traced correctly.
         reads: how to handle a step whose Python reads a value that it has computed. "run": numbers that it keeps,
             computes with or branches on (`loss.item()`, `if loss.isnan():`) are compiled; with other values (`x[mask]`,
-            `loss.tolist()`) its Python runs at each call, by PyTorch's kernels, with an `EagerStepWarning` that names
-            the line. "refuse": raise a `ValueReadError`.
+            `loss.tolist()`), and if it does something else that cannot be compiled, its Python runs at each call, by
+            PyTorch's kernels, with an `EagerStepWarning` that names the line. "refuse": raise a `ValueReadError`, or
+            another `TraceError`.
 
     A call inside another traced step becomes part of that step. It can be combined with `staticmethod` and
     `classmethod` in either order.
@@ -192,22 +193,22 @@ class TracedStep(Generic[P, R]):
         backend = current_backend()
         if session.trace is not None or not (backend.is_xla or backend.replays):
             return self._step(*args, **kwargs)  # part of the enclosing step
-        refuse_watchers(self._name)
         if self._cache is None:
             from .cache import StepCache
 
             with session.tracing:  # other threads may make the first call, too
                 if self._cache is None:
                     self._cache = StepCache(self._name, self._refuse, self._check, self._reads == "run")
+        try:
+            refuse_watchers(self._name)
+            arguments, kind = self._shapes.admit(args, kwargs)
+        except TraceError as error:
+            return self._cache.run_untraced(error, self._step, args, kwargs)
         if backend.replays:
             from .graphed import Trials
 
             self._trials = self._trials or Trials(self._name, self._cache)
-            return self._trials.call(self._step, args, kwargs, self._shapes.admit(args, kwargs), backend)
-        try:
-            arguments, kind = self._shapes.admit(args, kwargs)
-        except TraceError as error:
-            return self._cache.run_untraced(error, self._step, args, kwargs)
+            return self._trials.call(self._step, args, kwargs, (arguments, kind), backend)
         return self._cache.call(self._step, arguments, kind, backend)
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> StepPlan:

@@ -19,7 +19,7 @@ from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import disable_dynamo
-from ...errors import FirstlossError, TraceError, ValueReadError
+from ...errors import FirstlossError, TraceError
 from ...interpreter import Undo
 from ...program.graph import Ref
 from ...program.program import Program
@@ -135,9 +135,7 @@ def trace_step(
         trace.undo()
         restored = observer.restore_contents()
         if isinstance(error, TraceError):
-            has_read = bool(trace.trace.reads or trace.trace.number_reads)
-            can_run = error.can_run_eagerly or has_read or isinstance(error, ValueReadError)
-            error.can_run_eagerly = restored and can_run
+            error.can_run_eagerly = restored  # eager PyTorch may do what cannot be compiled
         if not restored and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
@@ -248,7 +246,7 @@ class _Trace:
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
                 continue
             if snapshot.shares_memory(owner, edited=True):
-                raise TraceError.for_eager_run(
+                raise TraceError(
                     f"{here()}: {self.name} reads a tensor of shape {list(owner.shape)}, and edits its memory through "
                     "an array or a buffer that shares it, bypassing PyTorch. Edit the tensor itself, or the array "
                     "between two steps."
