@@ -258,7 +258,7 @@ def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, mo
         model = Deep()
     optimizer = adamw(model.parameters())
     compiled = fl.compile(model, backend)
-    run = fl.trace(lambda batch: plain(compiled, optimizer, batch))
+    run = fl.trace(lambda batch: plain(compiled, optimizer, batch), reads="refuse")
     lower = functions._lowered
 
     def refuse(name, function, edges):

@@ -260,7 +260,7 @@ def test_the_named_line_is_the_users(backend, model):
     assert line_of(step.__wrapped__, "if y.sum()") in str(caught.value)
 
 
-def test_an_operation_without_lowering_is_refused_at_the_users_line(backend, model):
+def test_an_operation_without_lowering_matches_eager():
     @torch.library.custom_op("firstloss_tests::unknown", mutates_args=())
     def unknown(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -269,14 +269,22 @@ def test_an_operation_without_lowering_is_refused_at_the_users_line(backend, mod
     def _(x):
         return torch.empty_like(x)
 
-    @fl.trace
-    def step(x):
-        return unknown(x)
+    def run(backend, trace):
+        torch.manual_seed(0)
+        net = nn.Linear(X.shape[1], 2)
+        model = fl.compile(net, backend)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
-    with pytest.raises(fl.errors.LoweringError) as caught:
-        step(X)
-    assert line_of(step.__wrapped__, "return unknown(x)") in str(caught.value)
-    assert "firstloss_tests.unknown" in str(caught.value)
+        @trace
+        def step(x):
+            loss = model(unknown(x)).sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return [step(X * i) for i in range(3)], net.weight.detach().clone()
+
+    check_runs_eagerly(run, rf"firstloss_tests.unknown.*{__file__}:\d+.*register a lowering")
 
 
 def test_kept_tensors_have_their_values(backend, model):

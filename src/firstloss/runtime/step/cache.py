@@ -30,7 +30,7 @@ from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
 from ...capture.step import Contents
 from ...compat.torch_names import parameters_of
-from ...errors import GraphChangedError, TraceError
+from ...errors import GraphChangedError, LoweringError, NotTraceableError, TraceError
 from ...interpreter import Undo, pause, paused_until
 from ...program.compare import first_difference
 from ...program.source import here
@@ -284,8 +284,9 @@ class Request(NamedTuple):
                 raise
         try:
             return self._computed(traced) if self._is_for_one_call(traced) else self._bound(traced, same)
-        except BaseException:
-            tracing.abandon(traced, observer)
+        except BaseException as error:
+            if tracing.abandon(traced, observer) and isinstance(error, LoweringError) and self.reads:
+                raise NotTraceableError(str(error)) from error
             raise
 
     def _is_for_one_call(self, traced: TracedProgram) -> bool:

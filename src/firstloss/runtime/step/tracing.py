@@ -145,10 +145,10 @@ def trace_step(
         raise
 
 
-def abandon(traced: TracedProgram, observer: TraceObserver) -> None:
-    """Undo all changes of a trace that is not usable."""
+def abandon(traced: TracedProgram, observer: TraceObserver) -> bool:
+    """Undo all changes of a trace that is not usable; returns whether that was possible."""
     _undo(traced)
-    observer.restore_contents()
+    return observer.restore_contents()
 
 
 class _Trace:
