@@ -7,6 +7,8 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import firstloss as fl
+from firstloss.errors import EagerStepWarning
+from tests.compiled_steps import check_runs_eagerly
 from tests.small_training import training_step
 
 
@@ -79,24 +81,26 @@ def test_cond_with_modules_trains_both_branches(backend):
     assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in eager.parameters()])
 
 
-def test_branches_that_differ_in_shape_are_refused_at_their_line():
-    @fl.trace
-    def step(x):
-        return torch.cond(x.sum() > 0, lambda a: a, lambda a: a[0], (x,))
+def differ_in_shape(x):
+    return torch.cond(x.sum() > 0, lambda a: a, lambda a: a[0], (x,))
 
-    with pytest.raises(fl.errors.TraceError, match=r"float32\[3, 4\].*float32\[4\]") as caught:
+
+def write_outside(x):
+    y = x.clone()
+    return torch.cond(x.sum() > 0, lambda a: y.add_(a), lambda a: y - a, (x,))
+
+
+@pytest.mark.parametrize(
+    "step, text", [(differ_in_shape, r"float32\[3, 4\].*float32\[4\]"), (write_outside, "Return the new value")]
+)
+def test_branches_that_pytorch_rejects_end_in_its_error_after_a_warning_with_their_line(step, text):
+    with pytest.warns(EagerStepWarning, match=f"{__file__}:.*{text}"), pytest.raises(RuntimeError) as traced:
+        fl.trace(step)(X)
+    with pytest.raises(RuntimeError) as eager:
         step(X)
-    assert __file__ in str(caught.value)
-
-
-def test_a_branch_that_writes_outside_is_refused():
-    @fl.trace
-    def step(x):
-        y = x.clone()
-        return torch.cond(x.sum() > 0, lambda a: y.add_(a), lambda a: y - a, (x,))
-
-    with pytest.raises(fl.errors.TraceError, match="Return the new value"):
-        step(X)
+    assert type(traced.value) is type(eager.value)
+    with pytest.raises(fl.errors.TraceError, match=text):
+        fl.trace(step, reads="refuse")(X)
 
 
 def test_while_loop_matches_eager():
@@ -115,17 +119,18 @@ def test_while_loop_matches_eager():
     assert_same(result, halve(X, WEIGHT, eager_loop))
 
 
-def test_a_gradient_through_a_while_loop_is_refused():
-    @fl.trace
-    def step(x):
-        x = x.clone().requires_grad_()
-        (y,) = while_loop(lambda y: y.sum() < 100, lambda y: (y * 2,), (x + 2,))
-        y.sum().backward()
-        return x.grad
+def test_a_gradient_through_a_while_loop_matches_eager():
+    def run(backend, trace):
+        @trace
+        def step(x):
+            x = x.clone().requires_grad_()
+            (y,) = while_loop(lambda y: y.sum() < 100, lambda y: (y * 2,), (x + 2,))
+            y.sum().backward()
+            return x.grad
 
-    with pytest.raises(fl.errors.TraceError, match="Use scan") as caught:
-        step(X)
-    assert __file__ in str(caught.value)
+        return step(X)
+
+    check_runs_eagerly(run, f"{__file__}:.*Use scan")
 
 
 def eager_scan(body, init, xs, reverse=False):
