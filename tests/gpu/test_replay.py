@@ -420,3 +420,79 @@ def test_a_step_that_cannot_be_recorded_is_replayed(replaying, monkeypatch):
     assert actual == pytest.approx(losses, rel=CLOSE)
     assert recorder.recorded == 1
     assert "not permitted when stream is capturing" in traced.how()
+
+
+def takes_items(model, compiled, optimizer):
+    gains = iter(range(1, 20))
+
+    def step(tokens):
+        loss = F.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten()) * next(gains)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def takes_items_later(model, compiled, optimizer):
+    """The first call shows nothing of it."""
+    gains, calls = iter(range(1, 20)), [0]
+
+    def step(tokens):
+        calls[0] += 1
+        loss = F.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten())
+        if calls[0] > 1:
+            loss = loss * next(gains)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def sets_its_rate(model, compiled, optimizer):
+    def step(tokens):
+        loss = F.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = max(group["lr"] * 0.9, 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def drops_its_state(model, compiled, optimizer):
+    calls = [0]
+
+    def step(tokens):
+        loss = F.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def every(tokens, step=step):
+        calls[0] += 1
+        if calls[0] == 5:
+            optimizer.state.clear()
+        return step(tokens)
+
+    return every
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.EagerStepWarning")
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+@pytest.mark.parametrize("name", ["SGD", "momentum"])
+@pytest.mark.parametrize("step_of", [takes_items, takes_items_later, sets_its_rate, drops_its_state])
+def test_a_steps_python_runs_once_at_each_call(replaying, step_of, name):
+    torch.manual_seed(0)
+    expected = net()
+    replayed = copy.deepcopy(expected)
+    losses, _, _ = trained(expected, OPTIMIZERS[name], 7, False, step_of)
+    actual, _, _ = trained(replayed, OPTIMIZERS[name], 7, True, step_of)
+    assert actual == pytest.approx(losses, rel=CLOSE)
+    assert_alike(expected, replayed, CLOSE)
