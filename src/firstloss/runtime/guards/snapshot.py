@@ -166,7 +166,7 @@ class Snapshot:
         return all(restored)
 
     def consumed(self) -> str | None:
-        """What has changed and cannot be restored, in words."""
+        """What has changed and cannot be restored, such as the position of an iterator, in words; None if nothing."""
         for state in self.states[Content].values():
             if isinstance(state, Content) and not state.is_unchanged() and not state.can_be_restored():
                 return with_article(type(state.held).__qualname__)

@@ -290,5 +290,5 @@ class Content(State):
         return True  # what is compared in parts, is undone with the other effects
 
     def can_be_restored(self) -> bool:
-        """Whether `restore` can undo what has changed."""
+        """Whether `restore` can undo what has changed: tried, and set again."""
         return True

@@ -141,8 +141,8 @@ class GraphRequest(Request):
     def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], Any]) -> Any:
         try:
             return super().compiled(observer, find)
-        except BaseException as error:
-            if not observer.restore_contents() and not isinstance(error, CannotRunTwice):
+        except Exception as error:
+            if not observer.restore_contents():
                 raise CannotRunTwice(
                     f"{here()}: the step takes an item from an iterator, or changes something else that cannot be "
                     f"restored, and cannot be replayed at this call: {error}. Take the item before the step, and pass "
