@@ -39,7 +39,8 @@ test: $(if $(OTHER_VERSIONS),install-test,style)
 sweep: install-test
 	FIRSTLOSS_AS_USERS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "sweep or not sweep"
 
-# Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled as for users).
+# Random training programs, eager against traced: make fuzz SEEDS=0:10000 (FIRSTLOSS_FUZZ_COMPILE=1: compiled as for users;
+# FIRSTLOSS_FUZZ_BACKEND=GPU: replayed, as on a GPU; =MESH: on a mesh of two devices that XLA_FLAGS makes).
 # Others: make fuzz KIND=constructors, checkpoints, files (damaged ones of all kinds), or faults (signals, forks, full disks, ...)
 KIND ?= steps
 fuzz: install-test
