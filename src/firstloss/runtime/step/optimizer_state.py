@@ -506,6 +506,10 @@ class ParameterGroups:
         for change in self._first:
             change.apply()
 
+    def sets(self, group: dict[str, Any], key: str) -> bool:
+        """Whether the step's Python has set a number in a group, as far as that has changed it."""
+        return any(change.group is group and change.key == key for change in (*self._first, *self._later))
+
     def undo_begin(self) -> None:
         """Undo `begin`, at a call whose Python runs after all."""
         for change in reversed(self._first):

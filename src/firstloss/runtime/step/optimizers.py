@@ -136,6 +136,7 @@ class Optimizers:
                 "number outside of the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a "
                 "function of a step tensor; a custom optimizer should count in a tensor in its state."
             )
+        self.schedulers.check(self.groups.sets)
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]

@@ -49,6 +49,8 @@ class Schedulers:
     def __init__(self) -> None:
         self._calls: list[_SchedulerCall] = []
         self._unavailable: list[tuple[dict[str, Any], str, Any]] = []
+        self._set: list[tuple[dict[str, Any], str, _SchedulerCall]] = []  # what they set
+        self._replaced: list[tuple[dict[str, Any], str]] = []  # what the step sets after them
         self.afterwards: list[Callable[[CallFrame], Bind]] = []
 
     @contextmanager
@@ -63,8 +65,9 @@ class Schedulers:
             def step(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if session.trace is None:  # called in another thread
                     return original(self, *args, **kwargs)
-                schedulers._calls.append(_SchedulerCall(original, self, args, kwargs, here(), reads(self)))
-                schedulers._make_unavailable(self)
+                call = _SchedulerCall(original, self, args, kwargs, here(), reads(self))
+                schedulers._calls.append(call)
+                schedulers._make_unavailable(call)
 
             step._firstloss = True  # type: ignore[attr-defined]
             step.__wrapped__ = original  # type: ignore[attr-defined]
@@ -83,11 +86,13 @@ class Schedulers:
                 if reads(call.scheduler) != call.reads:
                     call.refuse_reads()
 
-    def _make_unavailable(self, scheduler: Any) -> None:
+    def _make_unavailable(self, call: _SchedulerCall) -> None:
         """Make reads of what the scheduler sets an error from here on."""
+        scheduler = call.scheduler
         optimizer = _optimizer_of(scheduler)
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
+                self._set.append((group, key, call))
                 if key in group and type(group[key]) is not UnavailableNumber:
                     self._unavailable.append((group, key, group[key]))
                     group[key] = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__)
@@ -97,6 +102,8 @@ class Schedulers:
             group, key, value = self._unavailable[-1]
             if type(group.get(key)) is UnavailableNumber:
                 group[key] = value
+            else:
+                self._replaced.append((group, key))
             self._unavailable.pop()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,6 +115,23 @@ class Schedulers:
                     "the traced step, but runs in Python, after the step has run: call it after optimizer.step(), as "
                     "PyTorch requires."
                 )
+
+    def check(self, sets: Callable[[dict[str, Any], str], bool]) -> None:
+        """Check, after the trace, that the step itself sets nothing that a scheduler sets.
+
+        Args:
+            sets: whether it sets an entry of a parameter group.
+        """
+        for group, key, call in self._set:
+            replaced = any(g is group and k == key for g, k in self._replaced)
+            if replaced or sets(group, key):
+                raise TraceError(
+                    f"{call.source}: the step sets {key!r} in a parameter group, and so does this "
+                    f"{type(call.scheduler).__name__}, whose step() runs in Python after the compiled step. Set it "
+                    "outside of the traced step, or by the scheduler alone."
+                )
+        self._set.clear()
+        self._replaced.clear()
 
     def traced(self, effects: Any, reconstructor: Reconstructor) -> None:
         """Record the schedulers' steps, which each call runs at its end."""
