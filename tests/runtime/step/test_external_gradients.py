@@ -104,3 +104,24 @@ def test_gradients_may_be_views_of_one_vector(anew, step, trace, tmp_path):
     eager = train(fl.backend("CPU"))
     # A norm and sums of a few numbers in another order, in float64, over six steps.
     assert train(fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(eager, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_a_gradient_that_is_added_to_stays_the_same_object(gradient, trace, tmp_path):
+    def train(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(2, 3)
+        compiled = fl.compile(model, backend)
+        step = trace(lambda x: compiled(x).square().sum().backward())
+        results, held = [], []
+        for i in range(5):
+            if i == 2:
+                model.weight.grad = gradient(i).contiguous() if gradient(i).stride()[0] == 0 else gradient(i)
+                held.append(model.weight.grad)
+            step(torch.ones(1, 2))
+            results += [grad.clone() for grad in held]
+        return results, model.weight.grad is held[0]
+
+    expected = train(fl.backend("CPU"))
+    torch.testing.assert_close(train(fl.backend("XLA", artifact_dir=tmp_path)), expected)  # float32

@@ -61,12 +61,18 @@ class Owners:
         self._origins: dict[int, int] = {}  # by the id of the current owner, that of the traced one
         self._writes_external = False
 
-    def find_changed(self, move_to_device: Callable[[list[torch.Tensor]], None] | None) -> None:
-        """Determine what the traced step changes. Without `move_to_device` everything stays where it is."""
+    def find_changed(
+        self, move_to_device: Callable[[list[torch.Tensor]], None] | None, gradients: Container[int] = ()
+    ) -> None:
+        """Determine what the traced step changes. Without `move_to_device` everything stays where it is.
+
+        Args:
+            gradients: the ids of tensors that stay where they are, since their weights refer to them in C++.
+        """
         changes = self._tracing.changes
         for value in changes:
             owner = self.inputs[value]
-            outside = value not in self.arguments
+            outside = value not in self.arguments and id(owner) not in gradients
             if move_to_device is not None and isinstance(owner, torch.Tensor) and outside and _is_sole_owner(owner):
                 # It moves to the backend; otherwise each step would have to be waited for.
                 move_to_device([owner])
@@ -305,6 +311,10 @@ class Gradients:
     def read(self) -> Iterable[Value]:
         """The gradients that are inputs."""
         return self._read
+
+    def ids(self) -> set[int]:
+        """The ids of the gradients from before the step."""
+        return {id(gradient) for gradient in self._before.values()}
 
     def follow(self, inputs: dict[Value, Owner], changed: dict[Value, Any], current: dict[int, Any]) -> bool:
         """Before a later call, replace inputs by gradients that eager backward passes have made.

@@ -278,7 +278,7 @@ class _Trace:
         if trace.new_memory.weights:
             states = [state for optimizer in snapshot.optimizers for state in optimizer.state.values()]
             trace.new_memory.views_before(state for state in states if isinstance(state, dict))
-        owners.find_changed(backend.move_to_device if backend.is_xla else None)
+        owners.find_changed(backend.move_to_device if backend.is_xla else None, self.gradients.ids())
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
         for i, call in enumerate(trace.closures):
