@@ -1,6 +1,7 @@
 """Private names of Python's standard library that Firstloss uses, each with the reason.
 
-What guards know about bytecode and the versions of dicts is in `runtime/guards/bytecode.py` and `_guards.c`.
+What guards know about bytecode, the versions of dicts and the tables of sets is in `bytecode.py`, `_guards.c` and
+`set_tables.py` in `runtime/guards/`.
 """
 
 from __future__ import annotations
