@@ -26,9 +26,10 @@ from ..guards.snapshot import Snapshot
 from ..pytrees import flatten
 from .arguments import Arguments
 from .bound_step import BoundStep, StepCall
-from .cache import Request, StepCache
+from .cache import StepCache
 from .owners import Shared
 from .process_settings import modes
+from .request import Request
 from .traced_program import TracedProgram
 from .tracing import TraceObserver
 

@@ -1,0 +1,196 @@
+"""`Request`: a call of a step that no compiled step fits, and how it is traced, checked and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import timeline
+from ...capture.input_numbers import NUMBERS
+from ...capture.step import Contents
+from ...errors import LoweringError, NotTraceableError, TraceError
+from ...program.compare import first_difference
+from ...program.source import here
+from ..backend import Backend
+from ..guards.equality import same_items
+from ..guards.places import Place
+from . import tracing
+from .arguments import Arguments
+from .reads import ComputedStep, TracedContents
+from .traced_program import TracedProgram
+from .tracing import TraceObserver
+
+if TYPE_CHECKING:
+    from .compiled_step import CompiledStep
+
+# How often a call looks for the compiled step of other outcomes, before it is run by PyTorch's kernels.
+MAX_RETRIES = 2
+
+
+class Request(NamedTuple):
+    """A call of a step, for which a compiled step is looked up."""
+
+    step: Callable[..., Any]
+    arguments: Arguments
+    backend: Backend
+    retried: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
+    places: Sequence[Place] = ()  # of numbers that are inputs
+    inputs: tuple[type, ...] = NUMBERS  # see `tracing.trace_step`
+    reads: bool = False  # likewise
+    values_read: Sequence[Any] = ()  # likewise, at a call whose outcomes were others than those of a compiled step
+    retries: int = 0  # how often they were
+
+    def roots(self) -> tuple:
+        """The roots of everything that the step's Python code can reach."""
+        return (self.step, *self.arguments.guarded(), *self.backend.models)
+
+    def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
+        """Trace the step, and compile it.
+
+        Args:
+            observer: observes the Python side of the trace.
+            find: finds an equivalent earlier step, whose executable is reused; or raises.
+        """
+        with timeline.span("trace"):
+            traced = tracing.trace_step(
+                self.step, self.arguments, self.backend, observer, self.places, self.inputs, self.reads,
+                self.values_read,
+            )  # fmt: skip
+            try:
+                same = self._accept(traced, observer, find)
+            except BaseException:
+                tracing.abandon(traced, observer)
+                raise
+        try:
+            return self._computed(traced) if self._is_for_one_call(traced) else self._bound(traced, same)
+        except BaseException as error:
+            if tracing.abandon(traced, observer) and isinstance(error, LoweringError) and self.reads:
+                raise NotTraceableError(str(error)) from error
+            raise
+
+    def _is_for_one_call(self, traced: TracedProgram) -> bool:
+        return traced.is_for_one_call or self.retries > MAX_RETRIES
+
+    def _accept(
+        self, traced: TracedProgram, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]
+    ) -> CompiledStep | None:
+        """Check whether a trace can be used; returns an equivalent earlier step, if there is one.
+
+        Raises:
+            InputNumberError: if it cannot, with these inputs.
+            TraceError: if it cannot.
+        """
+        self._refuse_twice(observer)
+        traced.modes.undo()  # set again after the step has run
+        if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
+            raise InputNumberError
+        if self._is_for_one_call(traced):
+            if _has_inputs(traced):  # nothing shows that its Python treats them as it does numbers
+                raise InputNumberError
+            return None
+        same = find(traced)
+        self._prove_inputs(traced, same, observer)
+        return same
+
+    def _prove_inputs(self, traced: TracedProgram, same: CompiledStep | None, observer: TraceObserver) -> None:
+        """Check that the step's Python treats the numbers and texts that are inputs as it treats others.
+
+        Raises:
+            InputNumberError: if it does not, or if that cannot be found out.
+        """
+        contents = traced.trace.contents
+        traced.trace.contents = None
+        if not _has_inputs(traced):
+            return
+        if traced.raised is not None:
+            raise InputNumberError
+        if same is not None and _inputs_of(traced) <= _inputs_of(same.traced):
+            return
+        if not _can_run_twice(traced, observer):
+            if traced.trace.number_reads:
+                raise InputNumberError
+        elif not self._is_the_same_without_inputs(traced, contents):
+            raise InputNumberError
+
+    def _bound(self, traced: TracedProgram, same: CompiledStep | None) -> CompiledStep:
+        """The step that runs a trace; by the executable of an equivalent earlier one, if there is one."""
+        from . import compiling  # imported late, because it imports JAX
+        from .compiled_step import CompiledStep, Inputs
+
+        inputs = Inputs(self.backend, traced.owners, traced.numbers)
+        if same is not None and not (
+            inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
+        ):
+            same = None
+        executable = compiling.compile_step(traced, inputs, self.backend) if same is None else same.executable
+        return CompiledStep(traced, inputs, executable, self.backend, ran=same is not None)
+
+    def _computed(self, traced: TracedProgram) -> CompiledStep:
+        """A step that has read values, for this call only."""
+        from .compiled_step import CompiledStep, Inputs
+
+        inputs = Inputs(self.backend, traced.owners, traced.numbers)
+        contents, mesh = traced.trace.contents, self.backend.mesh
+        assert isinstance(contents, TracedContents)
+        shardings = dict(zip(traced.groups.outputs[0], map(inputs.where.get, traced.owners.changed), strict=True))
+        shardings |= traced.outputs.where
+        whole = None if mesh is None else mesh.whole
+        executable = ComputedStep(contents, traced, lambda name: shardings.get(name, whole))
+        traced.trace.contents = None
+        return CompiledStep(traced, inputs, executable, self.backend, ran=False)
+
+    def _is_the_same_without_inputs(self, traced: TracedProgram, contents: Contents | None) -> bool:
+        """Whether a trace that is specialized on all numbers and texts gives the same Program, and leaves the same
+        numbers and texts in Python: whether the step's Python does not see the difference between a number and an input
+        number (`type(x) is float`)."""
+        observer = TraceObserver(self.roots(), (), False)
+        specialized = tracing.trace_step(
+            self.step, self.arguments, self.backend, observer, (), (), self.reads, self.values_read
+        )
+        try:
+            arguments = self.arguments
+            traced.trace.numbers.read_all(arguments.leaves, arguments.known)
+            numbers = {
+                value: number.read(arguments.leaves, arguments.known) for value, number in traced.numbers.items()
+            }
+            for expression, ref in traced.trace.numbers.reads.items():
+                assert contents is not None
+                numbers[ref.value] = contents.of(ref.value) if ref.value.shape else expression.example
+            left, expected = (one.effects.reconstructor.plain for one in (traced, specialized))
+            return first_difference(specialized.program, traced.program, numbers) is None and same_items(left, expected)
+        finally:
+            tracing.abandon(specialized, observer)
+
+    def _refuse_twice(self, observer: TraceObserver) -> None:
+        """Reject a second trace at one call if the first may have changed files that the second reads."""
+        calls = observer.guards.external_calls if self.retried and observer.guards is not None else ()
+        for function, line in calls:
+            raise TraceError(
+                f"{line or here()}: {getattr(self.step, '__name__', 'the step')} calls {function}(), and edits an "
+                "argument that shares memory with another tensor that it uses, so its Python code would run twice at "
+                "this call. Edit a clone of it, or read before the step, and pass what was read."
+            )
+
+
+def _inputs_of(traced: TracedProgram) -> set[str]:
+    """The numbers and texts that were inputs in its trace, in words."""
+    trace = traced.trace
+    inputs = {source.source.description for source in trace.numbers.sources if source.source is not None}
+    return inputs | {f"{read.text} at {read.source}" for read in trace.number_reads if trace.numbers_are_inputs}
+
+
+def _has_inputs(traced: TracedProgram) -> bool:
+    """Whether numbers or texts were inputs in its trace."""
+    return bool(_inputs_of(traced))
+
+
+def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
+    """Whether the step's Python can run twice at one call: whether all that it changes is restored exactly, and the
+    optimizers' state that was created for it need not be created again."""
+    assert observer.guards is not None
+    unrestored = traced.retrace_reason or observer.guards.unguardable
+    return not (unrestored or observer.guards.external_calls or traced.optimizers.state.new)
+
+
+class InputNumberError(Exception):
+    """The step's Python does not treat an input number as it does a number, or an input text as a text."""
