@@ -5,6 +5,7 @@ import itertools
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -254,3 +255,25 @@ def test_a_buffer_that_grows_beside_a_number_is_restored(make):
         return results, list(grown)
 
     assert run(fl.trace) == run(lambda step: step)
+
+
+def test_numbers_that_are_described_alike_are_each_checked(by_kernels, tmp_path):
+    """The step's Python sees of one of them that it is an input, after it has been shown for the other that it is not
+    seen."""
+
+    def run(backend):
+        counts, sizes, kinds = [0], [0.8], []
+        compiled = fl.compile(nn.Linear(4, 3), backend)
+
+        @fl.trace
+        def step(x):
+            counts[0] += 1
+            sizes[0] = np.sqrt(sizes[0] + 1)
+            kinds.append(type(sizes[0]).__name__)
+            return compiled(x).sum()
+
+        for _ in range(5):
+            step(torch.ones(2, 4))
+        return kinds, counts, sizes
+
+    assert run(fl.backend("XLA", artifact_dir=tmp_path)) == run(fl.backend("CPU"))

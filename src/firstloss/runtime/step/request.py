@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import timeline
@@ -172,11 +173,18 @@ class Request(NamedTuple):
             )
 
 
-def _inputs_of(traced: TracedProgram) -> set[str]:
-    """The numbers and texts that were inputs in its trace, in words."""
+def _inputs_of(traced: TracedProgram) -> set[tuple]:
+    """The numbers and texts that were inputs in its trace: in words, and where they are read."""
     trace = traced.trace
-    inputs = {source.source.description for source in trace.numbers.sources if source.source is not None}
-    return inputs | {f"{read.text} at {read.source}" for read in trace.number_reads if trace.numbers_are_inputs}
+    sources = [expression.source for expression in trace.numbers.sources if expression.source is not None]
+    inputs: set[tuple] = {(source.description, _where(source.read)) for source in sources}
+    return inputs | {(read.text, read.source) for read in trace.number_reads if trace.numbers_are_inputs}
+
+
+def _where(read: Any) -> Any:
+    """What tells apart places that are described alike: two lists, or two arguments."""
+    place = getattr(read, "__self__", None)
+    return place.id if isinstance(place, Place) else read.__reduce__()[1] if type(read) is itemgetter else None
 
 
 def _has_inputs(traced: TracedProgram) -> bool:
