@@ -7,6 +7,7 @@ float32 in a traced step: 1e-6 there, and so for all of PyTorch's optimizers.)
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def plain():
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 
 
-def check(backend, make, between=lambda n, run: None, model=None, set_to_none=True, also=lambda run: {}):
+def check(backend, make, between=lambda n, run: None, model=None, set_to_none=True, also=lambda run: {}, close=CLOSE):
     """Traced and eager training have the same losses, weights and optimizer state."""
     results = []
     for where in (backend, fl.backend("CPU")):
@@ -89,9 +90,9 @@ def check(backend, make, between=lambda n, run: None, model=None, set_to_none=Tr
         losses = run.train(run.step(set_to_none), between)
         results.append((losses, run.state(), also(run)))
     (losses, state, extra), (eager_losses, eager_state, eager_extra) = results
-    torch.testing.assert_close(losses, eager_losses, **CLOSE)
-    torch.testing.assert_close(state, eager_state, check_dtype=False, **CLOSE)
-    torch.testing.assert_close(extra, eager_extra, check_dtype=False, **CLOSE)
+    torch.testing.assert_close(losses, eager_losses, **close)
+    torch.testing.assert_close(state, eager_state, check_dtype=False, **close)
+    torch.testing.assert_close(extra, eager_extra, check_dtype=False, **close)
 
 
 def sgd(parameters, **more):
@@ -292,6 +293,37 @@ def test_a_rate_that_is_a_tensor_may_be_edited_and_replaced(name, how, backend):
             group["lr"] = torch.tensor(0.05 / (n + 1)) if how == "replaced" or n % 2 else 0.05 / (n + 1)
 
     check(backend, lambda p: getattr(torch.optim, name)(p, lr=torch.tensor(0.05)), between)
+
+
+def large():
+    model = plain()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(30)
+    return model
+
+
+DECOUPLED_DECAY = {
+    "Lion": lambda p: fl.optim.Lion(p, lr=0.01, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+}
+
+
+@pytest.mark.parametrize("often", [1, 2])
+@pytest.mark.parametrize("name", DECOUPLED_DECAY)
+def test_a_rate_of_numpys_computes_in_its_own_precision(name, often, backend):
+    """As from a table of float32: `1 - lr * weight_decay` is a float32, too. Every second one may be a float."""
+
+    def between(n, run):
+        rate = 0.05 / (n + 1)
+        run.optimizer.param_groups[0]["lr"] = rate if n % often else np.float32(rate)
+
+    # Where steps are counted on the device, eager PyTorch alone rounds `lr / bias_correction` to float32: 6e-8 of a
+    # step. Weights are large, so that a decay in another precision is 1e-7 of them.
+    close = CLOSE if name == "Lion" else {"rtol": 1e-8, "atol": 2e-8}
+    check(backend, DECOUPLED_DECAY[name], between, model=large, close=close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])

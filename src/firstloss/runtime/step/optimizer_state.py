@@ -257,9 +257,9 @@ class GroupEntry(NamedTuple):
         learning rate) its sign, on which optimizers branch."""
         value = self.group.get(self.key)
         if self.position is None:
-            fits = is_number(value)
+            fits = _is_double(value)
         else:
-            fits = isinstance(value, tuple) and self.position < len(value) and all(map(is_number, value))
+            fits = isinstance(value, tuple) and self.position < len(value) and all(map(_is_double, value))
         if not fits:
             return None
         return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
@@ -400,22 +400,23 @@ class ParameterGroups:
     def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
         """Make the learning rate, and other numbers that change, inputs that are read at each call.
 
-        Those of custom optimizers remain Python numbers, with which they may do anything; if they change, they become
-        input numbers, as all others do.
+        Those of custom optimizers remain Python numbers, with which they may do anything; so do NumPy's numbers of
+        lower precision, in which `1 - lr * weight_decay` is computed. If they change, they become input numbers, as all
+        others do.
         """
         if not is_known(optimizer):
             return
         group = optimizer.param_groups[index]
         value = group[key]
         if is_input_number(value):
-            if key == "lr":
+            if key == "lr" and _is_double(plain(value)):
                 self.set(group, key, self._trace.input_of((value * 1.0).node))
-        elif key == "lr" and is_number(value):
+        elif key == "lr" and _is_double(value):
             self.set(group, key, self._input(group, key))
         elif (index, key) in _varying.get(optimizer, ()):
-            if is_number(value):
+            if _is_double(value):
                 self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
-            elif isinstance(value, tuple) and all(map(is_number, value)):
+            elif isinstance(value, tuple) and all(map(_is_double, value)):
                 elements = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
                 self.set(group, key, tuple(elements))
         elif "max_momentum" in group and _may_vary(optimizer, value):  # set by OneCycleLR and CyclicLR
@@ -453,7 +454,7 @@ class ParameterGroups:
             now = group.get(key)
             if now is before:
                 group[key] = traced
-            elif key == "lr" and now is not None and is_input_number(now):
+            elif key == "lr" and is_input_number(now) and _is_double(plain(now)):
                 self.set(group, key, self._trace.input_of((now * 1.0).node))
 
     def restore(self) -> list[str]:
@@ -643,12 +644,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
 
 
+def _is_double(value: Any) -> bool:
+    """Whether it is a number that Python's floats compute with as the device's float64 does."""
+    return isinstance(value, (int, float, np.integer)) and not isinstance(value, bool)
+
+
 def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
     """Whether a number in a group can be an input. PyTorch's optimizers branch on numbers only to skip a term that is
     zero; custom optimizers may do anything, and are retraced."""
     if not is_known(optimizer):
         return False
-    return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(is_number, value))
+    return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(_is_double, value))
 
 
 def _written(value: Any) -> bool:
