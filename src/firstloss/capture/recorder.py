@@ -20,7 +20,7 @@ from ..program.graph import Node, Ref, Value, contiguous_stride, dense_count, is
 from ..program.node_kinds import DEPENDS_ON_GRAD_MODE
 from ..program.source import here
 from ..rng.stream import Position
-from . import collectives, conjugate_views, distributed, evaluation, first_use, materialize_tensors
+from . import collectives, conjugate_views, distributed, evaluation, first_use, host_kernels, materialize_tensors
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import fold_call, known_value
 from .constants import constant_tensor
@@ -361,6 +361,7 @@ def position_of(generator: torch.Generator | None = None) -> Position:
 Hooks.register(
     dispatch=dispatch,
     is_composite=is_composite,
+    run_in_host_memory=host_kernels.run,
     value_of=evaluation.value_of,
     memory_of=evaluation.memory_of,
     constant_tensor=constant_tensor,

@@ -40,6 +40,7 @@ class Hooks:
 
     dispatch: Callable[[Any, tuple, dict], Any]  # the recorder
     is_composite: Callable[[OpOverload], bool]  # see `op_call.py`
+    run_in_host_memory: Callable[[OpOverload, tuple, dict], Any]  # see `host_kernels.py`
     value_of: Callable[[DeferredTensor], Tensor]  # a copy of its content
     memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: a real tensor that shares its memory
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor with known content
@@ -222,6 +223,9 @@ class DeferredTensor(Tensor):
         if torch.is_inference_mode_enabled() and Hooks.is_composite(func):
             return func.decompose(*args, **(kwargs or {}))
         if not session.this_thread.depth and session.this_thread.trace is None:
+            result = Hooks.run_in_host_memory(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
             with session.KeepsGradMode():
                 with becoming_real:
                     if any(map(is_pending, _tensors_in((args, tuple(kwargs.values()) if kwargs else ())))):

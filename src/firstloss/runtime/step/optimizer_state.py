@@ -454,7 +454,7 @@ class ParameterGroups:
             now = group.get(key)
             if now is before:
                 group[key] = traced
-            elif key == "lr" and is_input_number(now) and _is_double(plain(now)):
+            elif key == "lr" and now is not None and is_input_number(now) and _is_double(plain(now)):
                 self.set(group, key, self._trace.input_of((now * 1.0).node))
 
     def restore(self) -> list[str]:
