@@ -11,7 +11,9 @@ import firstloss as fl
 
 from .. import compiled_steps
 
-pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "error::firstloss.errors.GraphChangeWarning", "error::firstloss.errors.EagerStepWarning"
+)
 
 
 def weight_with(gradient):

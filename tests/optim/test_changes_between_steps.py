@@ -577,6 +577,7 @@ def test_an_optimizer_that_counts_in_python_is_compiled_no_more_after_three_step
     step = run.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error", fl.errors.GraphChangeWarning)
+        warnings.simplefilter("error", fl.errors.EagerStepWarning)
         for _ in range(3):
             run.train(step)
     assert compilations(step) <= 3  # without a count, with its first, with any

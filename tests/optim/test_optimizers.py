@@ -18,7 +18,9 @@ from ..compiled_steps import compilations
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
-    pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning"),
+    pytest.mark.filterwarnings(
+        "error::firstloss.errors.GraphChangeWarning", "error::firstloss.errors.EagerStepWarning"
+    ),
 ]
 
 STEPS = 5

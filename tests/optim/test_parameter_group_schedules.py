@@ -156,7 +156,7 @@ TRACED = {
 
 
 @pytest.mark.parametrize("case", TRACED)
-@pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+@pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning", "error::firstloss.errors.EagerStepWarning")
 def test_traced_schedules_match_eager(case, backend):
     eager, groups = weights(lambda step: step, lambda model: model, TRACED[case])
     traced, traced_groups = weights(fl.trace, lambda model: fl.compile(model, backend), TRACED[case])

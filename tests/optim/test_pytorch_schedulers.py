@@ -13,7 +13,9 @@ from tests.compiled_steps import check_runs_eagerly, compilations
 
 pytestmark = [
     pytest.mark.usefixtures("float64"),
-    pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning"),
+    pytest.mark.filterwarnings(
+        "error::firstloss.errors.GraphChangeWarning", "error::firstloss.errors.EagerStepWarning"
+    ),
 ]
 
 schedulers = torch.optim.lr_scheduler

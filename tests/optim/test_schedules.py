@@ -16,7 +16,9 @@ import firstloss as fl
 
 from ..compiled_steps import compilations
 
-pytestmark = pytest.mark.filterwarnings("error::firstloss.errors.GraphChangeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "error::firstloss.errors.GraphChangeWarning", "error::firstloss.errors.EagerStepWarning"
+)
 
 ours, theirs = fl.optim.lr_scheduler, torch.optim.lr_scheduler
 # float64; the formulas are evaluated in another order, and PyTorch's recursively. Measured: up to 4e-15.

@@ -37,8 +37,8 @@ import safetensors.torch
 import torch
 
 import firstloss as fl
-from firstloss.errors import GraphChangedError, GraphChangeWarning, TraceError
-from firstloss.runtime.step import compiling
+from firstloss.errors import EagerStepWarning, GraphChangedError, GraphChangeWarning, TraceError
+from firstloss.runtime.step import compiling, request
 from tests import forked
 from tests.fuzz.interpret import interpreted
 from tests.small_training import scaled_step
@@ -587,12 +587,20 @@ def test_changes_of_any_module_match_eager(name, tmp_path):
         ("subprocess_output", "os."),
     ],
 )
-def test_the_warning_names_the_line_and_what_is_called(name, called):
+@pytest.mark.parametrize("on_host", [True, False], ids=["on this host", "on an accelerator"])
+def test_the_warning_names_the_line_and_what_is_called(name, called, on_host, monkeypatch):
+    if not on_host:
+        monkeypatch.setattr(request, "on_cpu", lambda: False)
+    category, how = (
+        (EagerStepWarning, "would have to be traced at each call")
+        if on_host
+        else (GraphChangeWarning, "is traced at each call")
+    )
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         losses(fl.backend("XLA"), CASES[name])
-    texts = [str(w.message) for w in record if issubclass(w.category, GraphChangeWarning)]
-    assert any("is traced at each call" in text and f"{__file__}:" in text and called in text for text in texts), texts
+    texts = [str(w.message) for w in record if issubclass(w.category, category)]
+    assert any(how in text and f"{__file__}:" in text and called in text for text in texts), texts
 
 
 def test_a_profiler_continues_after_a_trace():
@@ -624,7 +632,7 @@ def test_a_profiler_continues_after_a_trace():
 
 
 def test_an_unexplained_difference_at_the_second_call_is_not_an_error():
-    """No step has run that should have been another; from then on it is traced at each call."""
+    """No step has run that should have been another; from then on its Python runs at each call."""
     hidden = itertools.count(1)
 
     from firstloss.runtime.guards.kinds.contents import ITERATOR_OF_C

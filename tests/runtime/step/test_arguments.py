@@ -590,6 +590,7 @@ def test_batches_of_a_class_are_compiled_once(kind, backend):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", fl.errors.GraphChangeWarning)
+        warnings.simplefilter("error", fl.errors.EagerStepWarning)
         held = [kind(batch()) for _ in range(3)]
         for one in held:
             step(one)

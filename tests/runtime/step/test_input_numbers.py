@@ -3,6 +3,8 @@
 import array
 import itertools
 import math
+import os
+import time
 import warnings
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import GraphChangeWarning
+from firstloss.errors import EagerStepWarning, GraphChangeWarning
 from tests import compiled_steps
 
 X = torch.tensor([1.0, 2.0])
@@ -33,13 +35,16 @@ def test_a_number_that_the_step_tells_from_a_float_is_part_of_the_compiled_step(
     assert outcomes(fl.trace(step), calls) == outcomes(step, calls)
 
 
+@pytest.mark.parametrize("ask", [lambda: None, time.monotonic, lambda: os.listdir("."), lambda: os.stat(".")])
 @pytest.mark.parametrize("tell", [lambda k: type(k).__name__, lambda k: [type(k) is float], lambda k: {"k": type(k)}])
-def test_what_a_step_leaves_of_a_numbers_type_is_as_by_eager(tell):
+@pytest.mark.filterwarnings("ignore::firstloss.errors.EagerStepWarning")
+def test_what_a_step_leaves_of_a_numbers_type_is_as_by_eager(tell, ask):
     def run(trace):
         held, log = {"k": 1.0}, []
 
         @trace
         def step(x):
+            ask()
             held["k"] = held["k"] * 0.75 + 0.5
             log.append((tell(held["k"]), held["k"]))
             return x * held["k"], tell(held["k"])
@@ -189,6 +194,7 @@ def test_an_exception_of_one_call_does_not_make_later_ones_slow():
     compiled = compiled_steps.compilations(traced)
     with warnings.catch_warnings():
         warnings.simplefilter("error", GraphChangeWarning)
+        warnings.simplefilter("error", EagerStepWarning)
         for k in (0.1, 0.2, 0.3):
             assert traced(X, k).tolist() == step(X, k).tolist()
     assert compiled_steps.compilations(traced) == compiled

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import GraphChangeWarning
+from firstloss.errors import EagerStepWarning, GraphChangeWarning
 from tests import compiled_steps
 from tests.compiled_steps import check_runs_eagerly
 
@@ -163,6 +163,7 @@ def test_repeated_draws_cost_no_trace(draw, traced):
     step = fl.trace(draw, check=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", GraphChangeWarning)
+        warnings.simplefilter("error", EagerStepWarning)
         for _ in range(3):
             step(X)
         count = len(traced)

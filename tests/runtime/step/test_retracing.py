@@ -7,6 +7,7 @@ import io
 import logging
 import random
 import re
+import time
 import warnings
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import GraphChangedError, GraphChangeWarning, ShapeError
+from firstloss.errors import EagerStepWarning, GraphChangedError, GraphChangeWarning, ShapeError
 from firstloss.runtime.step import cache, compiling, tracing
 from tests import compiled_steps
 from tests.compiled_steps import check_runs_eagerly
@@ -41,6 +42,7 @@ def quiet(step, *arguments, count=1):
     """Like `values`, without any warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", GraphChangeWarning)
+        warnings.simplefilter("error", EagerStepWarning)
         return values(step, *arguments, count=count)
 
 
@@ -496,7 +498,7 @@ def test_a_growing_tensor_is_retraced(backend):
 def test_an_open_file_that_the_step_holds_is_read_at_each_call():
     numbers = io.StringIO("1\n2\n3\n4\n")
     step = fl.trace(lambda x: x * float(next(numbers)))
-    with pytest.warns(GraphChangeWarning, match="traced at each call.*the variable numbers.*StringIO"):
+    with pytest.warns(EagerStepWarning, match="traced at each call.*the variable numbers.*StringIO"):
         assert values(step, X, count=4) == [[n, 2 * n] for n in (1.0, 2.0, 3.0, 4.0)]
 
 
@@ -506,11 +508,46 @@ def test_a_file_read_is_found_at_the_second_call(tmp_path):
     step = fl.trace(lambda x: x * float(file.read_text()))
     assert quiet(step, X) == [[1.0, 2.0]]
     file.write_text("2")
-    with pytest.warns(GraphChangeWarning) as record:
+    with pytest.warns((GraphChangeWarning, EagerStepWarning)) as record:
         assert step(X).tolist() == [2.0, 4.0]
     texts = [str(warning.message) for warning in record]
     assert re.search(r"aten.mul.* before, aten.mul.* now.*torch.where", texts[0], re.DOTALL)
-    assert re.search(r"is traced at each call.*test_retracing.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
+    assert re.search(r"traced at each call.*test_retracing.py:\d+ calls (os\.|open|TextIO)", texts[1], re.DOTALL)
+
+
+def reads_the_clock():
+    return lambda x: x * min(1.0, time.monotonic())
+
+
+def counts_and_branches():
+    state = {"calls": 0}
+
+    def step(x):
+        state["calls"] += 1
+        state["parts"] = [state["calls"]]
+        return x * (2 if state["parts"][0] % 2 else 3)
+
+    return step
+
+
+def advances_an_iterator():
+    numbers = io.StringIO("1\n" * 99)
+    return lambda x: x * float(next(numbers))
+
+
+@pytest.mark.parametrize("options", [{}, {"check": "always"}, {"changes": "refuse"}], ids=str)
+@pytest.mark.parametrize("make", [reads_the_clock, counts_and_branches, advances_an_iterator])
+@pytest.mark.filterwarnings("ignore::firstloss.errors.EagerStepWarning", "ignore::firstloss.errors.GraphChangeWarning")
+def test_a_step_to_be_traced_at_each_call_is_run_instead(make, options, traced):
+    """Unless a change must not go unnoticed: where its weights are on this host, that is faster."""
+    calls = 32
+    step, eager = fl.trace(make(), **options), make()
+    if options == {"changes": "refuse"} and make is counts_and_branches:
+        with pytest.raises(GraphChangedError):
+            values(step, X, count=calls)
+        return
+    assert values(step, X, count=calls) == values(eager, X, count=calls)
+    assert len(traced) >= calls if options else len(traced) <= 10
 
 
 def test_unguarded_changes_are_found_by_spot_checks(monkeypatch):

@@ -19,7 +19,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.compat import torch_names
-from firstloss.errors import GraphChangeWarning
+from firstloss.errors import EagerStepWarning, GraphChangeWarning
 from firstloss.runtime.guards.native import native
 from firstloss.runtime.step import cache
 from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
@@ -41,6 +41,7 @@ def _no_more_verifications(monkeypatch):
 def _nothing_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error", GraphChangeWarning)
+        warnings.simplefilter("error", EagerStepWarning)
         yield
 
 

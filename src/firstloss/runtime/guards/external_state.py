@@ -37,6 +37,11 @@ class ExternalCall(NamedTuple):
     function: str
     line: Source | None  # the line of the user's code that called it
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it may be called twice in place of once: it asks for something, and changes and consumes nothing."""
+        return self.function.startswith("time.") or self.function in _QUERIES
+
 
 class ExternalCalls:
     """The external calls of one trace.
@@ -205,6 +210,7 @@ _PYTHON_FUNCTIONS: dict[types.CodeType, str] = {
     if isinstance(function, types.FunctionType)
 }
 _READING["io"] = _READING["_io"]
+_QUERIES = {"os.stat", "os.lstat", "os.fstat", "os.listdir", "os.scandir", "os.access", "os.readlink", "os.statvfs"}
 _CLOCKS = {"time", "datetime"}
 # Read by libraries for messages and locks only: not counted if a library calls them.
 _IGNORED_IN_LIBRARIES = {*_CLOCKS, "sys", "_thread", "_weakref"}

@@ -330,7 +330,8 @@ class CacheEntries:
         self._repeatable = (
             False  # whether a trace that has read values has shown that its Python may run twice at a call
         )
-        self._reading = 0  # the number of calls that no step fitted, since one has read values
+        # The number of calls that no step fitted, since one has read values or would have to be traced at each call.
+        self._reading = 0
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
@@ -401,9 +402,10 @@ class CacheEntries:
             self._in_vain = 0
 
     def runs_untraced(self, request: Request) -> bool:
-        """Whether a call that no step fits is run without a trace, since those traced have read values.
+        """Whether a call that no step fits is run without a trace, since those traced have read values, or have to be
+        traced at each call.
 
-        It is traced again at the second and third, the fourth, the eighth such call and so on: it may read no more.
+        It is traced again at the second and third, the fourth, the eighth such call and so on: it may do so no more.
         """
         if request.values_read and self._in_vain <= _MAX_OUTCOMES_UNUSED and len(self._entries) < _MAX_OUTCOMES:
             return False
@@ -456,7 +458,9 @@ class CacheEntries:
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
             entry.again = last.again + 1
             if entry.again > 1:
-                self.reports.report_own_writes(last.guards, last.changes_by_step(why), last.seconds)
+                runs = self._may_run_each_time(request)
+                self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
+                self._reading = max(self._reading, runs * (_MAX_UNUSED + 1))
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
         if self._in_vain > most and request.reads and last is not None:
             self._reading = max(self._reading, _MAX_UNUSED + 1)
@@ -467,7 +471,7 @@ class CacheEntries:
             self._entries[self._entries.index(twin[0])] = entry
         else:
             self._entries.insert(0, entry)
-        self._report_each_time(entry)
+        self._each_time(entry, request)
         return entry
 
     @staticmethod
@@ -515,17 +519,25 @@ class CacheEntries:
             self._entries[self._entries.index(entry)] = fresh
         else:
             self._entries.insert(0, fresh)
-        self._report_each_time(fresh)
+        self._each_time(fresh, request)
         return fresh
 
     @functools.cached_property
     def reports(self) -> Reports:
         return Reports(self._name, self._refuse)
 
-    def _report_each_time(self, entry: CacheEntry) -> None:
-        """Report why the step is traced at each call, if it is."""
-        if entry.traced_each_time is not None:
-            self.reports.report_each_time(entry.traced_each_time, entry.seconds)
+    def _each_time(self, entry: CacheEntry, request: Request) -> None:
+        """If the step has to be traced at each call, report why; or run its Python from now on."""
+        if entry.traced_each_time is None:
+            return
+        runs = self._may_run_each_time(request)
+        self.reports.report_each_time(entry.traced_each_time, None if runs else entry.seconds)
+        # Where its code was not recorded, the next trace may find that it reads less.
+        self._reading = max(self._reading, runs * (_MAX_UNUSED + 1 if entry.records_code else 1))
+
+    def _may_run_each_time(self, request: Request) -> bool:
+        """Whether the step's Python may run at each call, where it would have to be traced at each."""
+        return request.runs_where_weights_are and not (self._always or self._refuse)
 
     def _traced(
         self,

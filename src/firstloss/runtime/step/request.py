@@ -15,6 +15,7 @@ from ...program.source import here
 from ..backend import Backend
 from ..guards.equality import same_items
 from ..guards.places import Place
+from ..lazy_jax import on_cpu
 from . import tracing
 from .arguments import Arguments
 from .reads import ComputedStep, TracedContents
@@ -44,6 +45,12 @@ class Request(NamedTuple):
     def roots(self) -> tuple:
         """The roots of everything that the step's Python code can reach."""
         return (self.step, *self.arguments.guarded(), *self.backend.models)
+
+    @property
+    def runs_where_weights_are(self) -> bool:
+        """Whether its Python may run at each call, and computes where the weights are: on this host, unsharded. Then
+        that is no slower than to trace the step at each call."""
+        return self.reads and self.backend.mesh is None and on_cpu()
 
     def compiled(self, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]) -> CompiledStep:
         """Trace the step, and compile it.
@@ -197,7 +204,8 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     optimizers' state that was created for it need not be created again."""
     assert observer.guards is not None
     unrestored = traced.retrace_reason or observer.guards.unguardable
-    return not (unrestored or observer.guards.external_calls or traced.optimizers.state.new)
+    consumes = not all(call.is_repeatable for call in observer.guards.external_calls)
+    return not (unrestored or consumes or traced.optimizers.state.new)
 
 
 class InputNumberError(Exception):

@@ -39,16 +39,23 @@ class Reports:
             raise GraphChangedError(f"{text} {ADVICE}")
         _warn(f"{text} It is recompiled. {ADVICE}")
 
-    def report_own_writes(self, guards: GuardSet, changes: list[Change], seconds: float) -> None:
-        """Report what the step both changes and reads, so that it must be traced again."""
+    def report_own_writes(self, guards: GuardSet, changes: list[Change], seconds: float | None) -> None:
+        """Report what the step both changes and reads, so that it has to be traced at each call.
+
+        Args:
+            seconds: see `report_each_time`.
+        """
         if all(change.description in self._reported for change in changes):
             return
         self._reported.update(change.description for change in changes)
-        _warn(
-            f"{self._name} changes what it reads itself: {_some(reasons(guards, changes))}. A compiled step runs no "
-            f"Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
-            f"same. {ADVICE}"
-        )
+        text = f"{self._name} changes what it reads itself: {_some(reasons(guards, changes))}. A compiled step runs no"
+        if seconds is None:
+            self._warn_runs(f"{text} Python, so this one is not compiled")
+        else:
+            _warn(
+                f"{text} Python, so this one is traced at each call ({seconds:.2f} s) to see whether it still does the "
+                f"same. {ADVICE}"
+            )
 
     def report_reads(self, reads: Iterable[ValueRequest]) -> None:
         """Report that the step runs eagerly, since it has read values."""
@@ -76,18 +83,28 @@ class Reports:
         if "in vain" not in self._reported:
             self._reported.add("in vain")
             changes = _some(why) if why else "what it reads"
-            warn(
-                EagerStepWarning(
-                    f"{here()}: {self._name} is another computation at each call, since this changes: {changes}. So it "
-                    f"is not compiled: its Python runs at each call, by PyTorch's kernels. {ADVICE}"
-                )
+            self._warn_runs(
+                f"{self._name} is another computation at each call, since this changes: {changes}. So it is not "
+                "compiled"
             )
 
-    def report_each_time(self, why: str, seconds: float) -> None:
-        """Report why the step is traced at each call."""
-        if why not in self._reported:
-            self._reported.add(why)
+    def report_each_time(self, why: str, seconds: float | None) -> None:
+        """Report why the step is traced at each call.
+
+        Args:
+            seconds: what a trace takes; None if the step's Python runs instead.
+        """
+        if why in self._reported:
+            return
+        self._reported.add(why)
+        if seconds is None:
+            self._warn_runs(f"{self._name} would have to be traced at each call, since {why}. So it is not compiled")
+        else:
             _warn(f"{self._name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
+
+    @staticmethod
+    def _warn_runs(why: str) -> None:
+        warn(EagerStepWarning(f"{here()}: {why}: its Python runs at each call, by PyTorch's kernels. {ADVICE}"))
 
 
 def reasons(guards: GuardSet, changes: list[Change]) -> list[str]:
