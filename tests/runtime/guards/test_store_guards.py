@@ -4,14 +4,17 @@ in eager PyTorch."""
 import array
 import collections
 import contextvars
+import csv
 import ctypes
 import dataclasses
 import decimal
 import functools
 import gc
+import io
 import itertools
 import os
 import random
+import struct
 import sys
 import types
 
@@ -588,6 +591,42 @@ ITERATORS = {
     "enumerate": lambda: (number for _, number in enumerate(one_by_one(NUMBERS))),
     "zip": lambda: (a for a, _ in zip(one_by_one(NUMBERS), itertools.repeat(1), strict=False)),
 }
+
+
+UNREADABLE = {
+    "struct.iter_unpack": (lambda: struct.iter_unpack("b", bytes(range(1, 40))), lambda item: item[0]),
+    "csv.reader": (lambda: csv.reader(["1", "2", "3"] * 9), lambda row: float(row[0])),
+    "numpy.flatiter": (lambda: np.arange(1.0, 40.0).flat, float),
+    "StringIO": (lambda: io.StringIO("1\n2\n3\n" * 9), float),
+    "zip of one": (lambda: zip(struct.iter_unpack("b", bytes(range(1, 40)))), lambda item: item[0][0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning", "ignore::firstloss.errors.EagerStepWarning")
+@pytest.mark.parametrize("edits", [False, True], ids=["", "a trace fails"])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_iterators_that_cannot_be_set_back_advance_once_a_call(name, edits):
+    """A trace that fails after it has advanced one is an error: the step's Python cannot run once more."""
+    make, number = UNREADABLE[name]
+
+    def losses(backend):
+        numbers, held = make(), np.ones(2)
+
+        @fl.trace
+        def step(x):
+            scale = number(next(numbers))
+            if edits:
+                held[0] += 1  # behind PyTorch's back
+            return (x * torch.from_numpy(held).to(x.dtype)).sum() * scale
+
+        fl.backend(backend)
+        return [step(torch.ones(2)).item() for _ in range(9)]
+
+    if edits:
+        with pytest.raises(TraceError, match="bypassing PyTorch"):
+            losses("XLA")
+    else:
+        assert losses("XLA") == losses("CPU")
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")

@@ -12,7 +12,7 @@ from ....compat.python_names import has_managed_dict, is_python_class
 from ..kind import Kind, of
 from ..packages import is_harmless_module, is_runtime, module_of_class
 from . import classes, containers, functions  # noqa: F401 - they register their kinds
-from .contents import ITERATOR_OF_C, TOKENIZER
+from .contents import ITERATOR_OF_C, TOKENIZER, UNKNOWN_ITERATOR
 from .instances import FIRSTLOSS_OBJECT, INSTANCE, LEAF, UNKNOWN, has_attributes
 
 
@@ -24,7 +24,9 @@ class Other(Kind):
         module = module_of_class(cls)
         package = module.partition(".")[0]
         if _is_iterator_of_c(cls):
-            return ITERATOR_OF_C if cls.__reduce__ is not object.__reduce__ else UNKNOWN  # the position is pickled
+            return (
+                ITERATOR_OF_C if cls.__reduce__ is not object.__reduce__ else UNKNOWN_ITERATOR
+            )  # the position is pickled
         if package == "tokenizers":
             return TOKENIZER
         if is_runtime(module):
@@ -32,7 +34,7 @@ class Other(Kind):
         if issubclass(cls, threading.local):
             return INSTANCE
         if not all(_is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
-            return UNKNOWN
+            return UNKNOWN_ITERATOR if hasattr(cls, "__next__") else UNKNOWN
         return INSTANCE if has_attributes(cls) and package not in _STATELESS else LEAF
 
 

@@ -7,7 +7,9 @@ import contextvars
 import ctypes
 import decimal
 import functools
+import io
 import logging
+import operator
 import random
 import threading
 import types
@@ -26,7 +28,7 @@ from ..reconstruct import Make, Reconstructor, constant
 from ..snapshot import LARGEST, Snapshot
 from ..states import Content
 from ..value_guards import Values
-from .instances import UNKNOWN, WithAttributes
+from .instances import UNKNOWN, Unknown, WithAttributes
 
 # Content of more bytes or objects than this is not compared in full at each call (4 MiB take a quarter of a
 # millisecond), but by length and a sample of `_SAMPLED` objects or blocks.
@@ -375,3 +377,20 @@ def _tokenizer_reader(obj: Any) -> Callable[[], Any] | None:
 register((types.GeneratorType,), Opaque(_position_of_generator, inside=_locals_of))
 ITERATOR_OF_C = Opaque(position, inside=_parts_of_position)
 TOKENIZER = Opaque(reader=_tokenizer_reader)
+
+
+class UnknownIterator(Unknown):
+    """An iterator of C whose position cannot be read or set. Most tell at least whether they have advanced."""
+
+    def visit(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
+        snapshot.keep(OpaqueContent(obj, functools.partial(_progress, obj), ITERATOR_OF_C))
+
+
+def _progress(iterator: Any) -> tuple:
+    """What is left (`struct.iter_unpack`), the line (`csv.reader`), the index (`numpy.flatiter`), or the position."""
+    told = (getattr(iterator, name, None) for name in ("line_num", "index"))
+    at = iterator.tell() if isinstance(iterator, (io.StringIO, io.BytesIO)) and not iterator.closed else None
+    return operator.length_hint(iterator, -1), at, *told
+
+
+UNKNOWN_ITERATOR = UnknownIterator()
