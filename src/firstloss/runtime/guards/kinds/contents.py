@@ -387,10 +387,12 @@ class UnknownIterator(Unknown):
 
 
 def _progress(iterator: Any) -> tuple:
-    """What is left (`struct.iter_unpack`), the line (`csv.reader`), the index (`numpy.flatiter`), or the position."""
-    told = (getattr(iterator, name, None) for name in ("line_num", "index"))
-    at = iterator.tell() if isinstance(iterator, (io.StringIO, io.BytesIO)) and not iterator.closed else None
-    return operator.length_hint(iterator, -1), at, *told
+    """What is left (`struct.iter_unpack`, a file in memory, to which writes append), the line (`csv.reader`), or the
+    index (`numpy.flatiter`)."""
+    left = operator.length_hint(iterator, -1)
+    if isinstance(iterator, (io.StringIO, io.BytesIO)) and not iterator.closed:
+        left = len(iterator.getvalue()) - iterator.tell()
+    return left, getattr(iterator, "line_num", None), getattr(iterator, "index", None)
 
 
 UNKNOWN_ITERATOR = UnknownIterator()
