@@ -3,6 +3,8 @@
 In float64, against the same loop in eager PyTorch, to 1e-9: another order of rounding.
 """
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -221,10 +223,40 @@ def before_its_optimizer(optimizer, schedule):
     optimizer.step()
 
 
-@pytest.mark.parametrize("reads", [too_late, too_late_as_well, computed_with, before_its_optimizer])
+kept = {}
+FORMS = {
+    "itself": lambda rate: rate,
+    "list": lambda rate: [[rate]],
+    "tuple": lambda rate: (rate, 1),
+    "dict": lambda rate: {"rate": rate},
+    "set": lambda rate: {rate},
+    "object": lambda rate: types.SimpleNamespace(rate=rate),
+    "function": lambda rate: lambda: rate,
+}
+
+
+def kept_as(form):
+    """As `pytorch_warmup` does; undoing the trace must not look into what is kept."""
+
+    def keep(optimizer, schedule):
+        kept["rate"] = FORMS[form](optimizer.param_groups[0]["lr"])
+        kept["calls"] = kept.get("calls", 0) + 1
+        return torch.tensor(float(kept["calls"]))
+
+    return keep
+
+
+READS = {
+    **{read.__name__: read for read in (too_late, too_late_as_well, computed_with, before_its_optimizer)},
+    **{f"kept as {form}": kept_as(form) for form in FORMS},
+}
+
+
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
 @pytest.mark.filterwarnings("ignore:Detected call of")  # of the scheduler before its optimizer
 def test_a_schedulers_changes_may_be_read_inside_the_step(reads):
     def run(backend, trace):
+        kept.clear()
         torch.manual_seed(0)
         model = nn.Linear(2, 2)
         compiled = fl.compile(model, backend)

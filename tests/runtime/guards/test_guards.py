@@ -392,6 +392,28 @@ def len_of_an_object():
 
 
 @place
+def item_of_a_list_whose_length_raises():
+    class C(list):
+        def __len__(self):
+            raise NotImplementedError
+
+        __iter__ = __bool__ = __len__
+
+    p = C([1.0])
+    return lambda: p[0], lambda i: p.__setitem__(0, float(i))
+
+
+@place
+def part_of_a_tuple_whose_length_raises():
+    class C(tuple):
+        def __len__(self):
+            raise NotImplementedError
+
+    p = [C((1.0, 2.0))]
+    return lambda: p[0][0], lambda i: p.__setitem__(0, C((float(i), 2.0)))
+
+
+@place
 def bool_of_an_object():
     class C:
         k = True

@@ -99,10 +99,7 @@ _PLAIN_LENGTHS: set[Any] = {cls.__len__ for cls in _CONTAINERS}  # type: ignore[
 
 def items_of(container: Any) -> list[Any]:
     """A shallow copy of the items of a list, set, deque or tuple."""
-    return list(container) if type(container).__iter__ in _PLAIN_ITERATION else list(_raw_iteration(container))
-
-
-_PLAIN_ITERATION = {list.__iter__, set.__iter__, tuple.__iter__, frozenset.__iter__, collections.deque.__iter__}
+    return list(_raw_iteration(container))  # not of the container itself, whose class may have a `__len__` of its own
 
 
 def _raw_iteration(container: Any) -> Iterator[Any]:

@@ -312,6 +312,16 @@ def _digits(number: int, shape: tuple[int, ...]) -> list[int]:
     return digits
 
 
+class NothingAgain(Reconstructor):
+    """For an undo, after which nothing is recreated: what the step has left may be refused."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: False, lambda obj: True)
+
+    def make(self, value: Any) -> Make:
+        return constant(value)
+
+
 class _Constant:
     """Returns the same object at each call."""
 

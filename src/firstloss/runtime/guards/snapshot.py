@@ -26,7 +26,7 @@ from .guards import with_article
 from .kind import State, kind_of
 from .packages import is_closed, is_installed, own_module
 from .process_state import Environment, Filters
-from .reconstruct import Reconstructor
+from .reconstruct import NothingAgain, Reconstructor
 from .states import Content, Definition, NameInModule, Sequence, Slots, Table
 
 # Containers with more items are treated as data: copied, but their items are not walked.
@@ -157,7 +157,7 @@ class Snapshot:
 
     def undo(self) -> None:
         """Undo all changes, but for those of contents."""
-        self.compare(None, Reconstructor(lambda tensor: False, self.holds)).undo()
+        self.compare(None, NothingAgain()).undo()
 
     def restore_contents(self) -> bool:
         """Restore arrays, buffers and the like. Returns whether nothing else has changed that cannot be restored, such
