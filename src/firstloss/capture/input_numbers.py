@@ -257,6 +257,7 @@ class NumberNode:
         return bool(self.specialized())
 
     bool_ = int_ = expect_true = guard_bool
+    guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = guard_bool
 
     def __getattr__(self, name: str) -> Callable[..., NumberNode]:
         combine = OF_NODES.get(name)
@@ -309,9 +310,16 @@ OF_NODES: dict[str, Callable[..., Any]] = {
     "sym_min": min,
     "sym_max": max,
     "sym_not": operator.not_,
-    "and_": operator.and_,
-    "or_": operator.or_,
-}
+    **dict.fromkeys(("and_", "sym_and", "bitwise_and"), operator.and_),
+    **dict.fromkeys(("or_", "sym_or", "bitwise_or"), operator.or_),
+    "bitwise_xor": operator.xor,
+    "lshift": operator.lshift,
+    "rshift": operator.rshift,
+    "round": round,
+    "is_integer": float.is_integer,
+    **{f"sym_{name}": getattr(math, name) for name in ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
+                                                      "tanh", "log2")},
+}  # fmt: skip
 
 
 def node_of(value: Any) -> NumberNode | None:

@@ -126,12 +126,13 @@ class SymbolicNumber:
             )
         return session.trace.number(self.value)
 
-    guard_int = guard_float = guard_bool = bool_ = read
+    guard_int = guard_float = guard_bool = bool_ = expect_true = read
+    guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = read
 
     def __str__(self) -> str:
         return str(self.read())
 
-    __repr__ = __str__
+    _graph_repr = __repr__ = __str__
 
 
 class Hyperparameter(SymbolicNumber):

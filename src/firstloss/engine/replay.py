@@ -25,10 +25,18 @@ _MAX_CACHED_BYTES = 1 << 16
 
 
 class _UnexpectedResult:
-    """Stands for a result whose shape or dtype differs from what its meta kernel predicted; using it is an error."""
+    """Stands for a result whose shape or dtype differs from what its meta kernel predicted, as that of a kernel's
+    workspace does. It may be handed on whole, as to the kernel's backward pass; any other use is an error."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, tensor: torch.Tensor | None, message: str) -> None:
+        self._tensor = tensor
         self._message = message
+
+    def handed_on(self, whole: bool) -> torch.Tensor:
+        """The result as an argument; `whole`: without a view."""
+        if self._tensor is None or not whole:
+            self.refuse()
+        return self._tensor
 
     def refuse(self) -> NoReturn:
         raise MaterializeError(self._message)
@@ -40,14 +48,16 @@ def _with_predicted_layout(
     """A result of `node`, with the strides that capture predicted."""
     if tensor is None:
         return _UnexpectedResult(
+            None,
             f"{node.source}: {node.op} returned None instead of a tensor of shape {list(value.shape)}, which capture "
-            "predicted"
+            "predicted",
         )
     if tensor.dtype != value.dtype or tensor.shape != value.shape:
         return _UnexpectedResult(
+            tensor,
             f"{node.source}: {node.op} returned {tensor.dtype} {list(tensor.shape)} instead of {value.dtype} "
             f"{list(value.shape)}, which capture predicted. Please report this constructor. As a workaround, call "
-            "firstloss.materialize_tensor right after that line, inside the constructor."
+            "firstloss.materialize_tensor right after that line, inside the constructor.",
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -95,7 +105,8 @@ class Replay:
 
     def _run_one(self, node: Node) -> None:
         for value in node.reads():
-            self.buffer(value)
+            if type(self.buffers.get(value)) is not _UnexpectedResult:
+                self.buffer(value)
         if node.overwrites:
             self.buffers.setdefault(node.writes[0].value, self._fresh_target(node))
         args = [self._real(a) for a in node.args]
@@ -141,7 +152,8 @@ class Replay:
 
     def _real(self, arg: Any) -> Any:
         if type(arg) is Ref:
-            return arg.view(self.buffers[arg.value])
+            buffer = self.buffers[arg.value]
+            return buffer.handed_on(arg.whole) if type(buffer) is _UnexpectedResult else arg.view(buffer)
         if type(arg) in (list, tuple):
             return [self._real(a) for a in arg]
         return arg
