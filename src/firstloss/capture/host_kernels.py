@@ -10,9 +10,8 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
-from ..compat.torch_names import DisableTorchDispatch, schema_of
+from ..compat.torch_names import DisableTorchDispatch, OpOverload, schema_of
 from .distributed import COLLECTIVES
 from .op_call import is_composite, traits_of
 from .op_overrides import HANDLERS

@@ -172,6 +172,8 @@ def materialize_views(weight: DeferredTensor) -> None:
 class DeferredTensor(Tensor):
     """A tensor with shape, dtype, device and autograd history, but no memory."""
 
+    __module__ = "torch"  # by which opt_einsum, autoray and others choose what to call
+
     _storage: DeferredStorage
 
     def __new__(cls, data: Any = None, requires_grad: bool = True, **attributes: Any) -> Any:
