@@ -27,7 +27,7 @@ _RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ABSOLUTE = {torch.float64: 1e-8, torch.float32: 1e-5}
 _HALF = 3e-2  # and for half precision
 
-_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, range, slice, types.EllipsisType)
+_PLAIN = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, range, types.EllipsisType)
 _OPAQUE = (
     Backend,
     types.ModuleType,
@@ -178,6 +178,8 @@ class _Walk:
         if isinstance(a, enum.Enum):
             self._todo.append((path + ".name", a.name, b.name))
             self._todo.append((path + ".value", a.value, b.value))
+        elif isinstance(a, slice):  # of objects, perhaps
+            self._todo += [(f"{path}.{end}", getattr(a, end), getattr(b, end)) for end in ("start", "stop", "step")]
         elif isinstance(a, _PLAIN) and type(a) in _PLAIN:
             if a != b:
                 raise Difference(path, f"eager {_brief(a)}, traced {_brief(b)}")
