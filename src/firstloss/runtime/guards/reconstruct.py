@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from ...errors import TraceError
 from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
 from ...program.source import here
 from .access import own_attributes
+from .guards import with_article
 from .kind import kind_of
 
 
@@ -63,6 +66,16 @@ class ArgumentPlaceholders(NamedTuple):
 
 
 NO_ARGUMENTS = ArgumentPlaceholders({}, {}, {}, lambda storage: None, lambda tensor: False)
+
+
+# How many objects are searched for a tensor of the step.
+_MAX_REFERENTS = 1000
+
+
+def _is_searched(obj: Any) -> bool:
+    if isinstance(obj, dict):
+        return "__builtins__" not in obj  # not a module's
+    return isinstance(obj, (tuple, list, set, frozenset, types.CellType)) or hasattr(type(obj), "__next__")
 
 
 class Reconstructor:
@@ -150,9 +163,32 @@ class Reconstructor:
     # -- for kinds --
 
     def cannot(self, value: Any) -> Make:
-        """Note that `value` cannot be recreated."""
+        """Note that `value` cannot be recreated: it is left as it is in the trace.
+
+        Raises:
+            TraceError: if it refers to a tensor of the step, which has no value.
+        """
+        if self._refers_to_traced(value):
+            raise TraceError(
+                f"{here()}: the step leaves {with_article(type(value).__qualname__)} that refers to a tensor that it "
+                "has computed, and such an object cannot be created again at each call. Leave the tensor, or a list."
+            )
         self.retrace_reason = self.retrace_reason or f"an object of type {type(value).__name__}"
         return constant(value)
+
+    def _refers_to_traced(self, value: Any) -> bool:
+        """Whether an object, which may be of C, refers to a tensor of the step, directly or in containers and iterators
+        that it refers to."""
+        seen, found = {id(value)}, [value]
+        for held in found:
+            for part in gc.get_referents(held):
+                if isinstance(part, torch.Tensor):
+                    if self._is_traced(part):
+                        return True
+                elif id(part) not in seen and len(found) < _MAX_REFERENTS and _is_searched(part):
+                    seen.add(id(part))
+                    found.append(part)
+        return False
 
     @staticmethod
     def once(value: Any, create: Callable[[], Any], fill: Callable[[Any, CallFrame], Any]) -> Make:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..access import builtin_base, empty_like, items_of, set_items, set_table, size, table_of
+from ..access import builtin_base, empty_like, items_of, set_items, set_table, size, slots, table_of
 from ..equality import same_items
 from ..guards import ListGuard
 from ..kind import of
@@ -265,6 +265,15 @@ class TupleKind(Container):
         cls = type(obj)
         if cls in (tuple, frozenset):
             return lambda env: cls([part(env) for part in parts])
-        if isinstance(getattr(cls, "_fields", None), tuple):
-            return lambda env: tuple.__new__(cls, [part(env) for part in parts])
-        return reconstructor.cannot(obj)
+        if hasattr(cls, "n_sequence_fields"):  # a class of C, as those of torch.return_types
+            return lambda env: cls([part(env) for part in parts])
+        base, attributes = builtin_base(cls), reconstructor.attributes(obj)
+        if base not in (tuple, frozenset) or slots(cls):
+            return reconstructor.cannot(obj)
+
+        def make(env: CallFrame) -> Any:
+            new = base.__new__(cls, [part(env) for part in parts])
+            attributes(new, env)
+            return new
+
+        return make

@@ -358,6 +358,8 @@ def _flattened(state: Any) -> Iterable[Any]:
     for part in state:
         if isinstance(part, tuple):
             yield from _flattened(part)
+        elif type(part) is list and not part:
+            yield ()  # of an exhausted iterator, which makes a new list each time
         else:
             yield part
 
