@@ -1,7 +1,7 @@
 """Calls of a single kernel on weights whose memory is this host's.
 
 Where a step's Python runs at each call, by PyTorch's kernels, most calls are of this kind: the updates of an optimizer,
-and the operations of which autograd makes its graph. `recorder.dispatch` handles any call, at three times the cost.
+and the operations of which autograd makes its graph. `recorder.dispatch` handles any call, at twice the cost.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ class Other(Kind):
         module = module_of_class(cls)
         package = module.partition(".")[0]
         if _is_iterator_of_c(cls):
-            return (
-                ITERATOR_OF_C if cls.__reduce__ is not object.__reduce__ else UNKNOWN_ITERATOR
-            )  # the position is pickled
+            is_pickled = cls.__reduce__ is not object.__reduce__  # the position
+            return ITERATOR_OF_C if is_pickled else UNKNOWN_ITERATOR
         if package == "tokenizers":
             return TOKENIZER
         if is_runtime(module):
