@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # PyTorch imports it at some first use, in which sympy leaves a warning filter
 
 import firstloss as fl
 from firstloss.errors import GraphChangeWarning
