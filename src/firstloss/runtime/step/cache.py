@@ -458,9 +458,8 @@ class CacheEntries:
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
             entry.again = last.again + 1
             if entry.again > 1:
-                runs = self._may_run_each_time(request)
+                runs = self._runs_untraced_next(request)
                 self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
-                self._reading = max(self._reading, runs * (_MAX_UNUSED + 1))
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
         if self._in_vain > most and request.reads and last is not None:
             self._reading = max(self._reading, _MAX_UNUSED + 1)
@@ -530,14 +529,20 @@ class CacheEntries:
         """If the step has to be traced at each call, report why; or run its Python from now on."""
         if entry.traced_each_time is None:
             return
-        runs = self._may_run_each_time(request)
-        self.reports.report_each_time(entry.traced_each_time, None if runs else entry.seconds)
         # Where its code was not recorded, the next trace may find that it reads less.
-        self._reading = max(self._reading, runs * (_MAX_UNUSED + 1 if entry.records_code else 1))
+        runs = self._runs_untraced_next(request, _MAX_UNUSED + 1 if entry.records_code else 1)
+        self.reports.report_each_time(entry.traced_each_time, None if runs else entry.seconds)
 
-    def _may_run_each_time(self, request: Request) -> bool:
-        """Whether the step's Python may run at each call, where it would have to be traced at each."""
-        return request.runs_where_weights_are and not (self._always or self._refuse)
+    def _runs_untraced_next(self, request: Request, calls: int = _MAX_UNUSED + 1) -> bool:
+        """Whether the step's Python may run at each call, where it would have to be traced at each; if so, it will.
+
+        Args:
+            calls: see `_reading`; at most 3 if it is to be traced at the next call.
+        """
+        if not request.runs_where_weights_are or self._always or self._refuse:
+            return False
+        self._reading = max(self._reading, calls)
+        return True
 
     def _traced(
         self,
