@@ -12,6 +12,7 @@ from torch import nn
 import firstloss as fl
 import firstloss.cstorch as cstorch
 from firstloss.cstorch import submodules
+from firstloss.errors import NoEffectWarning
 
 
 def test_its_names_are_those_of_firstloss_and_cerebras():
@@ -168,3 +169,22 @@ def test_a_cerebras_program_runs_on_both_backends(tmp_path):
     for name, weight in eager_saved["model"].items():
         torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=1e-6)
     assert int(saved["schedule"]["last_epoch"]) == int(eager_saved["schedule"]["last_epoch"]) == 8
+
+
+def test_arguments_have_cerebras_names(tmp_path):
+    backend = cstorch.backend(backend_type="CPU", artifact_dir=tmp_path)
+    assert cstorch.current_backend(raise_warning=False) is backend is cstorch.backend()
+    with pytest.warns(NoEffectWarning, match="use_cs_grad_accum"):
+        cstorch.backend("CPU", tmp_path, use_cs_grad_accum=True)
+    with pytest.raises(TypeError, match="no_such_argument"):
+        cstorch.backend("CPU", no_such_argument=True)
+
+
+@pytest.mark.parametrize(
+    "where", [None, "cpu", {"cpu": "cpu"}, {"cuda:0": "cpu"}, lambda storage, device: storage, lambda *args: None]
+)
+def test_a_checkpoint_is_loaded_with_the_arguments_of_torch_load(tmp_path, where):
+    weight = torch.randn(3, 4)
+    cstorch.save(state_dict={"weight": weight, "step": 3}, ckpt_path=tmp_path / "checkpoint")
+    loaded = cstorch.load(ckpt_path=tmp_path / "checkpoint", map_location=where, weights_only=True)
+    assert loaded["step"] == 3 and torch.equal(loaded["weight"], weight)

@@ -16,8 +16,8 @@ from .submodules import register
 # Name -> the module that defines it, if that is not firstloss.
 _NAMES = {
     "install": ".install",
-    "device": ".on_device",
     "tensor": ".on_device",
+    **dict.fromkeys(("backend", "current_backend", "device", "load", "save"), ".renamed"),
     **dict.fromkeys(
         (
             "add_debug_name",

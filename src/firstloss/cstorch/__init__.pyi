@@ -4,11 +4,9 @@ from typing import Any
 
 from firstloss import (
     Pad,
-    backend,
     check_init,
     checkpoint_closure,
     compile,
-    current_backend,
     current_executor,
     current_torch_device,
     deferred,
@@ -19,7 +17,6 @@ from firstloss import (
     full_like,
     init_program,
     is_deferred,
-    load,
     mark_sharding,
     materialize_module,
     materialize_tensor,
@@ -28,7 +25,6 @@ from firstloss import (
     ones_like,
     register_lowering,
     run_stablehlo,
-    save,
     save_initialized,
     shard,
     step_closure,
@@ -53,7 +49,8 @@ from .accepted import (
     set_debug_scope,
 )
 from .install import install
-from .on_device import device, tensor
+from .on_device import tensor
+from .renamed import backend, current_backend, device, load, save
 
 # Modules that exist in `sys.modules` only; see submodules.py.
 backends: Any

@@ -1,4 +1,4 @@
-"""A device without its backend, and tensors on the current one."""
+"""Tensors on the current backend's device."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ from typing import Any
 import torch
 
 import firstloss as fl
-
-
-def device(backend_type: str, *args: Any, **kwargs: Any) -> Any:
-    """The device of a new backend.
-
-    Args:
-        backend_type, args, kwargs: as of `backend`.
-
-    Returns:
-        `backend(backend_type, ...).device`.
-    """
-    return fl.backend(backend_type, *args, **kwargs).device
 
 
 def tensor(*args: Any, **kwargs: Any) -> torch.Tensor:

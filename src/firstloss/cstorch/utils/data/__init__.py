@@ -38,6 +38,8 @@ class DataExecutor(_DataExecutor):
         samples: the samples of all batches so far.
     """
 
+    profiler: Profiler
+
     def __init__(
         self,
         dataloader: Any,
