@@ -12,7 +12,7 @@ import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, Any
 
 from .errors import SaveError
 from .interpreter import Uninterrupted
@@ -73,7 +73,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO]:
+def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """Like `replacing`, with the temporary file open, and synced at the end; `mode` is `"wb"` or `"w"` (UTF-8)."""
     with replacing(path) as temporary:
         # Not opened with tempfile, so that it gets the permissions of any new file.

@@ -44,7 +44,7 @@ class Undo:
     __slots__ = ("_actions",)
 
     def __init__(self) -> None:
-        self._actions: list[tuple[Callable[..., Any], tuple]] = []
+        self._actions: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def __call__(self, action: Callable[..., Any], *args: Any) -> None:
         """Call `action(*args)` at the end of the block, in reverse order of registration."""

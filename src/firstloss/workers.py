@@ -21,8 +21,8 @@ S = TypeVar("S")
 class Task(Generic[T]):
     """A call in a worker."""
 
-    def __init__(self, function: Callable[..., T], args: tuple) -> None:
-        self._call: tuple[Callable[..., T], tuple] | None = (function, args)
+    def __init__(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
+        self._call: tuple[Callable[..., T], tuple[Any, ...]] | None = (function, args)
         self._outcome: list[T] = []
         self._error: BaseException | None = None
         self._running = threading.Lock()

@@ -273,7 +273,7 @@ def _all_finite(gradients: list[Tensor]) -> Tensor:
     return torch.stack([norm.to(largest[0].device).float() for norm in largest]).isfinite().all()
 
 
-def _step_if(finite: Tensor, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _step_if(finite: Tensor, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Step, and revert every change unless `finite`."""
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     before: dict[int, Tensor] = {}

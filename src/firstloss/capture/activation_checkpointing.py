@@ -47,6 +47,6 @@ def init_frame(original: Any, self: Any, recompute_fn: Any, *args: Any, **kwargs
 
 
 @replaces("torch.utils.checkpoint.detach_variable")
-def detach_variable(original: Any, inputs: tuple) -> tuple:
+def detach_variable(original: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """As the original, for a checkpointed call with use_reentrant=True."""
     return original(after_barrier(inputs))

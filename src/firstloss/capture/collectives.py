@@ -31,7 +31,7 @@ _FUNCTIONAL = {"all_reduce", "all_reduce_coalesced", "all_gather_into_tensor", "
                "broadcast"}  # fmt: skip
 
 
-def run(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a collective on traced tensors.
 
     Raises:

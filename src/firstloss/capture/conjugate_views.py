@@ -26,7 +26,7 @@ from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, 
 aten = torch.ops.aten
 
 
-def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple, kwargs: dict) -> Any:
+def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Handle a lazy view such as `x.conj()`, whose content `computed_by` computes."""
     source = args[0]
     if session.trace is None and (type(source) is not DeferredTensor or on_backend(source)):

@@ -102,7 +102,7 @@ def _masked_select(x: Tensor, mask: Tensor, value_of: Callable[[Any], Tensor | N
     return _index_by_masks(x, [_constant(content.expand(shape).clone())], known_value)
 
 
-def _index_by_masks(x: Tensor, indices: list, value_of: Callable[[Any], Tensor | None]) -> Tensor | None:
+def _index_by_masks(x: Tensor, indices: list[Any], value_of: Callable[[Any], Tensor | None]) -> Tensor | None:
     """`x[indices]`, with known masks converted to indices; None if a mask is unknown."""
     positions: list[Any] = []
     for index in indices:

@@ -58,7 +58,7 @@ class _Lift(TorchFunctionMode):
             return entry[1]
 
 
-def capture(function: Callable, like: Sequence[Tensor], lifted: Sequence[Tensor] = ()) -> Region:
+def capture(function: Callable[..., Any], like: Sequence[Tensor], lifted: Sequence[Tensor] = ()) -> Region:
     """Trace `function` on tensors shaped like those of `like`; `lifted` are tensors from outside known to be read."""
     from .step import StepTrace  # which builds on the recorder, as this does
 
@@ -128,7 +128,7 @@ class _GeneratorState:
     def __init__(self) -> None:
         self._state = torch.get_rng_state()  # the trace's own, while one is under way
 
-    def with_same_draws(self, function: Callable, *args: Any) -> Any:
+    def with_same_draws(self, function: Callable[..., Any], *args: Any) -> Any:
         after = torch.get_rng_state()
         torch.set_rng_state(self._state)
         try:
@@ -137,7 +137,9 @@ class _GeneratorState:
             torch.set_rng_state(after)
 
 
-def differentiated(function: Callable, tensors: Sequence[Tensor], lifted: Sequence[Tensor], count: int) -> Callable:
+def differentiated(
+    function: Callable[..., Any], tensors: Sequence[Tensor], lifted: Sequence[Tensor], count: int
+) -> Callable[..., Any]:
     """A function of (tensors, lifted, gradients of the outputs) that returns the gradients of tensors and lifted."""
     requires_grad = [x.requires_grad for x in (*tensors, *lifted)]
 
@@ -169,11 +171,11 @@ def differentiated(function: Callable, tensors: Sequence[Tensor], lifted: Sequen
 # -- torch.cond --
 
 
-def cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence[Tensor]) -> Any:
+def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Tensor]) -> Any:
     """`torch.cond` in a step."""
     single = False
 
-    def flat(function: Callable) -> Callable:
+    def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Tensor) -> Any:
             nonlocal single
             result = function(*args)
@@ -194,7 +196,7 @@ def cond(pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence[Te
     return out[0] if single else out
 
 
-def _with_lifted(functions: Sequence[Callable], operands: Sequence[Tensor]) -> list[Tensor]:
+def _with_lifted(functions: Sequence[Callable[..., Any]], operands: Sequence[Tensor]) -> list[Tensor]:
     """The operands and all tensors that the functions read, for autograd."""
     lifted: list[Tensor] = []
     for function in functions:
@@ -219,7 +221,7 @@ class _Cond(torch.autograd.Function):
 
 
 def _record_cond(
-    pred: Tensor, functions: Sequence[Callable], operands: Sequence[Tensor], lifted: Sequence[Tensor]
+    pred: Tensor, functions: Sequence[Callable[..., Any]], operands: Sequence[Tensor], lifted: Sequence[Tensor]
 ) -> Any:
     regions = tuple(capture(f, operands, lifted) for f in functions)
     a, b = (region.outputs for region in regions)
@@ -239,7 +241,11 @@ def _format(outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
 
 
 def while_loop(
-    cond_fn: Callable, body_fn: Callable, carried: Sequence[Any], additional: Sequence[Any] = (), **_: Any
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried: Sequence[Any],
+    additional: Sequence[Any] = (),
+    **_: Any,
 ) -> Any:
     """`torch.while_loop` in a step."""
     tensors = [x if isinstance(x, Tensor) else torch.tensor(x) for x in carried]
@@ -276,7 +282,7 @@ class _While(torch.autograd.Function):
 
 
 def scan(
-    combine_fn: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Sequence[Any] = ()
+    combine_fn: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Sequence[Any] = ()
 ) -> Any:
     """`scan` in a step, with init and xs as lists of tensors; the result has the structure of the body's result."""
     n, m = len(init), len(xs)
@@ -352,7 +358,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _record_scan(
-    body: Callable, init: Sequence[Tensor], xs: Sequence[Tensor], lifted: Sequence[Tensor], reverse: bool
+    body: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], lifted: Sequence[Tensor], reverse: bool
 ) -> Any:
     like = [*init, *(x.detach()[0] for x in xs)]
     region = capture(body, like, lifted)
@@ -370,7 +376,7 @@ def _record_scan(
 # -- patches of torch --
 
 
-def _in_a_step(replacement: Callable, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _in_a_step(replacement: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs) if session.trace is None else replacement(*args[1:], **kwargs)
 
 
@@ -379,6 +385,6 @@ for _name, _ours in (("cond.CondOp", cond), ("while_loop.WhileLoopOp", while_loo
 
 
 @replaces("torch._higher_order_ops.utils._hop_compile_and_call")
-def call(original: Callable, function: Callable, args: Any, kwargs: Any = None) -> Any:
+def call(original: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
     """Call the function directly: eager PyTorch compiles it with Dynamo first."""
     return original(function, args, kwargs) if session.trace is None else function(*args, **(kwargs or {}))

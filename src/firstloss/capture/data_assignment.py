@@ -60,7 +60,7 @@ class DataAssignments:
         self.viewers: list[Viewer] = []
         self._exported: set[DeferredStorage] = set()
         # Tables that held views of a weight's memory when the step began, with their keys: see `views_before`.
-        self._holders: dict[DeferredStorage, list[tuple[dict, Any]]] = {}
+        self._holders: dict[DeferredStorage, list[tuple[dict[Any, Any], Any]]] = {}
         self._held: list[weakref.ref[DeferredTensor]] = []
         self._real: list[tuple[torch.Tensor, Any]] = []  # weights not on a backend, and the source lines
 
@@ -152,7 +152,7 @@ class DataAssignments:
             if viewer is not None and viewer._storage is view._storage:
                 set_storage(viewer, before, geometry)
 
-    def views_before(self, tables: Iterable[dict]) -> None:
+    def views_before(self, tables: Iterable[dict[Any, Any]]) -> None:
         """Record which of these dicts (an optimizer's state) hold views of the weights' memory before the step, which
         replaces them: `p.data = state["old_p"]` leaves one for the next step."""
         for table in tables:

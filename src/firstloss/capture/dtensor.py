@@ -99,23 +99,23 @@ def broadcast(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return None if type(tensor) is DeferredTensor else original(tensor, *args, **kwargs)
 
 
-def _fill(op: Any, args: tuple, kwargs: dict) -> Any:
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     return fill_as_one_process(args[0], lambda whole: op(whole, *args[1:], **kwargs))
 
 
-def _like(op: Any, args: tuple, kwargs: dict) -> Any:
+def _like(op: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     whole = _whole(args[0], kwargs.get("dtype") or args[0].dtype)
     return _distributed(op(whole, *args[1:], **kwargs), args[0])
 
 
-def _eye(op: Any, args: tuple, kwargs: dict) -> Any:
+def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     return fill_as_one_process(kwargs["out"], lambda whole: op(*args, **{**kwargs, "out": whole}))
 
 
-def _deferred_handler(op: Any, handle: Callable, target: str | None = None) -> Callable:
+def _deferred_handler(op: Any, handle: Callable[..., Any], target: str | None = None) -> Callable[..., Any]:
     """A handler of `op` that calls `handle` for a shard of a deferred tensor, else PyTorch."""
 
-    def handler(op_call: Any, args: tuple, kwargs: dict) -> Any:
+    def handler(op_call: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
         if shards_a_deferred_tensor(args[0] if target is None else kwargs[target]):
             return handle(op_call, args, kwargs)
         with _without_handler(op, handler):
@@ -125,7 +125,7 @@ def _deferred_handler(op: Any, handle: Callable, target: str | None = None) -> C
 
 
 @contextmanager
-def _without_handler(op: Any, handler: Callable) -> Iterator[None]:
+def _without_handler(op: Any, handler: Callable[..., Any]) -> Iterator[None]:
     from torch.distributed.tensor import DTensor
 
     handlers = operation_handlers(DTensor)  # context parallelism replaces the table by a copy

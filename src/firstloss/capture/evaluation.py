@@ -253,7 +253,7 @@ def content(tensor: Tensor) -> Tensor:
     return state_of(tensor._storage).content(tensor)
 
 
-def _call(call: OpCall, args: Any, kwargs: dict) -> Any:
+def _call(call: OpCall, args: Any, kwargs: dict[Any, Any]) -> Any:
     if call.traits.random is not None and not call.on_meta:
         session.generators.load(call.generator())
     elif call.traits.opaque:

@@ -29,7 +29,9 @@ def minimum(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _extremum(original, torch.lt, args, kwargs)
 
 
-def _extremum(original: Callable[..., Any], exceeds: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _extremum(
+    original: Callable[..., Any], exceeds: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if session.trace is None or kwargs:
         return original(*args, **kwargs)
     if len(args) == 1 and type(args[0]) not in (list, tuple, set, dict):

@@ -100,7 +100,9 @@ class _NeedsValues(Exception):
 _this_thread = threading.local()  # `in_torch_function`: whether `_first_use_mode` is active
 
 
-def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+def _first_use_mode(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
     """Call `func`; if it needs values, materialize them before autograd sees the tensors, and call it again."""
     with DisableTorchFunctionSubclass():
         kwargs = kwargs or {}
@@ -128,7 +130,7 @@ def _first_use_mode(cls: type, func: Any, types: Any, args: tuple = (), kwargs: 
         return _first_use_mode(cls, func, types, args, kwargs)
 
 
-def _call(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func`; if it accesses memory without the dispatcher, materialize its tensors and call it again."""
     try:
         return func(*args, **kwargs)

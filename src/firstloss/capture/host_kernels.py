@@ -50,7 +50,7 @@ def _kernel(op: OpOverload) -> _Kernel | None:
     return _Kernel(frozenset(p for p in traits.writes if isinstance(p, int)), returned)
 
 
-def run(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `op` on the memory of its arguments, if it is such a call.
 
     Returns:

@@ -60,7 +60,11 @@ class Expression:
     __slots__ = ("combine", "operands", "source", "example", "is_read")
 
     def __init__(
-        self, combine: Callable[..., Any] | None, operands: tuple, source: Source | None = None, example: Any = None
+        self,
+        combine: Callable[..., Any] | None,
+        operands: tuple[Any, ...],
+        source: Source | None = None,
+        example: Any = None,
     ) -> None:
         self.combine = combine
         self.operands = operands
@@ -117,7 +121,7 @@ class InputNumbers:
         self.sources: list[Expression] = []
         self.guards: dict[Expression, Any] = {}
         self.inputs: dict[tuple[Expression, torch.dtype], Any] = {}
-        self._known: dict[tuple, Expression] = {}
+        self._known: dict[tuple[Any, ...], Expression] = {}
         self.is_open = True  # while the step is being traced
         self.draws: Draws | None = None
         self.reads: dict[Expression, Ref] = {}
@@ -147,7 +151,7 @@ class InputNumbers:
         self.sources.append(expression)
         return expression
 
-    def computed(self, combine: Callable[..., Any], operands: tuple) -> Expression:
+    def computed(self, combine: Callable[..., Any], operands: tuple[Any, ...]) -> Expression:
         """The expression `combine(*operands)`; the same object for equal ones."""
         key = (combine, tuple((id(o) if type(o) is Expression else (type(o), repr(o))) for o in operands))
         expression = self._known.get(key)
@@ -415,7 +419,7 @@ class _InputNumber:
     def __copy__(self) -> Any:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Any:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -48,7 +48,7 @@ class InputText:
     def __copy__(self) -> InputText:
         return self
 
-    def __deepcopy__(self, memo: dict) -> InputText:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> InputText:
         return self
 
 

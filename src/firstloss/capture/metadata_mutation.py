@@ -22,14 +22,14 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def _on_real(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _on_real(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     if session.trace is not None:
         session.trace.new_layouts.change(args[0])
     with DisableTorchDispatch():
         return op(*args, **kwargs)
 
 
-def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _in_place_view(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """`t_`, `squeeze_` and others, which change the view of the same storage."""
     tensor = args[0]
     if type(tensor) is DeferredTensor:
@@ -45,7 +45,7 @@ def _in_place_view(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return _on_real(op, args, kwargs)
 
 
-def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _set_tensor(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """`a.set_(b)`: `a` becomes the same view as `b`."""
     tensor, source, *geometry = args
     if type(source) is DeferredTensor and type(tensor) is not DeferredTensor and session.trace is None:
@@ -73,7 +73,7 @@ def _set_tensor(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return tensor
 
 
-def _set_storage(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _set_storage(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """`a.set_(storage, ...)`, with a real storage."""
     tensor = args[0]
     if type(tensor) is not DeferredTensor:
@@ -129,7 +129,7 @@ def resize_strided(tensor: DeferredTensor, size: tuple[int, ...], stride: tuple[
         storage.resident.release_exported_memory()
 
 
-def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _resize(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     tensor, *others = args
     if type(tensor) is not DeferredTensor:
         return _on_real(op, args, kwargs)
@@ -142,7 +142,7 @@ def _resize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 # By the operation's name.
-OPERATIONS: dict[str, Callable[[OpOverload, tuple, dict], Any]] = {
+OPERATIONS: dict[str, Callable[[OpOverload, tuple[Any, ...], dict[Any, Any]], Any]] = {
     "aten::set_.source_Tensor": _set_tensor,
     "aten::set_.source_Tensor_storage_offset": _set_tensor,
     "aten::set_.source_Storage": _set_storage,

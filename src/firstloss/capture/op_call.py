@@ -146,7 +146,7 @@ class OpCall:
 
     __slots__ = ("op", "traits", "args", "kwargs", "deferred", "real", "key", "on_meta", "symbolic", "_written")
 
-    def __init__(self, op: OpOverload, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, op: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.op = op
         self.traits = traits
         self.args = args
@@ -166,7 +166,7 @@ class OpCall:
                 self._scan((value,), key)
         self.key = tuple(key)
 
-    def _scan(self, args, key: list) -> None:
+    def _scan(self, args, key: list[Any]) -> None:
         for arg in args:
             kind = type(arg)
             if kind is DeferredTensor:

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def _read_scalar(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _read_scalar(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     tensor = args[0]
     if session.trace is not None and _is_real(tensor):
         tensor = session.trace.read_real(tensor)
@@ -76,13 +76,13 @@ def _validated(condition: torch.Tensor) -> bool | None:
 # -- queries and assertions ------------------------------------------------------------------------------------------
 
 
-def _metadata_query(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _metadata_query(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """A query that depends on metadata only."""
     with DisableTorchDispatch():
         return op(*args, **kwargs)
 
 
-def _same_storage_numel(op: OpOverload, args: tuple, kwargs: dict) -> bool:
+def _same_storage_numel(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> bool:
     """Called by forward-mode differentiation."""
     counts = []
     for tensor in args:
@@ -97,14 +97,14 @@ def _is_real(arg: Any) -> bool:
     return isinstance(arg, torch.Tensor) and type(arg) is not DeferredTensor
 
 
-def _equal(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _equal(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     if session.trace is not None:
         args = tuple(session.trace.read_real(a) if _is_real(a) else a for a in args)
     with DisableTorchDispatch():
         return op(*(value_of(a) if type(a) is DeferredTensor else a for a in args), **kwargs)
 
 
-def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _lift(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """`torch.tensor(data)`: a new tensor of Python data, or one that shares NumPy's memory."""
     tensor = args[0]
     if type(tensor) is DeferredTensor:
@@ -118,14 +118,14 @@ def _lift(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _assert_async(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _assert_async(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """An assertion on values; a traced step checks it after each execution."""
     if session.trace is not None and known_value(args[0]) is None:
         return Hooks.assert_later(*args)
     return _equal(op, args, kwargs)
 
 
-def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _allclose(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Called by a derivative (of complex singular vectors) to check whether it is defined; checked after the step."""
     node = current_autograd_node() if session.trace is not None else None
     if node is None or all(known_value(a) is not None for a in args[:2]):
@@ -144,7 +144,7 @@ def _allclose(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 # -- *_like and new_* factories --------------------------------------------------------------------------------------
 
 # The in-place operation that fills the result, and its further arguments.
-_LIKE: dict[str, Callable[[tuple], tuple | None]] = {
+_LIKE: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...] | None]] = {
     "aten::empty_like": lambda args: None,
     "aten::new_empty": lambda args: None,
     "aten::new_empty_strided": lambda args: None,
@@ -159,7 +159,7 @@ _LIKE: dict[str, Callable[[tuple], tuple | None]] = {
 }
 
 
-def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _like(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     call = OpCall(op, traits_of(op), args, kwargs)
     pending = any(state_of(t._storage).pending and not is_in_file(t) for t in call.deferred)
     if pending and op is aten.empty_like.default and session.trace is None and not call.on_meta:
@@ -178,7 +178,7 @@ def _like(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return out
 
 
-def _keep_recipe(tensor: Tensor, kwargs: dict) -> Any:
+def _keep_recipe(tensor: Tensor, kwargs: dict[Any, Any]) -> Any:
     """`torch.empty_like` of a deferred tensor: one with the same recipe.
 
     Code for the meta device (such as `Module.to_empty`) allocates memory with it and initializes afterwards. Here the
@@ -207,7 +207,7 @@ _INTO_OUT = {
 }
 
 
-def _into_out(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _into_out(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     out = kwargs["out"]
     if type(out) is not DeferredTensor and session.trace is None:
         with DisableTorchDispatch():
@@ -229,7 +229,7 @@ def _is_meta(call: OpCall) -> bool:
     return call.kwargs.get("device") is None and any(t.is_meta for t in call.real)
 
 
-def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def _normalize(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Use the overload of batch norm whose schema says that it writes to the running statistics."""
     x, weight, bias, mean, var, training, momentum, eps = args
     if mean is None:
@@ -244,7 +244,7 @@ def _normalize(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 # By the operation's name: most captures need few of these operations, and looking one up takes PyTorch 20 us.
-HANDLERS: dict[str, Callable[[OpOverload, tuple, dict], Any]] = {
+HANDLERS: dict[str, Callable[[OpOverload, tuple[Any, ...], dict[Any, Any]], Any]] = {
     **dict.fromkeys(_LIKE, _like),
     **dict.fromkeys(_INTO_OUT, _into_out),
     "aten::native_batch_norm": _normalize,

@@ -15,12 +15,12 @@ import numpy as np
 GENERATORS = (random.Random, np.random.RandomState)
 
 
-def _numpy_state() -> tuple:
+def _numpy_state() -> tuple[Any, ...]:
     name, words, *rest = np.random.get_state()
     return name, words.tobytes(), *rest
 
 
-def _set_numpy_state(state: tuple) -> None:
+def _set_numpy_state(state: tuple[Any, ...]) -> None:
     name, words, *rest = state
     np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
 

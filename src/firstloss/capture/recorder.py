@@ -67,7 +67,7 @@ _USED_BY_LOADERS = (aten.detach.default, aten.copy_.default)
 _EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
 
 
-def dispatch(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle a call of `op`: record it if possible, run it if it needs values."""
     handler = HANDLERS.get(op.name())
     if handler is not None:
@@ -334,7 +334,7 @@ def _results(call: OpCall, new: list[DeferredTensor | int | None]) -> Any:
     return tuple(next(fresh, None) if position is None else call.argument(position) for position in returns)
 
 
-def _with_refs(args, writes: dict[Any, Ref]) -> tuple:
+def _with_refs(args, writes: dict[Any, Ref]) -> tuple[Any, ...]:
     return tuple([_with_ref(a, writes) for a in args])
 
 

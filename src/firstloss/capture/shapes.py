@@ -41,7 +41,7 @@ _TAKE_PIVOTS = {"linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"}
 _LARGE = 65504.0  # larger numbers overflow in some dtypes
 _HALVES = (torch.float16, torch.bfloat16)
 
-_dtypes_cache: dict[tuple, list[torch.dtype | None]] = {}
+_dtypes_cache: dict[tuple[Any, ...], list[torch.dtype | None]] = {}
 
 
 def result_dtypes(call: OpCall) -> list[torch.dtype | None] | None:
@@ -140,17 +140,17 @@ _WRONG_META_KERNELS = {
 }
 
 
-def _like(position: int) -> Callable[[tuple], list[Geometry]]:
+def _like(position: int) -> Callable[[tuple[Any, ...]], list[Geometry]]:
     """One result, shaped like the argument at `position`."""
 
-    def geometry(args: tuple) -> list[Geometry]:
+    def geometry(args: tuple[Any, ...]) -> list[Geometry]:
         like = torch.empty_like(as_meta(args[position]), memory_format=torch.contiguous_format)
         return [geometry_of(like)]
 
     return geometry
 
 
-def _geqrf(args: tuple) -> list[Geometry]:
+def _geqrf(args: tuple[Any, ...]) -> list[Geometry]:
     """Column-major factors, as LAPACK returns them, and scales."""
     *batch, rows, columns = args[0].shape
     factors = torch.empty((*batch, columns, rows), dtype=args[0].dtype, device="meta").mT
@@ -158,7 +158,7 @@ def _geqrf(args: tuple) -> list[Geometry]:
     return [geometry_of(factors), geometry_of(scales)]
 
 
-def _ctc(args: tuple) -> list[Geometry]:
+def _ctc(args: tuple[Any, ...]) -> list[Geometry]:
     """Losses, and the forward variables for the longest possible target."""
     log_probs, targets = args[:2]
     time, batch, _ = log_probs.shape
@@ -167,7 +167,7 @@ def _ctc(args: tuple) -> list[Geometry]:
     return [geometry_of(x) for x in results]
 
 
-def _embedding_bag(args: tuple) -> list[Geometry]:
+def _embedding_bag(args: tuple[Any, ...]) -> list[Geometry]:
     """As on a CPU, whose kernel omits the bag of each index if it is not needed for the sum."""
     arguments: Any = (*args, *_EMBEDDING_BAG_DEFAULTS[len(args) :])
     weight, indices, offsets, _, mode, _, _, includes_last, padding = arguments
@@ -183,7 +183,7 @@ _EMBEDDING_BAG_DEFAULTS = (None, None, None, False, 0, False, None, False, -1)  
 
 
 # Operations with static shapes whose meta kernels are missing, or differ from the CPU's.
-_SHAPES: dict[str, Callable[[tuple], list[Geometry]]] = {
+_SHAPES: dict[str, Callable[[tuple[Any, ...]], list[Geometry]]] = {
     "aten.multi_margin_loss_backward.default": _like(1),
     "aten.multilabel_margin_loss_backward.default": _like(1),
     "aten._ctc_loss.Tensor": _ctc,
@@ -201,7 +201,7 @@ _SHAPES: dict[str, Callable[[tuple], list[Geometry]]] = {
 }
 
 
-def _norm_in_eval(args: tuple) -> list[Geometry]:
+def _norm_in_eval(args: tuple[Any, ...]) -> list[Geometry]:
     """The result, and empty batch statistics, which a CPU's kernel does not compute."""
     nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
     x = as_meta(args[0])
@@ -210,7 +210,7 @@ def _norm_in_eval(args: tuple) -> list[Geometry]:
 
 
 # The same outside of a trace, where the CPU's kernel will run instead of a lowering. (None: as the meta kernel.)
-_CPU_SHAPES: dict[str, Callable[[tuple], list[Geometry] | None]] = {
+_CPU_SHAPES: dict[str, Callable[[tuple[Any, ...]], list[Geometry] | None]] = {
     "aten._native_batch_norm_legit_no_training.default": _norm_in_eval,
     "aten._native_batch_norm_legit.default": lambda args: None if args[5] else _norm_in_eval(args),
     "aten._native_batch_norm_legit.no_stats": lambda args: None if args[3] else _norm_in_eval(args),
@@ -224,7 +224,7 @@ _NUMBERS_OF_SHAPES = {
     "aten._scaled_dot_product_cudnn_attention.default",
 }
 
-_cache: dict[tuple, Outcome] = {}
+_cache: dict[tuple[Any, ...], Outcome] = {}
 
 
 def infer(call: OpCall) -> Outcome:
@@ -287,7 +287,7 @@ def _infer_foreach(call: OpCall) -> list[Any]:
     count = max(map(len, lists), default=0)
     if count < 2 or call.kwargs or any(len(arg) != count for arg in lists):
         return _run_meta_kernel(call)
-    kinds: dict[tuple, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
     rows = [kinds.setdefault(tuple(map(_kind, row)), len(kinds)) for row in zip(*lists, strict=True)]
     first = [rows.index(kind) for kind in range(len(kinds))]
     args = tuple([arg[i] for i in first] if type(arg) in (list, tuple) else arg for arg in call.args)

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 # The arithmetic methods of PyTorch's SymNode, and their equivalents on tensors.
-_ARITHMETIC: dict[str, Callable] = {
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -107,7 +107,7 @@ class SymbolicNumber:
             return lambda *others: SymbolicNumber(combine(self.number(), *(other.number() for other in others)))
         raise AttributeError(name)
 
-    def _computed(self, compute: Callable, others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
+    def _computed(self, compute: Callable[..., Any], others: tuple[SymbolicNumber, ...]) -> SymbolicNumber:
         with torch.no_grad():
             return SymbolicNumber(compute(self.value, *(other.value for other in others)))
 

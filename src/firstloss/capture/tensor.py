@@ -38,9 +38,9 @@ Tensor = torch.Tensor
 class Hooks:
     """Callbacks registered by higher layers."""
 
-    dispatch: Callable[[Any, tuple, dict], Any]  # the recorder
+    dispatch: Callable[[Any, tuple[Any, ...], dict[Any, Any]], Any]  # the recorder
     is_composite: Callable[[OpOverload], bool]  # see `op_call.py`
-    run_in_host_memory: Callable[[OpOverload, tuple, dict], Any]  # see `host_kernels.py`
+    run_in_host_memory: Callable[[OpOverload, tuple[Any, ...], dict[Any, Any]], Any]  # see `host_kernels.py`
     value_of: Callable[[DeferredTensor], Tensor]  # a copy of its content
     memory_of: Callable[[DeferredTensor, bool], Tensor]  # on a backend: a real tensor that shares its memory
     constant_tensor: Callable[[Tensor], DeferredTensor]  # a deferred tensor with known content
@@ -54,7 +54,7 @@ class Hooks:
     assert_later: Callable[..., None]  # check a condition after each execution of the active step
 
     @classmethod
-    def register(cls, **callbacks: Callable) -> None:
+    def register(cls, **callbacks: Callable[..., Any]) -> None:
         """Register callbacks by name."""
         for name, callback in callbacks.items():
             setattr(cls, name, staticmethod(callback))
@@ -108,7 +108,7 @@ class DeferredStorage:
         self.tensors.append(ref)
 
 
-class _TensorRef(weakref.ref):
+class _TensorRef(weakref.ref[Any]):
     """A reference to a tensor that is, or was, a view of a storage."""
 
     __slots__ = ("among",)

@@ -36,7 +36,9 @@ def parse_tensor(text: str) -> TensorSpec:
     return TensorSpec(match["name"] or "", tuple(map(int, match["shape"].split("x"))), match["dtype"] or "")
 
 
-def tensors_of(model: torch.nn.Module, batch: list[TensorSpec], axes: mesh.Axes) -> tuple[tuple, dict[str, Any]]:
+def tensors_of(
+    model: torch.nn.Module, batch: list[TensorSpec], axes: mesh.Axes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The model's positional and keyword arguments, as tensors of zeros."""
     import torch
 

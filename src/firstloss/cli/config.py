@@ -51,7 +51,7 @@ class ConfiguredTrainer(Trainer):
         self,
         model: Callable[[], torch.nn.Module],
         loop: TrainingLoop,
-        optimizer: Callable[[Iterable], torch.optim.Optimizer] | None = None,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
         schedulers: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         device: str = "XLA",
         artifact_dir: str | None = None,

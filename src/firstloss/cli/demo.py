@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_all(args: argparse.Namespace, console: Console, scratch: str) -> tuple[dict[str, list[float]], dict]:
+def _run_all(args: argparse.Namespace, console: Console, scratch: str) -> tuple[dict[str, list[float]], dict[Any, Any]]:
     losses: dict[str, list[float]] = {}
     timelines: dict[str, Timeline] = {}
     with output.progress(console) as progress:
@@ -122,7 +122,7 @@ def _moments(timeline: Timeline) -> dict[str, float]:
     return {FIRST_LOSS: first.at, "first update": update, last.name: last.at}
 
 
-def _result(losses: dict, timelines: dict, difference: float, files: list[str]) -> dict[str, Any]:
+def _result(losses: dict[Any, Any], timelines: dict[Any, Any], difference: float, files: list[str]) -> dict[str, Any]:
     deferred, plain = timelines["firstloss"], timelines["pytorch"]
     return {
         "time_to_first_loss": {job: timelines[job].first_loss for job in TITLES},
@@ -138,7 +138,9 @@ def _result(losses: dict, timelines: dict, difference: float, files: list[str]) 
     }
 
 
-def _print_tables(console: Console, losses: dict, timelines: dict, difference: float, files: list[str]) -> None:
+def _print_tables(
+    console: Console, losses: dict[Any, Any], timelines: dict[Any, Any], difference: float, files: list[str]
+) -> None:
     from rich.table import Table
 
     deferred, plain = timelines["firstloss"], timelines["pytorch"]

@@ -167,7 +167,7 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], ar
     optimizer = optimizer_class(trained, lr=1e-3)
 
     @fl.trace
-    def step(inputs: tuple, named: dict[str, Any]) -> Any:
+    def step(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         loss = _loss(compiled(*inputs, **named))
         loss.backward()
         optimizer.step()

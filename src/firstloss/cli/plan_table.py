@@ -121,7 +121,7 @@ def label(part: PlannedPart) -> str:
 
 
 def _replicated(plan: StepPlan) -> Table | None:
-    groups: dict[tuple, list[Any]] = {}
+    groups: dict[tuple[Any, ...], list[Any]] = {}
     for array in plan.replicated():
         key = re.sub(r"(?<=\.)\d+(?=\.)", "*", array.name), array.why
         groups.setdefault(key, []).append(array)

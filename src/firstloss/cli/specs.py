@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
 from . import mesh
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[str, tuple]:
+def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[str, tuple[Any, ...]]:
     """Specs for `fl.shard`: from --cut, or else from the model's own tensor parallel plan, with the data axes on
     another dimension. Weights with neither are sharded by the default policy."""
     from ..init.shardings import DATA_AXES
 
     shapes = {name: tuple(p.shape) for name, p in (*model.named_parameters(), *model.named_buffers())}
-    specs: dict[str, tuple] = {}
+    specs: dict[str, tuple[Any, ...]] = {}
     for pattern, spec_given in mesh.parse_cuts(cuts, axes).items():
         matching = [name for name in shapes if fnmatchcase(name, pattern)]
         if not matching:

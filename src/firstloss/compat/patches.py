@@ -398,7 +398,7 @@ def _replaced(name: str, original: Any, replacement: Any) -> Any:
     return known[2]
 
 
-def _wrapper(original: Callable, replacement: Callable) -> Callable:
+def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)

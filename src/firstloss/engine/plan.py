@@ -8,7 +8,7 @@ of some operation's result depends on other elements, or on its SIMD lane) are r
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..program.graph import Node, Ref, Value, dense_count, dtype_name, is_contiguous
 from ..program.node_kinds import Copy, Fill, Pointwise, is_unwritten, kind_of
@@ -165,7 +165,7 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
         same_dtype = all(ref.dtype == value.dtype for ref in kind.sources)
         return RangeStep(kind, node, (), False) if same_dtype else None
     if isinstance(kind, Copy):
-        operands: tuple = kind.sources
+        operands: tuple[Any, ...] = kind.sources
     else:
         operands = kind.args[1:] if kind.in_place else kind.args
         if not kind.exact or any(type(a) is Ref for a in kind.kwargs.values()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,7 +69,7 @@ def _bounds(edit: Pointwise) -> dict[str, float] | None:
     return numbers if all(math.isfinite(number) for number in numbers.values()) else None
 
 
-_LAST_TO_FIRST: tuple[tuple[set, Callable[[Pointwise], dict[str, float] | None]], ...] = (
+_LAST_TO_FIRST: tuple[tuple[set[Any], Callable[[Pointwise], dict[str, float] | None]], ...] = (
     ({aten.clamp_.default}, _bounds),
     ({aten.add_.Tensor, aten.add_.Scalar}, _number("term")),
     ({aten.mul_.Tensor, aten.mul_.Scalar}, _number("factor")),

@@ -47,7 +47,7 @@ class FillRecipe(NamedTuple):
     wanted: Slice
     dtype: torch.dtype
     draw: Draw | None
-    edits: tuple[tuple[Any, tuple, dict[str, Any]], ...]
+    edits: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
     device: torch.device
 
 

@@ -188,7 +188,7 @@ class ReplayedStep:
         self._constants: dict[Value, torch.Tensor] = {}
         self._graph: Any = None
         self._static_outputs: dict[str, torch.Tensor] = {}
-        self._recorded: tuple = ()
+        self._recorded: tuple[Any, ...] = ()
 
     def __call__(
         self,
@@ -304,7 +304,7 @@ class ReplayedStep:
             outputs[name] = new_content.clone() if shared else new_content
         return outputs
 
-    def _record(self, given: Mapping[Value, torch.Tensor], address: tuple) -> None:
+    def _record(self, given: Mapping[Value, torch.Tensor], address: tuple[Any, ...]) -> None:
         """Capture the kernels as a graph, without running them; if that fails, they are replayed."""
         self._graph, self._static_outputs, self._recorded = None, {}, ()
         torch.cuda.synchronize(self._device)

@@ -32,7 +32,7 @@ class ShardingMark(NamedTuple):
     """The annotation of a tensor by `mark_sharding`."""
 
     mesh: Any
-    spec: tuple
+    spec: tuple[Any, ...]
     source: Source
     name: str = "a weight"
 

@@ -131,7 +131,7 @@ class _Memory:
         self._part(tensor).fill_(True)
         return False
 
-    def write_some(self, op: OpOverload, tensor: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+    def write_some(self, op: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`op` has written those elements of `tensor` that its arguments say."""
         names = [argument.name for argument in schema_of(op).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -192,7 +192,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         return self._follow(func, traits_of(func), args, kwargs)
 
-    def _follow(self, op: OpOverload, traits: Traits, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _follow(self, op: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = [
             tensor
             for position in traits.writes

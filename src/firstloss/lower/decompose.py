@@ -22,12 +22,12 @@ from ..program.program import Program
 from .dtypes import to_torch
 
 # Operations defined by libraries that read values to be fast on one device; these have rules.
-OF_LIBRARIES: dict[str, Callable] = {}
+OF_LIBRARIES: dict[str, Callable[..., Any]] = {}
 
 _in_progress: list[OpOverload] = []
 
 
-def decomposition(op: OpOverload) -> Callable | None:
+def decomposition(op: OpOverload) -> Callable[..., Any] | None:
     """A function that computes `op` by other operations, or None."""
     if schema_of(op).name in OF_LIBRARIES:
         return OF_LIBRARIES[schema_of(op).name]
@@ -42,7 +42,7 @@ def decomposition(op: OpOverload) -> Callable | None:
     return decomposition_table.get(op)
 
 
-def rule_of(op: OpOverload, lower: Callable[..., dict[str, Any]]) -> Callable | None:
+def rule_of(op: OpOverload, lower: Callable[..., dict[str, Any]]) -> Callable[..., Any] | None:
     """A rule for `op` from its decomposition; None if it has none. `lower` lowers a Program."""
     if schema_of(op).name in OF_LIBRARIES:
         return OF_LIBRARIES[schema_of(op).name]
@@ -65,7 +65,9 @@ def rule_of(op: OpOverload, lower: Callable[..., dict[str, Any]]) -> Callable | 
     return rule
 
 
-def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> tuple[Program, dict[Value, Any]]:
+def _capture(
+    op: OpOverload, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any]
+) -> tuple[Program, dict[Value, Any]]:
     """Capture the decomposition as a Program, with its inputs' arrays; outputs: new tensors, then mutated ones."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     arrays: dict[Value, Any] = {}
@@ -107,7 +109,7 @@ def _capture(op: OpOverload, function: Callable, args: tuple, kwargs: dict) -> t
     return Program({v.label or "in": v for v in arrays}, outputs), arrays
 
 
-def _written(op: OpOverload, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+def _written(op: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> list[torch.Tensor]:
     out: list[torch.Tensor] = []
     for i, spec in enumerate(schema_of(op).arguments):
         if spec.alias_info is not None and spec.alias_info.is_write:

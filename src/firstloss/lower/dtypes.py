@@ -123,7 +123,7 @@ _NUMBER_DTYPE = {bool: torch.bool, int: torch.int64}
 
 
 @functools.cache
-def _promoted(keys: tuple, default: torch.dtype) -> np.dtype:
+def _promoted(keys: tuple[Any, ...], default: torch.dtype) -> np.dtype:
     ranks: list[torch.dtype | None] = [None, None, None]
     for rank, dtype in keys:
         if rank == 2:

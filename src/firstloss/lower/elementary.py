@@ -80,7 +80,7 @@ def _angle(x: Any) -> Any:
 _TABLE = 1 << 16
 
 
-def _in_table(function: Callable) -> Callable:
+def _in_table(function: Callable[..., Any]) -> Callable[..., Any]:
     def tabulated(x: Any) -> Any:
         y = function(x)
         return computed_once(y) if 1 < y.size <= _TABLE and kernels.usable() else y
@@ -154,7 +154,7 @@ _ROUNDING = {
 }
 
 
-def _any_part(test: Callable, x: Any) -> Any:
+def _any_part(test: Callable[..., Any], x: Any) -> Any:
     if is_integer(x.dtype):
         return lax.full_like(x, False, np.bool_)
     return test(lax.real(x)) | test(lax.imag(x)) if is_complex(x.dtype) else test(x)

@@ -9,6 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import torch
@@ -21,7 +22,7 @@ from .registry import RULES, rule
 aten = torch.ops.aten
 
 
-def _in_rows(element: Callable) -> Callable:
+def _in_rows(element: Callable[..., Any]) -> Callable[..., Any]:
     """Apply a function to a convolution's weights in half precision as if they were matrices.
 
     XLA on a CPU generates one loop per dimension. It unrolls those of a 3 x 3 kernel, and then fails to vectorize the
@@ -43,11 +44,11 @@ def _in_rows(element: Callable) -> Callable:
     return in_rows
 
 
-def _traced_once(function: Callable) -> Callable:
+def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make JAX trace and lower a function once for all elements of one shape: a list has hundreds."""
 
     @functools.lru_cache(maxsize=4096)
-    def jitted(template: tuple, options: tuple) -> Callable:
+    def jitted(template: tuple[Any, ...], options: tuple[Any, ...]) -> Callable[..., Any]:
         def element(*arrays):
             rest = iter(arrays)
             row = [next(rest) if constant is None else constant[1] for constant in template]
@@ -66,7 +67,7 @@ def _traced_once(function: Callable) -> Callable:
     return call
 
 
-def _each(function: Callable) -> Callable:
+def _each(function: Callable[..., Any]) -> Callable[..., Any]:
     """Apply a function to the elements of lists; an argument that is not a list is used for all."""
     function = _traced_once(function)
 
@@ -118,7 +119,7 @@ def _foreach_norm(self, ord=2, dtype=None):
     return tuple(reductions.linalg_vector_norm(x, ord, dtype=dtype) for x in self)
 
 
-def _add_combined(combine: Callable) -> Callable:
+def _add_combined(combine: Callable[..., Any]) -> Callable[..., Any]:
     """`self + value * combine(a, b)`, where `value` is a number, a list of them, or a tensor with an element each."""
 
     @_traced_once
@@ -158,7 +159,7 @@ def _unless(found_inf, new, old):
     return [lax.select(skip, cast(o, n.dtype), n) for n, o in zip(new, old, strict=True)]
 
 
-def _fused_adam_step(decay: Callable) -> Callable:
+def _fused_adam_step(decay: Callable[..., Any]) -> Callable[..., Any]:
     """Adam (Kingma and Ba, 2015), in the order of PyTorch's fused CPU kernel; `decay` applies the weight decay."""
 
     def fused(
@@ -166,7 +167,7 @@ def _fused_adam_step(decay: Callable) -> Callable:
         lr, beta1, beta2, weight_decay, eps, amsgrad, maximize, grad_scale=None, found_inf=None,
     ):  # fmt: skip
         unscaled = _unscaled(grads, grad_scale)
-        new: tuple[list, list, list, list] = ([], [], [], [])
+        new: tuple[list[Any], list[Any], list[Any], list[Any]] = ([], [], [], [])
         for i, (p, g, m, v, step) in enumerate(zip(self, unscaled, exp_avgs, exp_avg_sqs, state_steps, strict=True)):
             p, g, m, v = operands(p, g, m, v)
             rate, step = cast(lr, p.dtype), cast(step, p.dtype)

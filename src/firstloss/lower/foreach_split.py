@@ -52,12 +52,17 @@ def _pieces(node: Node) -> list[LoweredCall] | None:
         return None
     written = {id(ref): value for ref, value in zip(node.writes, node.outputs, strict=False)}
     new_outputs = node.outputs[len(node.writes) :]
-    call_cache: dict[tuple, LoweredCall] = {}
+    call_cache: dict[tuple[Any, ...], LoweredCall] = {}
     return [_piece(node, i, count, written, new_outputs[i::count], call_cache) for i in range(count)]
 
 
 def _piece(
-    node: Node, i: int, count: int, written: dict[int, Value], new_outputs: tuple, call_cache: dict[tuple, LoweredCall]
+    node: Node,
+    i: int,
+    count: int,
+    written: dict[int, Value],
+    new_outputs: tuple[Any, ...],
+    call_cache: dict[tuple[Any, ...], LoweredCall],
 ) -> LoweredCall:
     """Element `i` of `node`. `call_cache` has a call for each kind of element."""
 

@@ -126,7 +126,7 @@ class _Fusion:
         self._calls = calls
         self._results = set(results)
         self._readers: dict[Value, list[int]] = {}
-        self._functions: dict[tuple, Callable[..., Sequence[Any]] | None] = {}
+        self._functions: dict[tuple[Any, ...], Callable[..., Sequence[Any]] | None] = {}
         for i, call in enumerate(calls):
             for value in call.inputs:
                 self._readers.setdefault(value, []).append(i)
@@ -179,7 +179,7 @@ def _function(
             the input before.)
     """
 
-    def one_by_one(*operands: Any) -> tuple:
+    def one_by_one(*operands: Any) -> tuple[Any, ...]:
         arrays = dict(zip(inputs, operands, strict=True))
         run_calls(group, arrays, _no_key)
         return tuple(arrays[value] for value in outputs)

@@ -35,7 +35,7 @@ def _qr(a: Any, complete: bool = False) -> tuple[Any, Any]:
     width = max(n, panels * _BLOCK)
     a = jnp.pad(a, ((0, 0), (0, width - n)))  # reflections of zero columns are identities
 
-    def reduce(p: Any, state: tuple) -> tuple:
+    def reduce(p: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
         a, vs, ts = state
         first = p * np.int64(_BLOCK)
         panel, v, t = _panel(lax.dynamic_slice_in_dim(a, first, _BLOCK, 1), first)
@@ -59,7 +59,7 @@ def _panel(a: Any, first: Any) -> tuple[Any, Any, Any]:
     """Reduce a block of columns, whose diagonal begins in row `first`: the reduced block, V and T."""
     rows, columns = jnp.arange(a.shape[0]), jnp.arange(_BLOCK)
 
-    def reflect(j: Any, state: tuple) -> tuple:
+    def reflect(j: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
         a, v, t = state
         row = first + j
         x = a[:, j]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +74,7 @@ def _cubic(length: int, count: int, align_corners: bool, factor: float | None, d
     return np.clip(positions.astype(np.int64), 0, length - 1), weights.astype(dtype)
 
 
-def _antialiased(weight: Callable, support: float) -> Callable:
+def _antialiased(weight: Callable[..., Any], support: float) -> Callable[..., Any]:
     """A filter stretched over the input elements that correspond to an output element, as in Pillow."""
 
     def taps(length: int, count: int, align_corners: bool, factor: float | None, dtype) -> Taps:
@@ -116,7 +117,7 @@ def _resize(x, kind: str, output_size, align_corners: bool, factors):
     return x
 
 
-def _upsample(kind: str, space: int) -> Callable:
+def _upsample(kind: str, space: int) -> Callable[..., Any]:
     aligned = kind.startswith(("linear", "cubic"))
 
     def upsample(self, output_size, *args):
@@ -126,7 +127,7 @@ def _upsample(kind: str, space: int) -> Callable:
     return upsample
 
 
-def _upsample_named(kind: str, space: int) -> Callable:
+def _upsample_named(kind: str, space: int) -> Callable[..., Any]:
     """With keywords as well: the schemas call scale factors scales, or scales_d, scales_h and scales_w."""
     positional = _upsample(kind, space)
     names = ["align_corners"] if kind.startswith(("linear", "cubic")) else []
@@ -138,7 +139,7 @@ def _upsample_named(kind: str, space: int) -> Callable:
     return upsample
 
 
-def _upsample_backward(kind: str, space: int) -> Callable:
+def _upsample_backward(kind: str, space: int) -> Callable[..., Any]:
     forward = _upsample_named(kind, space)
 
     def upsample_backward(grad_output, output_size, input_size, *args, **kwargs):
@@ -149,7 +150,7 @@ def _upsample_backward(kind: str, space: int) -> Callable:
     return upsample_backward
 
 
-def _upsample_vec(kind: str, space: int) -> Callable:
+def _upsample_vec(kind: str, space: int) -> Callable[..., Any]:
     """The overload that takes scale factors instead of a size."""
     forward = _upsample(kind, space)
 

@@ -180,7 +180,7 @@ def _xlogy(x: Any, y: Any) -> Any:
     return where(y != y, y, where(x == 0, 0, product))
 
 
-def _ignoring_nan(choose: Callable) -> Callable:
+def _ignoring_nan(choose: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y: choose(where(x != x, y, x), where(y != y, x, y))
 
 

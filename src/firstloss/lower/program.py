@@ -52,7 +52,7 @@ class Template(NamedTuple):
     """Everything about a node except its arrays."""
 
     op: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     writes: tuple[tuple[int, View | None], ...]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -231,7 +231,7 @@ def function_of(
     by_pytorch: bool = False,
     precisions: precision.Precisions | None = None,
     portable: bool = False,
-) -> Callable[..., tuple]:
+) -> Callable[..., tuple[Any, ...]]:
     """The jitted function of all nodes with one template, from the arrays that they read to their results.
 
     Args:
@@ -249,7 +249,7 @@ def function_of(
         )
     names_out = {a.name for a in schema_of(template.op).arguments if a.kwarg_only and a.alias_info is not None}
 
-    def call(*arrays: Any) -> tuple:
+    def call(*arrays: Any) -> tuple[Any, ...]:
         def fill(arg: Any) -> Any:
             if type(arg) is ArrayParameter:
                 array = arrays[arg.number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -181,7 +182,7 @@ def _replicate(positions: np.ndarray, length: int) -> np.ndarray:
     return np.clip(positions, 0, length - 1)
 
 
-def _pad_by_index(rule_of_positions: Callable) -> Callable:
+def _pad_by_index(rule_of_positions: Callable[..., Any]) -> Callable[..., Any]:
     """A padding whose elements are elements of the operand, by their index along each dimension."""
 
     def pad_by_index(self, padding):
@@ -194,7 +195,7 @@ def _pad_by_index(rule_of_positions: Callable) -> Callable:
     return pad_by_index
 
 
-def _pad_backward(forward: Callable) -> Callable:
+def _pad_backward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def pad_backward(grad_output, self, padding):
         return jax.linear_transpose(lambda x: forward(x, padding), self)(grad_output)[0]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,9 +77,9 @@ def functional(op: OpOverload) -> OpOverload:
     return op
 
 
-RULES: dict[OpOverload, Callable] = {}
+RULES: dict[OpOverload, Callable[..., Any]] = {}
 # Rules in StableHLO's own operations, for overloads whose rule in `RULES` calls LAPACK.
-PORTABLE_RULES: dict[OpOverload, Callable] = {}
+PORTABLE_RULES: dict[OpOverload, Callable[..., Any]] = {}
 # Overloads with rules registered by users (`custom_ops.py`), which may differ in the next process.
 OF_USERS: set[OpOverload] = set()
 # Operations that hold Programs: their rules also take `lower`, which lowers one.
@@ -87,23 +88,23 @@ OF_PROGRAMS: set[OpOverload] = set()
 OF_ORDERS: set[OpOverload] = set()
 
 
-def portable_rule(overload: OpOverload) -> Callable[[Callable], Callable]:
+def portable_rule(overload: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the rule of `overload` for modules that run on other machines."""
 
-    def register(function: Callable) -> Callable:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         PORTABLE_RULES[overload] = function
         return function
 
     return register
 
 
-def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:
+def rule(*overloads: OpOverload | str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the lowering of `overloads`; each overload has one.
 
     An overload that some versions of PyTorch lack is given by name, "cholesky.default", and skipped if it is missing.
     """
 
-    def enter(function: Callable) -> Callable:
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
         for overload in filter(None, map(_present, overloads)):
             if overload in RULES:
                 raise ValueError(f"{overload} already has a lowering: {RULES[overload].__qualname__}")
@@ -113,7 +114,7 @@ def rule(*overloads: OpOverload | str) -> Callable[[Callable], Callable]:
     return enter
 
 
-def register(overload: OpOverload, function: Callable) -> None:
+def register(overload: OpOverload, function: Callable[..., Any]) -> None:
     """Register a function from a table of rules, named after its overload."""
     function.__name__ = function.__qualname__ = str(overload)
     rule(overload)(function)

@@ -151,7 +151,7 @@ def _view_call(ref: Ref) -> LoweredCall:
     return LoweredCall(view, (ref.value,), (Value(ref.size, ref.stride, ref.dtype, ref.value.device),), None, None)
 
 
-def _avals(call: LoweredCall) -> tuple:
+def _avals(call: LoweredCall) -> tuple[Any, ...]:
     return tuple((value.shape, value.dtype) for value in call.inputs)
 
 
@@ -223,7 +223,7 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
 
 def _signature(piece: Sequence[LoweredCall], arrays: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
     """The piece's computation from the arrays given to it, and these arrays in the order of first use."""
-    names: dict[Any, tuple] = {}
+    names: dict[Any, tuple[Any, ...]] = {}
     outside: list[Value | int] = []
     signature: list[Any] = []
     count = 0

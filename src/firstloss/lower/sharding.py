@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Sharding
 
@@ -144,7 +144,7 @@ def _cut(spec: Spec, dim: int, cut: tuple[str, ...], shape: Sequence[int], axes:
     return (*spec[:dim], fitting, *spec[dim + 1 :])
 
 
-_rules: dict[tuple[Template | View, tuple], ShardingRule] = {}
+_rules: dict[tuple[Template | View, tuple[Any, ...]], ShardingRule] = {}
 _MOST = 8192
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -420,7 +420,7 @@ def select_scatter(self, src, dim, index):
     return slice_scatter(self, lax.expand_dims(src, [d]), d, index, index + 1)
 
 
-def _diagonal_indices(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> tuple:
+def _diagonal_indices(shape: Sequence[int], offset: int, dim1: int, dim2: int) -> tuple[Any, ...]:
     """An index that selects the diagonal of two dimensions moved to the end."""
     count = max(0, min(shape[dim1] + min(offset, 0), shape[dim2] - max(offset, 0)))
     along = np.arange(count)

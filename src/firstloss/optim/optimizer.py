@@ -39,8 +39,8 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], enable_global_step: bool = False) -> None:
         super().__init__(params, defaults)
         self.enable_global_step = enable_global_step
-        self._before_zero_grad: OrderedDict[int, Callable] = OrderedDict()
-        self._after_zero_grad: OrderedDict[int, Callable] = OrderedDict()
+        self._before_zero_grad: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._after_zero_grad: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         if enable_global_step:
             for p in self._weights():
                 self.state[p]["step"] = torch.zeros((), dtype=count_dtype(), device="cpu")

@@ -232,7 +232,7 @@ class Schedule:
         return f"<{type(self).__name__} of {self.param_group_key!r} for {type(self.optimizer).__name__}>"
 
 
-def _as_tags(tags: Any) -> tuple:
+def _as_tags(tags: Any) -> tuple[Any, ...]:
     return (tags,) if tags is None or isinstance(tags, str) else tuple(tags)
 
 

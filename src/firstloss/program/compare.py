@@ -64,7 +64,7 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
 _REFLECTED = {torch.ops.aten.gt.Tensor: torch.ops.aten.lt.Tensor, torch.ops.aten.ge.Tensor: torch.ops.aten.le.Tensor}
 
 
-def _canonical(node: Node) -> tuple[Any, tuple]:
+def _canonical(node: Node) -> tuple[Any, tuple[Any, ...]]:
     """A node's operation and arguments, with `>` and `>=` reflected."""
     reflected = _REFLECTED.get(node.op)
     return (node.op, node.args) if reflected is None else (reflected, node.args[::-1])

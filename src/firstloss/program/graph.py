@@ -215,7 +215,7 @@ class Node:
         self,
         index: int,
         op: OpOverload,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
         writes: tuple[Ref, ...],
         overwrites: bool,

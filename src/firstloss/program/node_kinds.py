@@ -66,7 +66,7 @@ class Pointwise(NamedTuple):
 
     target: Ref
     op: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     exact: bool
     in_place: bool
@@ -136,7 +136,7 @@ def has_counter_rule(op: Any) -> bool:
     return op in _FILLS and _FILLS[op][0] in ("uniform", "normal") and op is not trunc_normal_
 
 
-def fill_pair(op: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[str, tuple[float, float]] | None:
+def fill_pair(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[float, float]] | None:
     """For an operation with a counter rule: "uniform" or "normal", and its two parameters."""
     numbers = _numbers(op, _by_name(op, args, kwargs)) if has_counter_rule(op) else None
     return None if numbers is None else (_FILLS[op][0], (float(numbers[0][1]), float(numbers[1][1])))
@@ -159,7 +159,7 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return _by_name(node.op, node.args, node.kwargs)
 
 
-def _by_name(op: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = (argument.name for argument in schema_of(op).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,7 @@ class Source(NamedTuple):
 
 UNKNOWN = Source("<unknown>", 0)
 
-_warning_registries: dict[str, dict] = {}  # by file
+_warning_registries: dict[str, dict[Any, Any]] = {}  # by file
 
 
 def here() -> Source:

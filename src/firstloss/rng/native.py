@@ -31,7 +31,7 @@ _CURSOR, _MEMORY = ctypes.POINTER(_Cursor), ctypes.c_void_p
 _COUNT, _LANES = ctypes.c_int64, ctypes.c_int
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _HARD_CASES = (_DOUBLE, _MEMORY, _MEMORY)
-_FUNCTIONS: dict[str, tuple[Any, tuple]] = {
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "normal": (None, (_CURSOR, _MEMORY, _COUNT, _DOUBLE, _DOUBLE, _LANES)),
     "uniform": (None, (_CURSOR, _MEMORY, _COUNT, _DOUBLE, _DOUBLE, _LANES)),
     "fill_columns": (

@@ -61,7 +61,7 @@ class Device(str):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.config = DeviceConfig()
-        self._open: list[AbstractContextManager] = []
+        self._open: list[AbstractContextManager[Any]] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_name(self, name, ("_backend", "config", "_open"))
@@ -71,7 +71,7 @@ class Device(str):
 
     def __enter__(self) -> Device:
         if self._backend.is_xla:
-            context: AbstractContextManager = (
+            context: AbstractContextManager[Any] = (
                 deferred() if self.config.lazy_initialization else moving_eagerly(self._backend)
             )
         else:

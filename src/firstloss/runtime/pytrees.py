@@ -131,7 +131,7 @@ def _attributes(value: Any) -> list[str]:
     return [*in_slots, *(own_attributes(value) or ())]
 
 
-def _parts(value: Any) -> tuple[list[Any], tuple]:
+def _parts(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
     """What an object holds, and the names of its attributes, with its keys or indices."""
     names, table = tuple(_attributes(value)), own_attributes(value) or {}
     parts = [table[name] if name in table else slot_value(value, name) for name in names]
@@ -166,8 +166,8 @@ def _register_object(kind: type) -> None:
     pytree.register_pytree_node(kind, parts, made, flatten_with_keys_fn=entries)
 
 
-def _register_mapping(kind: type[UserDict]) -> None:
-    def entries(value: UserDict) -> tuple[list[tuple[Any, Any]], tuple]:
+def _register_mapping(kind: type[UserDict[Any, Any]]) -> None:
+    def entries(value: UserDict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         return [(pytree.MappingKey(key), item) for key, item in value.data.items()], tuple(value.data)
 
     pytree.register_pytree_node(

@@ -118,7 +118,9 @@ class Callback:
         """Like `on_batch_end`, with the model and the batch's index."""
 
     @_hook
-    def on_before_forward(self, trainer: Trainer, model: Any, batch: Any, args: tuple, kwargs: dict) -> None:
+    def on_before_forward(
+        self, trainer: Trainer, model: Any, batch: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]
+    ) -> None:
         """In the step: before the model is called with `*args, **kwargs`; entries added to `kwargs` are passed on."""
 
     @_hook

@@ -174,7 +174,7 @@ def _check_kind(name: str, value: Any, kinds: tuple[type, ...], example: str) ->
         raise TrainerError(f"{name} is {given_as}. Write {name}={example}.")
 
 
-def _check_call(name: str, function: Any, args: tuple) -> None:
+def _check_call(name: str, function: Any, args: tuple[Any, ...]) -> None:
     """Check a callable's signature against the Trainer's call, so that the error does not come from within the call."""
     try:
         signature = inspect.signature(function)

@@ -26,7 +26,7 @@ class ValidationLoop(Settings):
 
     max_batches: int | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    metric_inputs: Callable[[Any, Any], tuple] | None = None
+    metric_inputs: Callable[[Any, Any], tuple[Any, ...]] | None = None
     eval_steps: int | None = None
 
     @property

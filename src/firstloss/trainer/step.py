@@ -186,13 +186,13 @@ class Steps:
         return loss_of(outputs, self._model.__class__.__name__), outputs
 
 
-def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple, dict[str, Any]]:
+def arguments(signature: inspect.Signature, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Match `batch` to the signature of a model's `forward`.
 
     A dict or dataclass is passed by names and a tuple or list as separate arguments, if the signature allows it, or
     else the batch as one argument.
     """
-    candidates: list[tuple[tuple, dict[str, Any]]] = [((batch,), {})]
+    candidates: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((batch,), {})]
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         candidates.insert(0, ((), dict(batch)))
     elif isinstance(batch, (tuple, list)):

@@ -131,7 +131,7 @@ class _Builder:
             raise _NotElementwise
         return Masked(begin, end, new, self.value(target.value, depth - 1))
 
-    def _apply(self, node: Node, dtype: torch.dtype, args: tuple, depth: int, like: Ref) -> Apply:
+    def _apply(self, node: Node, dtype: torch.dtype, args: tuple[Any, ...], depth: int, like: Ref) -> Apply:
         op = functional(node.op)
         if RULES.get(op) is None and RULES.get(node.op) is None:
             raise Unsketchable(node, "has no lowering")

@@ -124,7 +124,7 @@ class Units:
                 offsets = tuple(b for b, entry in zip(begin, weight.sharding.spec, strict=True) if entry)
                 return function(origins, jumps, positions, offsets)
 
-            make: Callable = shard
+            make: Callable[..., Any] = shard
             if mesh is not None:
                 spec = partition_spec(weight)
                 make = jax.shard_map(shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False)

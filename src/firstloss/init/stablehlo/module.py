@@ -39,28 +39,28 @@ class Functions:
     """
 
     def __init__(self, lane_words: int = 0) -> None:
-        self._made: dict[Any, Callable] = {}
+        self._made: dict[Any, Callable[..., Any]] = {}
         self._names: dict[str, int] = {}
         self._lane_words = lane_words
 
     def __len__(self) -> int:
         return len(self._made)
 
-    def function_of(self, weight: Weight) -> Callable:
+    def function_of(self, weight: Weight) -> Callable[..., Any]:
         """The function for a weight."""
         function = self._made.get(weight.key)
         if function is None:
             function = self._made[weight.key] = self._make(weight)
         return function
 
-    def _make(self, weight: Weight) -> Callable:
+    def _make(self, weight: Weight) -> Callable[..., Any]:
         sketch, local = weight.sketch, weight.local
         assert sketch is not None
         counter_policy = [isinstance(origin.stream, CounterStream) for origin in sketch.origins]
         sharded = [d for d, entry in enumerate(weight.sharding.spec) if entry]
         lanes = self._lane_words
 
-        def make(origins: tuple, jumps: Any, positions: tuple, begin: tuple) -> Any:
+        def make(origins: tuple[Any, ...], jumps: Any, positions: tuple[Any, ...], begin: tuple[Any, ...]) -> Any:
             offsets: list[Any] = [np.int64(0)] * len(local)
             for d, start in zip(sharded, begin, strict=True):
                 offsets[d] = start

@@ -54,7 +54,7 @@ class Apply(NamedTuple):
     """An elementwise operation."""
 
     op: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     dtype: torch.dtype
 

@@ -74,21 +74,21 @@ class Encoder:
             "numbers, strings, None, and dicts, lists and tuples of them. Save its state_dict(), or leave it out."
         )
 
-    def _list(self, obj: Any, where: str) -> list:
+    def _list(self, obj: Any, where: str) -> list[Any]:
         return [self.encode(item, _join(where, i)) for i, item in enumerate(obj)]
 
-    def _set(self, obj: set, where: str) -> list:
+    def _set(self, obj: set[Any], where: str) -> list[Any]:
         return self._list(sorted(obj, key=lambda item: (str(type(item)), repr(item))), where)
 
-    def _pairs(self, obj: dict, where: str) -> list:
+    def _pairs(self, obj: dict[Any, Any], where: str) -> list[Any]:
         return [[self.encode(k, _join(where, "(key)")), self.encode(v, _join(where, k))] for k, v in obj.items()]
 
-    def _dict(self, obj: dict, where: str) -> dict:
+    def _dict(self, obj: dict[Any, Any], where: str) -> dict[Any, Any]:
         if all(type(key) is str and not key.startswith("$") for key in obj):
             return {key: self.encode(value, _join(where, key)) for key, value in obj.items()}
         return {"$dict": self._pairs(obj, where)}
 
-    def _ordered(self, obj: OrderedDict, where: str) -> dict:
+    def _ordered(self, obj: OrderedDict[Any, Any], where: str) -> dict[Any, Any]:
         metadata = getattr(obj, STATE_DICT_METADATA, None)
         out: dict[str, Any] = {"$ordered": self._pairs(obj, where)}
         return (

@@ -83,7 +83,7 @@ class DeviceBuffer:
         self,
         value: Value,
         array: jax.Array | None = None,
-        pending: Future | None = None,
+        pending: Future[Any] | None = None,
         sharding: MeshSharding | NamedSharding | None = None,
     ) -> None:
         """`sharding` is the content's sharding on a mesh; None for the default device."""

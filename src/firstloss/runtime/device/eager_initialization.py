@@ -73,7 +73,7 @@ class _WeightMover:
 class _Registration(NamedTuple):
     """The module and name under which a weight is registered."""
 
-    module: weakref.ref
+    module: weakref.ref[torch.nn.Module]
     name: str
 
     def tensor(self) -> torch.Tensor | None:

@@ -112,7 +112,7 @@ def to_device_later(tensor: torch.Tensor, sharding: MeshSharding) -> jax.Array |
     return LazyArray(placed, copy)
 
 
-class BackgroundWork(Future):
+class BackgroundWork(Future[Any]):
     """A future of the results of the rest of a step, by key.
 
     Attributes:

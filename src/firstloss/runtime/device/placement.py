@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 BESIDE_TRACING = (5,)
 
 
-class _Materialization(Future):
+class _Materialization(Future[Any]):
     """A materialization in its own thread, started by `begin` or by the first wait for its result."""
 
     def __init__(self, make: Callable[[], dict[Value, Any]]) -> None:
@@ -74,7 +74,7 @@ class _Materialization(Future):
 
 
 _pending_after_first_loss: list[weakref.ref[_Materialization]] = []
-_in_progress: set[Future] = set()
+_in_progress: set[Future[Any]] = set()
 
 
 def start_waiting_materializations() -> None:

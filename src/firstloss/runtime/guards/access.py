@@ -29,7 +29,7 @@ def slots(cls: type) -> tuple[str, ...]:
 _slots: dict[type, tuple[str, ...]] = {}
 
 
-def own_attributes(obj: Any) -> dict | None:
+def own_attributes(obj: Any) -> dict[Any, Any] | None:
     """The `__dict__` of an object itself, if it has one."""
     if not type(obj).__dictoffset__ and not isinstance(obj, threading.local):
         return None
@@ -57,18 +57,18 @@ def cell_content(cell: types.CellType) -> Any:
         return MISSING
 
 
-def class_table(cls: type) -> dict:
+def class_table(cls: type) -> dict[Any, Any]:
     """The dict behind a class's `__dict__`, which is a read-only view of it."""
     return gc.get_referents(cls.__dict__)[0]
 
 
-def definition(function: types.FunctionType) -> tuple:
+def definition(function: types.FunctionType) -> tuple[Any, ...]:
     """The parts of a function that can be replaced: code, defaults and the like."""
     defaults = function.__kwdefaults__
     return (function.__code__, function.__defaults__, None if defaults is None else tuple(defaults.items()))
 
 
-def define(function: types.FunctionType, made_of: tuple) -> None:
+def define(function: types.FunctionType, made_of: tuple[Any, ...]) -> None:
     """Restore what `definition` returned."""
     function.__code__, function.__defaults__, keywords = made_of
     function.__kwdefaults__ = None if keywords is None else dict(keywords)
@@ -107,7 +107,7 @@ def _raw_iteration(container: Any) -> Iterator[Any]:
     return base.__iter__(container) if hasattr(base, "__iter__") else iter(container)
 
 
-def table_of(table: dict) -> dict:
+def table_of(table: dict[Any, Any]) -> dict[Any, Any]:
     """A shallow copy of a dict, in order, without calling overridden methods."""
     if type(table) is dict:
         return table.copy()
@@ -149,7 +149,7 @@ def set_items(container: Any, items: list[Any]) -> None:
     (set.update if issubclass(base, set) else base.extend)(container, items)
 
 
-def set_table(table: dict, entries: dict) -> None:
+def set_table(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
     """Replace the entries of a dict, in order."""
     if type(table) is dict:
         table.clear()

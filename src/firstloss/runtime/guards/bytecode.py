@@ -156,7 +156,7 @@ def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     return frozenset(paths)
 
 
-def imports(code: types.CodeType, table: dict) -> list[str]:
+def imports(code: types.CodeType, table: dict[Any, Any]) -> list[str]:
     """The modules that `code` itself imports with the globals in `table`, and those that it may import by a computed
     name."""
     modules = []
@@ -172,7 +172,7 @@ def imports(code: types.CodeType, table: dict) -> list[str]:
     return modules
 
 
-def imported_modules(code: types.CodeType, table: dict) -> list[types.ModuleType]:
+def imported_modules(code: types.CodeType, table: dict[Any, Any]) -> list[types.ModuleType]:
     """The modules that `code`, and the functions within it, may import."""
     names = {name for inner in with_inner(code) for name in imports(inner, table)}
     return [module for name in names if type(module := sys.modules.get(name)) is types.ModuleType]
@@ -181,7 +181,7 @@ def imported_modules(code: types.CodeType, table: dict) -> list[types.ModuleType
 _BY_NAME = {"import_module", "__import__"}
 
 
-def _package(table: dict) -> str:
+def _package(table: dict[Any, Any]) -> str:
     name = table.get("__package__")
     return name if name is not None else str(table.get("__name__", "")).rpartition(".")[0]
 

@@ -40,7 +40,7 @@ def setting_in(container_of: Make, key: Any, make: Make) -> Callable[[CallFrame]
     return apply
 
 
-def delete_name(table: dict, name: Any, delete: Callable[[Any], None]) -> None:
+def delete_name(table: dict[Any, Any], name: Any, delete: Callable[[Any], None]) -> None:
     """Delete a name unless it is gone already."""
     if name in table:
         delete(name)

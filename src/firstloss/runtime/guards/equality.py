@@ -62,12 +62,12 @@ def same(a: Any, b: Any) -> bool:
     return False
 
 
-def same_items(a: list, b: list) -> bool:
+def same_items(a: list[Any], b: list[Any]) -> bool:
     """Whether two lists hold the same items. (`==` would compare tensors, and considers True equal to 1.)"""
     return _identical(a, b) or len(a) == len(b) and all(map(same, a, b))
 
 
-def _same_objects(a: list, b: list) -> bool:
+def _same_objects(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 

@@ -187,7 +187,7 @@ _READING: dict[str, set[str]] = {
 }
 
 
-def _csv_dialects() -> tuple:
+def _csv_dialects() -> tuple[Any, ...]:
     dialects = [csv.get_dialect(name) for name in csv.list_dialects()]
     fields = [(d.delimiter, d.doublequote, d.escapechar, d.lineterminator, d.quotechar, d.quoting, d.skipinitialspace)
               for d in dialects]  # fmt: skip
@@ -195,7 +195,7 @@ def _csv_dialects() -> tuple:
 
 
 # C modules whose functions read state that the module keeps for the process, and how to read that state.
-PROCESS_STATE: dict[str, Callable[[], tuple]] = {"_csv": _csv_dialects}
+PROCESS_STATE: dict[str, Callable[[], tuple[Any, ...]]] = {"_csv": _csv_dialects}
 # Python functions of the standard library, NumPy and PyTorch that read or set state of the process or the thread.
 _PYTHON_FUNCTIONS: dict[types.CodeType, str] = {
     function.__code__: f"{function.__module__}.{function.__name__}"

@@ -152,7 +152,7 @@ class GuardSet:
             self._watch.accept(n)  # they do not matter
         return []
 
-    def _moved(self, changes: list[tuple[Guard, tuple]], move: Any) -> bool:
+    def _moved(self, changes: list[tuple[Guard, tuple[Any, ...]]], move: Any) -> bool:
         """Whether the only change is that the compiled step's tensors were replaced by equivalent ones."""
         new_of: dict[int, torch.Tensor] = {}
         old_of: dict[int, torch.Tensor] = {}
@@ -181,7 +181,7 @@ class GuardSet:
         return True
 
 
-def _keys(table: dict) -> tuple:
+def _keys(table: dict[Any, Any]) -> tuple[Any, ...]:
     return tuple(table_of(table))
 
 
@@ -198,14 +198,14 @@ def _hooks(tensors: list[torch.Tensor]) -> list[Any]:
     return hooks
 
 
-def _some_attribute(objects: list, names: tuple[str, ...]) -> list:
+def _some_attribute(objects: list[Any], names: tuple[str, ...]) -> list[Any]:
     return [obj for obj in objects if any(getattr(obj, name) for name in names)]
 
 
 _with_any = getattr(native, "with_any", _some_attribute)
 
 
-def _facts(tensors: list[torch.Tensor]) -> list[tuple]:
+def _facts(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
     """The properties of tensors, beside their contents, that a step may depend on."""
     return [
         (t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype, _layout(t))
@@ -255,7 +255,7 @@ def _try_versions() -> bool:
     class Thing:
         pass
 
-    def seen(change: Callable[[], None], table: dict) -> bool:
+    def seen(change: Callable[[], None], table: dict[Any, Any]) -> bool:
         before = native.dict_version(table)
         change()
         return bool(native.dict_version(table) != before)

@@ -26,7 +26,7 @@ class Namespace:
 
     __slots__ = ("table", "expected", "owner", "_all")
 
-    def __init__(self, table: dict, owner: str) -> None:
+    def __init__(self, table: dict[Any, Any], owner: str) -> None:
         self.table = table
         self.owner = owner
         self._all = dict(table)
@@ -54,7 +54,7 @@ def _identical(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
-def _functions(table: dict) -> dict[str, Any]:
+def _functions(table: dict[Any, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if callable(value) and not _lazy(name, value)}
 
 
@@ -77,7 +77,7 @@ def undisguised(value: Any) -> Any:
 _namespaces: dict[int, Namespace] = {}
 
 
-def is_shared(expected: dict) -> bool:
+def is_shared(expected: dict[Any, Any]) -> bool:
     """Whether it is a dict that a namespace has held: functions, none of which is a tensor."""
     return any(expected is namespace.expected for namespace in _namespaces.values())
 
@@ -145,7 +145,7 @@ class TableGuard(Guard):
 
     __slots__ = ("whole", "absent", "_describe", "of_class")
 
-    def __init__(self, table: dict, describe: Callable[[Any], str], name: str | None = None) -> None:
+    def __init__(self, table: dict[Any, Any], describe: Callable[[Any], str], name: str | None = None) -> None:
         """`name`: of the dict in the code, if its keys are not names themselves."""
         super().__init__(table, {}, "", name or "")
         self.whole = False
@@ -259,7 +259,7 @@ class ReadGuard(NamedTuple):
         return Change(*args, self.container_id, place)
 
 
-def describe_global(table: dict) -> Callable[[Any], str]:
+def describe_global(table: dict[Any, Any]) -> Callable[[Any], str]:
     """Returns a function that describes a name among a module's globals."""
     return lambda name: f"the global {name} of {table.get('__name__', '?')}"
 

@@ -59,7 +59,7 @@ class _Identity:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _parts(cached: Any) -> tuple[list[Any], dict | None]:
+def _parts(cached: Any) -> tuple[list[Any], dict[Any, Any] | None]:
     """The objects that the garbage collector finds behind the function, and the cache's table."""
     referents = gc.get_referents(cached)
     attributes = cached.__dict__

@@ -41,33 +41,33 @@ class Filters(State):
             effects.replaced(warnings, set_filters, self.before, now)
 
 
-def environment() -> tuple:
+def environment() -> tuple[Any, ...]:
     """The variables in `os.environ`."""
     return tuple(environment_of(os.environ).items())
 
 
-def restore_environment(before: tuple) -> None:
+def restore_environment(before: tuple[Any, ...]) -> None:
     """Restore what `environment` returned."""
     set_environment(environment_changes(environment(), before))
 
 
-def filters() -> tuple:
+def filters() -> tuple[Any, ...]:
     """The warning filters."""
     return tuple(warnings.filters)
 
 
-def raising(among: Iterable[tuple]) -> tuple:
+def raising(among: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
     """The filters in `among` that turn warnings into errors; the others only affect what is printed."""
     return tuple([entry for entry in among if entry[0] == "error"])
 
 
-def set_filters(filters: tuple) -> None:
+def set_filters(filters: tuple[Any, ...]) -> None:
     """Restore what `filters` returned."""
     warnings.resetwarnings()  # also invalidates the record of warnings that were shown already
     warnings.filters[:] = filters  # type: ignore[index]  # a list at run time
 
 
-def environment_changes(before: tuple, after: tuple) -> dict[str, str | None]:
+def environment_changes(before: tuple[Any, ...], after: tuple[Any, ...]) -> dict[str, str | None]:
     """The variables that differ `after`; None for those that were deleted."""
     old, new = dict(before), dict(after)
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]

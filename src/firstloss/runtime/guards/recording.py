@@ -76,8 +76,8 @@ class Recording:
         """
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
-        self.codes: dict[int, tuple[types.CodeType, dict]] | None = None
-        self.whole: list[dict] = []
+        self.codes: dict[int, tuple[types.CodeType, dict[Any, Any]]] | None = None
+        self.whole: list[dict[Any, Any]] = []
         self.outside = ExternalCalls()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
         self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
@@ -123,14 +123,14 @@ class Recording:
         self.codes = None
         self.whole.clear()
 
-    def executed(self) -> list[tuple[types.CodeType, dict]] | None:
+    def executed(self) -> list[tuple[types.CodeType, dict[Any, Any]]] | None:
         """The code that has run, except for library code; None if it was not recorded."""
         if self.codes is None:
             return None
         return [(code, table) for code, table in self.codes.values() if not is_closed_code(code, table)]
 
 
-def is_closed_code(code: types.CodeType, table: dict) -> bool:
+def is_closed_code(code: types.CodeType, table: dict[Any, Any]) -> bool:
     """Whether it is library code that reads no state of the user's."""
     name = table.get("__name__")
     return (
@@ -169,7 +169,7 @@ def _stop(suspended: Any) -> None:
         suspended.enable()
 
 
-def _recording_method(found: dict, thread: int, method: Callable) -> Any:
+def _recording_method(found: dict[Any, Any], thread: int, method: Callable[..., Any]) -> Any:
     """A method of a class that records which attribute of which object is accessed, and calls `method`."""
     if native is not None:
         return native.recording_method(found, thread, _THROUGH, _RUNTIME, _LOOKS_INSIDE, method)
@@ -182,7 +182,7 @@ def _recording_method(found: dict, thread: int, method: Callable) -> Any:
     return recorded_access
 
 
-def _recorder(table: dict, thread: int, depth: int = 1) -> Callable[[Any, str], None]:
+def _recorder(table: dict[Any, Any], thread: int, depth: int = 1) -> Callable[[Any, str], None]:
     """A function that records a read or a store: of which object, and by which instruction of the code `depth` frames
     up."""
 
@@ -204,7 +204,7 @@ def _recorder(table: dict, thread: int, depth: int = 1) -> Callable[[Any, str], 
     return record
 
 
-def _profiler(codes: dict, whole: list, outside: ExternalCalls) -> Callable:
+def _profiler(codes: dict[Any, Any], whole: list[Any], outside: ExternalCalls) -> Callable[..., Any]:
     dull: set[Any] = set()
 
     def record(frame: types.FrameType, event: str, argument: Any) -> None:

@@ -34,7 +34,7 @@ class SetTable:
 
     __slots__ = ("_entries", "_filled", "_items", "_next")
 
-    def __init__(self, container: set) -> None:
+    def __init__(self, container: set[Any]) -> None:
         self._items = items_of(container)  # which are kept alive
         self._filled = self._next = 0
         self._entries = b""
@@ -42,11 +42,11 @@ class SetTable:
             self._filled, _, mask, address, _, self._next = _Numbers.from_address(id(container) + _HEAD)
             self._entries = ctypes.string_at(address, (mask + 1) * _ENTRY)
 
-    def order(self) -> tuple:
+    def order(self) -> tuple[Any, ...]:
         """What decides the order of the items: equal for tables that cannot be told apart."""
         return self._next, self._entries
 
-    def restore(self, container: set) -> None:
+    def restore(self, container: set[Any]) -> None:
         """Give the table to a set, in place of its own."""
         if not can_read_tables():
             set_items(container, self._items)

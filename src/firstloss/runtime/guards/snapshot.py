@@ -113,7 +113,7 @@ class Snapshot:
         """The state of one kind that was kept of an object, or None."""
         return self.states[kind].get(id(held))
 
-    def table(self, table: dict) -> Table | None:
+    def table(self, table: dict[Any, Any]) -> Table | None:
         """The state of a dict, or None."""
         state: Table | None = self.states[Table].get(id(table))  # type: ignore[assignment]
         return state
@@ -127,7 +127,7 @@ class Snapshot:
         state = self.state(Sequence, container)
         return items_of(container) if state is None else state.before
 
-    def definition_before(self, function: types.FunctionType) -> tuple:
+    def definition_before(self, function: types.FunctionType) -> tuple[Any, ...]:
         """The former `definition` of a function."""
         state = self.state(Definition, function)
         return definition(function) if state is None else state.before
@@ -195,14 +195,14 @@ class Snapshot:
         else:
             self._beyond.update(map(id, items))
 
-    def attributes(self, table: dict, owner: Any, stack: list[Any]) -> None:
+    def attributes(self, table: dict[Any, Any], owner: Any, stack: list[Any]) -> None:
         """Keep the attributes of an object, and walk them."""
         before = table_of(table) if table else {}
         self.keep(Table(table, before, owner, "attributes"))
         self.seen[id(table)] = table
         stack += before.values()
 
-    def globals(self, table: dict, names: set[str], installed: bool, stack: list[Any]) -> None:
+    def globals(self, table: dict[Any, Any], names: set[str], installed: bool, stack: list[Any]) -> None:
         """Keep the globals of a function, and walk those that it mentions."""
         if self.table(table) is None:
             self.keep(Table(table, table.copy(), table.get("__name__", "?"), "globals"))
@@ -224,7 +224,7 @@ class Snapshot:
                 self.states[NameInModule].setdefault((id(vars(module)), name), NameInModule(module, name))
 
 
-def _hook_tables() -> Iterator[tuple[dict, str, dict]]:
+def _hook_tables() -> Iterator[tuple[dict[Any, Any], str, dict[Any, Any]]]:
     from torch.nn.modules import module
     from torch.optim import optimizer
 

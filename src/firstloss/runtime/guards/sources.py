@@ -92,7 +92,7 @@ class GuardSources:
     def _functions(self, recording: Recording) -> None:
         snapshot = self._snapshot
         snapshot_codes = {inner for code in snapshot.functions for inner in bytecode.with_inner(code)}
-        globals_: dict[tuple[int, str], tuple[dict, list[Use]]] = {}
+        globals_: dict[tuple[int, str], tuple[dict[Any, Any], list[Use]]] = {}
         cells: dict[int, tuple[types.CellType, str, types.FunctionType, list[Use]]] = {}
         for code, table in self._executed.code:
             if (
@@ -163,7 +163,7 @@ class GuardSources:
             if table is not None:
                 self._values.mentioned_in(table, describe_attribute(value))
 
-    def _global(self, table: dict, name: str, uses: list[Use]) -> None:
+    def _global(self, table: dict[Any, Any], name: str, uses: list[Use]) -> None:
         before = self._values.before(table).get(name, MISSING)
         if is_installed(table.get("__name__")) and not isinstance(before, (types.FunctionType, type)):
             self._values.table(table, describe_global(table), None).expected[name] = before
@@ -276,14 +276,14 @@ class GuardSources:
         self._values.looked_at.discard(id(container))
         self._values.value(container, f"{with_article(type(container).__qualname__)} that the step changes", "")
 
-    def guard_order(self, container: set, before: SetTable) -> None:
+    def guard_order(self, container: set[Any], before: SetTable) -> None:
         """Guard the order of a set's items, and which of them `pop` takes."""
         description = f"the order of the items of {with_article(type(container).__qualname__)} that the step changes"
         self._values.read(
             (id(container), "order"), lambda: SetTable(container).order(), before.order(), description, ""
         )
 
-    def guard_collection(self, container: Any, before: list) -> None:
+    def guard_collection(self, container: Any, before: list[Any]) -> None:
         """Guard a container that is only added to: an item that a set already holds is not added, and a deque may be
         full."""
         kind = with_article(type(container).__qualname__)
@@ -349,16 +349,16 @@ def _uses(sites: dict[Site, int], before: Any) -> list[Use]:
     return [bytecode.use_at(*site) for site, count in sites.items() for _ in range(min(count, 2))]
 
 
-def _held_attributes(owner: Any) -> tuple:
+def _held_attributes(owner: Any) -> tuple[Any, ...]:
     """The dict of an object's attributes, to be compared as an object."""
     return (own_attributes(owner),)
 
 
-def _param_groups(optimizer: torch.optim.Optimizer) -> tuple:
+def _param_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return tuple(optimizer.param_groups)
 
 
-def _weights_with_state(optimizer: torch.optim.Optimizer) -> tuple:
+def _weights_with_state(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return tuple(optimizer.state)
 
 
@@ -386,7 +386,7 @@ def _numpy_print_options() -> str:
     return repr(np.get_printoptions())
 
 
-def _is_generated(code: types.CodeType, table: dict) -> bool:
+def _is_generated(code: types.CodeType, table: dict[Any, Any]) -> bool:
     """Whether it is a module's top-level code, or that of a named tuple."""
     return code.co_name == "<module>" or str(table.get("__name__")).startswith("namedtuple_")
 

@@ -27,7 +27,7 @@ class Table(State):
     __slots__ = ("owner", "kind")
     order = 0
 
-    def __init__(self, held: dict, before: dict, owner: Any, kind: str) -> None:
+    def __init__(self, held: dict[Any, Any], before: dict[Any, Any], owner: Any, kind: str) -> None:
         super().__init__(held, before)
         self.owner = owner
         self.kind = kind
@@ -36,7 +36,7 @@ class Table(State):
     def group(self) -> type[State]:
         return Table
 
-    def is_unchanged(self, now: dict) -> bool:
+    def is_unchanged(self, now: dict[Any, Any]) -> bool:
         """Whether the dict holds the same objects in the same order, if it holds these now."""
         if len(now) != len(self.before) or not all(map(operator.is_, now.values(), self.before.values())):
             return False
@@ -80,7 +80,7 @@ class Items(Table):
 
     __slots__ = ()
 
-    def __init__(self, held: dict, before: dict) -> None:
+    def __init__(self, held: dict[Any, Any], before: dict[Any, Any]) -> None:
         super().__init__(held, before, None, "items")
 
     def compare(self, effects: Effects) -> None:
@@ -107,7 +107,7 @@ class Sequence(State):
 
     __slots__ = ("kind",)
 
-    def __init__(self, held: Any, before: list, kind: Any) -> None:
+    def __init__(self, held: Any, before: list[Any], kind: Any) -> None:
         """`kind`: of the container, a `Collection`."""
         super().__init__(held, before)
         self.kind = kind
@@ -140,7 +140,7 @@ class Sequence(State):
             return
         effects.bindings.append(self.repeating(effects, container_of, makes))
 
-    def is_unchanged(self, now: list) -> bool:
+    def is_unchanged(self, now: list[Any]) -> bool:
         """Whether the container is the same as before, if these are its items now."""
         return len(now) == len(self.before) and all(map(operator.is_, now, self.before))
 
@@ -158,7 +158,7 @@ class SetItems(Sequence):
 
     __slots__ = ("table",)
 
-    def __init__(self, held: set, before: list, kind: Any) -> None:
+    def __init__(self, held: set[Any], before: list[Any], kind: Any) -> None:
         super().__init__(held, before, kind)
         self.table = SetTable(held)
 
@@ -166,7 +166,7 @@ class SetItems(Sequence):
     def group(self) -> type[State]:
         return Sequence
 
-    def is_unchanged(self, now: list) -> bool:
+    def is_unchanged(self, now: list[Any]) -> bool:
         return super().is_unchanged(now) and SetTable(self.held).order() == self.table.order()
 
     def restoring(self) -> Bind:

@@ -66,14 +66,14 @@ class _Stores:
         self._snapshot = snapshot
         self._values = values
 
-    def name(self, table: dict, name: str, describe: Callable[[Any], str]) -> None:
+    def name(self, table: dict[Any, Any], name: str, describe: Callable[[Any], str]) -> None:
         """Guard a name in a dict."""
         state = self._snapshot.states[NameInModule].get((id(table), name))
         before = state.before if state is not None else self._values.before(table).get(name, MISSING)
         if table.get(name, MISSING) is before:
             self._values.table(table, describe, None).expected.setdefault(name, before)
 
-    def table(self, table: dict, owner: Any) -> None:
+    def table(self, table: dict[Any, Any], owner: Any) -> None:
         """Guard all names of an object or a class."""
         describe = describe_attribute(owner)
         for name in list(table):

@@ -105,12 +105,12 @@ class Values:
         """Whether a value is immutable, and refers to no other objects."""
         return kind_of(type(value)).is_leaf
 
-    def before(self, table: dict) -> dict:
+    def before(self, table: dict[Any, Any]) -> dict[Any, Any]:
         """The former content of a dict."""
         state = self.snapshot.table(table)
         return table if state is None else state.before
 
-    def table(self, table: dict, describe: Callable[[Any], str], name: str | None) -> TableGuard:
+    def table(self, table: dict[Any, Any], describe: Callable[[Any], str], name: str | None) -> TableGuard:
         """The guard of a dict."""
         guard = self.tables.get(id(table))
         if guard is None:
@@ -158,7 +158,7 @@ class Values:
 
     # -- of names --
 
-    def name(self, table: dict, name: Any, before: Any, describe: Any, uses: list[Use] | None = None) -> None:
+    def name(self, table: dict[Any, Any], name: Any, before: Any, describe: Any, uses: list[Use] | None = None) -> None:
         """Guard a name in a dict that was read."""
         guard = self.table(table, describe, None)
         if name in guard.expected and guard.expected[name] is not MISSING and uses is None:
@@ -167,7 +167,7 @@ class Values:
         if before is not MISSING:
             self.value_in_use(before, uses or [None], describe(name), name)
 
-    def mentioned_in(self, table: dict, describe: Callable[[Any], str], all_of_them: bool = False) -> None:
+    def mentioned_in(self, table: dict[Any, Any], describe: Callable[[Any], str], all_of_them: bool = False) -> None:
         """For an object whose reads are not recorded one by one: the attributes that the code mentions, or all if it
         may read any."""
         before, mentioned = self.before(table), self.executed.attributes
@@ -179,13 +179,13 @@ class Values:
         guard.whole = guard.whole or all_of_them and set(guard.expected) == set(before)
         guard.expect_absent(mentioned)
 
-    def all_of(self, table: dict, describe: Callable[[Any], str]) -> None:
+    def all_of(self, table: dict[Any, Any], describe: Callable[[Any], str]) -> None:
         """All attributes of an object, and that there are no others."""
         for name, before in self.before(table).items():
             self.name(table, name, before, describe)
         self.table(table, describe, None).whole = True
 
-    def library_module(self, table: dict) -> None:
+    def library_module(self, table: dict[Any, Any]) -> None:
         """A module of the standard library, PyTorch or NumPy, in which user code may have set or replaced something."""
         guard = self.table(table, describe_global(table), None)
         guard.expect_absent(self.executed.attributes)
@@ -301,11 +301,11 @@ class Values:
         guard.expect_absent(*looked_up)
 
 
-def _attributes(value: Any, names: tuple[str, ...]) -> tuple:
+def _attributes(value: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple([getattr(value, name, MISSING) for name in names])
 
 
-def _parameters_in(optimizer: torch.optim.Optimizer) -> tuple:
+def _parameters_in(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return tuple([p for group in optimizer.param_groups for p in group["params"]])
 
 

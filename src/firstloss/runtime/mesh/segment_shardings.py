@@ -88,7 +88,7 @@ class Edges:
         known = {value: self.placed(value) for value in (*segment.inputs, *segment.outputs) if isinstance(value, Value)}
         return gathers_of(segment, known, self._axes)
 
-    def described(self, segment: Segment) -> tuple:
+    def described(self, segment: Segment) -> tuple[Any, ...]:
         """All that decides how a segment is partitioned, besides what it computes and the mesh."""
         crossing = (*segment.inputs, *segment.outputs)
         return self._gathers, tuple(None if isinstance(value, int) else self.placed(value) for value in crossing)

@@ -71,7 +71,7 @@ class Arguments:
 
     def __init__(
         self,
-        args_and_kwargs: tuple,
+        args_and_kwargs: tuple[Any, ...],
         leaves: list[Any],
         spec: Any,
         padded: frozenset[int] = frozenset(),
@@ -100,7 +100,7 @@ class Arguments:
                     self.gradients[i] = len(self.leaves)
                     self.leaves.append(leaf.grad)
 
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """The properties of these arguments, besides their kind, on which a compiled step depends."""
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         alone = len({id(tensor) for tensor in tensors}) == len(tensors)
@@ -120,11 +120,11 @@ class Arguments:
         held = self.containers()
         return len({id(container) for container in held}) < len(held)
 
-    def as_given(self) -> tuple:
+    def as_given(self) -> tuple[Any, ...]:
         """The positional and keyword arguments as the caller has passed them, unless they are padded."""
         return self.rebuilt(self.given) if self.padded else self._args_and_kwargs
 
-    def rebuilt(self, leaves: list[Any]) -> tuple:
+    def rebuilt(self, leaves: list[Any]) -> tuple[Any, ...]:
         """The arguments with other leaves, in new containers, shared as in the original."""
         new = pytree.tree_unflatten(leaves, self.spec)
         linked = self._container_passed_twice() or any(leaf is BackReference.TO_HOLDER for leaf in leaves)
@@ -225,7 +225,7 @@ class TracedArguments:
         self._rebuilt = [arguments.rebuilt(traced[: len(arguments.given)])]
         self._containers = list(containers(self._rebuilt[0]))
 
-    def take(self) -> tuple:
+    def take(self) -> tuple[Any, ...]:
         """The arguments for the step's Python code, in new containers. May be called once: they are not kept alive."""
         return self._rebuilt.pop()
 
@@ -326,10 +326,10 @@ class Shapes:
         self._step = step
         self._policy = policy
         self._parameters = parameters
-        self._kinds: dict[Any, tuple] = {}  # kinds, by everything except shapes
+        self._kinds: dict[Any, tuple[Any, ...]] = {}  # kinds, by everything except shapes
         self._varying: dict[Any, dict[int, str]] = {}  # likewise, indices and names of changed numbers and texts
 
-    def admit(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Arguments, tuple]:
+    def admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, tuple[Any, ...]]:
         """The arguments to run the step on, padded if necessary, and their kind.
 
         Raises:
@@ -370,7 +370,7 @@ class Shapes:
         self._kinds[spec] = (kind,) if certain else (*kinds, kind)
         return Arguments(args_and_kwargs, leaves, spec, padded, varying), kind
 
-    def _target(self, kinds: tuple, kind: tuple) -> tuple | None:
+    def _target(self, kinds: tuple[Any, ...], kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known kind is
         similar."""
         fits = [old for old in kinds if _holds(old, kind)]
@@ -381,14 +381,14 @@ class Shapes:
             return None
         return tuple(self._rounded(k, similar[-1][i]) for i, k in enumerate(kind))
 
-    def _rounded(self, leaf: tuple, before: tuple) -> tuple:
+    def _rounded(self, leaf: tuple[Any, ...], before: tuple[Any, ...]) -> tuple[Any, ...]:
         if leaf[0] is not torch.Tensor:
             return leaf
         n = self._policy.multiple_of
         shape = tuple(a if a == b else -(-a // n) * n for a, b in zip(leaf[1], before[1], strict=True))
         return (torch.Tensor, shape, *leaf[2:])
 
-    def _padded(self, leaf: Any, kind: tuple, target: tuple, name: str) -> Any:
+    def _padded(self, leaf: Any, kind: tuple[Any, ...], target: tuple[Any, ...], name: str) -> Any:
         if kind == target:
             return leaf
         sizes: list[int] = []
@@ -397,7 +397,7 @@ class Shapes:
         value = self._policy.values.get(name, self._policy.value)
         return torch.nn.functional.pad(leaf, sizes, value=value)
 
-    def _names(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """For each leaf, the last key on the path to it that is a name: in the batch, or of the step's parameter."""
         paths, _ = pytree.tree_flatten_with_path((args, kwargs))
         out = []
@@ -409,7 +409,7 @@ class Shapes:
             out.append(strings[-1] if strings else parameter)
         return out
 
-    def _check_names(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _check_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that every name in `Pad(values=...)` is one of the batch."""
         names = self._names(args, kwargs)
         for name in self._policy.values:
@@ -420,7 +420,9 @@ class Shapes:
                     f"names of its arguments are: {known}."
                 )
 
-    def _change(self, before: tuple, now: tuple, args: tuple, kwargs: dict) -> str:
+    def _change(
+        self, before: tuple[Any, ...], now: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[Any, Any]
+    ) -> str:
         changed = [
             f"{name or 'its argument'} {_show(b)} (before: {_show(a)})"
             for name, a, b in zip(self._names(args, kwargs), before, now, strict=True)
@@ -439,7 +441,7 @@ class Shapes:
         warn(GraphChangeWarning(f"{here()}: {self._step} is recompiled for {text}."))
 
 
-def _kind(leaf: Any) -> tuple:
+def _kind(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         if is_not_strided(leaf):
             layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
@@ -468,19 +470,19 @@ class _AnyValue:
 _ANY = _AnyValue()
 
 
-def _without_values(kind: tuple, varying: Mapping[int, str]) -> tuple:
+def _without_values(kind: tuple[Any, ...], varying: Mapping[int, str]) -> tuple[Any, ...]:
     """A kind without the values of the numbers and texts that vary."""
     return tuple([(leaf[0], _ANY) if i in varying and len(leaf) == 2 else leaf for i, leaf in enumerate(kind)])
 
 
-def generalizes(kind: tuple, other: tuple) -> bool:
+def generalizes(kind: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether a kind is another one, or that without the values of some numbers and texts."""
     return len(kind) == len(other) and all(
         a == b or a[0] is b[0] and len(a) == 2 and a[1] is _ANY for a, b in zip(kind, other, strict=True)
     )
 
 
-def _changed_inputs(old: tuple, kind: tuple) -> list[int]:
+def _changed_inputs(old: tuple[Any, ...], kind: tuple[Any, ...]) -> list[int]:
     """The indices of numbers and texts that have changed."""
     return [
         i
@@ -489,7 +491,7 @@ def _changed_inputs(old: tuple, kind: tuple) -> list[int]:
     ]
 
 
-def _same_but_sizes(old: tuple, kind: tuple) -> bool:
+def _same_but_sizes(old: tuple[Any, ...], kind: tuple[Any, ...]) -> bool:
     """Whether two kinds differ only in sizes."""
     return all(
         a == b or a[0] is b[0] is torch.Tensor and a[2:] == b[2:] and len(a[1]) == len(b[1])
@@ -497,7 +499,7 @@ def _same_but_sizes(old: tuple, kind: tuple) -> bool:
     )
 
 
-def _holds(old: tuple, kind: tuple) -> bool:
+def _holds(old: tuple[Any, ...], kind: tuple[Any, ...]) -> bool:
     return _same_but_sizes(old, kind) and all(
         all(n >= m for n, m in zip(a[1], b[1], strict=True))
         for a, b in zip(old, kind, strict=True)
@@ -505,11 +507,11 @@ def _holds(old: tuple, kind: tuple) -> bool:
     )
 
 
-def _size(kind: tuple) -> int:
+def _size(kind: tuple[Any, ...]) -> int:
     return sum(torch.Size(leaf[1]).numel() for leaf in kind if leaf[0] is torch.Tensor)
 
 
-def _show(leaf: tuple) -> str:
+def _show(leaf: tuple[Any, ...]) -> str:
     if leaf[0] is not torch.Tensor:
         return repr(leaf[1])
     gradients = " that requires gradients" if leaf[3] else ""

@@ -67,7 +67,7 @@ _MAX_FUNCTIONS = 10_000
 _CHECKING = 0.01
 
 # Backend, structure, shapes and dtypes, sharing among the arguments, modes and settings; and the state of the weights.
-_Key = tuple[tuple, tuple]
+_Key = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 class StepCache:
@@ -94,7 +94,7 @@ class StepCache:
             tuple[CacheEntries, int], bool
         ] = {}  # whether they read the parameters from this index on
 
-    def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple, backend: Backend) -> Any:
+    def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple[Any, ...], backend: Backend) -> Any:
         """Call the compiled step.
 
         Args:
@@ -121,7 +121,9 @@ class StepCache:
     def _may_run_untraced(self, backend: Backend) -> bool:
         return self._reads and backend.is_e2e_execution and process_count() == 1
 
-    def run_untraced(self, why: TraceError, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run_untraced(
+        self, why: TraceError, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the step's Python at this call, by PyTorch's kernels, because its arguments cannot be inputs.
 
         Raises:
@@ -132,7 +134,7 @@ class StepCache:
         self._entries.reports.report_eager(str(why))
         return step(*args, **kwargs)
 
-    def _call(self, request: Request, kind: tuple) -> Any:
+    def _call(self, request: Request, kind: tuple[Any, ...]) -> Any:
         """Find or create the compiled step, and call it.
 
         Raises:
@@ -149,7 +151,7 @@ class StepCache:
         args, kwargs = request.arguments.as_given()
         return request.step(*args, **kwargs)
 
-    def find(self, request: Request, kind: tuple, undo: Undo) -> CompiledStep | None:
+    def find(self, request: Request, kind: tuple[Any, ...], undo: Undo) -> CompiledStep | None:
         """Find or create the compiled step; None if the step reads values, and is run without a trace at this call.
 
         Raises:
@@ -200,7 +202,7 @@ class StepCache:
         for key in certain[:-_MAX_FOR_OBJECTS]:
             del self.kinds[key]
 
-    def _fitting(self, setting: tuple, weights: tuple, request: Request) -> CacheEntries | None:
+    def _fitting(self, setting: tuple[Any, ...], weights: tuple[Any, ...], request: Request) -> CacheEntries | None:
         """The entries that fit the weights: traced with the same weights, or before there were models that they do not
         read."""
         entries = self.kinds.get((setting, weights))
@@ -216,7 +218,7 @@ class StepCache:
                     return versions
         return None
 
-    def _parameters(self, backend: Backend) -> tuple:
+    def _parameters(self, backend: Backend) -> tuple[Any, ...]:
         """For each parameter, whether it requires a gradient, and whether it has one, to which the step then adds.
 
         Looked up when no step fits; a replaced parameter is noticed as a change of its module.
@@ -228,7 +230,7 @@ class StepCache:
         return tuple([(p.requires_grad, p.grad is not None) for p in self._all])
 
 
-def _is_similar(setting: tuple, other: tuple) -> bool:
+def _is_similar(setting: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether what was compiled for the setting `other` may do for `setting`: without its last part, the process's
     settings, and without the values of what varies."""
     (backend, spec, kind), (backend_of_other, other_spec, other_kind) = setting[:3], other[:3]
@@ -237,7 +239,7 @@ def _is_similar(setting: tuple, other: tuple) -> bool:
     return generalizes(kind, other_kind)
 
 
-def _is_for_objects(kind: tuple, more: tuple) -> bool:
+def _is_for_objects(kind: tuple[Any, ...], more: tuple[Any, ...]) -> bool:
     """Whether a kind belongs to steps that are specific to certain objects."""
     return bool(more and more[2]) or any(type(leaf[1]) is ByIdentity for leaf in kind)
 

@@ -324,7 +324,7 @@ class Inputs:
 
     def state(
         self, changed: Mapping[Value, Owner], arguments: Arguments, wait: bool = True
-    ) -> tuple[tuple, Sequence[DeviceBuffer | None]]:
+    ) -> tuple[tuple[Any, ...], Sequence[DeviceBuffer | None]]:
         """The arrays of the state that the step changes, and the buffers for its new content; tensors outside the
         backend have no buffer. There may be a thousand arrays, most of them untouched since the last step: only for the
         others is anything computed."""
@@ -339,7 +339,9 @@ class Inputs:
             )
         return arrays, buffers if all(buffers) else _buffers(changed)  # some have been created since
 
-    def arrays(self, values: Iterable[Value], arguments: Arguments, wait: bool = True, donated: bool = False) -> tuple:
+    def arrays(
+        self, values: Iterable[Value], arguments: Arguments, wait: bool = True, donated: bool = False
+    ) -> tuple[Any, ...]:
         """The arrays of the inputs `values`; without `wait`, lazy ones for those still being computed."""
         return tuple(
             (None if wait else self._later(value, arguments.leaves)) or self.array(value, arguments, donated)

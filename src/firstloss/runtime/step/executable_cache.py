@@ -125,7 +125,11 @@ def _custom_calls(lowered: Any) -> set[str]:
 
 
 def entry_of(
-    name: str, signature: Any, order: tuple, mesh: jax.sharding.Mesh | None = None, shardings: tuple = ()
+    name: str,
+    signature: Any,
+    order: tuple[Any, ...],
+    mesh: jax.sharding.Mesh | None = None,
+    shardings: tuple[Any, ...] = (),
 ) -> Entry | None:
     """The entry of a function; None if it has no key.
 
@@ -226,7 +230,7 @@ def _settings() -> list[tuple[str, str]] | None:
     return sorted(jax_settings) + sorted((k, v) for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_")))
 
 
-def _processor() -> tuple:
+def _processor() -> tuple[Any, ...]:
     """What XLA's code generation depends on: the processor and the number of threads."""
     try:
         with open("/proc/cpuinfo") as file:

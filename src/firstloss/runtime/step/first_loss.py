@@ -249,7 +249,7 @@ class KernelsFirstRun:
         self._inputs = (), (), None
         self._step.lower_in_background(self._later)
 
-    def outputs(self) -> tuple:
+    def outputs(self) -> tuple[Any, ...]:
         """The outputs, in groups."""
         if self._instead is not None:
             return self._instead.outputs()

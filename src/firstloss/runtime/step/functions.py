@@ -157,7 +157,7 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
     inputs = [segment.inputs[i] for i in function.argument_order]
     outputs = [segment.outputs[i] for i in function.result_order]
 
-    def run(seed: Any, *operands: Any) -> tuple:
+    def run(seed: Any, *operands: Any) -> tuple[Any, ...]:
         arrays: dict[Any, Any] = dict(zip(inputs, operands, strict=True))
         step: list[Any] = []
 

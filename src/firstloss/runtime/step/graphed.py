@@ -98,7 +98,7 @@ class GraphedStep(BoundStep):
         self.end(call, outputs)
         return self.returned(call)
 
-    def _inputs(self, arguments: Arguments) -> tuple[dict, dict, dict]:
+    def _inputs(self, arguments: Arguments) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
         """The inputs of the replay: weights and other tensors, the batch, and numbers."""
         owners, numbers = self.traced.owners, self.traced.numbers
         tensors: dict[Value, torch.Tensor] = {}
@@ -188,7 +188,12 @@ class Trials:
         self._last: tuple[Any, GraphedStep | None] = None, None  # the kind of the last call, and the step that ran it
 
     def call(
-        self, step: Callable[..., Any], args: tuple, kwargs: dict, admitted: tuple[Arguments, tuple], on: Any
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[Any, Any],
+        admitted: tuple[Arguments, tuple[Any, ...]],
+        on: Any,
     ) -> Any:
         """Call the step on `args` and `kwargs`, given also as Arguments with their kind, on a backend."""
         arguments, kind = admitted

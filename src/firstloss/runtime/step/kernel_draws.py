@@ -56,7 +56,7 @@ class Draws:
 
 
 def _compiled(call: LoweredCall) -> Any:
-    def run(seed: Any, draw: Any, *arrays: Any) -> tuple:
+    def run(seed: Any, draw: Any, *arrays: Any) -> tuple[Any, ...]:
         return tuple(call.run(arrays, jax.random.fold_in(step_key(seed), draw)))
 
     inputs = [jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype)) for value in call.inputs]

@@ -139,8 +139,8 @@ class Optimizers:
         self.schedulers.check(self.groups.sets)
 
     def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Prepare an optimizer before its step; returns other arguments for the step, or None."""
         if session.trace is None or self._rehearsing:
             return None
@@ -173,7 +173,7 @@ class Optimizers:
                     if p.grad is not None and isinstance(buffer, torch.Tensor):
                         self._momenta.append((buffer, buffer.clone(), tensor_of(momentum) != 0))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """With zero momentum, SGD and RMSprop leave their buffers unchanged, unlike a multiplication by zero. A
         scheduled momentum is known only on the device, so this is decided there."""
         if session.trace is None or self._rehearsing:

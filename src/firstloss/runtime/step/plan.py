@@ -160,7 +160,7 @@ class StepPlan:
     def collectives(self, part: PlannedPart | None = None) -> list[dict[str, Any]]:
         """Collectives by kind and axes: their number, the bytes of their whole arrays, and the bytes that each device
         sends; in a step, or in one run of `part`."""
-        rows: dict[tuple, dict[str, Any]] = {}
+        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for collective in self.sent() if part is None else part.work.sent:
             row = rows.setdefault(
                 (collective.kind, collective.axes),

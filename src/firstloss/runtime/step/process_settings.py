@@ -55,25 +55,25 @@ def _folder() -> str | None:
         return None
 
 
-def _numpy_errors() -> tuple:
+def _numpy_errors() -> tuple[Any, ...]:
     call = np.geterrcall()
     if call is not None and unreplaced(call) is not call:  # `print`, set in a trace
         np.seterrcall(call := unreplaced(call))
     return *np.geterr().items(), ("call", call)
 
 
-def _set_numpy_errors(errors: tuple) -> None:
+def _set_numpy_errors(errors: tuple[Any, ...]) -> None:
     now = dict(errors)
     np.seterrcall(now.pop("call"))
     np.seterr(**now)
 
 
-def _decimals() -> tuple:
+def _decimals() -> tuple[Any, ...]:
     context = decimal.getcontext()
     return context.prec, context.rounding, context.Emin, context.Emax, *context.traps.values()
 
 
-def _set_decimals(values: tuple) -> None:
+def _set_decimals(values: tuple[Any, ...]) -> None:
     context = decimal.getcontext()
     context.prec, context.rounding, context.Emin, context.Emax, *traps = values
     for signal, trapped in zip(context.traps, traps, strict=True):
@@ -101,7 +101,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
-def settings() -> tuple:
+def settings() -> tuple[Any, ...]:
     """The current settings, other than modes, that a step's Python code may read."""
     try:
         return tuple([read() for read, _ in _SETTINGS])
@@ -116,7 +116,7 @@ def _tried(read: Callable[[], Any]) -> Any:
         return None
 
 
-def modes() -> tuple:
+def modes() -> tuple[Any, ...]:
     """The current modes, which are part of a compiled step's key."""
     regions = tuple([getattr(mode, "device", type(mode)) for mode in get_current_function_mode_stack()])
     return (*[read() for read, _ in _MODES], torch.is_inference_mode_enabled(), regions)
@@ -173,5 +173,5 @@ class ModesLeft:
 _ALL = (*_MODES, *_SETTINGS)
 
 
-def _all() -> tuple:
+def _all() -> tuple[Any, ...]:
     return (*modes()[: len(_MODES)], *settings())

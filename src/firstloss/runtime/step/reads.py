@@ -167,7 +167,7 @@ class ComputedStep:
         """Nothing is left to do."""
         self._contents = None
 
-    def outputs(self) -> tuple:
+    def outputs(self) -> tuple[Any, ...]:
         """The outputs, in groups."""
         arrays, self._arrays = self._arrays, {}
         return tuple(tuple(arrays[name] for name in group) for group in self._traced.groups.outputs)

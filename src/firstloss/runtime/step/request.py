@@ -42,7 +42,7 @@ class Request(NamedTuple):
     values_read: Sequence[Any] = ()  # likewise, at a call whose outcomes were others than those of a compiled step
     retries: int = 0  # how often they were
 
-    def roots(self) -> tuple:
+    def roots(self) -> tuple[Any, ...]:
         """The roots of everything that the step's Python code can reach."""
         return (self.step, *self.arguments.guarded(), *self.backend.models)
 
@@ -180,11 +180,11 @@ class Request(NamedTuple):
             )
 
 
-def _inputs_of(traced: TracedProgram) -> set[tuple]:
+def _inputs_of(traced: TracedProgram) -> set[tuple[Any, ...]]:
     """The numbers and texts that were inputs in its trace: in words, and where they are read."""
     trace = traced.trace
     sources = [expression.source for expression in trace.numbers.sources if expression.source is not None]
-    inputs: set[tuple] = {(source.description, _where(source.read)) for source in sources}
+    inputs: set[tuple[Any, ...]] = {(source.description, _where(source.read)) for source in sources}
     return inputs | {(read.text, read.source) for read in trace.number_reads if trace.numbers_are_inputs}
 
 

@@ -25,7 +25,7 @@ class _SchedulerCall(NamedTuple):
 
     step: Callable[..., Any]  # of the scheduler's class
     scheduler: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: Source
     reads: int  # reads of the scheduler by the step so far
@@ -172,7 +172,7 @@ class _SchedulerStep:
         self._done = True
 
 
-def _tables(scheduler: Any) -> Iterator[dict]:
+def _tables(scheduler: Any) -> Iterator[dict[Any, Any]]:
     """The dicts that a scheduler's step changes: its attributes, those of nested schedulers, and parameter groups."""
     yield vars(scheduler)
     for inner in getattr(scheduler, "_schedulers", ()):
@@ -181,7 +181,7 @@ def _tables(scheduler: Any) -> Iterator[dict]:
     yield from () if optimizer is None else optimizer.param_groups
 
 
-def _copy(table: dict) -> dict:
+def _copy(table: dict[Any, Any]) -> dict[Any, Any]:
     copied: dict[Any, tuple[Any, Any]] = {}
     for key, value in table.items():
         if isinstance(value, torch.Tensor):
@@ -192,7 +192,7 @@ def _copy(table: dict) -> dict:
     return copied
 
 
-def _restore_state(table: dict, before: dict) -> None:
+def _restore_state(table: dict[Any, Any], before: dict[Any, Any]) -> None:
     for key in table.keys() - before.keys():
         del table[key]
     for key, (value, content) in before.items():

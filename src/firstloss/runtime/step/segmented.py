@@ -189,7 +189,7 @@ class SegmentedStep:
                     before = self._numbers[slot] = number, self._put(np.asarray(number))
                 slots[slot] = before[1]
 
-    def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple:
+    def __call__(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> tuple[Any, ...]:
         """The Program's outputs, in the groups of `outputs`."""
         run = self.begin(state, rest, seed)
         run.prepare()
@@ -232,7 +232,7 @@ class SegmentedRun:
         else:
             self._run_rest_in_background(self._results)
 
-    def outputs(self) -> tuple:
+    def outputs(self) -> tuple[Any, ...]:
         """The Program's outputs, in groups."""
         return tuple(tuple(map(self._output, group)) for group in self._step._results)
 
@@ -301,7 +301,7 @@ class SegmentedRun:
         self.later = BackgroundWork(finish)
         self.later.begin()
 
-    def all_at_once(self) -> tuple:
+    def all_at_once(self) -> tuple[Any, ...]:
         """Run the whole step, wait for it, and return the outputs."""
         self._prepare_rest()
         self.finish()

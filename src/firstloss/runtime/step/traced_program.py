@@ -299,7 +299,7 @@ class TracedProgram:
         return [*self.outputs.out, *self.for_closures, *names_read(self.trace)]
 
     @functools.cached_property
-    def outcomes(self) -> tuple:
+    def outcomes(self) -> tuple[Any, ...]:
         """What its Python found of numbers that it has read, and has branched on."""
         return tuple(self.trace.numbers.outcomes.values())
 
@@ -348,7 +348,7 @@ class TracedProgram:
         """Whether both have the same computation and inputs, so that they can share an executable."""
         return self._signature() == other._signature() and first_difference(self.program, other.program) is None
 
-    def _signature(self) -> tuple:
+    def _signature(self) -> tuple[Any, ...]:
         """A description of its inputs and outputs."""
         return (*self.owners.order(), self.outputs.out, self.outputs.made, self.for_closures, self.early)
 

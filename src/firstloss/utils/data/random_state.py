@@ -16,8 +16,8 @@ class RandomState(NamedTuple):
     """The states of the generators; `own` are those of the loader and its sampler."""
 
     pytorch: torch.Tensor
-    python: tuple
-    numpy: tuple
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
     own: tuple[torch.Tensor, ...]
 
     @classmethod

@@ -13,7 +13,7 @@ from ...errors import LoaderError
 from ...runtime.pytrees import flatten
 
 
-class SyntheticDataset(IterableDataset):
+class SyntheticDataset(IterableDataset[Any]):
     """Samples made from a spec, for speed tests, and for `backend(compile_only=True)`, which needs only shapes.
 
     Workers divide the samples among them.

@@ -12,7 +12,7 @@ from ....distributed import get_streaming_rank, num_streamers
 from ....errors import LoaderError
 
 
-class DistributedSampler(torch.utils.data.Sampler):
+class DistributedSampler(torch.utils.data.Sampler[Any]):
     """Indices, or batches of them, of a dataset; each process gets its part of each batch.
 
     An epoch is shuffled by `seed` plus its number, so that it is the same in all processes and when resumed.

@@ -47,7 +47,7 @@ class Container(WithAttributes):
         """All items; the keys and the values of a dict."""
         return items_of(obj)
 
-    def sample(self, obj: Any, length: int) -> tuple:
+    def sample(self, obj: Any, length: int) -> tuple[Any, ...]:
         """Some items of a container that is too large to be compared."""
         base = builtin_base(type(obj))
         ends = (base.__iter__(obj), base.__reversed__(obj))  # where dicts and deques grow
@@ -56,7 +56,7 @@ class Container(WithAttributes):
     def reader(self, obj: Any) -> Callable[[], Any]:
         """Returns a function that reads up to `LARGEST` items as a tuple; for more items, it returns the same object as
         long as they are the same."""
-        last: list = []
+        last: list[Any] = []
 
         def read() -> Any:
             nonlocal last
@@ -115,7 +115,7 @@ class DictKind(Container):
     def all_of(self, obj: Any) -> list[Any]:
         return [*dict.keys(obj), *dict.values(obj)]
 
-    def sample(self, obj: Any, length: int) -> tuple:
+    def sample(self, obj: Any, length: int) -> tuple[Any, ...]:
         keys = super().sample(obj, length)
         return *keys, *(dict.__getitem__(obj, key) for key in keys)
 
@@ -178,11 +178,11 @@ class Collection(Container):
 
         return reconstructor.once(obj, empty_like(obj), fill)
 
-    def added_to(self, obj: Any, before: list, now: list) -> list | None:
+    def added_to(self, obj: Any, before: list[Any], now: list[Any]) -> list[Any] | None:
         """The items that were appended; None if there are other changes."""
         return now[len(before) :] if len(now) >= len(before) and all(map(operator.is_, before, now)) else None
 
-    def add(self, obj: Any, items: list) -> Callable[[], None]:
+    def add(self, obj: Any, items: list[Any]) -> Callable[[], None]:
         """A binding that appends items."""
         return functools.partial(set_items, obj, [*obj, *items])
 
@@ -191,13 +191,13 @@ class Collection(Container):
 class ListKind(Collection):
     """A list."""
 
-    def sample(self, obj: Any, length: int) -> tuple:
+    def sample(self, obj: Any, length: int) -> tuple[Any, ...]:
         return tuple(list.__getitem__(obj, slice(None, None, length // _SAMPLED)))
 
     def guard_each(self, obj: Any, items: list[Any], values: Values, description: str, name: str) -> None:
         values.lists[id(obj)] = ListGuard(obj, items, description, name)
 
-    def add(self, obj: Any, items: list) -> Callable[[], None]:
+    def add(self, obj: Any, items: list[Any]) -> Callable[[], None]:
         return functools.partial(list.__setitem__, obj, slice(len(obj), None), items)
 
 
@@ -207,7 +207,7 @@ class SetKind(Collection):
 
     state = SetItems
 
-    def sample(self, obj: Any, length: int) -> tuple:
+    def sample(self, obj: Any, length: int) -> tuple[Any, ...]:
         return ()
 
     def make(self, obj: Any, reconstructor: Reconstructor) -> Make:
@@ -222,10 +222,10 @@ class SetKind(Collection):
 
         return reconstructor.once(obj, empty_like(obj), fill)
 
-    def added_to(self, obj: Any, before: list, now: list) -> list | None:
+    def added_to(self, obj: Any, before: list[Any], now: list[Any]) -> list[Any] | None:
         return [item for item in now if not any(item is old for old in before)] if len(now) >= len(before) else None
 
-    def add(self, obj: Any, items: list) -> Callable[[], None]:
+    def add(self, obj: Any, items: list[Any]) -> Callable[[], None]:
         return functools.partial(set.update, obj, items)
 
 
@@ -233,7 +233,7 @@ class SetKind(Collection):
 class DequeKind(Collection):
     """A deque."""
 
-    def added_to(self, obj: Any, before: list, now: list) -> list | None:
+    def added_to(self, obj: Any, before: list[Any], now: list[Any]) -> list[Any] | None:
         if obj.maxlen is None:
             return super().added_to(obj, before, now)
         for count in range(1, len(now) + 1):  # as many were appended at one end as were dropped at the other

@@ -284,7 +284,7 @@ class ContextVariable(Opaque):
         stack.append(_value_in(obj))
 
 
-def _value_in(variable: contextvars.ContextVar) -> Any:
+def _value_in(variable: contextvars.ContextVar[Any]) -> Any:
     """The value of a context variable in this context; None if it has none."""
     try:
         return variable.get()
@@ -314,7 +314,7 @@ register((type(threading.Lock()), type(threading.RLock()), decimal.Context), Opa
 register((logging.Logger,), Opaque(lambda obj: (obj.getEffectiveLevel(), obj.disabled, obj.manager.disable)))
 
 
-def _view_content(obj: types.MappingProxyType) -> tuple:
+def _view_content(obj: types.MappingProxyType[Any, Any]) -> tuple[Any, ...]:
     """The content of a read-only view of a dict, or of a class's attributes."""
     return (*obj.keys(), *obj.values())
 
@@ -334,13 +334,13 @@ register((types.MappingProxyType,), ReadOnlyView(_view_content, inside=lambda ob
 # -- iterators and tokenizers --
 
 
-def _position_of_generator(obj: types.GeneratorType) -> Any:
+def _position_of_generator(obj: types.GeneratorType[Any, Any, Any]) -> Any:
     """The position of a generator, and its local variables."""
     frame = obj.gi_frame
     return None if frame is None else (frame.f_lasti, *frame.f_locals.values())
 
 
-def _locals_of(obj: types.GeneratorType) -> Iterable[Any]:
+def _locals_of(obj: types.GeneratorType[Any, Any, Any]) -> Iterable[Any]:
     return () if obj.gi_frame is None else list(obj.gi_frame.f_locals.values())
 
 
@@ -388,7 +388,7 @@ class UnknownIterator(Unknown):
         snapshot.keep(OpaqueContent(obj, functools.partial(_progress, obj), ITERATOR_OF_C))
 
 
-def _progress(iterator: Any) -> tuple:
+def _progress(iterator: Any) -> tuple[Any, ...]:
     """What is left (`struct.iter_unpack`, a file in memory, to which writes append), the line (`csv.reader`), or the
     index (`numpy.flatiter`)."""
     left = operator.length_hint(iterator, -1)

@@ -156,11 +156,11 @@ register((types.MethodType,), Method(lambda obj: (obj.__func__, obj.__self__)))
 class Partial(Binding):
     """A function with arguments."""
 
-    def guard(self, obj: functools.partial, values: Values, description: str, name: str) -> None:
+    def guard(self, obj: functools.partial[Any], values: Values, description: str, name: str) -> None:
         super().guard(obj, values, description, name)
         values.fields(obj, ("func", "args", "keywords"), description, name)
 
-    def make(self, obj: functools.partial, reconstructor: Reconstructor) -> Make:
+    def make(self, obj: functools.partial[Any], reconstructor: Reconstructor) -> Make:
         make = reconstructor.make
         f, args, kwargs = make(obj.func), list(map(make, obj.args)), {k: make(v) for k, v in obj.keywords.items()}
         return lambda env: functools.partial(f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()})
