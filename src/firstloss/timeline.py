@@ -113,7 +113,7 @@ class Timeline:
     """
 
     def __init__(self, start: float | None = None) -> None:
-        self.start = process_started() if start is None else start
+        self.start: float = process_started() if start is None else start
         self._lock = fork_safe_lock()
         self._spans: list[Span] = []
         self._marks: list[Mark] = []

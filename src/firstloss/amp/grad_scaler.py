@@ -56,7 +56,7 @@ class GradScaler:
         overflow_tolerance: float = 0.0,
         max_gradient_norm: float | None = None,
     ) -> None:
-        self.dynamic = isinstance(loss_scale, str) and loss_scale == "dynamic"
+        self.dynamic: bool = isinstance(loss_scale, str) and loss_scale == "dynamic"
         if loss_scale is not None and not self.dynamic and not _is_positive(loss_scale):
             raise PrecisionError(f"loss_scale is 'dynamic' or a positive number, not {loss_scale!r}.")
         given = {

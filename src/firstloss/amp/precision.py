@@ -33,7 +33,7 @@ class Precision:
     device_type: str = "cpu"
 
 
-current = Precision()
+current: Precision = Precision()
 
 
 def set_device_type(device_type: str) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
+from torch.ops import aten
 
 from ..program.graph import geometry_of
-
-aten = torch.ops.aten
 
 
 class Bits(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of, neg_view
 from ..errors import CaptureError
@@ -22,8 +23,6 @@ from . import session
 from .conjugate_bits import lazy_bits
 from .op_call import outer_geometry, storage_of
 from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, to_real
-
-aten = torch.ops.aten
 
 
 def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Ref, Value
@@ -18,7 +19,6 @@ from .constants import constant_tensor
 from .op_call import OpCall
 from .tensor import DeferredTensor, Hooks
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 
 _UNWRITTEN = (aten.empty.memory_format, aten.empty_strided.default)

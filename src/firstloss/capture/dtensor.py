@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.patches import DTENSOR, replaces, when_imported
 from ..compat.torch_names import local_tensor, local_tensor_or, operation_handlers
 from .tensor import DeferredTensor, Hooks, is_pending
-
-aten = torch.ops.aten
 
 # In-place fills, which PyTorch would run on each shard.
 _FILLS = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..errors import TraceError
@@ -116,9 +117,6 @@ def state_of(storage: DeferredStorage) -> State:
     if storage.trace is not None and not storage.value.known:
         return Traced
     return Computed if storage.is_computed else Recorded
-
-
-aten = torch.ops.aten
 
 
 def value_of(tensor: DeferredTensor) -> Tensor:

@@ -40,7 +40,7 @@ class Generators:
     """The generators that active captures have drawn from."""
 
     def __init__(self) -> None:
-        self.lock = fork_safe_lock(delays_forks=True)  # held while a position is read and advanced
+        self.lock: Any = fork_safe_lock(delays_forks=True)  # held while a position is read and advanced
         self._this_thread = threading.local()
         self._captures = 0  # the number of active ones, each in its own thread
         self._traces: set[Any] = set()  # the active ones

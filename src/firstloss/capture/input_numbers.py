@@ -66,10 +66,10 @@ class Expression:
         source: Source | None = None,
         example: Any = None,
     ) -> None:
-        self.combine = combine
-        self.operands = operands
-        self.source = source
-        self.example = example
+        self.combine: Callable[..., Any] | None = combine
+        self.operands: tuple[Any, ...] = operands
+        self.source: Source | None = source
+        self.example: Any = example
         is_read: bool = combine is None and source is None
         self.is_read: bool = is_read or any(type(o) is Expression and o.is_read for o in operands)
 

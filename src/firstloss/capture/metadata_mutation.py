@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, base_of
 from ..errors import CaptureError
@@ -18,7 +19,6 @@ from .shapes import as_meta, infer
 from .storage_swap import become, rebind, share_memory
 from .tensor import DeferredTensor, Hooks, is_pending, on_backend, to_host
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from torch.ops import aten
 
 from ..program.graph import Value
 from . import recorder
 from .recorder import DeferredTensor
 from .step import StepTrace, is_traced
-
-aten = torch.ops.aten
 
 
 class FirstStepDiffers(Exception):

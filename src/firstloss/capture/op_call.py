@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.ops import aten
 
 from ..compat.torch_names import OpOverload, can_decompose, schema_of
 from ..errors import CaptureError
@@ -20,7 +21,6 @@ from .exported_memory import storage_at
 from .input_numbers import InputFloat, InputInt
 from .tensor import DeferredStorage, DeferredTensor, Hooks
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 _SYMBOLIC = frozenset({torch.SymFloat, torch.SymInt, InputFloat, InputInt})
 
@@ -147,14 +147,14 @@ class OpCall:
     __slots__ = ("op", "traits", "args", "kwargs", "deferred", "real", "key", "on_meta", "symbolic", "_written")
 
     def __init__(self, op: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.op = op
-        self.traits = traits
-        self.args = args
-        self.kwargs = kwargs
+        self.op: Any = op
+        self.traits: Traits = traits
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
         self.deferred: list[DeferredTensor] = []
         self.real: list[Tensor] = []
-        self.on_meta = False
-        self.symbolic = False
+        self.on_meta: bool = False
+        self.symbolic: bool = False
         self._written: list[Tensor] | None = None
         key: list[Any] = [op]
         self._scan(args, key)
@@ -164,7 +164,7 @@ class OpCall:
                 if name == "device" and value is not None and torch.device(value).type == "meta":
                     self.on_meta = True
                 self._scan((value,), key)
-        self.key = tuple(key)
+        self.key: tuple[Any, ...] = tuple(key)
 
     def _scan(self, args, key: list[Any]) -> None:
         for arg in args:

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.python_names import getframe
 from ..compat.torch_names import (
@@ -29,7 +30,6 @@ from .shapes import infer
 from .symbolic_scalars import number_of
 from .tensor import DeferredTensor, Hooks, is_in_file
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 
 

@@ -54,8 +54,8 @@ class Draws:
 
     def __init__(self) -> None:
         self._states = states()
-        self.complete = True
-        self.count = 0
+        self.complete: bool = True
+        self.count: int = 0
 
     def draw(self, function: Callable[[], Any]) -> Any:
         """What a function of a generator draws."""

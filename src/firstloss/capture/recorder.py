@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat import patches
 from ..compat.torch_names import DisableTorchDispatch, OpOverload, TorchDispatchMode
@@ -48,7 +49,6 @@ __all__ = [
     "set_trace",
 ]
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 
 _counter = itertools.count()

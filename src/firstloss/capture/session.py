@@ -187,7 +187,7 @@ rebinds = 0  # the number of times that a tensor on a backend was given another 
 traces: weakref.WeakSet[Tracing] = weakref.WeakSet()  # of steps that may be called again, and the active one
 seedings = 0  # the number of calls of torch.manual_seed
 generators = Generators()
-tracing = fork_safe_lock()  # one thread at a time traces a step, since it patches functions of the process
+tracing: Any = fork_safe_lock()  # one thread at a time traces a step, since it patches functions of the process
 
 
 def enter(policy: str | None = None, preserve: bool = False) -> None:

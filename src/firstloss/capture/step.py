@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeGuard
 
 import numpy as np
 import torch
+from torch.ops import aten
 
 from ..compat import patches
 from ..compat.python_names import getframe
@@ -166,12 +167,12 @@ class StepTrace(recorder._Tracing):
         self.outside: dict[int, tuple[torch.Tensor, Any, int]] = {}  # with geometry and storage_key, by id
         self._arguments: dict[Value, DeferredStorage] = {}
         self._outer: StepTrace | None = None  # the enclosing trace
-        self.stream = KeyStream()
+        self.stream: KeyStream = KeyStream()
         self._position: Position | None = KeyStream.start  # None after the step has seeded the generator
         self.set_final_generator_state: Callable[[], Any] | None = None
         self._seed = torch.initial_seed()
         self.changes: Any = None
-        self.draws = 0
+        self.draws: int = 0
         self.closures: list[Any] = []
         self.read_outside: dict[int, ValueRead] = {}
         self.contents: Contents | None = None
@@ -181,9 +182,9 @@ class StepTrace(recorder._Tracing):
         self.values_read: Iterator[Any] = iter(())
         self.memory_given: list[GivenMemory] = []
         self.retrace_reason: str | None = None
-        self.aliased_storages = weakref.WeakSet()
+        self.aliased_storages: weakref.WeakSet[Any] = weakref.WeakSet()
         session.traces.add(self)
-        self.numbers = InputNumbers()
+        self.numbers: InputNumbers = InputNumbers()
         self.new_memory: DataAssignments = DataAssignments(self)
         self.new_layouts: LayoutChanges = LayoutChanges(self)
 
@@ -570,8 +571,6 @@ class _Tracing:
 
 _TRACING = _Tracing()
 
-
-aten = torch.ops.aten
 
 # Python's operations on numbers that operations on tensors in float64 or int64 do exactly.
 _EXACT: dict[Any, OpOverload] = {

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.torch_names import schema_of
 from ..errors import TraceError
@@ -24,7 +25,6 @@ from .input_numbers import OF_NODES, NumberNode, node_of, specialized
 from .op_call import OpCall, is_symbolic, ref_of
 from .tensor import DeferredTensor, Hooks
 
-aten = torch.ops.aten
 Tensor = torch.Tensor
 
 # The arithmetic methods of PyTorch's SymNode, and their equivalents on tensors.

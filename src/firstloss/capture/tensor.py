@@ -69,16 +69,16 @@ class DeferredStorage:
     )  # fmt: skip
 
     def __init__(self, value: Value) -> None:
-        self.value = value
-        self.first = value  # the first Value, other than uninitialized memory
+        self.value: Value = value
+        self.first: Value = value  # the first Value, other than uninitialized memory
         self.tensors: list[_TensorRef] = []
-        self.fills = 0  # fills of the whole storage; all but the last are dead
+        self.fills: int = 0  # fills of the whole storage; all but the last are dead
         self.resident: Any = None  # on a backend: its DeviceBuffer, which owns the content
         self.trace: Any = None  # the step trace that has adopted it
         self.computed: tuple[Value, Tensor] | None = None  # a Value and its computed content: see `first_use.py`
         self.mirrors: Mirror | None = None  # the storage that it conjugates or negates: see `conjugate_views.py`
         self.mirrored_by: list[weakref.ref[DeferredStorage]] = []
-        self.is_local = False  # whether `DTensor.from_local` was given it: it need not be a slice of a whole
+        self.is_local: bool = False  # whether `DTensor.from_local` was given it: it need not be a slice of a whole
 
     @property
     def is_computed(self) -> bool:
@@ -136,7 +136,7 @@ def _deferred_storage_of(tensor: Any) -> DeferredStorage | None:
 
 # Held while deferred tensors become real, and while one that may become real is used, outside of captures and traces:
 # several threads may use a model for the first time.
-becoming_real = fork_safe_lock(delays_forks=True)
+becoming_real: Any = fork_safe_lock(delays_forks=True)
 
 _requires_grad: Any = Tensor.requires_grad
 
@@ -190,7 +190,7 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def wrap(
-        storage: DeferredStorage, size, stride, offset: Any, dtype: torch.dtype, new: bool = False
+        storage: DeferredStorage, size: Any, stride: Any, offset: Any, dtype: torch.dtype, new: bool = False
     ) -> DeferredTensor:
         """Create a view of `storage`.
 
@@ -219,7 +219,7 @@ class DeferredTensor(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if has_foreign_subclass(types):
             return NotImplemented
         if torch.is_inference_mode_enabled() and Hooks.is_composite(func):
@@ -238,28 +238,28 @@ class DeferredTensor(Tensor):
     def _ref(self) -> Ref:
         return Ref(self._storage.value, *geometry_of(self))
 
-    def item(self):
+    def item(self) -> Any:
         """As `torch.Tensor.item`. PyTorch's own conversions to numbers do not call it."""
         return super().item() if session.trace is None else session.trace.number(self)
 
-    def __setitem__(self, index, value):
+    def __setitem__(self, index: Any, value: Any) -> None:
         """As `torch.Tensor.__setitem__`; with a mask, the gradient of `value` has a static size."""
         if session.trace is None or not isinstance(value, Tensor) or not value.requires_grad or not _is_mask(index):
             return super().__setitem__(index, value)
         return _write_by_mask(self, index, value)
 
-    def addcdiv(self, tensor1, tensor2, value=1):
+    def addcdiv(self, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
         """As `torch.Tensor.addcdiv`; `value` may be the third argument, as Cerebras' documentation writes it."""
         return super().addcdiv(tensor1, tensor2, value=value)
 
-    def __copy__(self):
+    def __copy__(self) -> Any:
         out: Any = DeferredTensor.wrap(
             self._storage, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype
         ).requires_grad_(self.requires_grad)
         out.__dict__.update({k: v for k, v in self.__dict__.items() if k != "_storage"})
         return out
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Any) -> Any:
         with session.KeepsGradMode():
             return self._deep_copy(memo)
 
@@ -297,37 +297,37 @@ class DeferredTensor(Tensor):
             out.grad = copy.deepcopy(self.grad, memo)
         return out
 
-    def is_conj(self):
+    def is_conj(self) -> bool:
         """As `torch.Tensor.is_conj`."""
         return lazy_bits(self).conjugated
 
-    def is_neg(self):
+    def is_neg(self) -> bool:
         """As `torch.Tensor.is_neg`."""
         return lazy_bits(self).negated
 
-    def resolve_conj(self):
+    def resolve_conj(self) -> Any:
         """As `torch.Tensor.resolve_conj`: a copy of a conjugated view."""
         return self.clone() if self.is_conj() else self
 
-    def resolve_neg(self):
+    def resolve_neg(self) -> Any:
         """As `torch.Tensor.resolve_neg`."""
         return self.clone() if self.is_neg() else self
 
     # Access to the memory itself materializes the tensor in place, or, on a backend, returns a real tensor that shares
     # the memory of the content (`lasting`: for the lifetime of the storage, because the address is exported; else for
     # the lifetime of that tensor and its views).
-    def numpy(self, *, force=False):
+    def numpy(self, *, force: bool = False) -> Any:
         """As `torch.Tensor.numpy`; shares memory."""
         return _numpy(self.detach() if force else self)
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return _array(self, dtype, copy)
 
-    def as_subclass(self, cls):
+    def as_subclass(self, cls: Any) -> Any:
         """As `torch.Tensor.as_subclass`, on the materialized tensor."""
         return to_host(self).as_subclass(cls)
 
-    def requires_grad_(self, requires_grad=True):
+    def requires_grad_(self, requires_grad: Any = True) -> Any:
         """As `torch.Tensor.requires_grad_`."""
         if not requires_grad:
             materialize_views(self)
@@ -338,9 +338,9 @@ class DeferredTensor(Tensor):
             materialize_views(self)
         _requires_grad.__set__(self, requires_grad)
 
-    requires_grad = property(_requires_grad.__get__, _set_requires_grad)
+    requires_grad: Any = property(_requires_grad.__get__, _set_requires_grad)
 
-    def register_hook(self, hook):
+    def register_hook(self, hook: Any) -> Any:
         """As `torch.Tensor.register_hook`; refused on results of a traced step, which have no graph."""
         if not self.requires_grad and on_backend(self) and self._storage.trace is None:
             raise TraceError(
@@ -358,27 +358,27 @@ class DeferredTensor(Tensor):
             return _placeholder_address(self._storage) + int(self.storage_offset()) * self.itemsize
         return to_real(self, lasting=True).data_ptr()
 
-    def __dlpack__(self, *args, **kwargs):
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         real = to_real(self, writable=True)
         with DisableTorchDispatch():
             return real.__dlpack__(*args, **kwargs)
 
-    def untyped_storage(self):
+    def untyped_storage(self) -> Any:
         """As `torch.Tensor.untyped_storage`."""
         return to_real(self, lasting=True).untyped_storage()
 
-    def share_memory_(self):
+    def share_memory_(self) -> Any:
         """As `torch.Tensor.share_memory_`: moves the content to shared memory."""
         to_real(self, lasting=True, writable=True).share_memory_()
         if on_backend(self):
             record_exported_memory(self._storage)  # at its new address
         return self
 
-    def tolist(self):
+    def tolist(self) -> Any:
         """As `torch.Tensor.tolist`; computes only this tensor."""
         return Hooks.value_of(self).tolist()
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         real = to_real(self)
         if real is not self:
             if is_parameter(self):
@@ -386,13 +386,13 @@ class DeferredTensor(Tensor):
             real.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("_storage", PARAMETER_FLAG)})
         return real.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents=None):
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if session.trace is not None and session.trace.is_only_displayed(self):
             return f"<traced tensor: {list(self.shape)} {self.dtype}>"
         real = Hooks.value_of(self)  # raises if it has no value yet
         return repr(torch.nn.Parameter(real, self.requires_grad) if is_parameter(self) else real)
 
-    def __format__(self, spec):
+    def __format__(self, spec: str) -> str:
         return format(Hooks.value_of(self), spec)
 
 

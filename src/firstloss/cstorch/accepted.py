@@ -176,7 +176,7 @@ class Flags:
             object.__delattr__(self, name)
 
 
-backends = Flags("backends")
+backends: Flags = Flags("backends")
 
 
 class _Unsupported:

@@ -18,7 +18,7 @@ _MESH = (
 _EXPERIMENTAL = ("Compression", "get_loop_iteration_slice", "start_implicit_loop", "update_implicit_loop")
 
 # Modules whose names cannot be used here, and what to do instead.
-UNSUPPORTED = {
+UNSUPPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "sparse": (
         _SPARSE,
         "it saves time on Cerebras' hardware alone. Leave it out, or mask weights in PyTorch.",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.ops import aten
 
 from ..compat.locks import fork_safe_lock
 from ..compat.torch_names import DisableTorchDispatch
@@ -24,8 +25,6 @@ from .plan import RangePlanner, RangeStep, is_empty
 from .replay import materialize_whole
 from .sampler import StreamSampler, has_erfinv, is_native
 from .splits import Box, cover, row_blocks
-
-aten = torch.ops.aten
 
 
 class Epilogue(NamedTuple):
@@ -126,7 +125,7 @@ class Reader:
         Args:
             whole: returns the content of a Value that has to be made whole; the result is not modified.
         """
-        self.planner = planner or RangePlanner()
+        self.planner: RangePlanner = planner or RangePlanner()
         self._whole = whole or WholeValueCache()
         self._sampler = StreamSampler()
 

@@ -78,7 +78,7 @@ class LaunchTables:
         self._root_numbers: list[int] = []
         self.levels: dict[int, list[tuple[int, int]]] = {}  # (from, to) windows, by the exponent of the jump
         self.layers: list[tuple[NDArray[np.void], NDArray[np.void]]] = []  # chunks and segments of each launch
-        self.windows = 0
+        self.windows: int = 0
         for stream, segments in streams.items():
             self._add(stream, np.array(segments, SEGMENT))
 

@@ -6,11 +6,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.ops import aten
 
 from ..program.graph import Draw, Ref, Value, is_contiguous
 from ..program.node_kinds import Copy, Fill, Pointwise, kind_of
-
-aten = torch.ops.aten
 
 # In-place operations with scalars that give the same bits on a GPU and a CPU. (A GPU divides by multiplying with the
 # reciprocal.)

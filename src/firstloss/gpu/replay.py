@@ -48,7 +48,7 @@ class ReplayPlan:
             numbers: those of `inputs` that are Python numbers.
             device: of all other tensors.
         """
-        self.nodes = program.nodes
+        self.nodes: list[Node] = program.nodes
         self.outputs = dict(program.outputs)
         given, plain = set(inputs), set(numbers)
         read = {ref.value for node in self.nodes for ref in node.refs()} | {ref.value for ref in self.outputs.values()}
@@ -57,7 +57,7 @@ class ReplayPlan:
         self.written, self.constants = known & writes, known - writes
         frees = last_reads(self.nodes, given | known | {ref.value for ref in self.outputs.values()})
         self.schedule = schedule(self.nodes, frees, _LIST_BYTES)
-        self.obstacles = [
+        self.obstacles: list[str] = [
             *self._on_other_devices(given - plain, device),
             *self._numbers_read(),
             *self._overwritten(),
@@ -180,9 +180,9 @@ class ReplayedStep:
         self._plan = plan
         self._state = dict(state)
         self._device = device
-        self.how = "replay"
+        self.how: str = "replay"
         self.failed: str | None = None
-        self.tried = False  # whether `rehearse` has been called
+        self.tried: bool = False  # whether `rehearse` has been called
         self._calls = 0
         self._static_inputs: dict[Value, torch.Tensor] = {}
         self._constants: dict[Value, torch.Tensor] = {}

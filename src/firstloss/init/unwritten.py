@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.ops import aten
 
 from ..capture.op_call import Traits, is_composite, traits_of
 from ..compat.torch_names import (
@@ -31,8 +32,6 @@ from ..compat.torch_names import (
 )
 from ..errors import CaptureError, UnwrittenWeightsError, UnwrittenWeightsWarning
 from ..program.source import Source, here, warn
-
-aten = torch.ops.aten
 
 # These hand out memory as it is.
 _HAND_OUT = {

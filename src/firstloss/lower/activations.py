@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 
 import jax
-import torch
 from jax import lax
+from torch.ops import aten
 
 from .dtypes import cast, floats, is_complex, number_in, operands, where
 from .pointwise import clamp, mul
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 @rule(aten.silu.default)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from . import aten as kernels
 from .activations import gelu, relu
@@ -19,8 +19,6 @@ from .dtypes import cast, opmath, where
 from .matmul import linear, matmul
 from .norms import native_layer_norm, safe_softmax, total
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def _swap(x):

@@ -6,9 +6,9 @@ import math
 
 import jax
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from . import aten as kernels
 from . import precision
@@ -16,8 +16,6 @@ from .dtypes import cast, is_complex, opmath
 from .matmul import of_matrices
 from .registry import rule
 from .windows import Windows, each
-
-aten = torch.ops.aten
 
 # --- As XLA's convolution ---------------------------------------------------------------------------------------------
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import cast, opmath, where
 from .matmul import matmul
 from .reductions import linalg_vector_norm
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def _differences(x1, x2):

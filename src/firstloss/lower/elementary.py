@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from . import aten as kernels
 from .dtypes import (
@@ -24,8 +24,6 @@ from .dtypes import (
 )
 from .registry import register, rule
 from .unfused import computed_once
-
-aten = torch.ops.aten
 
 
 def _log2(x: Any) -> Any:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import cast, opmath, where
 from .indexing import read
 from .reductions import linalg_vector_norm
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 @rule(aten.embedding.default)

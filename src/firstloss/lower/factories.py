@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import cast, default_float, divide, is_integer, to_jax
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def _dtype(dtype, value=1.0):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import axis, cast, floating, opmath, real_of
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def _normalized(y, length: int, normalization: int):

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import torch
 from jax import lax
+from torch.ops import aten
 
 from . import pointwise, rearrange, reductions, special_functions  # noqa: F401 (special_functions: by name)
 from .dtypes import cast, operands, opmath
 from .registry import RULES, rule
-
-aten = torch.ops.aten
 
 
 def _in_rows(element: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,9 +13,9 @@ import math
 
 import jax
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import (
     axis,
@@ -32,8 +32,6 @@ from .dtypes import (
     where,
 )
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def read(x, positions, *, from_end=False):

@@ -13,14 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import cast, opmath, real_of, where
 from .registry import rule
-
-aten = torch.ops.aten
 
 Taps = tuple[np.ndarray, np.ndarray]  # indices (taps, outputs) and weights (taps, outputs)
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from . import householder
 from .dtypes import cast, is_complex, opmath, where
 from .matmul import matmul
 from .registry import portable_rule, rule
 
-aten = torch.ops.aten
 INT32 = np.dtype(np.int32)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import cast, operands, opmath, where
 from .registry import rule
 
-aten = torch.ops.aten
 MEAN, SUM = 1, 2
 
 

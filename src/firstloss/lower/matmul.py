@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from . import aten as kernels
 from . import precision
@@ -13,8 +13,6 @@ from .activations import gelu, relu
 from .decompose import OF_LIBRARIES
 from .dtypes import cast, equals_number, is_integer, is_number, opmath, times, where
 from .registry import OF_ORDERS, rule
-
-aten = torch.ops.aten
 
 
 def contract(x, y, dims):

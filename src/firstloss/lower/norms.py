@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from jax import lax
+from torch.ops import aten
 
 from .dtypes import axis, cast, floating, opmath, to_jax, where
 from .reductions import moments
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def wide(x):

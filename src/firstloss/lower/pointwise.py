@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import (
     broadcast,
@@ -33,9 +33,6 @@ from .dtypes import (
 )
 from .elementary import exp2, trunc
 from .registry import register, rule
-
-aten = torch.ops.aten
-
 
 # --- Functions of two operands ----------------------------------------------------------------------------------------
 

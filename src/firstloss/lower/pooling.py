@@ -11,18 +11,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import cast, divide, opmath, where
 from .matmul import contract
 from .registry import rule
 from .unfused import computed_once
 from .windows import Windows, each
-
-aten = torch.ops.aten
-
 
 # --- Maximum ----------------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import cast, floating, is_complex, operands, opmath, to_jax, where
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def _uniform(rng_key, shape, dtype, low=0.0, high=1.0):

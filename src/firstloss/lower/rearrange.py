@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import axis, cast, is_number, promoted, to_jax, where
 from .registry import rule
 from .views import diagonal_scatter, slice_
-
-aten = torch.ops.aten
 
 
 @rule(aten.clone.default, aten.contiguous.default)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import torch
 from jax import lax
+from torch.ops import aten
 
 from .dtypes import cast, opmath
 from .matmul import linear
 from .registry import rule
 
-aten = torch.ops.aten
 _LSTM = 2  # PyTorch's enum of the mode
 
 

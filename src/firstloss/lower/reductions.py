@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import (
     accumulator,
@@ -28,8 +28,6 @@ from .dtypes import (
 )
 from .pointwise import logaddexp
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 def keep_dims(reduced, like, dims, keepdim: bool):

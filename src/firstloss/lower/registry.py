@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.ops import aten
 
 from ..compat.torch_names import OpOverload, overload_name, schema_of
 from ..program.program import Program
-
-aten = torch.ops.aten
 
 # Exceptions to torchgen's naming pattern.
 _IRREGULAR = {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import axis, cast, where
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 @rule(aten.sort.default)

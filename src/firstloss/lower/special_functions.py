@@ -6,15 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 from jax import lax
 from jax import numpy as jnp
 from jax import scipy as jsp
+from torch.ops import aten
 
 from .dtypes import cast, floats, where
 from .registry import register, rule
-
-aten = torch.ops.aten
 
 
 def _erfcx(x: Any) -> Any:

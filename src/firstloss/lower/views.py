@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from jax import lax
 from jax import numpy as jnp
+from torch.ops import aten
 
 from .dtypes import axis, broadcast_to, cast, is_complex, to_jax, where
 from .registry import rule
-
-aten = torch.ops.aten
 
 
 @rule(

@@ -32,11 +32,13 @@ class Windows:
     A kernel given as one number is square.
     """
 
-    def __init__(self, shape: Sequence[int], kernel, stride, padding, dilation, ceil_mode: bool):
+    def __init__(
+        self, shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    ) -> None:
         kernel = list(kernel)
         n = self.space = len(kernel) if len(kernel) > 1 else 2
-        self.kernel = each(kernel, n)
-        self.stride = each(stride, n) if len(stride) else self.kernel
+        self.kernel: tuple[int, ...] = each(kernel, n)
+        self.stride: tuple[int, ...] = each(stride, n) if len(stride) else self.kernel
         self.padding, self.dilation = each(padding, n), each(dilation, n)
         self.lead, self.lengths = tuple(shape[: len(shape) - n]), tuple(shape[len(shape) - n :])
         per_dim = zip(self.lengths, self.kernel, self.stride, self.padding, self.dilation, strict=True)
@@ -53,17 +55,17 @@ class Windows:
         """The offsets within a window, in memory order."""
         return itertools.product(*([i * d for i in range(k)] for k, d in zip(self.kernel, self.dilation, strict=True)))
 
-    def padded(self, x, value):
+    def padded(self, x: Any, value: Any) -> Any:
         edges = [(p, max(0, e - n - p), 0) for p, e, n in zip(self.padding, self.extents(), self.lengths, strict=True)]
         return lax.pad(x, cast(value, x.dtype), [(0, 0, 0)] * len(self.lead) + edges)
 
-    def slice(self, padded, offset):
+    def slice(self, padded: Any, offset: Any) -> Any:
         """The elements at one offset of all windows."""
         zeros, ones = (0,) * len(self.lead), (1,) * len(self.lead)
         limits = [o + (c - 1) * s + 1 for o, c, s in zip(offset, self.counts, self.stride, strict=True)]
         return lax.slice(padded, zeros + tuple(offset), self.lead + tuple(limits), ones + self.stride)
 
-    def unsliced(self, parts: Iterable[Any]):
+    def unsliced(self, parts: Iterable[Any]) -> Any:
         """The transpose of padding and `slice`: the parts of all `offsets()`, put back where they came from and added.
 
         Offsets with the same remainder modulo the stride share a grid as coarse as the windows; the grids are
@@ -94,14 +96,14 @@ class Windows:
         for d, (o, c, s, p) in enumerate(zip(offset, self.counts, self.stride, self.padding, strict=True)):
             yield (np.arange(c) * s + o - p).reshape((-1,) + (1,) * (self.space - d - 1))
 
-    def positions(self, offset) -> np.ndarray:
+    def positions(self, offset: Any) -> np.ndarray:
         """The flat indices, in the unpadded plane, of the elements of `slice`; in 32 bits if they fit."""
         flat = np.zeros(self.counts, np.int32 if math.prod(self.lengths) < 2**31 else np.int64)
         for d, along in enumerate(self._along(offset)):
             flat += (along * math.prod(self.lengths[d + 1 :])).astype(flat.dtype)
         return flat
 
-    def inside(self, offset) -> np.ndarray:
+    def inside(self, offset: Any) -> np.ndarray:
         """Whether the elements of `slice` are in the input, rather than in its padding."""
         inside = np.ones(self.counts, bool)
         for along, n in zip(self._along(offset), self.lengths, strict=True):

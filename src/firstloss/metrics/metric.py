@@ -32,7 +32,7 @@ class Metric(torch.nn.Module):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
-        self.name = name or type(self).__name__
+        self.name: str = name or type(self).__name__
         self._dtype: torch.dtype | None = None
         self.register_buffer("_updates", torch.zeros((), dtype=torch.int64), persistent=False)
         self.reset()

@@ -35,8 +35,8 @@ class SequentialLR(Schedule):
         param_group_tags: Tags = None,
         **options: Any,
     ) -> None:
-        self.schedulers = list(schedulers)
-        self.milestones = check_milestones(milestones, len(self.schedulers))
+        self.schedulers: list[Schedule] = list(schedulers)
+        self.milestones: list[int] = check_milestones(milestones, len(self.schedulers))
         options = take_parts(self, optimizer, self.schedulers, param_group_tags, options)
         super().__init__(optimizer, last_epoch=last_epoch, **options)
 
@@ -64,8 +64,8 @@ class PiecewiseConstantLR(Schedule):
         param_group_tags: Tags = None,
         **options: Any,
     ) -> None:
-        self.learning_rates = list(learning_rates)
-        self.milestones = check_milestones(milestones, len(self.learning_rates))
+        self.learning_rates: list[float] = list(learning_rates)
+        self.milestones: list[int] = check_milestones(milestones, len(self.learning_rates))
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     @property
@@ -91,7 +91,7 @@ class ChainedLR(Schedule):
     """
 
     def __init__(self, schedulers: Sequence[Schedule], param_group_tags: Tags = None, **options: Any) -> None:
-        self.schedulers = list(schedulers)
+        self.schedulers: list[Schedule] = list(schedulers)
         if not self.schedulers:
             raise ScheduleError("ChainedLR needs at least one schedule.")
         optimizer = self.schedulers[0].optimizer
@@ -162,7 +162,7 @@ class ScalePerParamLR(Schedule):
     ) -> None:
         self.scheduler = scheduler
         groups = optimizer.param_groups
-        self.adjustment_scalars = [
+        self.adjustment_scalars: list[float] = [
             float(group.get("adjust_learning_rate", group.get("adjust_val", 1.0))) for group in groups
         ]
         self._scaled = {factor: torch.zeros((), dtype=torch.float64) for factor in self.adjustment_scalars}

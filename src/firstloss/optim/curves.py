@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from ..errors import ScheduleError
 from .schedule import Schedule, Tags
 
 Tensor = torch.Tensor
+N = TypeVar("N", int, float)
 
 
 def cosine(start: float, end: float, t: Tensor) -> Tensor:
@@ -19,7 +20,12 @@ def cosine(start: float, end: float, t: Tensor) -> Tensor:
     return end + (start - end) * (1 + torch.cos(math.pi * t)) / 2
 
 
-def positive(name: str, number: Any) -> Any:
+def positive(name: str, number: N) -> N:
+    """`number`, if it is positive.
+
+    Raises:
+        ScheduleError: if it is not.
+    """
     if not number > 0:
         raise ScheduleError(f"{name} must be positive, not {number!r}.")
     return number
@@ -42,7 +48,7 @@ class ConstantLR(Schedule):
         **options: Any,
     ) -> None:
         self.learning_rate = learning_rate
-        self.total_iters = None if total_iters is None else positive("total_iters", total_iters)
+        self.total_iters: int | None = None if total_iters is None else positive("total_iters", total_iters)
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     @property
@@ -78,7 +84,7 @@ class PolynomialLR(Schedule):
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.end_learning_rate = end_learning_rate
-        self.total_iters = positive("total_iters", total_iters)
+        self.total_iters: int = positive("total_iters", total_iters)
         self.power = power
         self.cycle = cycle
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
@@ -146,7 +152,7 @@ class ExponentialLR(Schedule):
         **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
-        self.total_iters = positive("total_iters", total_iters)
+        self.total_iters: int = positive("total_iters", total_iters)
         self.decay_rate = decay_rate
         self.staircase = staircase
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
@@ -180,7 +186,7 @@ class InverseExponentialTimeDecayLR(Schedule):
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.step_exponent = step_exponent
-        self.total_iters = positive("total_iters", total_iters)
+        self.total_iters: int = positive("total_iters", total_iters)
         self.decay_rate = decay_rate
         self.staircase = staircase
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
@@ -210,7 +216,7 @@ class InverseSquareRootDecayLR(Schedule):
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.scale = scale
-        self.warmup_steps = positive("warmup_steps", warmup_steps)
+        self.warmup_steps: int = positive("warmup_steps", warmup_steps)
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
@@ -237,7 +243,7 @@ class CosineDecayLR(Schedule):
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.end_learning_rate = end_learning_rate
-        self.total_iters = positive("total_iters", total_iters)
+        self.total_iters: int = positive("total_iters", total_iters)
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:
@@ -265,7 +271,7 @@ class CosineAnnealingLR(Schedule):
         **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
-        self.T_max = positive("T_max", T_max)
+        self.T_max: int = positive("T_max", T_max)
         self.eta_min = eta_min
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
@@ -300,7 +306,7 @@ class CosineAnnealingWarmRestartsLR(Schedule):
             raise ScheduleError(f"T_0 and T_mult must be positive integers, not {T_0} and {T_mult}.")
         self.initial_learning_rate = initial_learning_rate
         self.T_0 = int(positive("T_0", T_0))
-        self.T_mult = int(T_mult)
+        self.T_mult: int = int(T_mult)
         self.eta_min = eta_min
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
@@ -343,7 +349,7 @@ class StepLR(Schedule):
         **options: Any,
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
-        self.step_size = positive("step_size", step_size)
+        self.step_size: int = positive("step_size", step_size)
         self.gamma = gamma
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
@@ -371,7 +377,7 @@ class MultiStepLR(Schedule):
     ) -> None:
         self.initial_learning_rate = initial_learning_rate
         self.gamma = gamma
-        self.milestones = list(milestones)
+        self.milestones: list[int] = list(milestones)
         super().__init__(optimizer, param_group_tags=param_group_tags, **options)
 
     def value(self, step: Tensor) -> Tensor:

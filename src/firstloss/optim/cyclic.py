@@ -51,10 +51,13 @@ class CyclicLR(Schedule):
             raise ScheduleError(f"CyclicLR's mode {mode!r} has scale_mode={own!r}, not {scale_mode!r}.")
         if gamma != 1.0 and mode != "exp_range":
             raise ScheduleError(f"gamma={gamma!r} is for CyclicLR's mode 'exp_range', not {mode!r}.")
-        self.base_lr = self.initial_learning_rate = base_lr
+        self.base_lr = base_lr
+        self.initial_learning_rate: float = base_lr
         self.max_lr = max_lr
-        self.step_size_up = positive("step_size_up", step_size_up)
-        self.step_size_down = positive("step_size_down", step_size_up if step_size_down is None else step_size_down)
+        self.step_size_up: int = positive("step_size_up", step_size_up)
+        self.step_size_down: int = positive(
+            "step_size_down", step_size_up if step_size_down is None else step_size_down
+        )
         self.mode = mode
         self.gamma = gamma
         self.scale_mode = own
@@ -112,7 +115,7 @@ class OneCycleLR(Schedule):
             raise ScheduleError(
                 f"with total_steps={total_steps} and pct_start={pct_start}, a phase of OneCycleLR has no steps."
             )
-        self.initial_learning_rate = initial_learning_rate
+        self.initial_learning_rate: float = initial_learning_rate
         self.max_lr = max_lr
         self.total_steps = total_steps
         self.pct_start = pct_start

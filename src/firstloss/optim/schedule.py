@@ -69,8 +69,10 @@ class Schedule:
             )
         if not isinstance(last_epoch, int) or last_epoch < -1:
             raise ScheduleError(f"last_epoch={last_epoch!r} is not an integer of at least -1.")
-        self.param_group_tags = None if param_group_tags is None else frozenset(_as_tags(param_group_tags))
-        self.last_epoch = torch.full((), last_epoch + 1, dtype=torch.int64, device="cpu")
+        self.param_group_tags: frozenset[Any] | None = (
+            None if param_group_tags is None else frozenset(_as_tags(param_group_tags))
+        )
+        self.last_epoch: Tensor = torch.full((), last_epoch + 1, dtype=torch.int64, device="cpu")
         self._value = torch.zeros((), dtype=torch.float64, device="cpu")
         self._in_tensors = False
         if not any(True for _ in self._groups()):

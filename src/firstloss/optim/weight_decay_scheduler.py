@@ -12,32 +12,32 @@ from .scheduler import renamed
 class WeightDecayScheduler(Schedule):
     """Base class of schedules for "weight_decay". A subclass defines `value`."""
 
-    param_group_key = "weight_decay"
+    param_group_key: str | tuple[str, int] = "weight_decay"
 
 
 def _decay(schedule: type[Schedule]) -> Any:
     return renamed(schedule.__name__.removesuffix("LR") + "WD", schedule, "weight_decay", __name__)
 
 
-ChainedWD = _decay(of_rates.ChainedLR)
-ConstantWD = _decay(of_rates.ConstantLR)
-CosineAnnealingWD = _decay(of_rates.CosineAnnealingLR)
-CosineAnnealingWarmRestartsWD = _decay(of_rates.CosineAnnealingWarmRestartsLR)
-CosineDecayWD = _decay(of_rates.CosineDecayLR)
-CyclicWD = _decay(of_rates.CyclicLR)
-ExponentialWD = _decay(of_rates.ExponentialLR)
-InverseExponentialTimeDecayWD = _decay(of_rates.InverseExponentialTimeDecayLR)
-InverseSquareRootDecayWD = _decay(of_rates.InverseSquareRootDecayLR)
-LambdaWD = _decay(of_rates.LambdaLR)
-LinearWD = _decay(of_rates.LinearLR)
-MultiStepWD = _decay(of_rates.MultiStepLR)
-MultiplicativeWD = _decay(of_rates.MultiplicativeLR)
-OneCycleWD = _decay(of_rates.OneCycleLR)
-PiecewiseConstantWD = _decay(of_rates.PiecewiseConstantLR)
-PolynomialWD = _decay(of_rates.PolynomialLR)
-ScalePerParamWD = _decay(of_rates.ScalePerParamLR)
-SequentialWD = _decay(of_rates.SequentialLR)
-StepWD = _decay(of_rates.StepLR)
+ChainedWD: Any = _decay(of_rates.ChainedLR)
+ConstantWD: Any = _decay(of_rates.ConstantLR)
+CosineAnnealingWD: Any = _decay(of_rates.CosineAnnealingLR)
+CosineAnnealingWarmRestartsWD: Any = _decay(of_rates.CosineAnnealingWarmRestartsLR)
+CosineDecayWD: Any = _decay(of_rates.CosineDecayLR)
+CyclicWD: Any = _decay(of_rates.CyclicLR)
+ExponentialWD: Any = _decay(of_rates.ExponentialLR)
+InverseExponentialTimeDecayWD: Any = _decay(of_rates.InverseExponentialTimeDecayLR)
+InverseSquareRootDecayWD: Any = _decay(of_rates.InverseSquareRootDecayLR)
+LambdaWD: Any = _decay(of_rates.LambdaLR)
+LinearWD: Any = _decay(of_rates.LinearLR)
+MultiStepWD: Any = _decay(of_rates.MultiStepLR)
+MultiplicativeWD: Any = _decay(of_rates.MultiplicativeLR)
+OneCycleWD: Any = _decay(of_rates.OneCycleLR)
+PiecewiseConstantWD: Any = _decay(of_rates.PiecewiseConstantLR)
+PolynomialWD: Any = _decay(of_rates.PolynomialLR)
+ScalePerParamWD: Any = _decay(of_rates.ScalePerParamLR)
+SequentialWD: Any = _decay(of_rates.SequentialLR)
+StepWD: Any = _decay(of_rates.StepLR)
 
 __all__ = [
     "ChainedWD",

@@ -31,16 +31,24 @@ class Value:
 
     __slots__ = ("node", "shape", "stride", "dtype", "device", "real", "version", "label", "__weakref__")
 
-    def __init__(self, shape, stride, dtype, device, node: Node | None = None, label: str | None = None) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        node: Node | None = None,
+        label: str | None = None,
+    ) -> None:
         self.shape: tuple[int, ...] = shape
         self.stride: tuple[int, ...] = stride
         self.dtype: torch.dtype = dtype
         self.device: torch.device = device
-        self.node = node
+        self.node: Node | None = node
         # The content, if it is known: of constants, and of small Values that have been read.
         self.real: torch.Tensor | None = None
         self.version: int | None = None  # of `real`, if it is the user's tensor, which must not be edited
-        self.label = label  # a readable name, for inputs
+        self.label: str | None = label  # a readable name, for inputs
 
     @property
     def known(self) -> bool:
@@ -222,18 +230,18 @@ class Node:
         draw: Draw | None,
         source: Source,
     ) -> None:
-        self.index = index  # in the order of recording, within the process
-        self.op = op
-        self.args = args
-        self.kwargs = kwargs
-        self.writes = writes
-        self.overwrites = overwrites  # it writes one tensor, all of it, and does not read its old content
-        self.draw = draw
-        self.source = source
+        self.index: int = index  # in the order of recording, within the process
+        self.op: Any = op
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
+        self.writes: tuple[Ref, ...] = writes
+        self.overwrites: bool = overwrites  # it writes one tensor, all of it, and does not read its old content
+        self.draw: Draw | None = draw
+        self.source: Source = source
         self.outputs: tuple[Value, ...] = ()
         self.kind: Any = None  # see `node_kinds.kind_of`
         self.saved_constants: list[tuple[torch.Tensor, int]] | None = None
-        self.threads = torch.get_num_threads()  # factorizations and products have other last bits with others
+        self.threads: int = torch.get_num_threads()  # factorizations and products have other last bits with others
 
     def refs(self) -> Iterator[Ref]:
         """The Refs that this node reads, in argument order; excludes a target that is overwritten."""
@@ -288,7 +296,13 @@ class FileValue(Value):
     __slots__ = ("_read", "_read_box", "_read_range", "_follows", "_weak", "_lock")
 
     def __init__(
-        self, shape, stride, dtype, read: Callable[[], torch.Tensor], label: str, read_box: ReadBox | None = None
+        self,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        read: Callable[[], torch.Tensor],
+        label: str,
+        read_box: ReadBox | None = None,
     ) -> None:
         self._read = read
         self._read_box = read_box
@@ -299,7 +313,9 @@ class FileValue(Value):
         super().__init__(tuple(shape), tuple(stride), dtype, torch.device("cpu"), label=label)
 
     @classmethod
-    def read_by_range(cls, shape, stride, dtype, read_range: ReadRange, label: str) -> FileValue:
+    def read_by_range(
+        cls, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, read_range: ReadRange, label: str
+    ) -> FileValue:
         """A contiguous FileValue of which `read_range(begin, out)` reads any range into existing memory."""
 
         def read() -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..compat.torch_names import schema_of
 from .graph import Node, Ref
 from .operations import trunc_normal_
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 # oneDNN's LSTM layer: its kernel depends on PyTorch's grad mode, and on some processors rounds differently with
 # gradients on. The node has the grad mode at capture as its last argument, `train`, which the kernel ignores.

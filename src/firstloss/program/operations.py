@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..compat.patches import original
@@ -20,5 +22,5 @@ _LIBRARY.impl("trunc_normal_", lambda *args, **kwargs: original(_TRUNC_NORMAL)(*
 _LIBRARY.define("barrier(Tensor[] xs, Tensor after) -> Tensor[]")
 _LIBRARY.impl("barrier", lambda xs, after: [torch.empty_like(x) for x in xs], "Meta")
 
-trunc_normal_ = torch.ops.firstloss.trunc_normal_.default
-barrier = torch.ops.firstloss.barrier.default
+trunc_normal_: Any = torch.ops.firstloss.trunc_normal_.default
+barrier: Any = torch.ops.firstloss.barrier.default

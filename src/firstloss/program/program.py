@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .graph import Ref, Value, slice_for
+from .graph import Node, Ref, Value, slice_for
 from .python_text import PythonText, scope_of
 
 
@@ -21,8 +21,8 @@ class Program:
     ) -> None:
         self.inputs = inputs
         self.outputs = outputs
-        self.notes = {} if notes is None else notes
-        self.nodes = slice_for((ref.value for ref in outputs.values()), stop=set(inputs.values()))
+        self.notes: Mapping[str, str] = {} if notes is None else notes
+        self.nodes: list[Node] = slice_for((ref.value for ref in outputs.values()), stop=set(inputs.values()))
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -63,7 +63,7 @@ class PythonText:
         self._inputs = set(program.inputs.values())
         self._lines: list[str] = []
         self._source: Source | None = None
-        self.parameters = self._take_inputs(program)
+        self.parameters: list[str] = self._take_inputs(program)
         for node in program.nodes:
             self._add_node(node)
         results = [f"{name!r}: {self._show(ref)}" for name, ref in program.outputs.items()]

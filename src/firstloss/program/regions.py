@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -61,5 +61,5 @@ _LIBRARY.define(
 _LIBRARY.impl("region", _shapes, "Meta")
 _LIBRARY.impl("region_that_draws", _shapes, "Meta")
 
-region = torch.ops.firstloss.region.default
-region_that_draws = torch.ops.firstloss.region_that_draws.default
+region: Any = torch.ops.firstloss.region.default
+region_that_draws: Any = torch.ops.firstloss.region_that_draws.default

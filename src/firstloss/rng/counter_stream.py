@@ -31,7 +31,7 @@ class CounterStream(Stream):
     def __init__(self, state: NDArray[np.uint8]) -> None:
         super().__init__(state)
         low, high = (int(word) for word in super().words_at(0, 2))
-        self.seed = low | high << 32
+        self.seed: int = low | high << 32
         self.start = Position(0)
 
     def state_at(self, position: Position) -> NDArray[np.uint8]:

@@ -51,7 +51,7 @@ class Stream:
 
     def __init__(self, state: NDArray[np.uint8]) -> None:
         self._origin = parse_state(state)
-        self.start = Position(0, ORIGIN_SPARE if self._origin["has_normal"] else None)
+        self.start: Position = Position(0, ORIGIN_SPARE if self._origin["has_normal"] else None)
         # PyTorch draws its words in blocks of 624. Block 0 is the origin's, with this many words not yet drawn.
         self._in_block_0 = int(self._origin["left"]) - 1
         block_0 = consistent(self._origin["words"].astype(np.uint32))
@@ -165,7 +165,7 @@ class DeferredOffsetStream(Stream):
             words: returns how many words it drew.
         """
         # Not Stream.__init__: the state is not known yet.
-        self.start = Position(0, None if position.spare is None else ORIGIN_SPARE)
+        self.start: Position = Position(0, None if position.spare is None else ORIGIN_SPARE)
         self.before = before
         self._position = position
         self._words = words
@@ -213,8 +213,8 @@ class PhiloxStream(Stream):
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed % (1 << 64)
-        self.start = Position(0)
+        self.seed: int = seed % (1 << 64)
+        self.start: Position = Position(0)
 
     def state_at(self, position: Position) -> NDArray[np.uint8]:
         """The generator's state at `position`: uint8, shape (16,), as `Generator.get_state` of a CUDA generator."""

@@ -60,7 +60,7 @@ class Device(str):
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.config = DeviceConfig()
+        self.config: DeviceConfig = DeviceConfig()
         self._open: list[AbstractContextManager[Any]] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -108,11 +108,11 @@ class Backend:
         self.cluster_config = cluster_config
         self.compile_only = compile_only
         self.validate_only = validate_only
-        self.is_xla = name == "XLA"
-        self.torch_device = torch.device(EAGER.get(name, "cpu"))
-        self.device = Device(self)
+        self.is_xla: bool = name == "XLA"
+        self.torch_device: torch.device = torch.device(EAGER.get(name, "cpu"))
+        self.device: Device = Device(self)
         self.models: list[torch.nn.Module] = []
-        self.keys = Keys()
+        self.keys: Keys = Keys()
         self.mesh = mesh
         self.first_loss = first_loss
         self.stepped = False  # whether a step has run on this backend

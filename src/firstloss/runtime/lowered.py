@@ -72,10 +72,10 @@ class LoweredStep:
             self.program: Program = traced.program
             groups, names = traced.groups, names_of(traced, backend)
             number = traced.owners.arguments
-            self.state = [_array(value, names, number) for value in groups.state]
-            self.inputs = [_array(value, names, number) for value in groups.read]
+            self.state: list[Array] = [_array(value, names, number) for value in groups.state]
+            self.inputs: list[Array] = [_array(value, names, number) for value in groups.read]
             results = [(name, traced.program.outputs[name]) for name in (*groups.outputs[2], *groups.outputs[1])]
-            self.results = [Array(name, tuple(ref.size), ref.dtype) for name, ref in results]
+            self.results: list[Array] = [Array(name, tuple(ref.size), ref.dtype) for name, ref in results]
 
     def __repr__(self) -> str:
         return (

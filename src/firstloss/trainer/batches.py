@@ -55,7 +55,9 @@ class Batches:
         own = isinstance(loader, fl.utils.data.DataLoader)
         self.loader = loader
         self._loader: Any = loader if own else fl.utils.data.DataLoader(lambda: loader)
-        self.epoch, self.index, self._at_end = epoch, 0, False
+        self.epoch: int = epoch
+        self.index: int = 0
+        self._at_end = False
         if epoch:
             self.load_state_dict({"epoch": epoch, "index": 0, "loader": None})
 

@@ -252,7 +252,7 @@ class Callbacks:
     """Calls each hook of the callbacks that override it, in order, with as many arguments as the override takes."""
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.all = list(callbacks)
+        self.all: list[Callback] = list(callbacks)
         hooks = [name for name in vars(Callback) if not name.startswith("_")]
         for callback in self.all:
             _check(callback, hooks)

@@ -28,8 +28,12 @@ class EarlyStop(Callback):
     def __init__(self, metric: str = "val_loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
             raise TrainerError(f'EarlyStop: mode={mode!r}: write "min" or "max".')
-        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
-        self.best, self.waited = math.inf, 0
+        self.metric: str = metric
+        self.patience: int = patience
+        self.mode = mode
+        self.min_delta: float = min_delta
+        self.best: float = math.inf
+        self.waited: int = 0
 
     def on_fit_start(self, trainer: Trainer) -> None:
         if trainer.val_dataloader is None:

@@ -151,8 +151,10 @@ class Steps:
             floats = [p.detach() for p in model.parameters() if p.is_floating_point()]
             return torch.stack([torch.isnan(p).any() for p in floats])
 
-        self.accumulate, self.update = accumulate, update
-        self.evaluate, self.evaluate_all = evaluate, evaluate_all
+        self.accumulate: Callable[[Any], dict[str, torch.Tensor]] = accumulate
+        self.update: Callable[[Any], dict[str, torch.Tensor]] = update
+        self.evaluate: Callable[[Any], dict[str, Any]] = evaluate
+        self.evaluate_all: Callable[[Any], dict[str, Any]] = evaluate_all
         self.nan_weights = nan_weights
 
     def run(self, name: str, batch: Any) -> Any:

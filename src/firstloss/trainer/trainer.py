@@ -15,7 +15,7 @@ import torch
 import firstloss as fl
 
 from ..errors import TrainerError
-from ..runtime.mesh.processes import processes
+from ..runtime.mesh.processes import Processes, processes
 from . import checkpoint as checkpoints
 from . import construct
 from .batches import Batches, check_loader, several
@@ -108,21 +108,23 @@ class Trainer:
         construct.check_settings(loop, checkpoint, logging, callbacks, loggers)
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise TrainerError(f"seed={seed!r} is not an integer.")
-        self.given = (model, optimizer, schedulers)
-        self.model_dir = os.fspath(model_dir)
-        self.loop = loop if isinstance(loop, TrainingLoop) else None
-        self.validation = loop.validation_loop() if isinstance(loop, TrainingLoop) else loop or ValidationLoop()
-        self.precision = construct.make_precision(precision)
-        self.checkpoint = checkpoint or Checkpoint()
-        self.logging = logging or Logging()
+        self.given: tuple[Any, Any, Any] = (model, optimizer, schedulers)
+        self.model_dir: str = os.fspath(model_dir)
+        self.loop: TrainingLoop | None = loop if isinstance(loop, TrainingLoop) else None
+        self.validation: ValidationLoop = (
+            loop.validation_loop() if isinstance(loop, TrainingLoop) else loop or ValidationLoop()
+        )
+        self.precision: Precision = construct.make_precision(precision)
+        self.checkpoint: Checkpoint = checkpoint or Checkpoint()
+        self.logging: Logging = logging or Logging()
         self.seed = seed
-        self.artifact_dir = os.path.join(self.model_dir, "artifacts")
-        self.backend = construct.make_backend(backend, device, self.artifact_dir)
-        self.processes = processes(self.backend)
+        self.artifact_dir: str = os.path.join(self.model_dir, "artifacts")
+        self.backend: Any = construct.make_backend(backend, device, self.artifact_dir)
+        self.processes: Processes = processes(self.backend)
         writers = [*(default_loggers() if loggers is None else loggers), RunFolder()]
-        self.callbacks = Callbacks([*(callbacks or []), *(writers if self.processes.index == 0 else [])])
-        self.folder = CheckpointFolder(os.path.join(self.model_dir, "checkpoints"))
-        self.state = RunState()
+        self.callbacks: Callbacks = Callbacks([*(callbacks or []), *(writers if self.processes.index == 0 else [])])
+        self.folder: CheckpointFolder = CheckpointFolder(os.path.join(self.model_dir, "checkpoints"))
+        self.state: RunState = RunState()
         self.model: torch.nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedulers: list[Any] = []

@@ -26,7 +26,7 @@ class Scope(torch.nn.Module):
         return input
 
 
-SelectiveGrad = unsupported_class(
+SelectiveGrad: type = unsupported_class(
     "nn", "SelectiveGrad", "it drops parts of gradients: edit them in the step, between backward and optimizer.step()."
 )
 

@@ -99,9 +99,10 @@ class DiceCELoss(torch.nn.Module):
 
     def __init__(self, num_classes: int, include_background: bool, wc: float = 0.5, wd: float = 0.5) -> None:
         super().__init__()
-        self.cross_entropy = CrossEntropyLoss()
-        self.dice = DiceLoss(num_classes, include_background=include_background)
-        self.wc, self.wd = wc, wd
+        self.cross_entropy: CrossEntropyLoss = CrossEntropyLoss()
+        self.dice: DiceLoss = DiceLoss(num_classes, include_background=include_background)
+        self.wc: float = wc
+        self.wd: float = wd
 
     def forward(self, outputs: torch.Tensor, labels: torch.Tensor, input_shape: object = None) -> torch.Tensor:
         """A scalar; `outputs` are logits of shape (N, C, D, H, W), `labels` classes of shape (N, D, H, W)."""

@@ -23,6 +23,7 @@ class Scheduler(Schedule):
 
     param_group_key: Any = ""
     device: torch.device | None = None
+    last_epoch: torch.Tensor
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class DirectFile:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
         try:
             self._descriptor: _Descriptor | None = _Descriptor(os.open(path, flags | (_DIRECT if direct else 0), 0o666))
-            self.direct = direct and bool(_DIRECT)
+            self.direct: bool = direct and bool(_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:  # the file system has no direct I/O
                 raise

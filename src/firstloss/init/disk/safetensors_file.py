@@ -60,7 +60,7 @@ class FileLayout:
         """
         self._tensors = tensors
         self.extents: list[Extent] = layout([t.nbytes for t in tensors], [t.dtype.itemsize for t in tensors], block)
-        self.size = self.extents[-1].end if self.extents else 0
+        self.size: int = self.extents[-1].end if self.extents else 0
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
         """The header, whose length is a multiple of BLOCK."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.ops import aten
 
 from ...lower.dtypes import constant
 from ...lower.mt19937_fills import kernel
@@ -19,8 +20,6 @@ from ...program.node_kinds import Copy, Fill, Opaque, Pointwise, is_unwritten, k
 from ...rng import words_drawn
 from ...rng.counter_stream import CounterStream, number_and_word
 from .sketch import Apply, Constant, Data, DrawOrigin, Masked, RandomFill, Sketch, SketchStep, Truncated, WholeSketch
-
-aten = torch.ops.aten
 
 _MAX_DEPTH = 64
 

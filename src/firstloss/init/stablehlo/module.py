@@ -89,7 +89,7 @@ class Streams:
                 if not isinstance(origin.stream, CounterStream):
                     furthest = max(furthest, origin.position + 4 * weight.recipe.numel + 64)
         self.table = table(bits_for(furthest))
-        self.jumps = any(not isinstance(stream, CounterStream) for stream in self._origins)
+        self.jumps: bool = any(not isinstance(stream, CounterStream) for stream in self._origins)
 
     def origins(self, weight: Weight) -> tuple[Any, ...]:
         """The origins of the streams of a weight's draws."""

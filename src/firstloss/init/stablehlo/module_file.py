@@ -30,7 +30,7 @@ class _Outputs(NamedTuple):
         return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in self.specs]
 
 
-def run_stablehlo(path: str | os.PathLike[str], devices: Sequence[jax.Device] | None = None) -> dict[str, jax.Array]:
+def run_stablehlo(path: str | os.PathLike[str], devices: Sequence[Any] | None = None) -> dict[str, jax.Array]:
     """Run a module written by `program.to_stablehlo` or `firstloss stablehlo`, and return its weights.
 
     Examples:
@@ -117,7 +117,7 @@ def _spec(sharding: Any) -> list[tuple[str, ...] | None]:
 
 
 def _select_devices(
-    path: str | os.PathLike[str], axes: dict[str, int], devices: Sequence[jax.Device] | None
+    path: str | os.PathLike[str], axes: dict[str, int], devices: Sequence[Any] | None
 ) -> list[jax.Device]:
     """As many distinct devices as the mesh has."""
     count = int(np.prod(list(axes.values()), dtype=int))

@@ -170,8 +170,8 @@ class TensorFile:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
-        self.head = self._read_head()
+        self.size: int = os.fstat(self._descriptor).st_size
+        self.head: bytes = self._read_head()
         with damage_as_errors(path):
             header = of_type(dict, parse(self.head[8:]))
             metadata = header.pop("__metadata__", None) or {}

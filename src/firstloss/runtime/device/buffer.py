@@ -87,12 +87,12 @@ class DeviceBuffer:
         sharding: MeshSharding | NamedSharding | None = None,
     ) -> None:
         """`sharding` is the content's sharding on a mesh; None for the default device."""
-        self.value = value  # for its geometry
-        self.sharding = sharding
+        self.value: Value = value  # for its geometry
+        self.sharding: MeshSharding | NamedSharding | None = sharding
         self._array = self.current = array
         self._pending = pending  # resolves to {Value: array}
         self._host: torch.Tensor | None = None
-        self.fresh = pending is not None  # the content is what the recipe makes (not read from a file)
+        self.fresh: bool = pending is not None  # the content is what the recipe makes (not read from a file)
         self._edited = False
         self._written: jax.Array | None = None  # of an edit: the array whose memory `_host` is
         self._memory: HostMemory | None = None  # where the content lives, if its memory was exported

@@ -20,7 +20,7 @@ from ...capture import session
 from ...interpreter import Uninterrupted
 from ..lazy_jax import is_array, is_imported
 
-lock = session.tracing  # held by transactions and traces: a trace must not see the gradients of a partial step
+lock: Any = session.tracing  # held by transactions and traces: a trace must not see the gradients of a partial step
 
 
 class StepRun(Protocol):

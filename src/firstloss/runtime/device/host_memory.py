@@ -38,7 +38,7 @@ class HostMemory:
     def __init__(self, tensor: torch.Tensor, lasting: bool, direct: bool = False) -> None:
         """`direct`: whether the device's arrays are row-major memory on this host."""
         self._tensor = tensor
-        self.lasting = lasting
+        self.lasting: bool = lasting
         self.arriving: jax.Array | LazyArray | None = None
         self._direct = direct
         self._last: jax.Array | None = None  # the last step's result

@@ -39,8 +39,8 @@ class LazyArray:
             wait: returns the array, or raises the error that prevented it; may be called repeatedly.
             borrow: implements the method of that name.
         """
-        self.wait = wait
-        self.content = content
+        self.wait: Callable[[], Any] = wait
+        self.content: torch.Tensor | None = content
         self._borrow = borrow
 
     def borrow(self) -> torch.Tensor | None:

@@ -33,7 +33,7 @@ class AnyNumber:
     __slots__ = ("kind",)
 
     def __init__(self, kind: type) -> None:
-        self.kind = kind
+        self.kind: type = kind
 
 
 # Compared by content. Instances of subclasses may have attributes, and an `__eq__` of their own.

@@ -58,12 +58,12 @@ class ExternalCalls:
 
     def __init__(self) -> None:
         self.calls: dict[str, ExternalCall] = {}
-        self.sets_by_string = False
-        self.warns = False
+        self.sets_by_string: bool = False
+        self.warns: bool = False
         self.process_state: set[str] = set()
-        self.handling = is_handling()
+        self.handling: bool = is_handling()
         self.generators: dict[int, tuple[torch.Generator, bytes]] = {}
-        self.initial_seed = False
+        self.initial_seed: bool = False
 
     def ran(self, codes: Iterable[types.CodeType]) -> None:
         """Record Python code that has run, if it reads external state."""

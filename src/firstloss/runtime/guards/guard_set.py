@@ -45,10 +45,10 @@ class GuardSet:
     ) -> None:
         """`weights` are the ids of tensors whose gradients are guarded elsewhere."""
         self.external_calls = external_calls
-        self.numbers = InputNumbers()
-        self.weak = values.weak
-        self.too_large = values.too_large
-        self.unguardable = values.unguardable
+        self.numbers: InputNumbers = InputNumbers()
+        self.weak: bool = values.weak
+        self.too_large: list[tuple[str, str]] = values.too_large
+        self.unguardable: dict[int, tuple[Any, str]] = values.unguardable
         self.unknown = unknown
         self.lines = lines
         tables = list(values.tables.values())

@@ -27,10 +27,10 @@ class Namespace:
     __slots__ = ("table", "expected", "owner", "_all")
 
     def __init__(self, table: dict[Any, Any], owner: str) -> None:
-        self.table = table
-        self.owner = owner
+        self.table: dict[Any, Any] = table
+        self.owner: str = owner
         self._all = dict(table)
-        self.expected = _functions(table)
+        self.expected: dict[str, Any] = _functions(table)
 
     def describe(self, name: str) -> str:
         """A description of the function `name`."""
@@ -120,10 +120,10 @@ class Guard:
             description: of the content, for messages.
             name: by which the code mentions it.
         """
-        self.held = held
-        self.expected = expected
-        self.description = description
-        self.name = name
+        self.held: Any = held
+        self.expected: Any = expected
+        self.description: str = description
+        self.name: str = name
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """Yields key, old and new value of each change; the key is MISSING for the object as a whole."""
@@ -148,7 +148,7 @@ class TableGuard(Guard):
     def __init__(self, table: dict[Any, Any], describe: Callable[[Any], str], name: str | None = None) -> None:
         """`name`: of the dict in the code, if its keys are not names themselves."""
         super().__init__(table, {}, "", name or "")
-        self.whole = False
+        self.whole: bool = False
         self.absent: list[Set[str]] = []
         self._describe = describe
         self.of_class: type | None = None

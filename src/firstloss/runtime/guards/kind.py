@@ -66,8 +66,8 @@ class State:
     order = 1
 
     def __init__(self, held: Any, before: Any) -> None:
-        self.held = held
-        self.before = before
+        self.held: Any = held
+        self.before: Any = before
 
     @property
     def group(self) -> type[State]:

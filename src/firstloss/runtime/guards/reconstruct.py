@@ -36,12 +36,12 @@ class CallFrame:
         known: dict[Expression, Any] | None = None,
     ) -> None:
         """`known`: numbers of this call that were computed already."""
-        self.fresh = fresh
-        self.arguments = arguments
-        self.containers = containers
-        self.current = current
+        self.fresh: Callable[[int], torch.Tensor] = fresh
+        self.arguments: list[Any] = arguments
+        self.containers: Callable[[], list[Any]] = containers
+        self.current: dict[int, torch.Tensor] = current
         self.created: dict[int, Any] = {}
-        self.known = {} if known is None else known
+        self.known: dict[Expression, Any] = {} if known is None else known
 
 
 Make = Callable[[CallFrame], Any]

@@ -78,9 +78,9 @@ class Recording:
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict[Any, Any]]] | None = None
         self.whole: list[dict[Any, Any]] = []
-        self.outside = ExternalCalls()
+        self.outside: ExternalCalls = ExternalCalls()
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
-        self.computed = {cls for cls in self._classes if _overrides_lookup(cls)}
+        self.computed: set[type] = {cls for cls in self._classes if _overrides_lookup(cls)}
         self._profile = profile
 
     def begin(self, undo: Undo) -> None:
@@ -265,8 +265,8 @@ class Executed:
     """
 
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
-        self.modules = {table.get("__name__") for _, table in (recording.codes or {}).values()}
-        self.may_read_fields = recording.codes is None or not _TELL_FIELDS.isdisjoint(self.modules)
+        self.modules: set[Any | None] = {table.get("__name__") for _, table in (recording.codes or {}).values()}
+        self.may_read_fields: bool = recording.codes is None or not _TELL_FIELDS.isdisjoint(self.modules)
         executed = recording.executed()
         if executed is None:
             executed = [
@@ -275,22 +275,26 @@ class Executed:
                 if not is_installed(own_module(functions[0]))  # nobody changes those between the first two calls
                 for inner in bytecode.with_inner(code)
             ]
-        self.cached = [f for f in snapshot.cached if not is_closed_function(f) and not is_installed(own_module(f))]
+        self.cached: list[types.FunctionType] = [
+            f for f in snapshot.cached if not is_closed_function(f) and not is_installed(own_module(f))
+        ]
         executed += [(inner, f.__globals__) for f in self.cached for inner in bytecode.with_inner(f.__code__)]
         self.code = executed
-        self.lines = CodeLines([code for code, _ in executed])
+        self.lines: CodeLines = CodeLines([code for code, _ in executed])
         user_code = [code for code, table in executed if not is_installed(table.get("__name__"))]
-        self.mentioned = {name for code in user_code for name in _names(code)}
+        self.mentioned: set[str] = {name for code in user_code for name in _names(code)}
         attributes = {name for code in user_code for name in (*bytecode.attribute_names(code), *_constants(code))}
-        self.attributes = attributes - IMPLICIT_NAMES
+        self.attributes: set[str] = attributes - IMPLICIT_NAMES
         any_attribute = _ANY_ATTRIBUTE | {
             name for name, module in _ANY_ATTRIBUTE_BY.items() if recording.codes is None or module in self.modules
         }
-        self.any_attribute = any(not any_attribute.isdisjoint(code.co_names) or _computes(code) for code in user_code)
-        self.reads_past_classes = any(
+        self.any_attribute: bool = any(
+            not any_attribute.isdisjoint(code.co_names) or _computes(code) for code in user_code
+        )
+        self.reads_past_classes: bool = any(
             not _PAST_LOOKUP.isdisjoint(_names(code)) for code in user_code if code.co_name not in _PAST_LOOKUP
         )
-        self.stores_past_classes = any(not _BY_METHOD.isdisjoint(code.co_names) for code in user_code)
+        self.stores_past_classes: bool = any(not _BY_METHOD.isdisjoint(code.co_names) for code in user_code)
         self._user_code = user_code
         self._ran = {code for code, _ in executed}
         self._inspects = self.any_attribute or not _OF_FUNCTIONS.isdisjoint(self.mentioned)

@@ -65,16 +65,17 @@ class Snapshot:
         self.groups: dict[int, list[dict[str, Any]]] = {}
         self.optimizer_states: dict[int, dict[Any, Any]] = {}
         self.firstloss_objects: dict[int, dict[str, Any]] = {}
-        self.seed = torch.initial_seed()
+        self.seed: int = torch.initial_seed()
         self.cached: list[types.FunctionType] = []
         self.seen: dict[int, Any] = {}
-        self.environment, self.filters = Environment(), Filters()
+        self.environment: Environment = Environment()
+        self.filters: Filters = Filters()
         self.keep(self.environment)
         self.keep(self.filters)
         self._mentioned: set[tuple[int, str]] = set()
         self._beyond: set[int] = set()  # the ids of the items of large containers
-        self.roots = list(roots)
-        self.hooks = list(_hook_tables())
+        self.roots: list[Any] = list(roots)
+        self.hooks: list[tuple[dict[Any, Any], str, dict[Any, Any]]] = list(_hook_tables())
         self._walk([*self.roots, *functions, *(table for _, _, table in self.hooks)])
 
     def add_root(self, root: Any) -> None:

@@ -138,7 +138,7 @@ class GuardSources:
                 "the content of os.environ",
                 "environ",
             )
-        self.sets_filters = not _SETS_FILTERS.isdisjoint(self._executed.mentioned)
+        self.sets_filters: bool = not _SETS_FILTERS.isdisjoint(self._executed.mentioned)
         if self.sets_filters or not _READS_FILTERS.isdisjoint(self.ran):
             self._values.read(
                 "filters", process_state.filters, snapshot.filters.before, "the warning filters", "filters"

@@ -29,8 +29,8 @@ class Table(State):
 
     def __init__(self, held: dict[Any, Any], before: dict[Any, Any], owner: Any, kind: str) -> None:
         super().__init__(held, before)
-        self.owner = owner
-        self.kind = kind
+        self.owner: Any = owner
+        self.kind: str = kind
 
     @property
     def group(self) -> type[State]:
@@ -110,7 +110,7 @@ class Sequence(State):
     def __init__(self, held: Any, before: list[Any], kind: Any) -> None:
         """`kind`: of the container, a `Collection`."""
         super().__init__(held, before)
-        self.kind = kind
+        self.kind: Any = kind
 
     def compare(self, effects: Effects) -> None:
         container, before, reads = self.held, self.before, effects.reads
@@ -252,7 +252,7 @@ class NameInModule(State):
 
     def __init__(self, module: types.ModuleType, name: str) -> None:
         super().__init__(module, vars(module).get(name, MISSING))
-        self.name = name
+        self.name: str = name
 
     def compare(self, effects: Effects) -> None:
         table = vars(self.held)
@@ -275,7 +275,7 @@ class Content(State):
 
     def __init__(self, held: Any, read: Callable[[], Any]) -> None:
         super().__init__(held, read())
-        self.read = read
+        self.read: Callable[[], Any] = read
 
     @property
     def group(self) -> type[State]:

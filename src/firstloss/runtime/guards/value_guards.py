@@ -69,8 +69,8 @@ class Values:
         self.tensors: dict[int, torch.Tensor] = {}
         self.classes: dict[type, set[str]] = {}
         self.looked_at: set[int] = set()
-        self.additions = Additions(self.looked_at)
-        self.in_class = 0
+        self.additions: Additions = Additions(self.looked_at)
+        self.in_class: int = 0
         self._classes_seen: set[tuple[type, int]] = set()
 
     # -- of values, by their kinds --

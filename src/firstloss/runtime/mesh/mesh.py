@@ -70,13 +70,13 @@ class Mesh:
             ShardingError: if `mesh` is not a mesh.
         """
         self._shardings: dict[shardings.Spec, MeshSharding] = {}
-        self.axes = shardings.axes_of(mesh)
+        self.axes: dict[str, int] = shardings.axes_of(mesh)
         self._mesh = dict(self.axes) if isinstance(mesh, Mapping) else mesh
         self._source = here()
         if not put_off:
             self.devices  # noqa: B018 - raises where there are none
-        self.data = tuple(axis for axis in self.axes if axis in shardings.DATA_AXES)
-        self.whole = self._sharding(())
+        self.data: tuple[str, ...] = tuple(axis for axis in self.axes if axis in shardings.DATA_AXES)
+        self.whole: MeshSharding = self._sharding(())
         self._ways = math.prod(self.axes[axis] for axis in self.data)
         self._warned: set[tuple[int, ...]] = set()
 

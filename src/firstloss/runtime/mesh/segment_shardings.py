@@ -38,7 +38,7 @@ class Edges:
             batch: the inputs that are the batch.
             wanted: the required shardings of outputs; others are left to XLA.
         """
-        self.whole = mesh.whole.named
+        self.whole: NamedSharding = mesh.whole.named
         self._axes = mesh.axes
         # If the step is a single segment, gathered weights would live from the forward pass to the backward pass.
         self._gathers = len(cut.segments) > 1 and not mesh.scatters
@@ -71,7 +71,7 @@ class Edges:
         for segment in cut.segments:
             kind = segment.function, *map(self.of, segment.inputs), *map(self.of, segment.outputs)
             segments.append(segment._replace(function=numbers.setdefault(kind, len(numbers))))
-        self.cut = cut._replace(segments=segments)
+        self.cut: Cut = cut._replace(segments=segments)
 
     def of(self, value: Value | int) -> NamedSharding:
         """The sharding of a value; constants and numbers of draws are replicated."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import torch
 from jax.sharding import NamedSharding
+from torch.ops import aten
 
 from ...capture.recorder import new_index
 from ...compat.torch_names import DisableTorchDispatch
@@ -23,7 +24,6 @@ from ...program.source import UNKNOWN
 from ..jax_support import on_cpu, x64
 from .mesh import MeshSharding, named
 
-aten = torch.ops.aten
 # Bytes of weights made at a time, if they are made unsharded or in host memory first.
 _CHUNK = 256 << 20
 

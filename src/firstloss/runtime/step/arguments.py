@@ -39,7 +39,7 @@ class ByIdentity:
     __slots__ = ("held",)
 
     def __init__(self, held: Any) -> None:
-        self.held = held
+        self.held: Any = held
 
     def __hash__(self) -> int:
         return id(self.held)
@@ -82,11 +82,11 @@ class Arguments:
             args_and_kwargs: the positional and keyword arguments.
             leaves: their leaves, padded.
         """
-        self.varying = {} if varying is None else varying
+        self.varying: Mapping[int, str] = {} if varying is None else varying
         self.known: dict[Expression, Any] = {}
-        self.leaves = list(leaves)
-        self.spec = spec
-        self.padded = padded
+        self.leaves: list[Any] = list(leaves)
+        self.spec: Any = spec
+        self.padded: frozenset[int] = padded
         self._args_and_kwargs = args_and_kwargs
         self._count = len(leaves)
         self._containers: list[Any] | None = None

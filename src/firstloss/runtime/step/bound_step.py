@@ -20,7 +20,7 @@ class StepCall:
     __slots__ = ("arguments", "result", "schedules")
 
     def __init__(self, arguments: Arguments) -> None:
-        self.arguments = arguments
+        self.arguments: Arguments = arguments
         self.result: Any = None
         self.schedules: list[Bind] = []  # schedulers that depend on its results
 

@@ -33,6 +33,7 @@ from ...interpreter import Undo, pause, paused_until
 from ...program.compare import first_difference
 from ..backend import Backend, current_backend
 from ..guards.equality import same
+from ..guards.guard_set import GuardSet
 from ..guards.guards import Change
 from ..guards.places import Place
 from ..guards.recording import functions_of
@@ -250,13 +251,13 @@ class CacheEntry:
     def __init__(self, step: CompiledStep, observer: TraceObserver, seconds: float) -> None:
         assert observer.guards is not None
         self.step = step
-        self.guards = observer.guards
+        self.guards: GuardSet = observer.guards
         self.modules = observer.snapshot.modules
         self.optimizers = observer.snapshot.optimizers
         # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
         # again, and records the code.
-        self.records_code = observer.records_code
-        self.moves_generators = observer.moves_generators
+        self.records_code: bool = observer.records_code
+        self.moves_generators: bool = observer.moves_generators
         self.uses = 0
         self._unseen: str | None = None
         self.again = 0  # how often it was retraced for its own changes

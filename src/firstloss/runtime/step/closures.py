@@ -101,7 +101,7 @@ class _Closure:
             raise ClosureError(f"a closure must be a function, not an object of type {type(closure).__name__}.")
         self.closure = closure
         self.checkpoint = checkpoint
-        self.name = getattr(closure, "__qualname__", repr(closure))
+        self.name: Any | str = getattr(closure, "__qualname__", repr(closure))
         functools.update_wrapper(self, closure)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

@@ -320,7 +320,7 @@ class Inputs:
         self.where: dict[Value, Any] = {}
         if backend.mesh is not None:
             self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
-        self.exported = False
+        self.exported: bool = False
 
     def state(
         self, changed: Mapping[Value, Owner], arguments: Arguments, wait: bool = True

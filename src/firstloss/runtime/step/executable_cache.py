@@ -73,8 +73,8 @@ class Entry:
 
     def __init__(self, folder: Path, key: str, devices: Sequence[jax.Device] | None = None) -> None:
         """`devices`: those of a mesh, in its order."""
-        self.path = folder / f"{key}.executable"
-        self.found = self.path.exists()
+        self.path: Path = folder / f"{key}.executable"
+        self.found: bool = self.path.exists()
         self._devices = devices
 
     def load(self) -> Any:

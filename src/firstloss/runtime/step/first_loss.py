@@ -51,12 +51,12 @@ class FirstLoss:
         inputs = set(program.inputs.values())
         self._nodes = slice_for([ref.value for ref in self._refs], stop=inputs)
         read = {ref.value for node in self._nodes for ref in node.refs()} | {ref.value for ref in self._refs}
-        self.inputs = read & inputs
+        self.inputs: set[Value] = read & inputs
         # Mutated Values are copied.
         self._written = {ref.value for node in self._nodes for ref in node.writes} & inputs
         self._last = last_reads(self._nodes, {ref.value for ref in self._refs})
         self._random = [node for node in self._nodes if node.draw is not None]
-        self.failed = False  # an operation is supported only by the compiler
+        self.failed: bool = False  # an operation is supported only by the compiler
         self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
     def attempt(self, arrays: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
@@ -145,14 +145,14 @@ class BackgroundCompiledStep:
             groups: its inputs and outputs.
             early: names of outputs in the last group that are computed before any state changes.
         """
-        self.early = [groups.outputs[-1].index(name) for name in early]
+        self.early: list[int] = [groups.outputs[-1].index(name) for name in early]
         self._make = make
         self._made: SegmentedStep | None = None
         self._lock = threading.Lock()
         self._lowered = threading.Event()
         self._later: BackgroundWork | None = None
         self.first_loss: FirstLoss | None = first_loss
-        self.inputs = (*groups.state, *groups.read)
+        self.inputs: tuple[Value, ...] = (*groups.state, *groups.read)
         self.counts = tuple(map(len, groups.outputs))
 
     @property

@@ -52,7 +52,7 @@ class CompiledFunctions:
         self._name = name
         self._edges = edges
         self._compiles = compiles
-        self.digest = executable_cache.digest_of(function.like.signature for function in functions.values())
+        self.digest: str = executable_cache.digest_of(function.like.signature for function in functions.values())
         self._functions = functions
         self._todo = dict(functions)
         self._held: dict[int, Any] = {}

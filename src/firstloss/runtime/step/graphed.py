@@ -110,7 +110,7 @@ class GraphedStep(BoundStep):
             elif value in numbers:
                 reads[target] = functools.partial(numbers[value].read, arguments.leaves, arguments.known)
             else:
-                tensors[target] = owners.inputs[value]  # type: ignore[assignment] # real ones
+                tensors[target] = owners.inputs[value]  # real ones
         return tensors, batch, reads
 
     def _env(self, outputs: Mapping[str, torch.Tensor], arguments: Arguments) -> CallFrame:

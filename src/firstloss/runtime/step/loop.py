@@ -30,8 +30,8 @@ class Loop:
     """The steps of a `DataExecutor`'s loop; `owner` is the executor."""
 
     def __init__(self, owner: Any = None) -> None:
-        self.owner = owner
-        self.latest = 0  # the current step of the loop's body
+        self.owner: Any = owner
+        self.latest: int = 0  # the current step of the loop's body
         self._closing: int | None = None
         self._waiting: deque[Waiting] = deque()
         self.prefetch: Callable[[], None] = lambda: None  # called while the device is busy

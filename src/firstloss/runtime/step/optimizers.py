@@ -77,7 +77,7 @@ class Optimizers:
         self.state = OptimizerStates(trace, self.seen, snapshot.optimizers)
         self.schedulers = Schedulers()
         self.schedule_state: list[torch.Tensor] = []
-        self.first_step_only = False
+        self.first_step_only: bool = False
         self._rehearsing = False
         self._refused: list[str] = []
         self._handles: list[Any] = []

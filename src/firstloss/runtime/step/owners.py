@@ -51,7 +51,7 @@ class Owners:
 
     def __init__(self, tracing: StepTrace, arguments: dict[Value, int]) -> None:
         self._tracing = tracing
-        self.inputs = tracing.inputs
+        self.inputs: dict[Value, Any] = tracing.inputs
         self.arguments = arguments
         self.changed: dict[Value, Owner] = {}
         self.read: list[Value] = []

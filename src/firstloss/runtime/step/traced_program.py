@@ -108,7 +108,7 @@ class Outputs:
         expected = {id(t._storage) for t in reachable if is_traced(t, tracing)}
         survivors = {id(storage): storage for storage in self._survivors(expected, viewers)}
         unseen = {key: storage for key, storage in survivors.items() if key not in expected}
-        self.outgoing = self._views(parts, returned, outputs, mesh, unseen)
+        self.outgoing: list[Outgoing] = self._views(parts, returned, outputs, mesh, unseen)
         for storage in survivors.values():
             if storage not in self._unseen.values():
                 name = f"made{len(self.made)}"
@@ -118,7 +118,7 @@ class Outputs:
                 outputs[name] = Ref.of(storage.value)
                 self.held[name] = storage
         self.held |= self._unseen
-        self.refs = {name: outputs[name] for name in (*self.out, *self.made)}
+        self.refs: dict[str, Ref] = {name: outputs[name] for name in (*self.out, *self.made)}
 
     def same_shardings(self, other: Outputs) -> bool:
         """On a mesh: whether an equivalent step's outputs have the same shardings."""

@@ -63,9 +63,9 @@ class TraceObserver:
                 much code that recording what runs costs less than guarding what might.
         """
         self._generators = python_generators.states()
-        self.moves_generators = False
+        self.moves_generators: bool = False
         self.snapshot = Snapshot(roots, functions)
-        self.records_code = profile or self.snapshot.functions_of_users() > _MOST_UNRECORDED
+        self.records_code: bool = profile or self.snapshot.functions_of_users() > _MOST_UNRECORDED
         self.recording = Recording(self.snapshot.classes, self.records_code)
         self.guards: GuardSet | None = None
         self.varying: Varying | None = None

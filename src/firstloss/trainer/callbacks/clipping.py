@@ -24,7 +24,8 @@ class GradientClipping(Callback):
         limit = max_value if max_norm is None else max_norm
         if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
             raise TrainerError(f"GradientClipping: {limit!r} is not a number above 0.")
-        self.max_norm, self.max_value = max_norm, max_value
+        self.max_norm: float | None = max_norm
+        self.max_value: float | None = max_value
 
     def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: torch.optim.Optimizer) -> None:
         weights = [p for group in optimizer.param_groups for p in group["params"]]

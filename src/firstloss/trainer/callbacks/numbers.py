@@ -53,7 +53,7 @@ class LogOptimizerParamGroup(Callback):
     """
 
     def __init__(self, keys: str | Sequence[str]) -> None:
-        self.keys = [keys] if isinstance(keys, str) else list(keys)
+        self.keys: list[str] = [keys] if isinstance(keys, str) else list(keys)
 
     def on_fit_start(self, trainer: Any) -> None:
         for key in self.keys:

@@ -31,7 +31,8 @@ class Profiler(Callback):
                 raise TrainerError(f"Profiler: {name}={step!r} is not a positive integer.")
         if end_step < start_step:
             raise TrainerError(f"Profiler: end_step={end_step} comes before start_step={start_step}.")
-        self.start_step, self.end_step = start_step, end_step
+        self.start_step: int = start_step
+        self.end_step: int = end_step
         self._trace = timeline.Timeline()
         self._ended: float | None = None  # when the previous batch ended
         self._begun = 0.0

@@ -9,7 +9,7 @@ from ...errors import TrainerError
 from ..callback import Callback
 
 # Model Zoo's names of the parts, and a checkpoint's keys.
-PARTS = {
+PARTS: dict[str, Any] = {
     "model": ("model",),
     "optimizer": ("optimizer",),
     "schedulers": ("schedulers",),

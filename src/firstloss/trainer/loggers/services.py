@@ -75,7 +75,7 @@ class WandbLogger(_ServiceLogger):
             "resume": resume,
             "entity": entity,
         }
-        self.run_id = run_id
+        self.run_id: str | None = run_id
         self._run: Any = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -106,7 +106,9 @@ class MLflowLogger(_ServiceLogger):
         self, experiment: str | None = None, run_name: str | None = None, tracking_uri: str | None = None
     ) -> None:
         self._mlflow = _imported("mlflow", "MLflowLogger")
-        self.experiment, self.run_name, self.tracking_uri = experiment, run_name, tracking_uri
+        self.experiment: str | None = experiment
+        self.run_name: str | None = run_name
+        self.tracking_uri: str | None = tracking_uri
         self._open = False
 
     def on_fit_start(self, trainer: Trainer) -> None:

@@ -54,10 +54,10 @@ class DataExecutor:
             loader = latest()
             if loader is None:
                 raise ExecutorError("a DataExecutor needs batches: DataExecutor(loader, num_steps=...).")
-        self.loader = DataLoader.of(loader)
-        self.num_steps = _number("num_steps", num_steps, at_least=1)
-        self.checkpoint_steps = _number("checkpoint_steps", checkpoint_steps, at_least=0) or 0
-        self.activation_steps = _number("activation_steps", activation_steps, at_least=1) or 1
+        self.loader: DataLoader = DataLoader.of(loader)
+        self.num_steps: int | None = _number("num_steps", num_steps, at_least=1)
+        self.checkpoint_steps: int = _number("checkpoint_steps", checkpoint_steps, at_least=0) or 0
+        self.activation_steps: int = _number("activation_steps", activation_steps, at_least=1) or 1
         self._loop = loops.Loop()
         self._reader: BatchReader | None = None
         self._artifact_dir: Path | None = None

@@ -79,7 +79,7 @@ class DataLoader:
                 "Write DataLoader(lambda: loader), or pass the loader itself to DataExecutor."
             )
         self._make = lambda: input_fn(*args, **kwargs)
-        self.name = f"the loader that {getattr(input_fn, '__name__', type(input_fn).__name__)} made"
+        self.name: str = f"the loader that {getattr(input_fn, '__name__', type(input_fn).__name__)} made"
         self._loader: Any = None
         self._used = False
         self._epoch = 0

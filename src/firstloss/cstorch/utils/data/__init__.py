@@ -60,7 +60,7 @@ class DataExecutor(_DataExecutor):
         super().__init__(dataloader, num_steps, every, activation_steps)
         self._activities = profiler_activities
         self.profiler = Profiler(activities=profiler_activities)
-        self.samples = 0
+        self.samples: int = 0
 
     @property
     def dataloader(self) -> DataLoader:

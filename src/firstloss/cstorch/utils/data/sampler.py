@@ -51,7 +51,7 @@ class DistributedSampler(torch.utils.data.Sampler[Any]):
         if shard and batch_size is not None and batch_size % num_streamers():
             raise LoaderError(f"batch_size={batch_size} is not a multiple of the {num_streamers()} processes.")
         self.data_source = data_source
-        self.num_samples = len(data_source) if num_samples is None else num_samples
+        self.num_samples: int = len(data_source) if num_samples is None else num_samples
         if self.num_samples < 1:
             raise LoaderError("a DistributedSampler needs a dataset that is not empty.")
         self._shuffle, self._seed, self._shard = shuffle, seed, shard
@@ -60,6 +60,7 @@ class DistributedSampler(torch.utils.data.Sampler[Any]):
 
     def set_state(self, start_index: int) -> None:
         """Go on after `start_index` samples, counted over epochs and processes."""
+        self.epoch: int
         self.epoch, self._start = divmod(start_index, self.num_samples)
 
     def __iter__(self) -> Iterator[Any]:

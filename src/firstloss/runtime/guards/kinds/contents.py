@@ -49,7 +49,7 @@ class OpaqueContent(Content):
 
     def __init__(self, held: Any, read: Callable[[], Any], kind: Opaque) -> None:
         super().__init__(held, read)
-        self.kind = kind
+        self.kind: Opaque = kind
 
     def compare(self, effects: Effects) -> None:
         if effects.reads is None or not (self._has_run(effects) or not self.is_unchanged()):
