@@ -141,6 +141,7 @@ def step(x):
     optimizer.step()
     optimizer.zero_grad()
     return loss
+import jax
 <sample>
 assert "stablehlo" in text
 traced, batches, seed = step, [(batch.numpy(),)] * 3, 0

@@ -14,6 +14,8 @@ import firstloss as fl
 from firstloss import errors
 from firstloss.runtime.lowered import MODULE
 
+from .. import forked
+
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "export-step.md"
 
 
@@ -102,6 +104,35 @@ def test_python_is_as_it_was(tmp_path):
     (tmp_path / "other").mkdir()
     other, _, _ = training(tmp_path / "other")
     assert losses == [other(x, y).item() for x, y in batches()]
+
+
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2}])
+def test_it_is_compiled_as_a_whole(mesh, tmp_path):
+    """On a mesh in a process of its own, which has two devices."""
+    code = f"""
+import numpy as np, jax
+from tests.runtime.test_lowered import *
+jax.config.update("jax_num_cpu_devices", 2)
+step, model, _ = training(Path({str(tmp_path)!r}), mesh={mesh})
+x, y = batches()[0]
+lowered = step.lower(x, y)
+compiled = lowered.compile()
+before = [weight.clone() for weight in model.parameters()]
+new, results = compiled(*lowered.arrays(), np.zeros(2, np.uint32))
+assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+analysis = compiled.memory_analysis()
+plan = lowered.plan()
+held = plan.bytes_of("weights") + plan.bytes_of("state") + plan.bytes_of("batch")
+assert 0 <= analysis.argument_size_in_bytes - held <= 64, (analysis, held)  # the seed, the rate, and padding to words
+assert analysis.temp_size_in_bytes > 0
+np.testing.assert_allclose(float(results[0]), step(x, y).item(), rtol=1e-6)  # XLA's kernels and PyTorch's: rounding
+for value, array in zip(new, lowered.state, strict=True):
+    if array.name in dict(model.named_parameters()):
+        weight = dict(model.named_parameters())[array.name]
+        np.testing.assert_allclose(np.asarray(value), weight.detach().numpy(), atol=1e-6)  # updates of 1e-2, rounded
+"""
+    done = forked.run(["-c", code], capture_output=True, cwd=forked.ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_arrays_are_named(tmp_path):

@@ -95,6 +95,27 @@ class LoweredStep:
         with self._traced() as traced, x64(), aten.within(False):
             return _jitted(traced, self._shardings(traced)).lower(*_shapes(traced)).as_text()
 
+    def compile(self) -> jax.stages.Compiled:
+        """The module, compiled as a whole for the backend's devices, for XLA's own analysis or to run in JAX.
+
+        Returns:
+            JAX's object for it: `compiled(state, inputs, seed)` returns (new state, results), where `arrays` has the
+            first state and inputs; `memory_analysis()`, `cost_analysis()` and `as_text()` are the compiler's.
+        """
+        with self._traced() as traced, x64(), aten.within(False):
+            return _jitted(traced, self._shardings(traced)).lower(*_shapes(traced)).compile()
+
+    def arrays(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Copies of the current values of `state` and `inputs`, those of the call's arguments included."""
+        with self._traced() as traced, x64():
+            inputs = Inputs(self._backend, traced.owners, traced.numbers)
+            groups = traced.groups
+            state, read = (
+                [jax.numpy.array(inputs.array(value, self._arguments)) for value in values]
+                for values in (groups.state, groups.read)
+            )
+            return state, read
+
     def save(self, path: str | os.PathLike[str], platforms: tuple[str, ...] = ("cpu", "cuda", "tpu")) -> None:
         """Write the module and the current values of its arrays to one safetensors file, which JAX runs without PyTorch
         and without Firstloss ([how](../how-to/export-step.md)).

@@ -237,7 +237,7 @@ class TracedStep(Generic[P, R]):
         Python, weights and optimizers are left unchanged.
 
         Returns:
-            The lowered step: its `program`, `as_text()`, `plan()`, and `save(path)` for JAX without PyTorch.
+            The lowered step: its `program`, `as_text()`, `plan()`, `compile()`, and `save(path)` for JAX alone.
 
         Raises:
             BackendError: if the current backend does not compile.
