@@ -45,7 +45,7 @@ from .reads import READ, OutcomeChanged, check_outcomes
 from .request import MAX_RETRIES, Request
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
-from .tracing import TraceObserver
+from .tracing import StepRaisedError, TraceObserver
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
@@ -132,8 +132,9 @@ class StepCache:
         """
         if not (why.can_run_eagerly and self._may_run_untraced(current_backend())):
             raise why
+        result = step(*args, **kwargs)
         self._entries.reports.report_eager(str(why))
-        return step(*args, **kwargs)
+        return result
 
     def _call(self, request: Request, kind: tuple[Any, ...]) -> Any:
         """Find or create the compiled step, and call it.
@@ -150,7 +151,9 @@ class StepCache:
                 self._entries.ran()
                 return result
         args, kwargs = request.arguments.as_given()
-        return request.step(*args, **kwargs)
+        result = request.step(*args, **kwargs)
+        self._entries.ran_untraced()
+        return result
 
     def find(self, request: Request, kind: tuple[Any, ...], undo: Undo) -> CompiledStep | None:
         """Find or create the compiled step; None if the step reads values, and is run without a trace at this call.
@@ -171,12 +174,12 @@ class StepCache:
                     key, CacheEntries(self._name, self._refuse, self._check)
                 )
                 self._forget_some()
+            self._entries = versions
             if not fits and versions.runs_untraced(request):
                 return None
             similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)
             compiled = self._found = versions.step(request, similar)
-            self._entries = versions
         return compiled
 
     @property
@@ -326,6 +329,7 @@ class CacheEntries:
         self._always = check == "always"
         self._entries: list[CacheEntry] = []
         self._fitting: CacheEntry | None = None
+        self._untraceable: TraceError | None = None  # of this call's trace
         self._refuse = refuse
         self._name = name
         self._functions: list[types.FunctionType] = []
@@ -349,7 +353,7 @@ class CacheEntries:
 
     def fits(self, request: Request) -> bool:
         """Whether the guards of one of them hold."""
-        self._fitting = None
+        self._fitting = self._untraceable = None
         if not self._always and request.retries <= MAX_RETRIES:
             self._fitting = next((entry for entry in self._entries if self._does_fit(entry, request)), None)
         return self._fitting is not None
@@ -380,17 +384,16 @@ class CacheEntries:
             similar: entries for the same kind of call, traced with weights in another state.
         """
         entry = self._fitting
-        if entry is None:
-            try:
+        try:
+            if entry is None:
                 entry = self._trace(request, similar)
-            except TraceError as error:
-                if not (request.reads and error.can_run_eagerly):
-                    raise
-                self._reading = max(self._reading, 1)
-                self.reports.report_eager(str(error))
-                return None
-        elif self._check and entry.check_is_due():
-            entry = self._verify(entry, request)
+            elif self._check and entry.check_is_due():
+                entry = self._verify(entry, request)
+        except TraceError as error:
+            if not (request.reads and error.can_run_eagerly):
+                raise
+            self._untraceable = error
+            return None
         entry.uses += 1
         if entry not in self._entries:
             return entry.step
@@ -403,6 +406,16 @@ class CacheEntries:
         """Note that the step that was found has run."""
         if self._fitting is not None:
             self._in_vain = 0
+
+    def ran_untraced(self) -> None:
+        """Note that the step's Python has run; if that was because it could not be traced, say so. (If it has raised an
+        error itself, as in the trace, there is nothing to say.)"""
+        if self._untraceable is None:
+            return
+        if self._fitting in self._entries:  # it does something else now, though its guards hold
+            self._entries.remove(self._fitting)
+        self._reading = max(self._reading, 1)
+        self.reports.report_eager(str(self._untraceable))
 
     def runs_untraced(self, request: Request) -> bool:
         """Whether a call that no step fits is run without a trace, since those traced have read values, or have to be
@@ -579,7 +592,7 @@ class CacheEntries:
                 places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
                 compiled = request._replace(places=places, inputs=inputs).compiled(observer, find_shared)
                 break
-            except Shared:
+            except (Shared, StepRaisedError):
                 raise
             except Exception:
                 if not inputs:

@@ -19,11 +19,11 @@ from ...capture.step import StepTrace, is_traced
 from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import disable_dynamo
-from ...errors import FirstlossError, TraceError
+from ...errors import CaptureError, FirstlossError, MaterializeError, TraceError
 from ...interpreter import Undo
 from ...program.graph import Ref
 from ...program.program import Program
-from ...program.source import here
+from ...program.source import here, raised_at
 from ..backend import Backend
 from ..guards.effects import Bind, Effects, always
 from ..guards.external_state import set_state, state_of
@@ -44,6 +44,9 @@ from .traced_program import Outputs, TracedProgram, names_read
 
 # How many functions outside of installed packages a step may reach for the code that runs not to be recorded.
 _MOST_UNRECORDED = 200
+
+# How much of an error's first line is quoted.
+_QUOTED = 200
 
 
 class TraceObserver:
@@ -124,7 +127,7 @@ def trace_step(
     Raises:
         Shared: if some arguments must be inputs themselves.
     """
-    trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places, inputs)
+    trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places, inputs, runs_eagerly=reads)
     if reads:
         trace.trace.contents = TracedContents(trace.trace, backend.keys.next)
         trace.trace.numbers_are_inputs = READ in inputs
@@ -136,6 +139,8 @@ def trace_step(
         restored = observer.restore_contents()
         if isinstance(error, TraceError):
             error.can_run_eagerly = restored  # eager PyTorch may do what cannot be compiled
+        elif isinstance(error, (CaptureError, MaterializeError)) and restored and reads:
+            raise StepRaisedError(str(error)) from error
         if not restored and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
@@ -143,6 +148,10 @@ def trace_step(
                 "it, or take the item before the step, and pass it."
             ) from None
         raise
+
+
+class StepRaisedError(TraceError):
+    """The step's Python has raised an error while it was traced; whether it does so otherwise, a run of it shows."""
 
 
 def abandon(traced: TracedProgram, observer: TraceObserver) -> bool:
@@ -161,10 +170,12 @@ class _Trace:
         observer: TraceObserver,
         places: Iterable[Place],
         inputs: tuple[type, ...],
+        runs_eagerly: bool,
     ) -> None:
         self.name = name
         self._places = places
         self._inputs = inputs
+        self._runs_eagerly = runs_eagerly
         self.effects: Effects | None = None
         self.trace = StepTrace()
         self.optimizers = Optimizers(self.trace, observer.snapshot, keep_fused=backend.replays)
@@ -216,9 +227,17 @@ class _Trace:
                 result = [step(*args, **kwargs)]
             except FirstlossError:
                 raise
-            except Exception as error:  # as in eager PyTorch, earlier effects remain, and the call raises it
+            except Exception as error:
+                asked = recording.outside.calls.values()
+                if self._runs_eagerly and snapshot.consumed() is None and all(call.is_repeatable for call in asked):
+                    what = str(error).partition("\n")[0][:_QUOTED]
+                    raise StepRaisedError(
+                        f"{raised_at(error)}: this raises {type(error).__name__} while {self.name} is traced, and not "
+                        f"when it runs: {what}."
+                    ) from error
                 if direct_memory_access.is_unallocated(error):
                     raise
+                # As in eager PyTorch, earlier effects remain, and the call raises it.
                 raised, result = error, [None]
             if numbers.draws is not None:
                 numbers.draws.check()
