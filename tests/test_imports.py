@@ -31,6 +31,7 @@ COMMON = {
     "settings",
     "cache_folder",
     "no_effect",
+    "processor",
 }
 PUBLIC = {"trainer", "cli", "utils", "distributed", "cstorch", "__main__", ""}  # they use the public API, and more
 

@@ -13,6 +13,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from .. import processor
 from ..dependencies import install
 from ..errors import FirstlossError, MissingKernelsWarning
 from ..interpreter import cores
@@ -80,7 +81,7 @@ def examine() -> dict[str, Any]:
         "supported": _supported(),
         "system": {"python": platform.python_version(), "platform": platform.platform(), "machine": platform.machine()},
         "processor": {
-            "name": _processor(),
+            "name": processor.name(),
             "cores": cores(),
             "vectors": torch.backends.cpu.get_cpu_capability(),
             "memory": _memory(),
@@ -132,15 +133,6 @@ def _parts(has_jax: bool) -> dict[str, str]:
                 paths = (_ROOT / (name + suffix) for suffix in EXTENSION_SUFFIXES)
                 states[name] = "not usable" if any(path.exists() for path in paths) else "not built"
     return states
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or "unknown"
-    names = re.findall(r"model name\s*: (.*)", text)
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _memory() -> int | None:

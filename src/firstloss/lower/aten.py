@@ -27,7 +27,7 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
-from .. import c_library
+from .. import c_library, processor
 from ..interpreter import interruptible_inside
 
 TARGETS = (
@@ -159,10 +159,7 @@ _LEAST_ATTENTION = 1 << 22
 def _mkl() -> bool:
     """Whether products of float32 matrices are faster by MKL than by XLA: on Intel's processors. (Two cores of a Xeon
     multiply gradients by activations at 380 GFLOP/s and 140 to 280; a core of an EPYC multiplies at 100 and 210.)"""
-    try:
-        intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    except OSError:
-        return False
+    intel = processor.fields().get("vendor_id") == "GenuineIntel"
     return intel and torch.backends.mkl.is_available() and _sets_mkl_threads()
 
 

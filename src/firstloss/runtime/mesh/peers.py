@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import os
 import pickle
-import platform
 import sys
 import threading
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ... import processor
 from ...compat.jax_names import distributed_client
 from ...errors import BackendError, ProcessLostError
 from ...files import atomic_write
@@ -134,8 +134,8 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
     read from such a file cannot be serialized again.
     """
     device_ids = [(device.id, device.process_index, device.device_kind) for device in devices.flat]
-    versions = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS"), _processor()
-    name = hashlib.sha256(repr((text, options, device_ids, versions)).encode()).hexdigest()
+    compiler = jax.__version__, devices.flat[0].client.platform_version, os.environ.get("XLA_FLAGS")
+    name = hashlib.sha256(repr((text, options, device_ids, compiler, processor.instructions())).encode()).hexdigest()
     folder = jax.config.jax_compilation_cache_dir
     path = os.path.join(folder or os.devnull, f"{name}.processes")  # without a folder, no file
     with contextlib.suppress(Exception), open(path, "rb") as file:  # recompile if there is no valid file
@@ -169,14 +169,6 @@ def _count_reads() -> None:
             _reads.count += 1
 
     jax.monitoring.register_event_listener(note)
-
-
-@functools.cache
-def _processor() -> str:
-    """The processor's features, which executables may depend on."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return platform.processor()
 
 
 def _packed(compiled: Any) -> bytes:

@@ -46,6 +46,7 @@ from .request import MAX_RETRIES, Request
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
 from .tracing import StepRaisedError, TraceObserver
+from .untraced_calls import UntracedCalls
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
@@ -334,11 +335,9 @@ class CacheEntries:
         self._name = name
         self._functions: list[types.FunctionType] = []
         self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
-        self._repeatable = (
-            False  # whether a trace that has read values has shown that its Python may run twice at a call
-        )
-        # The number of calls that no step fitted, since one has read values or would have to be traced at each call.
-        self._reading = 0
+        # Whether a trace that has read values has shown that its Python may run twice at a call.
+        self._repeatable = False
+        self._untraced = UntracedCalls()
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
@@ -414,20 +413,14 @@ class CacheEntries:
             return
         if self._fitting in self._entries:  # it does something else now, though its guards hold
             self._entries.remove(self._fitting)
-        self._reading = max(self._reading, 1)
+        self._untraced.begin()
         self.reports.report_eager(str(self._untraceable))
 
     def runs_untraced(self, request: Request) -> bool:
-        """Whether a call that no step fits is run without a trace, since those traced have read values, or have to be
-        traced at each call.
-
-        It is traced again at the second and third, the fourth, the eighth such call and so on: it may do so no more.
-        """
+        """Whether a call that no step fits is run without a trace; see `UntracedCalls`."""
         if request.values_read and self._in_vain <= _MAX_OUTCOMES_UNUSED and len(self._entries) < _MAX_OUTCOMES:
             return False
-        if self._reading:
-            self._reading += 1
-        return self._reading > 3 and self._reading & (self._reading - 1) != 0
+        return self._untraced.is_next()
 
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
@@ -463,7 +456,7 @@ class CacheEntries:
         if entry.step.is_for_one_call and not (traced.trace.reads or traced.trace.number_reads):
             return entry  # an optimizer's first step
         if entry.step.is_for_one_call:
-            self._reading = max(self._reading, 1)
+            self._untraced.begin()
             self._repeatable = entry.records_code and entry.traced_each_time is None
             trace = traced.trace
             if trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
@@ -474,11 +467,11 @@ class CacheEntries:
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
             entry.again = last.again + 1
             if entry.again > 1:
-                runs = self._runs_untraced_next(request)
+                runs = self._runs_untraced_from_now_on(request)
                 self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
         if self._in_vain > most and request.reads and last is not None:
-            self._reading = max(self._reading, _MAX_UNUSED + 1)
+            self._untraced.begin_at_once()
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
@@ -546,18 +539,21 @@ class CacheEntries:
         if entry.traced_each_time is None:
             return
         # Where its code was not recorded, the next trace may find that it reads less.
-        runs = self._runs_untraced_next(request, _MAX_UNUSED + 1 if entry.records_code else 1)
+        runs = self._runs_untraced_from_now_on(request, at_once=entry.records_code)
         self.reports.report_each_time(entry.traced_each_time, None if runs else entry.seconds)
 
-    def _runs_untraced_next(self, request: Request, calls: int = _MAX_UNUSED + 1) -> bool:
+    def _runs_untraced_from_now_on(self, request: Request, at_once: bool = True) -> bool:
         """Whether the step's Python may run at each call, where it would have to be traced at each; if so, it will.
 
         Args:
-            calls: see `_reading`; at most 3 if it is to be traced at the next call.
+            at_once: whether beginning with the next call.
         """
         if not request.runs_where_weights_are or self._always or self._refuse:
             return False
-        self._reading = max(self._reading, calls)
+        if at_once:
+            self._untraced.begin_at_once()
+        else:
+            self._untraced.begin()
         return True
 
     def _traced(
@@ -569,11 +565,11 @@ class CacheEntries:
         earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
-        records_code = bool(earlier or self._reading) or not self._check or request.retried
+        records_code = bool(earlier or self._untraced) or not self._check or request.retried
         draws = any(entry.moves_generators for entry in self._entries)
         has_inputs = bool(self._places or request.arguments.varying or draws)
-        reading = [entries for entries in (self, *similar) if entries._reading]
-        if any(entry.traced_each_time is not None for entry in earlier) or any(not e._repeatable for e in reading):
+        untraced = [entries for entries in (self, *similar) if entries._untraced]
+        if any(entry.traced_each_time is not None for entry in earlier) or any(not e._repeatable for e in untraced):
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
         if not self._repeatable:

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from jax.experimental import serialize_executable
 
+from ... import processor
 from ...cache_folder import is_own
 from ...compat.torch_names import OpOverload, schema_of
 from ...files import replacing
@@ -211,8 +212,9 @@ def _text(part: Any, unknown: Callable[[Any], str] = _refuse) -> Iterator[str]:
 def _environment() -> bytes:
     """Everything else on which a compiled function depends: versions, sources, settings, the processor."""
     digest = hashlib.sha256()
+    machine = platform.machine(), cores(), os.cpu_count(), processor.name(), processor.instructions()
     versions = (torch.__version__, torch.version.git_version, jax.__version__, jaxlib.__version__, np.__version__)
-    digest.update(repr((versions, platform.python_version(), _processor())).encode())
+    digest.update(repr((versions, platform.python_version(), machine)).encode())
     for folder in ("lower", "runtime/mesh", "runtime/step", "runtime"):
         for path in sorted((_SOURCES / folder).iterdir()):
             if path.suffix in (".py", ".so", ".c", ".h", ".txt"):
@@ -228,16 +230,3 @@ def _settings() -> list[tuple[str, str]] | None:
         return None
     jax_settings = [(name, repr(value)) for name, value in config.items() if "cache" not in name]
     return sorted(jax_settings) + sorted((k, v) for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_")))
-
-
-def _processor() -> tuple[Any, ...]:
-    """What XLA's code generation depends on: the processor and the number of threads."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            first = file.read().partition("\n\n")[0]
-        lines = [
-            line for line in first.splitlines() if line.startswith(("model name", "flags", "Features", "CPU part"))
-        ]
-    except OSError:
-        lines = [platform.processor()]
-    return platform.machine(), cores(), os.cpu_count(), *lines

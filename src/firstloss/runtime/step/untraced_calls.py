@@ -1,0 +1,33 @@
+"""`UntracedCalls`: at which calls a step that cannot stay compiled runs its Python without being traced first."""
+
+from __future__ import annotations
+
+
+class UntracedCalls:
+    """The calls, of those that no compiled step fits, at which the step's Python runs untraced.
+
+    There are some from when a step has read values, could not be traced, would have to be traced at each call, or was
+    compiled in vain. It may do so no more, so it is traced again at the second and third such call, the fourth, the
+    eighth and so on.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __bool__(self) -> bool:
+        """Whether there are some."""
+        return self._calls > 0
+
+    def begin(self) -> None:
+        """Let there be some: after the second and third call, which are traced."""
+        self._calls = max(self._calls, 1)
+
+    def begin_at_once(self) -> None:
+        """Let there be some, beginning with the next call."""
+        self._calls = max(self._calls, 4)
+
+    def is_next(self) -> bool:
+        """Whether the call that begins is one of them."""
+        if self._calls:
+            self._calls += 1
+        return self._calls > 3 and self._calls & (self._calls - 1) != 0
