@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import firstloss as fl
-from firstloss.errors import EagerStepWarning, LoweringError, TraceError
+from firstloss.errors import CaptureError, EagerStepWarning, LoweringError, TraceError
 
 
 def compilations(step):
@@ -57,5 +57,5 @@ def check_runs_eagerly(run, match, **close):
     with pytest.warns(EagerStepWarning, match=match):
         actual = run(fl.backend("XLA"), fl.trace)
     torch.testing.assert_close(actual, expected, **(close or {"rtol": 0, "atol": 0}))
-    with pytest.raises((TraceError, LoweringError), match=match):
+    with pytest.raises((TraceError, LoweringError, CaptureError), match=match):
         run(fl.backend("XLA"), functools.partial(fl.trace, reads="refuse"))

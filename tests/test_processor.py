@@ -15,9 +15,7 @@ def read_anew():
     processor.fields.cache_clear()
 
 
-INTEL = (
-    "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: A: B\nflags\t\t: fpu avx2\n\nflags\t: x\n"
-)
+INTEL = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: A: B\nflags\t\t: fpu avx2\n\nflags\t: x\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd0c\n"
 
 

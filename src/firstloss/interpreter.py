@@ -71,6 +71,18 @@ _get_handler = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _set_handler = getattr(signal.signal, "__wrapped__", signal.signal)
 
 
+def is_raised_by_handler(error: BaseException) -> bool:
+    """Whether a signal's handler in Python has raised `error`, or called what has."""
+    handlers = [getattr(handler, "__func__", handler) for handler in map(_get_handler, _SIGNALS) if callable(handler)]
+    codes = {getattr(handler, "__code__", getattr(type(handler).__call__, "__code__", None)) for handler in handlers}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
 class Uninterrupted:
     """A block during which signals that Python code handles, such as Ctrl-C, are put off until its end.
 

@@ -3,6 +3,7 @@
 They are raised if eager PyTorch raises them too, with all that the step has done before; otherwise its Python runs."""
 
 import re
+import signal
 import warnings
 
 import pytest
@@ -22,6 +23,7 @@ UNTRACEABLE = {
     "compressed rows": lambda h: h.to_sparse_csr().to_dense().sum(),
     "quantized": lambda h: torch.quantize_per_tensor(h.detach(), 0.1, 10, torch.quint8).dequantize().sum() + h.sum(),
     "of oneDNN": lambda h: h.detach().to_mkldnn().to_dense().sum() * h.sum(),
+    "sparse rows from outside": lambda h: (torch.eye(6).to_sparse_csr() @ h.detach().t()).sum() * h.sum(),
     "nested": lambda h: torch.nested.nested_tensor([h, h[:2]], layout=torch.jagged).values().sum(),
     "complex least squares": lambda h: (
         torch.linalg.lstsq(h.detach().to(torch.complex64), h.detach().to(torch.complex64)).solution.real.sum() + h.sum()
@@ -158,3 +160,44 @@ def test_an_item_of_a_generator_is_taken_once():
 
     ours, eager = train("XLA", step_of, 4), train("CPU", step_of, 4)
     assert_same(ours, eager)
+
+
+class Handler:
+    """A handler that is an object, or one of its methods."""
+
+    def __call__(self, number, frame):
+        self.method(number, frame)
+
+    def method(self, number, frame):
+        raise RuntimeError("of a handler")
+
+
+def handle(number, frame):
+    raise RuntimeError("of a handler")
+
+
+@pytest.mark.parametrize("handler", [handle, Handler(), Handler().method, lambda *_: handle(*_)])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_what_a_signals_handler_raises_is_raised(handler, at):
+    """A second run of the step would not be interrupted, and the error be lost."""
+
+    def step_of(model, optimizer, notes, state):
+        raised = []
+
+        def step(x):
+            loss = model(x).square().mean()
+            notes.append(loss.detach())
+            if state["call"] == at and not raised:
+                raised.append(True)
+                signal.raise_signal(signal.SIGUSR1)
+            return loss
+
+        return step
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        results, notes, _, told = train("XLA", step_of, 5)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert results[at] == (RuntimeError, "of a handler") and len(notes) == 5
+    assert not any("while step is traced" in text for text in told)

@@ -20,7 +20,7 @@ from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import disable_dynamo
 from ...errors import CaptureError, FirstlossError, MaterializeError, TraceError
-from ...interpreter import Undo
+from ...interpreter import Undo, is_raised_by_handler
 from ...program.graph import Ref
 from ...program.program import Program
 from ...program.source import here, raised_at
@@ -140,7 +140,9 @@ def trace_step(
         if isinstance(error, TraceError):
             error.can_run_eagerly = restored  # eager PyTorch may do what cannot be compiled
         elif isinstance(error, (CaptureError, MaterializeError)) and restored and reads:
-            raise StepRaisedError(str(error)) from error
+            raised = StepRaisedError(str(error))
+            raised.can_run_eagerly = True
+            raise raised from error
         if not restored and isinstance(error, Shared):
             raise TraceError(
                 f"{here()}: {trace.name} takes an item from an iterator (or changes something else that cannot be "
@@ -158,6 +160,14 @@ def abandon(traced: TracedProgram, observer: TraceObserver) -> bool:
     """Undo all changes of a trace that is not usable; returns whether that was possible."""
     _undo(traced)
     return observer.restore_contents()
+
+
+def _may_have_raised(error: Exception) -> bool:
+    """Whether a trace may have caused an error: one of PyTorch's, or of Python's about a tensor. It causes none of
+    other classes, of files and at ends of iterators. What a signal's handler raises must not be lost."""
+    ours = type(error).__module__.partition(".")[0] in ("builtins", "torch")
+    others = isinstance(error, (OSError, StopIteration, StopAsyncIteration, EOFError, MemoryError))
+    return ours and not others and not is_raised_by_handler(error)
 
 
 class _Trace:
@@ -228,8 +238,7 @@ class _Trace:
             except FirstlossError:
                 raise
             except Exception as error:
-                asked = recording.outside.calls.values()
-                if self._runs_eagerly and snapshot.consumed() is None and all(call.is_repeatable for call in asked):
+                if self._runs_eagerly and _may_have_raised(error) and self._may_run_again():
                     what = str(error).partition("\n")[0][:_QUOTED]
                     raise StepRaisedError(
                         f"{raised_at(error)}: this raises {type(error).__name__} while {self.name} is traced, and not "
@@ -251,6 +260,11 @@ class _Trace:
         backend.move_to_device(self.optimizers.schedule_state)
         backend.move_to_device(self.optimizers.state.new, behind=True)
         return placeholders, result, raised
+
+    def _may_run_again(self) -> bool:
+        """Whether what the step's Python has consumed so far can be restored, as far as that is known."""
+        asked = self._observer.recording.outside.calls.values()
+        return self._observer.snapshot.consumed() is None and all(call.is_repeatable for call in asked)
 
     def _collect(self, placeholders: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
         """Determine inputs and outputs: results, changed state, and side effects in Python, which are undone and
