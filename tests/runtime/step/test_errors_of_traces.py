@@ -2,6 +2,7 @@
 
 They are raised if eager PyTorch raises them too, with all that the step has done before; otherwise its Python runs."""
 
+import json
 import re
 import signal
 import warnings
@@ -201,3 +202,18 @@ def test_what_a_signals_handler_raises_is_raised(handler, at):
         signal.signal(signal.SIGUSR1, before)
     assert results[at] == (RuntimeError, "of a handler") and len(notes) == 5
     assert not any("while step is traced" in text for text in told)
+
+
+def test_an_error_about_an_input_number_is_not_the_steps():
+    """json knows no numbers that are inputs: the step is traced with the plain number, and compiled."""
+
+    def step_of(model, optimizer, notes, state):
+        def step(x):
+            notes.append(json.dumps({"call": state["call"]}))
+            return model(x).sum() * state["call"]
+
+        return step
+
+    ours, eager = train("XLA", step_of, 5), train("CPU", step_of, 5)
+    assert_same(ours, eager)
+    assert not any("while step is traced" in text for text in ours[3]), ours[3]

@@ -45,7 +45,7 @@ from .reads import READ, OutcomeChanged, check_outcomes
 from .request import MAX_RETRIES, Request
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
-from .tracing import StepRaisedError, TraceObserver
+from .tracing import TraceObserver
 from .untraced_calls import UntracedCalls
 
 if TYPE_CHECKING:
@@ -588,7 +588,7 @@ class CacheEntries:
                 places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
                 compiled = request._replace(places=places, inputs=inputs).compiled(observer, find_shared)
                 break
-            except (Shared, StepRaisedError):
+            except Shared:
                 raise
             except Exception:
                 if not inputs:
