@@ -45,7 +45,7 @@ from .reads import READ, OutcomeChanged, check_outcomes
 from .request import MAX_RETRIES, Request
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
-from .tracing import TraceObserver
+from .tracing import StepRaisedError, TraceObserver
 from .untraced_calls import UntracedCalls
 
 if TYPE_CHECKING:
@@ -152,7 +152,11 @@ class StepCache:
                 self._entries.ran()
                 return result
         args, kwargs = request.arguments.as_given()
-        result = request.step(*args, **kwargs)
+        try:
+            result = request.step(*args, **kwargs)
+        except Exception as error:
+            self._entries.explain(error)
+            raise
         self._entries.ran_untraced()
         return result
 
@@ -415,6 +419,11 @@ class CacheEntries:
             self._entries.remove(self._fitting)
         self._untraced.begin()
         self.reports.report_eager(str(self._untraceable))
+
+    def explain(self, error: Exception) -> None:
+        """Add to an error that the step's Python has raised why it could not be traced: that may name the line."""
+        if self._untraceable is not None and not isinstance(self._untraceable, StepRaisedError):
+            error.add_note(f"It cannot be traced either. {self._untraceable}")
 
     def runs_untraced(self, request: Request) -> bool:
         """Whether a call that no step fits is run without a trace; see `UntracedCalls`."""
