@@ -73,15 +73,6 @@ device = "cpu"
 DEVICES = "import jax\njax.config.update('jax_num_cpu_devices', 8)\n"
 
 SCRIPTS = {
-    "docs/cstorch.md": """
-import torch
-<sample>
-assert cstorch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).defaults["eps"] == 1e-6
-assert cstorch.utils.tensorboard.SummaryWriter
-<sample>
-import cerebras.pytorch
-assert cerebras.pytorch is cstorch
-""",
     "README.md": """
 import transformers
 
@@ -98,26 +89,7 @@ assert not fl.is_deferred(model)
 <sample>
 assert trainer.state.step == 9
 """,
-    "docs/how-to/run-file.md": MODEL + "<sample>\nassert len(make_optimizer(Model()).param_groups) == 2",
-    "docs/deferral.md": MODEL
-    + """
-Llama, device, step, batch = Model, 'cpu', lambda x: model(x), torch.ones(8)
-<sample>
-Model = lambda: nn.Sequential(nn.Linear(2, 3))
-torch.manual_seed(0)
-eager = Model().state_dict()
-torch.manual_seed(0)
-<sample>
-assert eager.keys() == weights.keys() and all(torch.equal(eager[name], weights[name]) for name in eager)
-""",
-    "docs/moving/from-eager.md": MODEL
-    + """
-<sample>
-eager = model
-<sample>
-assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), model.parameters(), strict=True))
-""",
-    "docs/how-to/meta.md": MODEL
+    "docs/trainers.md": MODEL
     + """
 with fl.deferred(preserve_rng_state=True):
     model = Model(config)
@@ -125,31 +97,96 @@ model.to_empty(device="cpu")
 model.init_weights()
 <sample>
 assert not fl.is_deferred(model)
+model = fl.deferred_init(Model)
+model.lm_head = model.layers[0].q_proj
+<sample>
 """,
-    "docs/how-to/check-init.md": MODEL
+    "docs/check-init.md": MODEL
     + """
 device, batch, checkpoint = "cpu", torch.ones(4, 8), Model().state_dict()
 <sample>
 assert model.layers[0].q_proj.weight.grad is not None
 """,
-    "docs/how-to/export-step.md": READY
+    "docs/concepts.md": RANK
     + """
-@fl.trace
-def step(x):
-    loss = model(x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-import jax
+Llama, device, step, batch, Whole = Model, 'cpu', lambda x: model(x), torch.ones(8), Model
 <sample>
-assert "stablehlo" in text
-traced, batches, seed = step, [(batch.numpy(),)] * 3, 0
+Model = lambda: nn.Sequential(nn.Linear(2, 3))
+torch.manual_seed(0)
+eager = Model().state_dict()
+torch.manual_seed(0)
 <sample>
-assert abs([traced(torch.ones(4, 8)) for _ in range(3)][-1].item() - float(results[0])) < 1e-6
+assert eager.keys() == weights.keys() and all(torch.equal(eager[name], weights[name]) for name in eager)
+Model = Whole
+<sample>
+assert not fl.is_deferred(model)
 """,
-    "docs/how-to/check.md": MODEL + "model = fl.deferred_init(Model)\nmodel.lm_head = model.layers[0].q_proj\n<sample>",
-    "docs/how-to/mesh.md": DEVICES
+    "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
+    "docs/traced-steps.md": READY
+    + """
+import warnings
+compiled = model
+told = warnings.catch_warnings(record=True).__enter__()
+warnings.simplefilter("always")
+<sample>
+assert [type(warning.message) for warning in told] == [fl.errors.GraphChangeWarning], [str(t.message) for t in told]
+assert "(False, now True)" in str(told[0].message)
+settings["squared"] = False
+step(batch)
+assert len(told) == 1, told
+settings["scale"] = 0.5
+step(batch)
+assert len(told) == 1, told
+shown = []
+print = shown.append
+<sample>
+assert "(False, now True)" in str(shown.pop())
+<sample>
+assert len(told) == 1, told
+<sample>
+assert shown.pop().isfinite() and len(seen) == 1
+<sample>
+results = [careful(batch).item() for _ in range(3)]
+assert losses == results
+<sample>
+for _ in range(3):
+    warm(batch)
+assert state.step == 3
+""",
+    "docs/optimizers.md": READY
+    + """
+<sample>
+<sample>
+step(batch)
+assert 0 < float(optimizer.param_groups[0]["lr"]) < 1e-3
+<sample>
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = Warmup(optimizer)
+schedule.step()
+assert float(optimizer.param_groups[0]["lr"]) == 1e-5
+<sample>
+bfloat16 = step(batch).item()
+fl.amp.set_half_dtype("float16")
+<sample>
+assert step(batch).item() != bfloat16
+@fl.trace
+def step(batch):
+    with fl.amp.autocast():
+        loss = model(batch)
+<sample>
+step(batch)
+""",
+    "docs/checkpoints.md": READY
+    + """
+backend = fl.backend()
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+step = 3
+<sample>
+schedule.last_epoch = 7
+<sample>
+assert state["step"] == 3 and schedule.last_epoch == 0
+""",
+    "docs/meshes.md": DEVICES
     + MODEL
     + """
 <sample>
@@ -158,8 +195,10 @@ def step(batch):
     return compiled(batch)
 
 assert step(torch.ones(8, 8)).item() > 0
+<sample>
+assert backend.mesh.devices.size == 8
 """,
-    "docs/how-to/plan.md": """
+    "docs/plan.md": """
 import jax
 """
     + MODEL
@@ -183,98 +222,29 @@ batch = torch.ones(4096, 8)
 <sample>
 assert plan.flops > 0 and plan.peak_bytes > 0
 """,
-    "docs/how-to/processes.md": DEVICES + MODEL + "<sample>\nassert backend.mesh.devices.size == 8",
-    "docs/how-to/precision.md": READY
+    "docs/export.md": DEVICES
+    + READY
     + """
-<sample>
-bfloat16 = step(batch).item()
-fl.amp.set_half_dtype("float16")
-<sample>
-assert step(batch).item() != bfloat16
 @fl.trace
-def step(batch):
-    with fl.amp.autocast():
-        loss = model(batch)
+def step(x):
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+import jax
 <sample>
-step(batch)
-""",
-    "docs/how-to/save.md": READY
-    + """
-backend = fl.backend()
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-step = 3
+assert "stablehlo" in text
+traced, batches, seed = step, [(batch.numpy(),)] * 3, 0
 <sample>
-schedule.last_epoch = 7
-<sample>
-assert state["step"] == 3 and schedule.last_epoch == 0
-""",
-    "docs/how-to/schedules.md": READY
-    + """
-<sample>
-<sample>
-step(batch)
-assert 0 < float(optimizer.param_groups[0]["lr"]) < 1e-3
-<sample>
-optimizer = torch.optim.AdamW(model.parameters())
-schedule = Warmup(optimizer)
-schedule.step()
-assert float(optimizer.param_groups[0]["lr"]) == 1e-5
-""",
-    "docs/how-to/stablehlo.md": DEVICES
-    + MODEL
-    + """
+assert abs([traced(torch.ones(4, 8)) for _ in range(3)][-1].item() - float(results[0])) < 1e-6
 <sample>
 assert weights["layers.0.q_proj.weight"].addressable_shards[0].data.shape == (2, 8)
 written = weights
 <sample>
 assert all((weights[name] == written[name]).all() for name in written)
 """,
-    "docs/moving/from-meta-fsdp2.md": RANK + "<sample>\n<sample>\nassert not fl.is_deferred(model)",
-    "docs/random-policies.md": MODEL + "<sample>\nassert fl.is_deferred(model)",
-    "docs/reference/index.md": "<sample>\nassert nn and torch and fl.deferred",
-    "docs/reference/steps.md": MODEL
-    + "<sample>\nassert len(losses) == 4 and len(saved) == 2 and losses[0] > losses[-1]",
-    "docs/sharded-init.md": RANK + "<sample>\nassert not fl.is_deferred(model)",
-    "docs/traced-steps.md": READY
-    + """
-import warnings
-told = warnings.catch_warnings(record=True).__enter__()
-warnings.simplefilter("always")
-<sample>
-assert [type(warning.message) for warning in told] == [fl.errors.GraphChangeWarning], [str(t.message) for t in told]
-assert "(False, now True)" in str(told[0].message)
-settings["squared"] = False
-step(batch)
-assert len(told) == 1, told
-settings["scale"] = 0.5
-step(batch)
-assert len(told) == 1, told
-shown = []
-print = shown.append
-<sample>
-assert "(False, now True)" in str(shown.pop())
-<sample>
-results = [careful(batch).item() for _ in range(3)]
-assert losses == results
-<sample>
-for _ in range(3):
-    warm(batch)
-assert state.step == 3
-<sample>
-assert shown.pop().isfinite() and len(seen) == 1
-<sample>
-assert len(told) == 1, told
-""",
-    "docs/how-to/traced-step.md": MODEL
-    + """
-batch = torch.ones(4, 8)
-loader = [batch] * 3
-<sample>
-assert step(batch).item() < loss.item()
-compiled = fl.compile(Model(), backend)  # "real weights"
-assert step(batch).item() > 0
-""",
-    "docs/how-to/trainer.md": MODEL
+    "docs/trainer.md": MODEL
     + """
 train_loader, val_loader = ([(torch.randn(4, 8), torch.randn(4, 8))] * n for n in (40, 2))
 <sample>
@@ -285,7 +255,10 @@ import timm
 fl.deferred_init(WithLoss)
 import torchmetrics
 <sample>
-from firstloss.trainer import Callback
+<sample>
+trainer = Trainer(model_dir="other", model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+                  loop=TrainingLoop(max_epochs=2), callbacks=[BestSoFar()])
+trainer.fit(train_loader, val_loader)
 <sample>
 plateau = Plateau()
 trainer = Trainer(model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -293,10 +266,22 @@ trainer = Trainer(model=Model, optimizer=lambda model: torch.optim.SGD(model.par
 trainer.fit(train_loader, val_loader)
 assert plateau.state_dict()["best"] > 0
 <sample>
-trainer = Trainer(model_dir="other", model=Model, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-                  loop=TrainingLoop(max_epochs=2), callbacks=[BestSoFar()])
-trainer.fit(train_loader, val_loader)
+assert len(make_optimizer(Model()).param_groups) == 2
 """,
+    "docs/moving.md": MODEL
+    + """
+<sample>
+eager = model
+<sample>
+assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), model.parameters(), strict=True))
+<sample>
+assert cstorch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).defaults["eps"] == 1e-6
+assert cstorch.utils.tensorboard.SummaryWriter
+<sample>
+import cerebras.pytorch
+assert cerebras.pytorch is cstorch
+""",
+    "docs/reference/index.md": "<sample>\nassert nn and torch and fl.deferred",
 }
 
 
@@ -322,7 +307,7 @@ def test_samples_run():
     failures = json.loads(done.stdout.splitlines()[-1])
     assert failures.keys() == SCRIPTS.keys()
     if importlib.util.find_spec("timm") is None:
-        del failures["docs/how-to/trainer.md"]
+        del failures["docs/trainer.md"]
     wrong = {page: text for page, text in failures.items() if text}
     if wrong:  # without this test's source, so that the report shows only what is wrong
         pytest.fail("\n\n".join(f"{page}: {text[-4000:]}" for page, text in wrong.items()), pytrace=False)

@@ -113,13 +113,11 @@ def test_the_quick_start_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "model_dir" / "checkpoints" / "step_96").is_dir()
 
 
-# How-to page -> what runs its diffs against the real package: a test, or the example that the page names and its test.
-HOW_TO = {
-    "meta": ["tests/test_doc_samples.py::test_samples_run"],
-    "nanogpt": ["tests/integrations/test_scripts.py::test_nanogpt"],
-    "nanochat": ["tests/integrations/test_scripts.py::test_nanochat"],
-    "torchtitan": ["tests/integrations/test_scripts.py::test_torchtitan"],
-    "transformers": [
+# Section of docs/trainers.md -> what runs its diffs against the real package: a test, or an example and its test.
+DIFFS = {
+    "Your own loop, FSDP2, DDP": ["tests/integrations/test_libraries.py::test_two_ranks"],
+    "A script for the meta device": ["tests/test_doc_samples.py::test_samples_run"],
+    "transformers, peft": [
         "tests/integrations/test_libraries.py::test_transformers_trainer",
         "tests/init/test_loading.py::test_from_pretrained",
         "tests/integrations/test_libraries.py::test_transformers_tensor_parallel",
@@ -128,30 +126,57 @@ HOW_TO = {
         "tests/integrations/test_libraries.py::test_accelerate_prepare",
         "tests/integrations/test_libraries.py::test_accelerate_load_checkpoint_and_dispatch",
     ],
-    "lightning": ["tests/integrations/test_libraries.py::test_lightning"] * 2,
-    "fsdp": ["tests/integrations/test_libraries.py::test_two_ranks"],
-    "deepspeed": ["tests/integrations/test_libraries.py::test_deepspeed_zero_3"],
-    "checkpoints": ["tests/init/test_loading.py::test_each_rank_reads_its_own"] * 2,
-    "pipeline": ["tests/integrations/test_pipeline.py::test_training_by_a_schedule"],
+    "Lightning": ["tests/integrations/test_libraries.py::test_lightning"] * 2,
+    "torchtitan": ["tests/integrations/test_scripts.py::test_torchtitan"],
+    "nanoGPT, nanochat": [
+        "tests/integrations/test_scripts.py::test_nanogpt",
+        "tests/integrations/test_scripts.py::test_nanochat",
+    ],
+    "DeepSpeed": ["tests/integrations/test_libraries.py::test_deepspeed_zero_3"],
+    "Pipeline stages": ["tests/integrations/test_pipeline.py::test_training_by_a_schedule"],
+    "Load a checkpoint": ["tests/init/test_loading.py::test_each_rank_reads_its_own"] * 2,
 }
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", read("docs/trainers.md"), flags=re.S | re.M))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(os.path.join("docs", "how-to"))])
-def test_a_how_to_changes_one_line_that_a_test_runs(page):
-    name = os.path.basename(page).removesuffix(".md")
-    diffs = re.findall(r"```diff\n(.*?)```", read(page), flags=re.S)
-    assert len(diffs) == len(HOW_TO.get(name, ())), "each diff has a test"
+@pytest.mark.parametrize("section", SECTIONS)
+def test_each_trainer_changes_one_line_that_a_test_runs(section):
+    text = SECTIONS[section]
+    diffs = re.findall(r"```diff\n(.*?)```", text, flags=re.S)
+    assert len(diffs) == len(DIFFS.get(section, ())), "each diff has a test"
     for diff in diffs:
         added = [line for line in diff.splitlines() if line.startswith("+")]
         assert len(added) == 1 and "fl.deferred" in added[0], diff
-    for test in HOW_TO.get(name, ()):
+    for test in DIFFS.get(section, ()):
         file, _, function = test.partition("::")
         assert f"\ndef {function}(" in read(file), test
-    for named in re.findall(r"examples/(\w+)\.py", read(page)):
+    for named in re.findall(r"examples/(\w+)\.py", text):
         tests = "".join(
             read(f"tests/integrations/{f}.py") for f in ("test_libraries", "test_pipeline", "example_ranks")
         )
         assert os.path.exists(os.path.join(ROOT, "examples", f"{named}.py")) and named in tests, named
+
+
+def test_diffs_are_on_that_page_only():
+    assert DIFFS.keys() <= SECTIONS.keys()
+    assert [page for page in PAGES if "```diff" in read(page)] == [os.path.join("docs", "trainers.md")]
+
+
+# Pages that a program writes, and the program.
+GENERATED = {
+    "docs/operations.md": "tests/lower/coverage_page.py",
+    "docs/model-steps.md": "tests/lower/model_page.py",
+    "docs/torch-tests.md": "tests/torch_tests/page.py",
+    "docs/compatibility.md": "tests/compat/page.py",
+    "docs/cstorch-names.md": "tests/cstorch/names.py",
+}
+
+
+def test_what_people_read_is_short():
+    """Everything that was written by hand has at most 20,000 words, code and tables included."""
+    assert all(os.path.exists(os.path.join(ROOT, file)) for file in GENERATED.values())
+    pages = [page for page in [*PAGES, "README.md", "CHANGELOG.md"] if page.replace(os.sep, "/") not in GENERATED]
+    assert sum(len(read(page).split()) for page in pages) <= 20_000
 
 
 def messages():
@@ -177,6 +202,6 @@ def test_messages_quoted_in_troubleshooting_exist(name, piece):
 def test_all_hooks_of_the_trainer_are_listed():
     from firstloss.trainer import Callback
 
-    page = read("docs/reference/trainer.md")
+    page = read("docs/trainer.md")
     for name in vars(Callback):
         assert not name.startswith("on_") or f"`{name}`" in page, name

@@ -1,1 +1,1 @@
-"""The parts of `make gpu`: benchmarks on a GPU, and their tiny form on a CPU. See docs/how-to/gpu.md."""
+"""The parts of `make gpu`: benchmarks on a GPU, and their tiny form on a CPU. See docs/gpu.md."""

@@ -125,7 +125,7 @@ def page():
         f"{len(all_rows)} public names: {counts['same']} are the same, {counts['differs']} differ, "
         f"{counts['not here']} are missing. A name that is the same takes the arguments shown, in the same positions "
         "and with the same defaults; it may take more. Which package to import: [firstloss or "
-        "firstloss.cstorch](cstorch.md).",
+        "firstloss.cstorch](moving.md#from-cerebras-pytorch).",
     ]
     for package, title in PACKAGES.items():
         lines += ["", f"## {title}"]

@@ -1,4 +1,4 @@
-"""The table in docs/sharded-init.md shows PyTorch's and Firstloss's actual values."""
+"""The table in docs/concepts.md shows PyTorch's and Firstloss's actual values."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import nn
 
 import firstloss as fl
 
-DOCS = Path(__file__).parents[2] / "docs" / "sharded-init.md"
+DOCS = Path(__file__).parents[2] / "docs" / "concepts.md"
 
 
 class Weight(nn.Module):

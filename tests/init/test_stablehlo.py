@@ -285,7 +285,7 @@ def test_a_module_with_orthogonal_weights_runs_in_another_process_without_lapack
     program += f"numpy.save({str(tmp_path / 'weight.npy')!r}, numpy.asarray(weights['weight']))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
     weight = torch.from_numpy(np.load(tmp_path / "weight.npy"))
-    # docs/stablehlo.md: the rounding of two factorizations of a matrix whose condition number is about 1,000
+    # docs/export.md: the rounding of two factorizations of a matrix whose condition number is about 1,000
     assert (weight - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 

@@ -16,7 +16,7 @@ from firstloss.runtime.lowered import MODULE
 
 from .. import forked
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "export-step.md"
+DOCS = Path(__file__).parents[2] / "docs" / "export.md"
 
 
 class Net(nn.Module):

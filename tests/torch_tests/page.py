@@ -40,7 +40,7 @@ PyTorch's classes for the duration of each test:
   tensors passed to an optimizer. Hooks, `state_dict`, copies, pickling, backward passes, optimizer steps,
   parametrizations: the test does all of this to weights on the backend, as between two steps.
 - **steps traced**: in addition, each `optimizer.step()` is a step under `@fl.trace`. `optimizer.step(closure)` becomes
-  what [the table](how-to/traced-step.md#what-to-write-instead) recommends: a step that calls the closure, and then
+  what [the table](traced-steps.md#what-to-write-instead) recommends: a step that calls the closure, and then
   `optimizer.step()`.
 - **traced whole**: the whole test is one step under `@fl.trace`, and is called twice (once, if eager PyTorch does not
   pass it twice). Hooks are registered, called and removed during the trace. Tensors are compared in an
@@ -48,7 +48,7 @@ PyTorch's classes for the duration of each test:
 
 In addition to the test's assertions, all outputs of its models and the weights after each `optimizer.step()` are
 compared with eager PyTorch. Differences beyond rounding are listed as *differs*. (Traced steps round in float32, in
-which step counts are kept: [schedules](how-to/schedules.md).) Differences that rounding errors of a few units in the
+which step counts are kept: [schedules](optimizers.md#rounding).) Differences that rounding errors of a few units in the
 last place also cause in eager PyTorch (as in front of a batch norm, where gradients are zero up to rounding) are not.
 
 - **refused**: one of Firstloss's errors, at the test's line, that says what to write instead.

@@ -203,7 +203,7 @@ def main() -> None:
             torch.save(trail if len(trail) < 2000 else [], kept)
         elif way != "whole" and row["verdict"] == PASSED and kept.exists():
             expected = torch.load(kept)
-            # Step counts are float32, and so are values computed from them (docs/how-to/schedules.md).
+            # Step counts are float32, and so are values computed from them (docs/optimizers.md).
             least = torch.float32 if way == "steps" else torch.float64
             where = apart(expected, trail, least) if expected else None
             if where is not None and not sensitive(test, expected, artifacts):

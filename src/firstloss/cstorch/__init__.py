@@ -1,7 +1,7 @@
 """Firstloss with the names and defaults of `cerebras.pytorch` 2.10: `import firstloss.cstorch as cstorch`.
 
 Names that are not in the table below are `firstloss`'s. Where `firstloss` has PyTorch's defaults, such as AdamW's, this
-has Cerebras'. docs/cstorch.md says which of the two to use, and docs/cstorch-names.md lists all names.
+has Cerebras'. docs/moving.md says which of the two to use, and docs/cstorch-names.md lists all names.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def undo_over_one_process(model: torch.nn.Module) -> None:
                 "distribute_tensor. The backend distributes weights itself: leave that out, and write "
                 'firstloss.backend("XLA", mesh={"fsdp": ...}) for the devices of this process, after '
                 "firstloss.distributed.initialize() for those of all processes. PyTorch's own FSDP runs a deferred "
-                "model without a backend: see docs/how-to/fsdp.md."
+                "model without a backend: see docs/trainers.md."
             )
     states = [fsdp_state_of(module)() for module in fully_sharded]
     for state in states:

@@ -118,7 +118,7 @@ class LoweredStep:
 
     def save(self, path: str | os.PathLike[str], platforms: tuple[str, ...] = ("cpu", "cuda", "tpu")) -> None:
         """Write the module and the current values of its arrays to one safetensors file, which JAX runs without PyTorch
-        and without Firstloss ([how](../how-to/export-step.md)).
+        and without Firstloss ([how](../export.md)).
 
         Args:
             path: of the file, which is replaced as a whole.

@@ -57,7 +57,7 @@ def backend(
             own kernels, with traced steps replayed as CUDA graphs. A Backend object becomes the current one again.
         mesh: the devices that share work and weights: a `jax.sharding.Mesh`, or sizes of axes by name, such as
             `{"fsdp": 4, "tp": 2}`, over JAX's devices in order. The batch is sharded over axes named data, dp, fsdp or
-            the like (`docs/reference/sharding.md`). None: one device. A `jax.sharding.AbstractMesh` has no devices: use
+            the like (`docs/meshes.md`). None: one device. A `jax.sharding.AbstractMesh` has no devices: use
             it with `validate_only`, to plan steps (`step.plan(batch)`).
         cluster_config: the same as `mesh={"data": cluster_config.num_csx}`, plus the number of loader workers.
         artifact_dir: a folder for files that are reused between runs, and for those of a `DataExecutor`.

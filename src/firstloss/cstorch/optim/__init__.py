@@ -1,7 +1,7 @@
 """The optimizers of `cerebras.pytorch.optim`, with its names, arguments, defaults and formulas.
 
 `firstloss.optim` has PyTorch's under the same names. docs/reference/cstorch.md lists the differences, and
-docs/cstorch.md says which to use.
+docs/moving.md says which to use.
 """
 
 from ...optim.adam_base import AdamBase

@@ -201,7 +201,7 @@ class DataLoader:
 
 def _iterator(loader: Any) -> Iterator[Any]:
     """Start an epoch. JAX's and Python's warnings about forked workers are suppressed: they concern datasets that use
-    JAX, or another thread's locks, themselves (docs/how-to/traced-step.md)."""
+    JAX, or another thread's locks, themselves (docs/traced-steps.md)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
         warnings.filterwarnings("ignore", r".*is multi-threaded, use of fork", DeprecationWarning)
