@@ -4,6 +4,8 @@ import ast
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from collections import Counter
 
@@ -111,6 +113,19 @@ def test_the_quick_start_runs(tmp_path, monkeypatch, capsys):
     assert space["trainer"].state.step == 96
     assert sum(bool(line.strip()) for line in blocks[0].split("x = torch.randn")[1].splitlines()) < 15
     assert (tmp_path / "model_dir" / "checkpoints" / "step_96").is_dir()
+
+
+def test_the_quick_start_runs_on_eight_devices(tmp_path):
+    """With what the last step of the tutorial writes in place of the backend that the Trainer makes."""
+    page = read("docs/index.md")
+    (code, *_) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    (backend,) = re.findall(r"^trainer = Trainer\((backend=.*), \.\.\.\)$", page, flags=re.M)
+    code = "import firstloss as fl\n" + code.replace("trainer = Trainer(", f"trainer = Trainer({backend}, ")
+    code += "\nassert next(trainer.model.parameters()).numel() and fl.backend().mesh.devices.size == 8\n"
+    (tmp_path / "train.py").write_text(code)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}  # which JAX reads when it is imported
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 # Section of docs/trainers.md -> what runs its diffs against the real package: a test, or an example and its test.
