@@ -12,13 +12,11 @@ from .lower.custom_ops import register_lowering
 from .runtime.backend import current_backend, current_torch_device, use_cs
 from .runtime.checkpoint.checkpoint import load, save
 from .runtime.compiled_model import compile
-from .runtime.device.numpy_arrays import from_numpy, to_numpy
 from .runtime.make_backend import backend
 from .runtime.step.arguments import Pad
 from .runtime.step.closures import checkpoint_closure, step_closure
 from .runtime.step.trace import trace
 from .utils.data.executor import current_executor
-from .utils.tensor import full, full_like, ones, ones_like, zeros, zeros_like
 
 __version__: str
 
@@ -37,9 +35,6 @@ __all__ = [
     "deferred_init",
     "distributed",
     "errors",
-    "from_numpy",
-    "full",
-    "full_like",
     "init_program",
     "is_deferred",
     "load",
@@ -47,8 +42,6 @@ __all__ = [
     "materialize_module",
     "materialize_tensor",
     "metrics",
-    "ones",
-    "ones_like",
     "optim",
     "register_lowering",
     "run_stablehlo",
@@ -57,10 +50,7 @@ __all__ = [
     "shard",
     "step_closure",
     "timeline",
-    "to_numpy",
     "trace",
     "use_cs",
     "utils",
-    "zeros",
-    "zeros_like",
 ]

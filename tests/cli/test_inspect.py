@@ -40,7 +40,7 @@ def test_405_billion_parameters_on_512_ranks(llama_405b, capsys):
 
 
 def test_bytes_per_rank_are_printed(capsys):
-    cuts = ["--cut", "weight=-,tp", "--mesh", "fsdp=4,tp=3,dp_replicate=2"]
+    cuts = ["--shard", "weight=-,tp", "--mesh", "fsdp=4,tp=3,dp_replicate=2"]
     assert cli.main(["inspect", *LINEAR, *cuts]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[-4:] == ["7x100", "tp", "cuts", "1"] and lines[2].split()[-4:] == ["2", "fsdp", "cuts", "0"]
@@ -61,12 +61,12 @@ def test_a_rank_has_the_largest_chunk(size, parts):
     ("arguments", "said"),
     [
         ([*LINEAR, "--mesh", "fsdp"], "not AXIS=SIZE"),
-        ([*LINEAR, "--mesh", "fsdp=2,fsdp=4"], "not AXIS=SIZE"),
-        ([*LINEAR, "--cut", "weight=tp"], "pass the mesh as well"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "weight"], "not PATTERN=CUTS"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "weight=dp"], "names an axis 'dp'"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "wait=tp"], "matches no weight; names look like weight"),
-        ([*LINEAR, "--mesh", "tp=2", "--cut", "bias=-,tp"], "has 2 dimensions, but bias has 1"),
+        ([*LINEAR, "--mesh", "fsdp=2,fsdp=4"], "is given twice"),
+        ([*LINEAR, "--shard", "weight=tp"], "pass the mesh as well"),
+        ([*LINEAR, "--mesh", "tp=2", "--shard", "weight"], "not PATTERN=SPEC"),
+        ([*LINEAR, "--mesh", "tp=2", "--shard", "weight=dp"], "names an axis 'dp'"),
+        ([*LINEAR, "--mesh", "tp=2", "--shard", "wait=tp"], "matches no weight; names look like weight"),
+        ([*LINEAR, "--mesh", "tp=2", "--shard", "bias=-,tp"], "has 2 dimensions, but bias has 1"),
         (["torch:zeros", "--arg", "size=[3]"], "only a Module's weights have names"),
     ],
 )

@@ -100,7 +100,7 @@ def test_the_models_own_tp_plan_is_used(llama, capsys):
 
 
 def test_shardings_can_be_given(capsys):
-    arguments = ["--mesh", "fsdp=4,tp=2", "--batch", "32x64", "--cut", "up.*=tp", "--cut", "down.weight=-,tp"]
+    arguments = ["--mesh", "fsdp=4,tp=2", "--batch", "32x64", "--shard", "up.*=tp", "--shard", "down.weight=-,tp"]
     report = plan(capsys, *PERCEPTRON, *arguments)
     rows = {row["name"]: row for row in report["arrays"]}
     assert rows["up.weight"]["cut"] == [["tp"], []] and rows["down.weight"]["cut"] == [[], ["tp"]]
@@ -137,15 +137,18 @@ def test_a_picture_is_drawn(tmp_path, llama, capsys):
         (["--mesh", "fsdp=8", "--batch", "32x64:float99"], "torch has no dtype 'float99'"),
         (["--mesh", "fsdp", "--batch", "32x64"], "is not AXIS=SIZE; write for example --mesh fsdp=64,tp=8"),
         (["--mesh", "fsdp=4,pp=2", "--batch", "32x64"], "nothing is sharded over 'pp'. Data axes are batch, data"),
-        (["--mesh", "fsdp=4,tp=2", "--batch", "32x64"], "--cut '*.up.weight=tp,-'"),
+        (["--mesh", "fsdp=4,tp=2", "--batch", "32x64"], "--shard '*.up.weight=tp,-'"),
         (
-            ["--mesh", "fsdp=4,tp=3", "--batch", "32x64", "--cut", "up.weight=tp,-"],
+            ["--mesh", "fsdp=4,tp=3", "--batch", "32x64", "--shard", "up.weight=tp,-"],
             "shards dimension 0 of up.weight, of shape 256x64, over tp=3: 3 does not divide 256. Use a mesh on which "
             "that is 2",
         ),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "up.weight=tp,-"], "names an axis 'tp'; the mesh has fsdp"),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "no.*=fsdp"], "matches no weight; names look like up."),
-        (["--mesh", "fsdp=4", "--batch", "32x64", "--cut", "up.bias=-,fsdp"], "has 2 dimensions, but up.bias has 1"),
+        (
+            ["--mesh", "fsdp=4", "--batch", "32x64", "--shard", "up.weight=tp,-"],
+            "names an axis 'tp'; the mesh has fsdp",
+        ),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--shard", "no.*=fsdp"], "matches no weight; names look like up."),
+        (["--mesh", "fsdp=4", "--batch", "32x64", "--shard", "up.bias=-,fsdp"], "has 2 dimensions, but up.bias has 1"),
         (
             ["--mesh", "fsdp=4", "--batch", "32x64", "--optimizer", "Adagio"],
             "torch.optim has no optimizer of this name",

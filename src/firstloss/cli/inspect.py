@@ -23,20 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also show the shard of each weight on one rank of this mesh: axes tp, tensor and model shard by the "
         "model's own plan, dp_replicate, replicate, replica and ddp replicate, and all others shard like FSDP",
     )
-    parser.add_argument(
-        "--cut",
-        metavar="PATTERN=CUTS",
-        action="append",
-        default=[],
-        help="shard the weights of these names otherwise: for each dimension axes or -, as '*.q_proj.weight=tp+fsdp,-'",
-    )
+    mesh.add_shard_argument(parser, "others as --mesh says")
 
 
 def run(args: argparse.Namespace) -> int:
     wanted = target.load(args.target, args.arg)
     axes = mesh.parse(args.mesh) if args.mesh else None
-    if args.cut and axes is None:
-        raise TargetError("--cut shards weights over a mesh: pass the mesh as well, such as --mesh fsdp=64,tp=8")
+    given = mesh.parse_specs(args.shard, axes)
 
     import torch
 
@@ -50,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             f"TARGET {wanted.text!r} makes a {type(module).__name__}, but only a Module's weights have names"
         )
     report = fl.init_program(module).report()
-    shards = None if axes is None else _shards(report, module, axes, args.cut)
+    shards = None if axes is None else _shards(report, module, axes, given)
     if args.json:
         found = {"target": wanted.text, "seed": args.seed, "rng": args.rng, **report.to_dict()}
         if shards is not None and axes is not None:
@@ -69,11 +62,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _shards(report: Any, module: Any, axes: mesh.Axes, cuts: list[str]) -> dict[str, mesh.RankShard]:
-    specs = mesh.parse_cuts(cuts, axes)
+def _shards(report: Any, module: Any, axes: mesh.Axes, specs: dict[str, mesh.Spec]) -> dict[str, mesh.RankShard]:
     for pattern in specs:
         if not any(mesh.fnmatchcase(row.weight, pattern) for row in report.rows):
-            raise TargetError(f"--cut {pattern!r} matches no weight; names look like {report.rows[0].weight}")
+            raise TargetError(f"--shard {pattern!r} matches no weight; names look like {report.rows[0].weight}")
     plan = mesh.plan_of(module)
     return {
         row.weight: mesh.shard_of(
@@ -102,7 +94,7 @@ def _summary(report: Any, shards: dict[str, mesh.RankShard], axes: mesh.Axes) ->
     ]
     for axis in axes:
         if axis not in REPLICA_AXES and not any(axis in entry for shard in shards.values() for entry in shard.spec):
-            lines.append(f"axis {axis!r} shards nothing: the model has no plan for it. Use --cut to shard weights")
+            lines.append(f"axis {axis!r} shards nothing: the model has no plan for it. Use --shard to shard weights")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""A mesh of ranks for `inspect` and `plan`: the shard of each weight on a rank, by PyTorch's conventions.
+"""The options `--mesh` and `--shard`, and the shard of each weight on a rank, by PyTorch's conventions.
 
 FSDP2 shards the first dimension of every parameter in chunks of equal size, of which the last ones may be smaller or
 empty, and replicates buffers. Tensor parallelism shards before it, by the model's own plan if it has one
@@ -7,6 +7,7 @@ empty, and replicates buffers. Tensor parallelism shards before it, by the model
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class RankShard:
     bytes: int
 
     def __str__(self) -> str:
-        cuts = ", ".join(f"{'+'.join(entry)} cuts {dim}" for dim, entry in enumerate(self.spec) if entry)
-        return cuts or "whole"
+        parts = ", ".join(f"{'+'.join(entry)} cuts {dim}" for dim, entry in enumerate(self.spec) if entry)
+        return parts or "whole"
 
 
 def parse(text: str) -> Axes:
@@ -44,27 +45,51 @@ def parse(text: str) -> Axes:
     axes: Axes = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
-        if not (equals and name.isidentifier() and size.isdecimal() and int(size) > 0) or name in axes:
+        if not (equals and name.isidentifier() and size.isdecimal() and int(size) > 0):
             raise TargetError(f"--mesh {text!r}: {part!r} is not AXIS=SIZE; write for example --mesh fsdp=64,tp=8")
+        if name in axes:
+            raise TargetError(f"--mesh {text!r}: {name!r} is given twice")
         axes[name] = int(size)
     return axes
 
 
-def parse_cuts(texts: Iterable[str], axes: Axes) -> dict[str, Spec]:
+def add_shard_argument(parser: argparse.ArgumentParser, default: str) -> None:
+    """The option `--shard`, which may be repeated.
+
+    Args:
+        parser: the command's.
+        default: what happens to weights that it does not name.
+    """
+    parser.add_argument(
+        "--shard",
+        metavar="PATTERN=SPEC",
+        action="append",
+        default=[],
+        help="shard the weights of these names: for each dimension an axis, axes joined by +, or -, as "
+        f"'*.q_proj.weight=tp+fsdp,-'; {default}",
+    )
+
+
+def parse_specs(texts: Iterable[str], axes: Axes | None) -> dict[str, Spec]:
     """Parse `*.q_proj.weight=tp+fsdp,-` to {"*.q_proj.weight": (("tp", "fsdp"), ())}.
 
     Raises:
-        TargetError: for any other syntax, or an axis that the mesh does not have.
+        TargetError: for any other syntax, a pattern that is given twice, or an axis that the mesh does not have.
     """
-    found = {}
+    found: dict[str, Spec] = {}
     for text in texts:
-        pattern, equals, cuts = text.rpartition("=")
+        pattern, equals, entries = text.rpartition("=")
         if not (equals and pattern):
-            raise TargetError(f"--cut {text!r} is not PATTERN=CUTS; write for example --cut '*.q_proj.weight=tp,-'")
-        spec = tuple(() if entry.strip() in ("", "-") else tuple(entry.strip().split("+")) for entry in cuts.split(","))
+            raise TargetError(f"--shard {text!r} is not PATTERN=SPEC; write for example --shard '*.q_proj.weight=tp,-'")
+        if axes is None:
+            raise TargetError("--shard shards weights over a mesh: pass the mesh as well, such as --mesh fsdp=64,tp=8")
+        if pattern in found:
+            raise TargetError(f"--shard: {pattern!r} is given twice")
+        split = [entry.strip() for entry in entries.split(",")]
+        spec = tuple(() if entry in ("", "-") else tuple(entry.split("+")) for entry in split)
         for axis in (axis for entry in spec for axis in entry):
             if axis not in axes:
-                raise TargetError(f"--cut {text!r} names an axis {axis!r}; the mesh has {', '.join(axes)}")
+                raise TargetError(f"--shard {text!r} names an axis {axis!r}; the mesh has {', '.join(axes)}")
         found[pattern] = spec
     return found
 
@@ -76,24 +101,24 @@ def shard_of(
     axes: Axes,
     is_parameter: bool,
     plan: Mapping[str, str],
-    cuts: Mapping[str, Spec],
+    given: Mapping[str, Spec],
 ) -> RankShard:
     """The shard of the weight `name` on a rank.
 
     Args:
         plan: tensor parallel styles by patterns of module or parameter names, as in transformers.
-        cuts: specs by patterns of weight names; they take precedence, and FSDP does not shard these weights.
+        given: specs by patterns of weight names; they take precedence, and FSDP does not shard these weights.
 
     Raises:
-        TargetError: if a cut has more dimensions than the weight.
+        TargetError: if a spec has more dimensions than the weight.
     """
     from ..init.shardings import REPLICA_AXES
 
     spec: list[list[str]] = [[] for _ in shape]
-    for pattern, wanted in cuts.items():
+    for pattern, wanted in given.items():
         if fnmatchcase(name, pattern):
             if len(wanted) > len(shape):
-                raise TargetError(f"--cut {pattern!r} has {len(wanted)} dimensions, but {name} has {len(shape)}")
+                raise TargetError(f"--shard {pattern!r} has {len(wanted)} dimensions, but {name} has {len(shape)}")
             spec = [list(entry) for entry in (*wanted, *[()] * (len(shape) - len(wanted)))]
             break
     else:

@@ -49,13 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the global batch: 512x8192 are a language model's tokens; other models' arguments in order or by name, "
         "as pixel_values=512x3x224x224:bfloat16 (default float32)",
     )
-    parser.add_argument(
-        "--cut",
-        metavar="PATTERN=CUTS",
-        action="append",
-        default=[],
-        help="shard the weights of these names otherwise: for each dimension axes or -, as '*.q_proj.weight=tp,fsdp'",
-    )
+    mesh.add_shard_argument(parser, "others as --mesh says")
     parser.add_argument(
         "--optimizer", metavar="NAME", default="AdamW", help="the name of an optimizer in torch.optim (default AdamW)"
     )
@@ -157,7 +151,7 @@ def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], ar
             )
         enable()
     inputs, named = tensors_of(model, batch, axes)
-    specs = specs_of(model, axes, args.cut)
+    specs = specs_of(model, axes, args.shard)
     if specs:
         fl.shard(model, specs, axes)
     compiled = fl.compile(model, backend)

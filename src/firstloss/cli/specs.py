@@ -1,4 +1,4 @@
-"""Partition specs of a model's weights: from `--cut`, or else from the model's own tensor parallel plan."""
+"""Partition specs of a model's weights: from `--shard`, or else from the model's own tensor parallel plan."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[str, tuple[Any, ...]]:
-    """Specs for `fl.shard`: from --cut, or else from the model's own tensor parallel plan, with the data axes on
+def specs_of(model: torch.nn.Module, axes: mesh.Axes, given: list[str]) -> dict[str, tuple[Any, ...]]:
+    """Specs for `fl.shard`: from --shard, or else from the model's own tensor parallel plan, with the data axes on
     another dimension. Weights with neither are sharded by the default policy."""
     from ..init.shardings import DATA_AXES
 
     shapes = {name: tuple(p.shape) for name, p in (*model.named_parameters(), *model.named_buffers())}
     specs: dict[str, tuple[Any, ...]] = {}
-    for pattern, spec_given in mesh.parse_cuts(cuts, axes).items():
+    for pattern, spec_given in mesh.parse_specs(given, axes).items():
         matching = [name for name in shapes if fnmatchcase(name, pattern)]
         if not matching:
-            raise PlanError(f"--cut {pattern!r} matches no weight; names look like {next(iter(shapes), 'none')}")
+            raise PlanError(f"--shard {pattern!r} matches no weight; names look like {next(iter(shapes), 'none')}")
         for name in matching:
-            _check_cut(name, shapes[name], spec_given, axes, f"--cut {pattern!r}")
+            _check_spec(name, shapes[name], spec_given, axes, f"--shard {pattern!r}")
         specs[pattern] = spec_given
     tensor = tuple(axis for axis in axes if axis in mesh.TENSOR and axes[axis] > 1)
     data = tuple(axis for axis in axes if axis in DATA_AXES)
@@ -36,12 +36,12 @@ def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[s
     if unknown and data:
         raise PlanError(
             f"--mesh: nothing is sharded over {unknown[0]!r}. Data axes are {', '.join(sorted(DATA_AXES))}, tensor "
-            f"parallel axes {', '.join(sorted(mesh.TENSOR))}; use --cut to shard weights over another axis"
+            f"parallel axes {', '.join(sorted(mesh.TENSOR))}; use --shard to shard weights over another axis"
         )
     if tensor and not plan and not set(tensor) & used:
         raise PlanError(
             f"--mesh: {type(model).__name__} has no tensor parallel plan of its own (tp_plan), so nothing is sharded "
-            f"over {tensor[0]!r}. Use --cut, for example --cut '*.up.weight={tensor[0]},-'"
+            f"over {tensor[0]!r}. Use --shard, for example --shard '*.up.weight={tensor[0]},-'"
         )
     if not tensor:
         return specs
@@ -52,7 +52,7 @@ def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[s
             continue
         spec: list[tuple[str, ...]] = [()] * len(shape)
         spec[dim] = tensor
-        _check_cut(name, shape, tuple(spec), axes, "the model's own plan")
+        _check_spec(name, shape, tuple(spec), axes, "the model's own plan")
         shards = math.prod(axes[axis] for axis in data)
         divisible = [d for d in range(len(shape)) if d != dim and shape[d] % shards == 0]
         if data and divisible:
@@ -63,7 +63,7 @@ def specs_of(model: torch.nn.Module, axes: mesh.Axes, cuts: list[str]) -> dict[s
     return specs
 
 
-def _check_cut(name: str, shape: tuple[int, ...], spec: mesh.Spec, axes: mesh.Axes, source: str) -> None:
+def _check_spec(name: str, shape: tuple[int, ...], spec: mesh.Spec, axes: mesh.Axes, source: str) -> None:
     if len(spec) > len(shape):
         raise PlanError(f"{source} has {len(spec)} dimensions, but {name} has {len(shape)}")
     for dim, entry in enumerate(spec):
@@ -73,5 +73,5 @@ def _check_cut(name: str, shape: tuple[int, ...], spec: mesh.Spec, axes: mesh.Ax
             raise PlanError(
                 f"{source} shards dimension {dim} of {name}, of shape {'x'.join(map(str, shape))}, over "
                 f"{' x '.join(f'{axis}={axes[axis]}' for axis in entry)}: {shards} does not divide {shape[dim]}. "
-                f"Use a mesh on which that is {fits}, or shard it otherwise with --cut '{name}=...'"
+                f"Use a mesh on which that is {fits}, or shard it otherwise with --shard '{name}=...'"
             )

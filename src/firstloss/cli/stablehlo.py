@@ -6,11 +6,9 @@ import argparse
 import math
 import time
 import warnings
-from collections.abc import Iterable
-from typing import Any
 
-from ..errors import ShardingError, TargetError
-from . import output, target
+from ..errors import TargetError
+from . import mesh, output, target
 
 NAME = "stablehlo"
 HELP = "write a target's constructor as one StableHLO module whose outputs are its weights, sharded over a mesh"
@@ -25,14 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", metavar="AXIS=SIZE[,...]", help="the device mesh, of any size, as data=16,tp=4; default one device"
     )
-    parser.add_argument(
-        "--shard",
-        metavar="PATTERN=SPEC",
-        action="append",
-        default=[],
-        help="shard the weights of these names: for each dimension an axis, axes joined by +, or -; by default the "
-        "largest dimension of each weight is sharded over all data axes",
-    )
+    mesh.add_shard_argument(parser, "by default the largest dimension of each weight is sharded over all data axes")
     parser.add_argument(
         "--memory",
         action="store_true",
@@ -42,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     wanted = target.load(args.target, args.arg)
-    mesh = None if args.mesh is None else _once("--mesh", map(_axis, args.mesh.split(",")))
-    shardings = _once("--shard", map(_sharding, args.shard)) or None
+    axes = mesh.parse(args.mesh) if args.mesh else None
+    shardings = mesh.parse_specs(args.shard, axes) or None
     if args.memory:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", math.prod(mesh.values()) if mesh else 1)
+        jax.config.update("jax_num_cpu_devices", math.prod(axes.values()) if axes else 1)
 
     import torch
 
@@ -66,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
         )
     captured = time.perf_counter()
     program = fl.init_program(module)
-    text = program.to_stablehlo(mesh, shardings)
+    text = program.to_stablehlo(axes, shardings)
     seconds = {"capture": captured - began, "lower": time.perf_counter() - captured}
     with atomic_write(args.out) as file:
         file.write(text.encode())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # to_stablehlo has raised the same warnings
-        plan = program.plan(mesh, shardings)
-        memory = program.peak_bytes(mesh, shardings) if args.memory else None
+        plan = program.plan(axes, shardings)
+        memory = program.peak_bytes(axes, shardings) if args.memory else None
     if args.json:
         output.print_json(
             {
@@ -97,27 +88,3 @@ def run(args: argparse.Namespace) -> int:
                 f"{memory['temporary']:,} bytes of temporary memory"
             )
     return 0
-
-
-def _once(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in named:
-            raise ShardingError(f"{option}: {name!r} is given twice")
-        named[name] = value
-    return named
-
-
-def _axis(text: str) -> tuple[str, int]:
-    name, _, size = text.partition("=")
-    if not (name.isidentifier() and size.isdigit() and int(size) > 0):
-        raise ShardingError(f"--mesh: {text!r} is not AXIS=SIZE: write for example --mesh data=16,tp=4")
-    return name, int(size)
-
-
-def _sharding(text: str) -> tuple[str, tuple[Any, ...]]:
-    pattern, equals, spec = text.rpartition("=")
-    if not equals:
-        raise ShardingError(f"--shard: {text!r} is not PATTERN=SPEC: write for example --shard '*.weight=fsdp,-'")
-    entries = [part.strip() for part in spec.split(",")]
-    return pattern, tuple(None if part in ("-", "") else tuple(part.split("+")) for part in entries)

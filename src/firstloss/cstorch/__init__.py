@@ -17,6 +17,8 @@ from .submodules import register
 _NAMES = {
     "install": ".install",
     "tensor": ".on_device",
+    **dict.fromkeys(("full", "full_like", "ones", "ones_like", "zeros", "zeros_like"), ".filled"),
+    **dict.fromkeys(("from_numpy", "to_numpy"), "..runtime.device.numpy_arrays"),
     **dict.fromkeys(("backend", "current_backend", "device", "load", "save"), ".renamed"),
     **dict.fromkeys(
         (

@@ -12,29 +12,22 @@ from firstloss import (
     deferred,
     deferred_init,
     errors,
-    from_numpy,
-    full,
-    full_like,
     init_program,
     is_deferred,
     mark_sharding,
     materialize_module,
     materialize_tensor,
     metrics,
-    ones,
-    ones_like,
     register_lowering,
     run_stablehlo,
     save_initialized,
     shard,
     step_closure,
     timeline,
-    to_numpy,
     trace,
     use_cs,
-    zeros,
-    zeros_like,
 )
+from firstloss.runtime.device.numpy_arrays import from_numpy, to_numpy
 
 from . import amp, distributed, nn, optim, profiler, utils
 from .accepted import (
@@ -48,6 +41,7 @@ from .accepted import (
     register_decomposition,
     set_debug_scope,
 )
+from .filled import full, full_like, ones, ones_like, zeros, zeros_like
 from .install import install
 from .on_device import tensor
 from .renamed import backend, current_backend, device, load, save

@@ -158,46 +158,6 @@ def test_each_executor_has_its_folder(tmp_path):
     assert folders == {tmp_path / "executors" / "000001", tmp_path / "executors" / "000002"}
 
 
-# -- tensors --
-
-
-@pytest.mark.parametrize("name", ["CSX", "CPU"])
-def test_factories_match_torch(name, tmp_path):
-    fl.backend(name, artifact_dir=tmp_path)
-    like = torch.ones(2, 3, dtype=torch.float64)
-    pairs = {
-        "full": (fl.full((2, 3), 4.0), torch.full((2, 3), 4.0)),
-        "ones": (fl.ones((2, 3)), torch.ones(2, 3)),
-        "zeros": (fl.zeros((2, 3), dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)),
-        "full_like": (fl.full_like(like, 4), torch.full_like(like, 4)),
-        "ones_like": (fl.ones_like(like, dtype=torch.float32), torch.ones(2, 3)),
-        "zeros_like": (fl.zeros_like(like), torch.zeros_like(like)),
-    }
-    for traced, eager in pairs.values():
-        assert traced.dtype == eager.dtype and torch.equal(traced.clone(), eager)
-    total = fl.zeros(())
-    step = fl.trace(lambda x: total.add_(x.sum()))
-    for _ in range(3):
-        step(torch.ones(2))
-    assert float(total) == 6
-
-
-def test_numpy_arrays_round_trip():
-    import ml_dtypes
-    import numpy as np
-
-    for dtype in (np.float32, np.int64, np.bool_, ml_dtypes.bfloat16):
-        array = np.arange(6).reshape(2, 3).astype(dtype)
-        tensor = fl.from_numpy(array)
-        assert fl.from_numpy(tensor) is tensor and fl.to_numpy(array) is array
-        assert np.array_equal(fl.to_numpy(tensor), array) and fl.to_numpy(tensor).dtype == array.dtype
-        tensor[0, 0] = 1
-        assert array[0, 0] == 1  # shared memory
-        fixed = array[::-1]
-        fixed.flags.writeable = False
-        assert np.array_equal(fl.to_numpy(fl.from_numpy(fixed)), fixed)
-
-
 @pytest.mark.parametrize("place", ["cpu", torch.device("cpu"), "meta"])
 def test_load_moves_to_a_device(place, tmp_path):
     weights = {"a": torch.randn(300, 300), "b": [torch.ones(2)], "c": 3}

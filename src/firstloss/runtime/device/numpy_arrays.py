@@ -18,7 +18,7 @@ def from_numpy(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
 
     Examples:
         >>> import numpy as np
-        >>> fl.from_numpy(np.arange(3.0)).dtype
+        >>> fl.cstorch.from_numpy(np.arange(3.0)).dtype
         torch.float64
 
     Args:
@@ -42,7 +42,7 @@ def to_numpy(tensor: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
     bfloat16 tensors become arrays of dtype `ml_dtypes.bfloat16`.
 
     Examples:
-        >>> fl.to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype
+        >>> fl.cstorch.to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype
         dtype(bfloat16)
 
     Args:
