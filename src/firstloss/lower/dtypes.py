@@ -20,30 +20,11 @@ import torch
 from jax import lax
 from jax import numpy as jnp
 
+from .registry import XLA_DTYPES
+
 Number = bool | int | float | complex
 
-_PAIRS = {
-    torch.bool: jnp.bool_,
-    torch.uint8: jnp.uint8,
-    torch.uint16: jnp.uint16,
-    torch.uint32: jnp.uint32,
-    torch.uint64: jnp.uint64,
-    torch.int8: jnp.int8,
-    torch.int16: jnp.int16,
-    torch.int32: jnp.int32,
-    torch.int64: jnp.int64,
-    torch.float8_e4m3fn: jnp.float8_e4m3fn,
-    torch.float8_e4m3fnuz: jnp.float8_e4m3fnuz,
-    torch.float8_e5m2: jnp.float8_e5m2,
-    torch.float8_e5m2fnuz: jnp.float8_e5m2fnuz,
-    torch.bfloat16: jnp.bfloat16,
-    torch.float16: jnp.float16,
-    torch.float32: jnp.float32,
-    torch.float64: jnp.float64,
-    torch.complex64: jnp.complex64,
-    torch.complex128: jnp.complex128,
-}
-_TO_JAX = {torch_dtype: np.dtype(dtype) for torch_dtype, dtype in _PAIRS.items()}
+_TO_JAX = {dtype: np.dtype(str(dtype).removeprefix("torch.")) for dtype in XLA_DTYPES}  # with those of ml_dtypes
 _TO_TORCH = {dtype: torch_dtype for torch_dtype, dtype in _TO_JAX.items()}
 _REAL_OF = {np.dtype(np.complex64): np.dtype(np.float32), np.dtype(np.complex128): np.dtype(np.float64)}
 _HALVES = {dtype for dtype in _TO_JAX.values() if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4}

@@ -11,7 +11,7 @@ result to the dtype that capture recorded, and checks its shape. A rule chooses 
 Capture records the operations that user code calls, including in-place ones; rules are registered only for the
 functional overload (`functional`), which follows from the names that torchgen generates: `add_.Tensor` is `add.Tensor`.
 
-The rules import JAX. `rules.txt` lists them for callers that must not (`all_have_rules`);
+The rules import JAX. `rules.txt` lists them for callers that must not (`is_certain`);
 `python -m firstloss.lower.rules` rewrites it, and a test compares it with the table.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch.ops import aten
 
 from ..compat.torch_names import OpOverload, overload_name, schema_of
-from ..program.program import Program
+from ..program.graph import Node
 
 # Exceptions to torchgen's naming pattern.
 _IRREGULAR = {
@@ -135,8 +135,26 @@ def listed() -> frozenset[str]:
     return frozenset(LIST.read_text().split())
 
 
-def all_have_rules(program: Program) -> bool:
-    """Whether each operation in `program` has a rule; decompositions do not count."""
-    with_rules = listed()
-    ops = {node.op for node in program.nodes}
-    return all(str(functional(op)) in with_rules or str(op) in with_rules or op in RULES for op in ops)
+# PyTorch's dtypes that have a counterpart in XLA, of the same name.
+XLA_DTYPES = (
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.bfloat16,
+    torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def is_certain(node: Node) -> bool:
+    """Whether a node can be lowered, as far as is known without lowering it: its operation has a rule, which takes all
+    arguments, and its results have dtypes of XLA's. A decomposition may call what has no rule."""
+    op = functional(node.op)
+    if not (_is_listed(node.op) or node.op in RULES) or any(value.dtype not in XLA_DTYPES for value in node.outputs):
+        return False
+    if op is aten.index_put.default:  # a mask beside another index selects a number of elements that depends on values
+        indices = [index.dtype for index in node.args[1] if index is not None]
+        return len(indices) < 2 or not {torch.bool, torch.uint8} & {*indices}
+    return bool(node.kwargs.get("pivot", True))  # LU without pivoting is for GPUs
+
+
+@functools.cache
+def _is_listed(op: OpOverload) -> bool:
+    return str(functional(op)) in listed() or str(op) in listed()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...capture.recorder import DeferredStorage
 from ...dependencies import import_jax
 from ...errors import BackendError
-from ...lower.registry import all_have_rules
+from ...lower.registry import is_certain
 from ..backend import Backend
 from ..device import on_gpu
 from ..lazy_jax import process_count
@@ -34,7 +34,7 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
             f"{traced.name}.plan(batch). Pass the backend sizes of axes, as mesh={backend.mesh.axes}."
         )
     first_loss = _first_loss(traced, traced.results, backend)
-    if first_loss is None or not all_have_rules(traced.program):
+    if first_loss is None or not all(map(is_certain, traced.program.nodes)):
         import_jax()
         from .segmentation import refuse_unsupported
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from ... import timeline
 from ...errors import LoweringError
 from ...lower import segments
-from ...lower.program import unsupported, view_of
+from ...lower.jaxprs import jaxpr_of
+from ...lower.program import call_of, unsupported, view_of
+from ...lower.registry import is_certain
 from ...lower.segments import Cut, cut
 from ...program.graph import Value
 from ...program.program import Program
@@ -21,10 +23,10 @@ from .traced_program import Groups, TracedProgram
 
 
 def refuse_unsupported(traced: TracedProgram) -> None:
-    """Check that all operations have a lowering.
+    """Check that all operations can be lowered, before the step has any effect.
 
     Raises:
-        LoweringError: for operations that have none.
+        LoweringError: for operations that cannot.
     """
     missing = unsupported(traced.program)
     if missing:
@@ -35,6 +37,9 @@ def refuse_unsupported(traced: TracedProgram) -> None:
             + ". Write those lines with other operations, register a lowering of a custom operation with "
             "firstloss.register_lowering, or run on backend 'CPU'."
         )
+    for node in traced.program.nodes:
+        if not is_certain(node):
+            jaxpr_of(call_of(node))
 
 
 def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: bool) -> SegmentedStep:
