@@ -52,6 +52,13 @@ def matrix_rank(original: Any, *args: Any, out: Any = None, **kwargs: Any) -> to
     return rank if out is None else torch.add(rank, 0, out=out)
 
 
+@replaces("torch.Tensor.item")
+def item(original: Any, self: torch.Tensor) -> Any:
+    """As `original`; of a traced tensor its own method, also if the class calls it, as in `map(Tensor.item, losses)`."""
+    traced = session.trace is not None and type(self) is DeferredTensor
+    return session.trace.number(self) if traced else original(self)  # type: ignore[union-attr]
+
+
 @replaces(*(f"torch.Tensor.{name}" for name in READ_IN_MEMORY))
 def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """As `original`, a method that reads values of real tensors; records the read in the active trace.

@@ -148,6 +148,7 @@ PATCHES = {
     "torch.nn.Embedding._fill_padding_idx_with_zero": Patch(IMPORTED, "DTensor would edit a copy", module=DTENSOR),
     "torch.nn.EmbeddingBag._fill_padding_idx_with_zero": Patch(IMPORTED, "As above", module=DTENSOR),
     # -- steps --
+    "torch.Tensor.item": Patch(TRACE, "It is called by the class, too: `map(torch.Tensor.item, losses)`"),
     "torch.UntypedStorage.resize_": Patch(TRACE, "It bypasses the dispatcher"),
     "torch.compiler._is_compiling_flag": Patch(TRACE, "Libraries take paths without branches on values"),
     "torch._higher_order_ops.cond.CondOp.__call__": Patch(TRACE, "Captured as a region, not compiled by Dynamo"),

@@ -142,6 +142,11 @@ class Reconstructor:
         cached = self._makes.get(id(value))
         if cached is not None:
             return cached
+        if type(value) in (
+            torch.SymFloat,
+            torch.SymInt,
+        ):  # read by C++ code: `super().item()`
+            value = value.node.number()
         if (expression := input_of(value)) is not None:
             self.plain.append(value_of(value))
             return computed(expression)
