@@ -54,7 +54,7 @@ def matrix_rank(original: Any, *args: Any, out: Any = None, **kwargs: Any) -> to
 
 @replaces("torch.Tensor.item")
 def item(original: Any, self: torch.Tensor) -> Any:
-    """As `original`; of a traced tensor its own method, also if the class calls it, as in `map(Tensor.item, losses)`."""
+    """As `original`; of a traced tensor its own method, also if the class calls it, `map(Tensor.item, losses)`."""
     traced = session.trace is not None and type(self) is DeferredTensor
     return session.trace.number(self) if traced else original(self)  # type: ignore[union-attr]
 
