@@ -8,6 +8,7 @@ torch, which ends before any of our code runs, is included.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -29,6 +30,7 @@ PHASES = ("import", "construct", "move", "capture", "trace", "lower", "compile",
 """The phases in the order of tables and pictures; other names follow, ordered by time."""
 
 _imported = time.perf_counter()
+_log = logging.getLogger("firstloss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class Timeline:
             raise ValueError(f"span {name!r} would end at {span.end:.6f} s, before it starts at {span.start:.6f} s")
         with self._lock:
             self._spans.append(span)
+        _log.debug("%s: %.3f s", name, span.seconds)
         return span
 
     def mark(self, name: str, at: float | None = None) -> Mark:

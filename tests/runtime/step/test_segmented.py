@@ -1,5 +1,8 @@
 """Steps in segments, against the same steps compiled as a whole."""
 
+import sys
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from firstloss.lower import segments
 from firstloss.lower.program import LoweredCall
 from firstloss.lower.repeats import Repeats
 from firstloss.program.graph import Value
+from firstloss.runtime.step import functions
 from firstloss.runtime.step.arguments import Arguments
 from tests import compiled_steps
 
@@ -321,3 +325,32 @@ def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch)
     refused = False
     run(tokens())
     assert not torch.equal(model.embed.weight.detach().cpu(), held)
+
+
+@pytest.mark.parametrize("level, noted", [("INFO", 1), ("WARNING", 0)])
+def test_a_long_compilation_is_noted(level, noted, tmp_path, monkeypatch, caplog, capsys):
+    compile_function = functions.CompiledFunctions._compile
+
+    def slow(self, number, lowered):
+        assert waited.wait(60)
+        return compile_function(self, number, lowered)
+
+    waited = threading.Event()
+    monkeypatch.setattr(functions.CompiledFunctions, "_compile", slow)
+    monkeypatch.setattr(functions, "_NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    compile_all = functions.CompiledFunctions._awaited
+
+    def awaited(self, future):
+        threading.Timer(0.2, waited.set).start()
+        return compile_all(self, future)
+
+    monkeypatch.setattr(functions.CompiledFunctions, "_awaited", awaited)
+    fl.backend("XLA", artifact_dir=tmp_path, first_loss="compiled")
+    caplog.set_level(level, "firstloss")
+    step = fl.trace(lambda x: (x * 2).sum())
+    assert step(torch.ones(3)).item() == 6
+    logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("compiling ")]
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("compiling ")]
+    assert bool(logged) == noted and bool(printed) == (not noted)
+    assert all("0 of 1 functions" in line for line in (*logged, *printed))

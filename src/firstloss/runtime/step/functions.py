@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -23,6 +25,9 @@ from ..mesh.gathers import run_gathered
 from ..mesh.peers import peers_of
 from ..mesh.segment_shardings import Edges
 from . import executable_cache
+
+_log = logging.getLogger("firstloss")
+_NOTICE_SECONDS = 10.0  # how long a compilation is waited for before that is said, and from then on how often
 
 
 class Function(NamedTuple):
@@ -139,12 +144,26 @@ class CompiledFunctions:
     def __getitem__(self, number: int) -> Any:
         executable = self.called.get(number)
         if executable is None:
-            executable = self.called[number] = direct(self._futures[number].result())
+            executable = self.called[number] = direct(self._awaited(self._futures[number]))
         return executable
 
     def all(self) -> list[Any]:
         """The executables; waits for pending compilations."""
-        return [future.result() for future in self._futures.values()]
+        return list(map(self._awaited, self._futures.values()))
+
+    def _awaited(self, future: Future[Any]) -> Any:
+        """A function, once it is compiled. A long wait is logged; if INFO is not, it is printed on a terminal."""
+        while True:
+            try:
+                return future.result(_NOTICE_SECONDS)
+            except TimeoutError:
+                if future.done():  # the compilation's own error
+                    raise
+            done = sum(map(Future.done, self._futures.values()))
+            notice = f"compiling {self._name}: {done} of {len(self._futures)} functions"
+            _log.info(notice)
+            if not _log.isEnabledFor(logging.INFO) and sys.stderr.isatty():
+                print(notice, file=sys.stderr)
 
 
 def step_key(seed: Any) -> Any:
