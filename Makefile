@@ -94,6 +94,7 @@ gpu-rehearsal: .venv-gpu/.stamp
 # In dist/: the source, a wheel for any platform without the parts in C, and one with them for each of these Pythons,
 # which runs on Linux of any distribution; each is then installed where there is no compiler, and tried. On other
 # machines than Linux on x86-64 the wheels with C parts are as the machine makes them.
+# FIRSTLOSS_URL=https://.../blob/main, where the files of the repository are, makes the readme's links absolute.
 DIST_PYTHONS ?= $(PYTHON)
 dist: $(VENV)/.stamp-dist
 	rm -rf dist build

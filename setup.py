@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: optional parts in C. Where they cannot be compiled, the package goes without; with
-FIRSTLOSS_WITHOUT_C in the environment, they are left out, for a wheel of any platform.
+"""What pyproject.toml cannot say: the readme of an index, and optional parts in C. Where these cannot be compiled, the
+package goes without; with FIRSTLOSS_WITHOUT_C in the environment, they are left out, for a wheel of any platform.
 
 Those of rng, lower and device are no Python modules (ctypes loads them), but extensions to setuptools, which so builds
 them in place for an editable install and puts them into wheels. To build them in a source tree:
@@ -7,6 +7,7 @@ python setup.py build_ext --inplace
 """
 
 import os
+import re
 
 from setuptools import Extension, setup
 
@@ -45,4 +46,21 @@ PARTS = [
     ),
 ]
 
-setup(ext_modules=[] if os.environ.get("FIRSTLOSS_WITHOUT_C") else PARTS)
+
+def readme() -> str:
+    """README.md. With FIRSTLOSS_URL, where the repository's files are (".../blob/main"), its links and pictures are
+    absolute, as they have to be on an index."""
+    with open("README.md", encoding="utf-8") as file:
+        text = file.read()
+    url = os.environ.get("FIRSTLOSS_URL", "").rstrip("/")
+    if not url:
+        return text
+    text = re.sub(r"(!\[[^]]*\]\()(?![a-z]+:)([^)]*)\)", rf"\g<1>{url}/\2?raw=true)", text)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?![a-z]+:|#)", rf"\g<1>{url}/", text)
+
+
+setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    ext_modules=[] if os.environ.get("FIRSTLOSS_WITHOUT_C") else PARTS,
+)

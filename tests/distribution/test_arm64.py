@@ -3,17 +3,16 @@
 Run by `make dist`, which installs the compiler (zig) and the emulator (Unicorn).
 """
 
-import os
 import struct
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from firstloss.rng import counter, jump
+from tests.distribution.set_up import ROOT, set_up
 
 pytest.importorskip("ziglang", reason="make dist installs it")
 pytest.importorskip("unicorn", reason="make dist installs it")
@@ -22,22 +21,12 @@ import unicorn
 from elftools.elf.elffile import ELFFile
 from unicorn import arm64_const as arm64
 
-ROOT = Path(__file__).parents[2]
 PAGE = 1 << 16
 RETURN, STACK, ARRAYS = 0x10_0000_0000, 0x20_0000_0000, 0x30_0000_0000  # where these are in the emulator's memory
 FUNCTIONS = ("firstloss_generate", "firstloss_jump", "firstloss_counter_normal", "firstloss_counter_uniform")
 
 
-def parts():
-    """The parts in C, as `setup.py` has them."""
-    from setuptools._distutils.core import run_setup
-
-    before = os.getcwd()
-    os.chdir(ROOT)
-    try:
-        return run_setup("setup.py", stop_after="init").ext_modules
-    finally:
-        os.chdir(before)
+PARTS = {part["name"]: part for part in set_up()["parts"]}
 
 
 def compile_for(target, *arguments):
@@ -47,20 +36,20 @@ def compile_for(target, *arguments):
 
 
 TARGETS = [
-    (part, target)
-    for part in parts()
+    (name, target)
+    for name in PARTS
     for target in ("aarch64-linux-gnu", "aarch64-macos")
-    if not (part.name.endswith("_pages") and "linux" not in target)  # moves pages by a call of Linux's
+    if not (name.endswith("_pages") and "linux" not in target)  # moves pages by a call of Linux's
 ]
 
 
-@pytest.mark.parametrize("part, target", TARGETS, ids=lambda value: getattr(value, "name", value))
-def test_each_part_compiles(part, target, tmp_path):
+@pytest.mark.parametrize("name, target", TARGETS)
+def test_each_part_compiles(name, target, tmp_path):
     import jax
 
     includes = [f"-I{sysconfig.get_paths()['include']}", f"-I{jax.ffi.include_dir()}"]
-    flags = [*part.extra_compile_args, "-Wno-unused-function", "-Wno-unknown-pragmas", *includes]
-    compile_for(target, *flags, "-c", *part.sources, "-o", tmp_path / "part.o")
+    flags = [*PARTS[name]["flags"], "-Wno-unused-function", "-Wno-unknown-pragmas", *includes]
+    compile_for(target, *flags, "-c", *PARTS[name]["sources"], "-o", tmp_path / "part.o")
 
 
 class Emulator:
@@ -107,7 +96,7 @@ class Emulator:
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arm64")
-    flags = [flag for part in parts() if part.name == "firstloss.rng._jump" for flag in part.extra_compile_args]
+    flags = PARTS["firstloss.rng._jump"]["flags"]
     main = folder / "main.c"
     main.write_text(
         "".join(f"void {name}(void);\n" for name in FUNCTIONS)
