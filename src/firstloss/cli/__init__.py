@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from ..dependencies import install
 from ..errors import FirstlossError
-from . import check_init, demo, doctor, fit, init, inspect, output, plan, schema, stablehlo, validate, verify
+from . import check_init, demo, doctor, fit, init, inspect, output, plan, run, schema, stablehlo, validate, verify
 
-COMMANDS = (demo, inspect, init, verify, check_init, stablehlo, plan, fit, validate, schema, doctor)
+COMMANDS = (demo, run, inspect, init, verify, check_init, stablehlo, plan, fit, validate, schema, doctor)
 
 # The extra that installs a missing library.
 _EXTRA_OF = {
