@@ -1,5 +1,6 @@
 """Threads that use one deferred model, and signals at random moments: weights, ties and captures stay whole."""
 
+import copy
 import gc
 import random
 import signal
@@ -226,3 +227,42 @@ def test_a_factorization_has_the_bits_of_its_constructors_threads():
             assert torch.get_num_threads() == 3 - threads
     finally:
         torch.set_num_threads(before)
+
+
+# Calls of Firstloss with a new deferred model.
+CALLS = {
+    "capture": lambda model, folder: fl.deferred_init(Tied),
+    "materialize": lambda model, folder: fl.materialize_module(model),
+    "materialize a tensor": lambda model, folder: fl.materialize_tensor(model.tied[1]),
+    "save_initialized": lambda model, folder: fl.save_initialized(model, folder),
+    "save": lambda model, folder: fl.save(model.state_dict(), folder),
+    "report": lambda model, folder: str(fl.init_program(model).report()),
+    "copy": lambda model, folder: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_interrupt_while_gradients_are_disabled_leaves_them_enabled(call, tmp_path, monkeypatch):
+    """At each of the places where a call enters `torch.no_grad`, as soon as that has changed the mode."""
+    enter, left = torch.no_grad.__enter__, 0
+
+    def interrupted(self):
+        nonlocal left
+        enter(self)
+        if threading.current_thread() is threading.main_thread() and not Uninterrupted._is_open:  # signals are handled
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.no_grad, "__enter__", interrupted)
+    for place in range(1, 1000):
+        model, left = fl.deferred_init(Tied), place
+        try:
+            CALLS[call](model, tmp_path / str(place))
+        except KeyboardInterrupt:
+            enabled = torch.is_grad_enabled()
+            torch.set_grad_enabled(True)
+            assert enabled, place
+        else:
+            break
+    assert left > 0 and place > (call == "save_initialized")

@@ -81,8 +81,8 @@ def save_initialized(
         ValueError: if `max_shard_size` is malformed.
     """
     limit = layout.parse_size(max_shard_size)
-    saved, omitted = tensors_to_save(module)
     with timeline.span("save"), InferenceMode(False):
+        saved, omitted = tensors_to_save(module)
         plan = _plan(saved, limit, omitted)
         digest = fingerprint((s.ref for s in saved), [s.name for s in saved], limit, omitted, _RUN)
         target = os.fspath(directory)
