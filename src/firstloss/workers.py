@@ -7,15 +7,20 @@ queue.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from .interpreter import Uninterrupted
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+# Address space that must be left for a thread: its stack, mostly of 8 MiB, and what Python allocates at its start.
+# Where these find no memory, the thread is gone, and `Thread.start` waits for it forever.
+_ROOM = 24 << 20
 
 
 class Task(Generic[T]):
@@ -81,30 +86,32 @@ class Workers:
     def submit(self, function: Callable[..., T], *args: Any) -> Task[T]:
         """Call a function in one of the threads."""
         task = Task(function, args)
-        with Uninterrupted():
-            with self._lock:
-                self._tasks.append(task)
-                starts = self._running < self._count
-                self._running += starts
-            if starts:
-                self._start()
+        self._add([task])
         return task
 
     def map(self, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
         """The results for all items, in order."""
-        with Uninterrupted():
-            tasks = [self.submit(function, item) for item in items]
+        tasks = [Task(function, (item,)) for item in items]
+        self._add(tasks)
         return [task.result() for task in tasks]
+
+    def _add(self, tasks: Sequence[Task[Any]]) -> None:
+        """Add tasks, and start threads for them. These take no task, which may need much memory, before all have begun,
+        since the lock is held."""
+        with Uninterrupted(), self._lock:
+            self._tasks.extend(tasks)
+            for _ in range(min(self._count - self._running, len(tasks))):
+                self._start()
 
     def _start(self) -> None:
         alive = threading.Lock()
         alive.acquire()
         try:
-            threading.Thread(target=self._work, args=(alive,), name=f"{self._name}_{len(self._alive)}").start()
-        except BaseException:
-            with self._lock:
-                self._running -= 1
-            raise
+            mmap.mmap(-1, _ROOM).close()
+        except OSError as error:
+            raise MemoryError("not enough memory to start a thread") from error
+        threading.Thread(target=self._work, args=(alive,), name=f"{self._name}_{len(self._alive)}").start()
+        self._running += 1
         self._alive.append(alive)
 
     def _work(self, alive: threading.Lock) -> None:
