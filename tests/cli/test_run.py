@@ -77,7 +77,7 @@ sys.exit(7)
     assert run.stdout.startswith("__main__ ['-x', '--json', '--', '1'] True True")
 
 
-def test_a_module_is_run_as_by_python(tmp_path, monkeypatch):
+def test_a_module_is_run_as_by_python(tmp_path):
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "__init__.py").write_text("")
     (tmp_path / "training" / "job.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from ..errors import TargetError
+from ..errors import NotMaterializedWarning, TargetError
 
 NAME = "run"
 HELP = "run a training script as it is: models that transformers loads are deferred, so that each rank reads its shards"
@@ -35,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the script in this process; its exceptions are shown with their traceback, and its exit status is kept."""
     if not args.is_module and not os.path.isfile(args.script):
         raise TargetError(f"{args.script} is not a file; to run a module: firstloss run -m {args.script}")
-    from ..errors import NotMaterializedWarning
-
     warnings.filterwarnings("ignore", category=NotMaterializedWarning)  # it asks for a line that is not to be written
     for name, action in {_TRANSFORMERS: _defer_loading, _ACCELERATE: _load_on_each_rank}.items():
         if name in sys.modules:

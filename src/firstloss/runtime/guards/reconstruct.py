@@ -142,11 +142,8 @@ class Reconstructor:
         cached = self._makes.get(id(value))
         if cached is not None:
             return cached
-        if type(value) in (
-            torch.SymFloat,
-            torch.SymInt,
-        ):  # read by C++ code: `super().item()`
-            value = value.node.number()
+        if type(value) in (torch.SymFloat, torch.SymInt):
+            value = value.node.number()  # what C++ code has read, as by `super().item()`
         if (expression := input_of(value)) is not None:
             self.plain.append(value_of(value))
             return computed(expression)
