@@ -517,6 +517,54 @@ def test_one_step_for_train_and_eval_is_traced_for_each(backend, traced):
     assert len(traced) == 2 * ONCE
 
 
+def frozen_by_a_loop(module, value):
+    for parameter in module.parameters():
+        parameter.requires_grad = value
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["constructed on the backend", "compiled"])
+@pytest.mark.parametrize("freeze", [nn.Module.requires_grad_, frozen_by_a_loop])
+@pytest.mark.parametrize("begins_thawed", [False, True])
+def test_a_critic_frozen_at_every_third_call_does_not_retrace(backend, traced, freeze, begins_thawed, compiles):
+    def run(device, wrap, trace):
+        torch.manual_seed(0)
+        with device:
+            critic, generator = nn.Linear(4, 1), nn.Linear(4, 4)
+        optimizers = sgd(critic.parameters()), sgd(generator.parameters())
+        score, make = wrap(critic), wrap(generator)
+
+        @trace
+        def step(x, both):
+            freeze(critic, True)
+            loss = score(make(x).detach()).mean() - score(x).mean()
+            loss.backward()
+            optimizers[0].step()
+            if both:
+                freeze(critic, False)
+                optimizers[1].zero_grad()
+                score(make(x)).mean().backward()
+                optimizers[1].step()
+                if begins_thawed:
+                    freeze(critic, True)
+            optimizers[0].zero_grad()
+            return loss
+
+        losses, counts = [], []
+        warnings.filterwarnings("ignore", ".*recompiled for both", GraphChangeWarning)  # which is asked for
+        for i, x in enumerate(torch.randn(24, 6, 4, generator=torch.Generator().manual_seed(0))):
+            losses.append(step(x, i % 3 == 2))
+            counts.append(len(traced))
+        return [*losses, *critic.parameters(), *generator.parameters()], counts
+
+    expected, _ = run(torch.device("cpu"), lambda module: module, lambda step: step)
+    wrap = functools.partial(fl.compile, backend=backend) if compiles else lambda module: module
+    values, counts = run(backend.device, wrap, fl.trace)
+    for value, wanted in zip(values, expected, strict=True):
+        torch.testing.assert_close(value.detach(), wanted.detach())
+    # Two kinds of call; at their first calls gradients are missing, and the critic is frozen before some.
+    assert counts[-1] == counts[8] <= 4 * ONCE
+
+
 def test_two_models_trained_in_turn_do_not_retrace(backend, traced):
     first, second = train_step(backend), train_step(backend)
     for x in batches():

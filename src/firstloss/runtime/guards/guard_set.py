@@ -63,11 +63,8 @@ class GuardSet:
         orders = [(g.change(MISSING, None, None), functools.partial(_keys, g.held)) for g in ordered]
         self._reads = [*values.reads.values()]
         self._reads += [ReadGuard(read, read(), text, name, id_) for (text, name, _, _, id_, _), read in orders]
-        tensors = list(values.tensors.values())
-        self._weights = [t for t in tensors if t.requires_grad]
-        self._hooked = _hooks(self._weights)
-        self._with_facts = [t for t in tensors if id(t) not in weights]
-        self._facts = _facts(self._with_facts)
+        self._tensors = list(values.tensors.values())
+        self._with_facts = [t for t in self._tensors if id(t) not in weights]
         self._watch: Any = None  # created once all guards pass: the step itself may have changed what it reads
         self._holders: dict[int, list[tuple[Guard, Any]]] = {}  # by a tensor's id, the guards and keys that hold it
         for guard in holders:
@@ -77,9 +74,23 @@ class GuardSet:
                     if isinstance(held, torch.Tensor):
                         self._holders.setdefault(id(held), []).append((guard, key))
 
+    def begin(self, numbers: InputNumbers) -> None:
+        """Begin to guard; to be called once the trace's effects have been undone, so that tensors are as they were when
+        the step began: with the gradients, hooks and `requires_grad` that its Python has found.
+
+        Args:
+            numbers: the step's input numbers.
+        """
+        self.numbers = numbers
+        self._weights = [t for t in self._tensors if t.requires_grad]
+        self._hooked = _hooks(self._weights)
+        self._facts = _facts(self._with_facts)
+
     def release(self) -> None:
         """Stop checking, and release everything that is guarded."""
-        for collection in (self._guards, self._reads, self._weights, self._hooked, self._with_facts, self._facts):
+        for collection in (
+            self._guards, self._reads, self._tensors, self._weights, self._hooked, self._with_facts, self._facts
+        ):  # fmt: skip
             collection.clear()
         self._holders.clear()
         self._watch = None
@@ -106,8 +117,8 @@ class GuardSet:
                 differences.append(guard.change(now))
         if _hooks(self._weights) != self._hooked:
             differences.append(Change("the hooks of a tensor", "register_hook", None, None))
-        if self._with_facts and _facts(self._with_facts) != self._facts:
-            differences.append(Change("the shape, dtype, gradient or memory of a tensor", "", None, None))
+        if self._with_facts and (facts := _facts(self._with_facts)) != self._facts:
+            differences += _changed_facts(self._facts, facts)
         if not differences:
             differences = self._changed_numbers(arguments, known)
         if not differences and self._watch is None and native is not None and _versions_work():
@@ -205,12 +216,33 @@ def _some_attribute(objects: list[Any], names: tuple[str, ...]) -> list[Any]:
 _with_any = getattr(native, "with_any", _some_attribute)
 
 
+# What `_facts` are, for messages, and as code mentions them.
+_FACTS = (
+    ("requires_grad", "requires_grad"),
+    ("presence of a gradient", "grad"),
+    ("shape", "shape"),
+    ("dtype", "dtype"),
+    ("memory layout", "stride"),
+)
+
+
 def _facts(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
     """The properties of tensors, beside their contents, that a step may depend on."""
     return [
         (t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype, _layout(t))
         for t in tensors
     ]
+
+
+def _changed_facts(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> list[Change]:
+    changes = []
+    for old, new in zip(before, now, strict=True):
+        for (description, name), one, other in zip(_FACTS, old, new, strict=True):
+            if one != other:
+                of = f"the {description} of a tensor of shape {list(old[2])}"
+                changes.append(Change(of, name, one, other))
+                break
+    return changes
 
 
 def _layout(tensor: torch.Tensor) -> Any:

@@ -62,6 +62,10 @@ _MAX_OUTCOMES = 8
 _MAX_UNUSED = 3
 _MAX_OUTCOMES_UNUSED = 1
 
+# How many entries, of different guards, are kept for one Program: a step that freezes weights at every third call, and
+# thaws them at the next, comes back to the same few states.
+_MAX_STATES = 4
+
 # The number of traces after which functions that are new in each are assumed to be created by the step itself.
 _MAX_FUNCTIONS = 10_000
 
@@ -313,6 +317,12 @@ class CacheEntry:
         changed_by_step = [change for change in changes if change.container_id in self.step.traced.effects.changed_ids]
         return [c for c in changed_by_step if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
 
+    def shares_program(self, other: CacheEntry) -> bool:
+        """Whether only its guards are others: it has the same executable, and the same outcomes of what is read."""
+        return (
+            self.step.executable is other.step.executable and self.step.traced.outcomes == other.step.traced.outcomes
+        )
+
     def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python code can reach a module or an optimizer with one of these parameters."""
         held = [p for module in self.modules for p in parameters_of(module).values()]
@@ -484,10 +494,10 @@ class CacheEntries:
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
-        if twin and twin[0] in self._entries and twin[0].step.traced.outcomes == traced.outcomes:
-            self._entries[self._entries.index(twin[0])] = entry
-        else:
-            self._entries.insert(0, entry)
+        same = [e for e in self._entries if e.shares_program(entry)]
+        for unused in same[_MAX_STATES - 1 :]:
+            self._entries.remove(unused)
+        self._entries.insert(0, entry)
         self._each_time(entry, request)
         return entry
 

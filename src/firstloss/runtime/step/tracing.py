@@ -303,7 +303,7 @@ class _Trace:
         ]
         effects.undo()
         if self._observer.guards is not None:
-            self._observer.guards.numbers = trace.numbers
+            self._observer.guards.begin(trace.numbers)
         viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(reconstructor, returned, trace, backend.mesh, viewers, reachable)
