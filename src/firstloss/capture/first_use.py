@@ -14,6 +14,7 @@ gradients, such as an optimizer's step, can make them real.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -97,7 +98,8 @@ class _NeedsValues(Exception):
         self.reader = reader
 
 
-_this_thread = threading.local()  # `in_torch_function`: whether `_first_use_mode` is active
+# `in_torch_function`: whether `_first_use_mode` is active; `in_step`: whether a step runs that is not compiled
+_this_thread = threading.local()
 
 
 def _first_use_mode(
@@ -160,6 +162,17 @@ def enable_first_use() -> None:
     DeferredTensor.__torch_function__ = classmethod(_first_use_mode)
 
 
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """Run a step's Python, where weights are expected to be made by their first use: without a warning."""
+    before = getattr(_this_thread, "in_step", False)
+    _this_thread.in_step = True
+    try:
+        yield
+    finally:
+        _this_thread.in_step = before
+
+
 def _materialize_modules(storages: list[DeferredStorage], reader: str, keep: bool) -> list[DeferredStorage]:
     """Materialize the modules that `storages` belong to, with a warning.
 
@@ -179,6 +192,9 @@ def _materialize_pending(pending: list[DeferredStorage], reader: str, keep: bool
     for module in _modules_of(pending):
         tensors = list(_tensors_below(module))
         module_storages = list(dict.fromkeys(t._storage for t in tensors if is_pending(t)))
+        requested.extend(module_storages)
+        if getattr(_this_thread, "in_step", False):
+            continue
         nbytes = sum(storage.value.nbytes for storage in module_storages)
         caller, line = here(), script_line()
         within = "" if caller == line else f" (in {caller})"
@@ -189,7 +205,6 @@ def _materialize_pending(pending: list[DeferredStorage], reader: str, keep: bool
                 "firstloss.materialize_module(model), with the device that it is for, before the model is used."
             )
         )
-        requested.extend(module_storages)
     requested = list(dict.fromkeys(requested))
     if not keep:
         Hooks.materialize_storages(requested)

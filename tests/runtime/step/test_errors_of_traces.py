@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import EagerStepWarning
+from firstloss.errors import EagerStepWarning, NotMaterializedWarning
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -29,6 +29,7 @@ UNTRACEABLE = {
     "complex least squares": lambda h: (
         torch.linalg.lstsq(h.detach().to(torch.complex64), h.detach().to(torch.complex64)).solution.real.sum() + h.sum()
     ),
+    "packed": lambda h: nn.utils.rnn.pack_padded_sequence(h[None], [4], batch_first=True).data.sum(),
     "its class": lambda h: h.sum() if type(h) is torch.Tensor else h.no_such_method(),
 }
 
@@ -98,6 +99,18 @@ def test_what_only_a_trace_raises_is_not_raised(kind, where, first):
     assert_same(ours, eager)
     assert all(isinstance(result, torch.Tensor) for result in ours[0])
     assert len(ours[3]) <= 2 and all(text.startswith(__file__) for text in ours[3]), ours[3]
+
+
+def test_a_step_that_cannot_be_traced_may_be_the_first_to_use_weights():
+    backend = fl.backend("XLA")
+    with backend.device:
+        net = nn.Linear(6, 6)
+    step = fl.trace(lambda x: UNTRACEABLE["packed"](net(x)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotMaterializedWarning)
+        with pytest.warns(EagerStepWarning):
+            result = step(X)
+    torch.testing.assert_close(result, net(X).sum())
 
 
 def raises_key(state):

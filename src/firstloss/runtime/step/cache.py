@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...capture import session
+from ...capture import first_use, session
 from ...capture.input_numbers import NUMBERS
 from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
@@ -137,7 +137,8 @@ class StepCache:
         """
         if not (why.can_run_eagerly and self._may_run_untraced(current_backend())):
             raise why
-        result = step(*args, **kwargs)
+        with first_use.in_step():
+            result = step(*args, **kwargs)
         self._entries.reports.report_eager(str(why))
         return result
 
@@ -157,7 +158,8 @@ class StepCache:
                 return result
         args, kwargs = request.arguments.as_given()
         try:
-            result = request.step(*args, **kwargs)
+            with first_use.in_step():
+                result = request.step(*args, **kwargs)
         except Exception as error:
             self._entries.explain(error)
             raise
@@ -174,14 +176,16 @@ class StepCache:
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
         # Models of other threads are reachable as well, and their gradients come and go while these trace.
         with session.tracing:
-            versions = self._fitting(setting, self._parameters(backend), request)
+            versions = self._fitting(setting, weights := self._parameters(backend), request)
+            if versions is None:
+                self._seen, known = None, weights
+                weights = self._parameters(backend)
+                if weights != known:  # parameters have been replaced
+                    versions = self._fitting(setting, weights, request)
             fits = versions is not None
-            if versions is None:  # parameters may have been replaced
-                self._seen = None
-                key = setting, self._parameters(backend)
-                versions = self._fitting(*key, request) or self.kinds.setdefault(
-                    key, CacheEntries(self._name, self._refuse, self._check)
-                )
+            if versions is None:
+                new = CacheEntries(self._name, self._refuse, self._check)
+                versions = self.kinds.setdefault((setting, weights), new)
                 self._forget_some()
             self._entries = versions
             if not fits and versions.runs_untraced(request):
@@ -319,9 +323,7 @@ class CacheEntry:
 
     def shares_program(self, other: CacheEntry) -> bool:
         """Whether only its guards are others: it has the same executable, and the same outcomes of what is read."""
-        return (
-            self.step.executable is other.step.executable and self.step.traced.outcomes == other.step.traced.outcomes
-        )
+        return self.step.executable is other.step.executable and self.step.traced.outcomes == other.step.traced.outcomes
 
     def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python code can reach a module or an optimizer with one of these parameters."""
@@ -491,6 +493,7 @@ class CacheEntries:
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
         if self._in_vain > most and request.reads and last is not None:
             self._untraced.begin_at_once()
+            self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)

@@ -238,14 +238,14 @@ class _Trace:
             except FirstlossError:
                 raise
             except Exception as error:
+                if direct_memory_access.is_unallocated(error):
+                    raise
                 if self._runs_eagerly and _may_have_raised(error) and self._may_run_again():
                     what = str(error).partition("\n")[0][:_QUOTED]
                     raise StepRaisedError(
                         f"{raised_at(error)}: this raises {type(error).__name__} while {self.name} is traced, and not "
                         f"when it runs: {what}."
                     ) from error
-                if direct_memory_access.is_unallocated(error):
-                    raise
                 # As in eager PyTorch, earlier effects remain, and the call raises it.
                 raised, result = error, [None]
             if numbers.draws is not None:
