@@ -17,7 +17,7 @@ from ..errors import CaptureError, NothingDeferredError
 from ..interpreter import interruptible_inside, paused
 from ..program.source import here, is_machinery, raised_at
 from . import checkpoint_loaders as _checkpoint_loaders  # noqa: F401 - for its patches
-from . import direct_memory_access, first_use, session
+from . import direct_memory_access, session
 from . import dtensor as _dtensor  # noqa: F401 - likewise
 from . import patches as _patches  # noqa: F401 - likewise
 from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
@@ -25,7 +25,7 @@ from .distributed import parts_of
 from .evaluation import state_of
 from .generators import POLICIES
 from .recorder import CaptureMode, DeferredTensor
-from .tensor import disable_first_use
+from .tensor import disable_first_use, enable_first_use
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def _deferred(policy: str, preserve: bool = False) -> Iterator[None]:
         session.leave()
         install_imported()
         if not session.depth and session.trace is None:
-            first_use.enable_first_use()
+            enable_first_use()
 
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"

@@ -108,28 +108,32 @@ def _first_use_mode(
     """Call `func`; if it needs values, materialize them before autograd sees the tensors, and call it again."""
     with DisableTorchFunctionSubclass():
         kwargs = kwargs or {}
-        plain = (
-            isinstance(func, _ATTRIBUTE) or not torch.is_grad_enabled() or session.depth or session.trace is not None
-        )
-        if plain or getattr(_this_thread, "in_torch_function", False):
+        if session.depth or session.trace is not None or next(_deferred_in((args, kwargs)), None) is None:
             return _call(func, args, kwargs)
         with becoming_real:
-            tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
-            # Tensors computed from weights would lose their history by becoming real.
-            loses_history = any(not t.is_leaf and base_of(t) is None for t in tracked)
-        if not tracked or loses_history:
-            return _call(func, args, kwargs)
-        state = torch.default_generator.get_state()
-        _this_thread.in_torch_function = True
-        try:
-            return _call(func, args, kwargs)
-        except _NeedsValues as need:
-            needed = need
-        finally:
-            _this_thread.in_torch_function = False
-        torch.default_generator.set_state(state)  # the second call repeats its draws
-        _materialize_modules(needed.storages, needed.reader, keep=False)
-        return _first_use_mode(cls, func, types, args, kwargs)
+            return _first_use(func, args, kwargs)
+
+
+def _first_use(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `_first_use_mode`, for a tensor that may become real; no other thread uses one meanwhile."""
+    plain = isinstance(func, _ATTRIBUTE) or not torch.is_grad_enabled()
+    if plain or getattr(_this_thread, "in_torch_function", False):
+        return _call(func, args, kwargs)
+    tracked = [t for t in _deferred_in((args, kwargs)) if t.requires_grad]
+    # Tensors computed from weights would lose their history by becoming real.
+    if not tracked or any(not t.is_leaf and base_of(t) is None for t in tracked):
+        return _call(func, args, kwargs)
+    state = torch.default_generator.get_state()
+    _this_thread.in_torch_function = True
+    try:
+        return _call(func, args, kwargs)
+    except _NeedsValues as need:
+        needed = need
+    finally:
+        _this_thread.in_torch_function = False
+    torch.default_generator.set_state(state)  # the second call repeats its draws
+    _materialize_modules(needed.storages, needed.reader, keep=False)
+    return _first_use(func, args, kwargs)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,11 +159,6 @@ def _deferred_in(args: Any) -> Iterator[DeferredTensor]:
                 yield arg
         elif isinstance(arg, (list, tuple, dict)):
             yield from _deferred_in(arg)
-
-
-def enable_first_use() -> None:
-    """Install `_first_use_mode`: a capture has ended, and its tensors may be used."""
-    DeferredTensor.__torch_function__ = classmethod(_first_use_mode)
 
 
 @contextlib.contextmanager
@@ -259,3 +258,6 @@ def sources(storages: list[DeferredStorage]) -> set[Any]:
             if value.node is not None:
                 stack.extend(ref.value for ref in (*value.node.refs(), *value.node.writes))
     return visited
+
+
+Hooks.register(first_use=_first_use_mode)

@@ -28,7 +28,7 @@ from ..program.source import here
 from . import conjugate_views
 from .distributed import parts_of
 from .storage_swap import become, like
-from .tensor import DeferredStorage, DeferredTensor, becoming_real, disable_first_use, is_pending
+from .tensor import DeferredStorage, DeferredTensor, becoming_real, is_pending, keep_other_threads_out
 
 _BATCH_BYTES = 1 << 30  # made on the host before they are moved or converted
 
@@ -68,13 +68,13 @@ def materialize_storages(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Compute the content of `storages`, and make every tensor that is a view of one of them real."""
-    disable_first_use()
     if not storages:
         return
     if device is not None:
         _check_device(device)
     # Weights are ordinary tensors, wherever they are first used.
     with InferenceMode(False), becoming_real:
+        keep_other_threads_out()
         _materialize(storages, num_threads, progress, device, dtype)
 
 
@@ -140,6 +140,7 @@ def allocate_real(storage: DeferredStorage) -> None:
             memory = storage.value.empty()
         storage.computed = None
         with becoming_real, Uninterrupted():
+            keep_other_threads_out()
             _make_all_real(storage, memory)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeGuard
@@ -35,9 +37,14 @@ from .exported_memory import record_exported_memory
 Tensor = torch.Tensor
 
 
+_OWN_THREADS = "firstloss"  # what the names of Firstloss's own threads begin with
+_ENTERED = 0.001  # seconds, in which another thread gets from the begin of an operation to its dispatch
+
+
 class Hooks:
     """Callbacks registered by higher layers."""
 
+    first_use: Any  # the mode of `first_use.py`
     dispatch: Callable[[Any, tuple[Any, ...], dict[Any, Any]], Any]  # the recorder
     is_composite: Callable[[OpOverload], bool]  # see `op_call.py`
     run_in_host_memory: Callable[[OpOverload, tuple[Any, ...], dict[Any, Any]], Any]  # see `host_kernels.py`
@@ -419,9 +426,36 @@ def is_pending(tensor: Any) -> TypeGuard[DeferredTensor]:
     return type(tensor) is DeferredTensor and tensor._storage.resident is None
 
 
+def enable_first_use() -> None:
+    """Install the mode of `first_use.py`: a capture has ended, and its tensors may be used."""
+    DeferredTensor.__torch_function__ = classmethod(Hooks.first_use)
+
+
 def disable_first_use() -> None:
     """Uninstall the mode of `first_use.py`, in a capture and after materialization; its `run` handles further uses."""
     DeferredTensor.__torch_function__ = disabled_torch_function
+
+
+def keep_other_threads_out() -> None:
+    """Before deferred tensors become real, with `becoming_real` held: let other threads not use one meanwhile.
+
+    PyTorch's code for an operation holds tensors without the interpreter's lock, and `_swap_tensor_impl` would exchange
+    one under it, and the references that it counts. So where there are other threads, all of an operation runs in the
+    mode of `first_use.py`, which holds `becoming_real` too.
+    """
+    if not _are_other_threads():
+        disable_first_use()
+    elif DeferredTensor.__torch_function__ is disabled_torch_function:
+        enable_first_use()
+        time.sleep(_ENTERED)  # an operation that another thread has begun before
+
+
+def _are_other_threads() -> bool:
+    """Whether threads other than this one, and Firstloss's own, may use deferred tensors."""
+    if threading.active_count() == 1:
+        return False
+    here = threading.current_thread()
+    return any(t is not here and not t.name.startswith(_OWN_THREADS) for t in threading.enumerate())
 
 
 def is_in_file(tensor: DeferredTensor) -> bool:
