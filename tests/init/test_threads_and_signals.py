@@ -96,6 +96,33 @@ def test_threads_that_use_a_deferred_model_first(use):
         check(model, expected)
 
 
+@pytest.mark.parametrize("others_before", [False, True])
+def test_a_tensor_becomes_real_between_operations_of_other_threads(others_before):
+    """PyTorch's code for an operation, before and after its dispatch, holds tensors without the interpreter's lock."""
+    model = fl.deferred_init(nn.Linear, 4, 4)
+    if others_before:  # materialized while there was one thread
+        fl.materialize_tensor(fl.deferred_init(nn.Linear, 4, 4).weight)
+    order, begun = [], threading.Event()
+
+    def operation(weight):
+        begun.set()
+        time.sleep(0.2)  # without the interpreter's lock
+        order.append("operation")
+
+    def use():
+        if others_before:
+            fl.materialize_tensor(model.bias)
+        type(model.weight).__torch_function__(operation, (), (model.weight,), {})
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    begun.wait()
+    fl.materialize_tensor(model.weight)
+    order.append("real")
+    thread.join()
+    assert order == ["operation", "real"]
+
+
 class Interrupts:
     """Real signals at random moments of calls, whose handler raises KeyboardInterrupt."""
 
