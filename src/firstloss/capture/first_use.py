@@ -132,6 +132,8 @@ def _first_use(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     finally:
         _this_thread.in_torch_function = False
     torch.default_generator.set_state(state)  # the second call repeats its draws
+    if not any(state_of(storage).pending for storage in needed.storages):
+        return _call(func, args, kwargs)  # computed for an operation that autograd has seen: gradients flow to these
     _materialize_modules(needed.storages, needed.reader, keep=False)
     return _first_use(func, args, kwargs)
 
