@@ -420,3 +420,21 @@ dist.destroy_process_group()
 def test_collectives_materialize(kind):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     forked.run(["-c", _PARALLEL, kind], check=True, timeout=250, env=environment)
+
+
+def test_a_model_is_used_before_and_after_another_is_captured():
+    """It was computed for autograd's first use, so its gradients are added to the deferred weights."""
+
+    def train(make, between):
+        torch.manual_seed(0)
+        model = make(nn.Linear, 4, 4)
+        between()
+        first = model(torch.ones(2, 4)).sum()
+        make(nn.Linear, 4, 4)
+        loss = first + model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss, model.weight.grad, model.bias.grad
+
+    expected = train(lambda make, *sizes: make(*sizes), lambda: None)
+    actual = train(fl.deferred_init, lambda: fl.materialize_module(fl.deferred_init(nn.Linear, 4, 4)))
+    assert all(map(torch.equal, actual, expected))
