@@ -6,10 +6,11 @@ tensor belongs to is materialized, once, instead of what each operation happens 
 `numpy()`) computes only that one.
 
 Autograd saves its tensors before an operation reaches the dispatcher, and would send gradients to the deferred ones, so
-they have to become real earlier. Between a capture and its materialization PyTorch's functions run through
-`_first_use_mode`, which calls a function again if it turns out to need values. If an operation arrives in another way
-(from C++), the tensors are *computed*: their values are computed, but they remain deferred until an operation without
-gradients, such as an optimizer's step, can make them real.
+they have to become real earlier. Between a capture and its materialization, and longer where there are other threads,
+PyTorch's functions run through `_first_use_mode`: it calls a function again if it turns out to need values, and lets no
+other thread use deferred tensors meanwhile. If an operation arrives in another way (from C++), the tensors are
+*computed*: their values are computed, but they remain deferred until an operation without gradients, such as an
+optimizer's step, can make them real.
 """
 
 from __future__ import annotations

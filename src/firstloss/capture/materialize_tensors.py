@@ -139,9 +139,10 @@ def allocate_real(storage: DeferredStorage) -> None:
         with DisableTorchDispatch():
             memory = storage.value.empty()
         storage.computed = None
-        with becoming_real, Uninterrupted():
+        with becoming_real:
             keep_other_threads_out()
-            _make_all_real(storage, memory)
+            with Uninterrupted():
+                _make_all_real(storage, memory)
 
 
 def compute(storages: list[DeferredStorage]) -> None:

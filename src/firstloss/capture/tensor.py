@@ -36,7 +36,6 @@ from .exported_memory import record_exported_memory
 
 Tensor = torch.Tensor
 
-
 _OWN_THREADS = "firstloss"  # what the names of Firstloss's own threads begin with
 _ENTERED = 0.001  # seconds, in which another thread gets from the begin of an operation to its dispatch
 
@@ -454,8 +453,8 @@ def _are_other_threads() -> bool:
     """Whether threads other than this one, and Firstloss's own, may use deferred tensors."""
     if threading.active_count() == 1:
         return False
-    here = threading.current_thread()
-    return any(t is not here and not t.name.startswith(_OWN_THREADS) for t in threading.enumerate())
+    current = threading.current_thread()
+    return any(t is not current and not t.name.startswith(_OWN_THREADS) for t in threading.enumerate())
 
 
 def is_in_file(tensor: DeferredTensor) -> bool:
