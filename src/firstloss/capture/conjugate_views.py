@@ -28,6 +28,8 @@ from .tensor import DeferredStorage, DeferredTensor, Hooks, Mirror, on_backend, 
 def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """Handle a lazy view such as `x.conj()`, whose content `computed_by` computes."""
     source = args[0]
+    if not isinstance(source, torch.Tensor):  # a number that a formula of PyTorch's has wrapped: in `x * 2j`'s backward
+        source = Hooks.dispatch(aten.scalar_tensor.default, (source,), {"dtype": torch.complex128})
     if session.trace is None and (type(source) is not DeferredTensor or on_backend(source)):
         real = to_real(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
         with DisableTorchDispatch():

@@ -55,6 +55,11 @@ PROGRAMS = {
     "as real": ("", "s.i = torch.view_as_real(k)\nextra = k.real.sum()", "s.i.mul_(2)\ns.k = k"),
     "as complex": ("r = torch.ones(2, 2)", "s.i = torch.view_as_complex(r)\nextra = r.sum()", "s.i.mul_(2j)"),
     "bytes": ("", "s.i = k.real.view(torch.int32)\nextra = k.real.sum()", "s.i[0] = n << 20\ns.k = k"),
+    "of a number, in a backward pass": (
+        "",
+        "with torch.enable_grad():\n    extra = (((m.w * 2j - 1j) / (1 + 1j)) ** 2j).real.sum() + (m.l.bias * 1j).abs().sum()",
+        "",
+    ),
     "a weight's memory": (
         "s.t = torch.from_numpy(m.l.bias.detach().numpy())",
         "extra = (s.t * x).sum()",
@@ -98,6 +103,7 @@ def trained(name, backend):
 
 
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+@pytest.mark.filterwarnings("error:.*this raises:firstloss.errors.EagerStepWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_views_in_a_step_match_eager(name):
     for traced, eager in zip(trained(name, fl.backend("XLA")), trained(name, fl.backend("CPU")), strict=True):
