@@ -57,7 +57,7 @@ PROGRAMS = {
     "bytes": ("", "s.i = k.real.view(torch.int32)\nextra = k.real.sum()", "s.i[0] = n << 20\ns.k = k"),
     "of a number, in a backward pass": (
         "",
-        "with torch.enable_grad():\n    extra = (((m.w * 2j - 1j) / (1 + 1j)) ** 2j).real.sum() + (m.l.bias * 1j).abs().sum()",
+        "with torch.enable_grad():\n    extra = (((m.w * 2j - 1j) / (1 + 1j)) ** 2j).real.sum()",
         "",
     ),
     "a weight's memory": (

@@ -30,8 +30,8 @@ from . import loop as loops
 from .arguments import Arguments
 from .bound_step import BoundStep, StepCall
 from .first_loss import BackgroundCompiledStep, KernelsFirstRun
-from .optimizer_state import GroupEntry
 from .owners import Owner, Owners
+from .parameter_groups import GroupEntry
 from .reads import ComputedStep, check_outcomes
 from .traced_program import TracedProgram, names_read
 

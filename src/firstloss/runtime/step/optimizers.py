@@ -36,8 +36,9 @@ from ..guards.effects import Effects
 from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from .optimizer_state import OptimizerStates, ParameterGroups, entries_of, sign_unknown
+from .optimizer_state import OptimizerStates, entries_of
 from .owners import memory_and_geometry
+from .parameter_groups import ParameterGroups, sign_unknown
 from .schedulers import Schedulers
 
 # Optimizers whose computation is not a fixed one on dense tensors.

@@ -23,9 +23,9 @@ from ...program.graph import Geometry, Ref, Value, geometry_of
 from ...program.program import Program
 from ..guards.effects import Effects
 from ..guards.reconstruct import Make, Reconstructor
-from .optimizer_state import GroupEntry
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, differ
+from .parameter_groups import GroupEntry
 from .process_settings import ModesLeft
 
 if TYPE_CHECKING:

@@ -203,7 +203,7 @@ class Proxy(Instance):
 
 @of(torch.optim.Optimizer)
 class OptimizerKind(Instance):
-    """An optimizer: `step/optimizer_state.py` handles its state and groups."""
+    """An optimizer: `step/optimizer_state.py` handles its state, `step/parameter_groups.py` its groups."""
 
     def visit(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         snapshot.optimizers.append(obj)
