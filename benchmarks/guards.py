@@ -19,7 +19,8 @@ def child(side, args):
     import torch
 
     import firstloss as fl
-    from firstloss.runtime.step import cache
+    from firstloss.runtime.guards.guards import TableGuard
+    from firstloss.runtime.step import cache_entries
 
     torch.manual_seed(0)
     fields = models.LLAMA_TINY if args.tiny else models.LLAMA_24_LAYERS
@@ -31,16 +32,17 @@ def child(side, args):
             model = models.llama(**fields)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         step = models.training_step(model, optimizer, backend)
-        asked, counts, ask = [], {}, cache.CacheEntry.changes
+        asked, counts, ask = [], {}, cache_entries.CacheEntry.changes
 
-        def timed(known):
+        def timed(entry, *given):
             began = time.perf_counter()
-            found = ask(known)
+            found = ask(entry, *given)
             asked.append(time.perf_counter() - began)
-            counts.update(dicts=len(known.guards.tables), names=sum(len(t.expected) for t in known.guards.tables))
+            tables = [guard for guard in entry.guards._guards if isinstance(guard, TableGuard)]
+            counts.update(dicts=len(tables), names=sum(len(table.expected) for table in tables))
             return found
 
-        cache.CacheEntry.changes = timed
+        cache_entries.CacheEntry.changes = timed
         for _ in range(4):
             step(batch).item()
         asked.clear()

@@ -28,7 +28,7 @@ _MODULES = {
     "use_cs": ".runtime.backend",
     "compile": ".runtime.compiled_model",
     "trace": ".runtime.step.trace",
-    "Pad": ".runtime.step.arguments",
+    "Pad": ".runtime.step.shapes",
     "step_closure": ".runtime.step.closures",
     "checkpoint_closure": ".runtime.step.closures",
     "current_executor": ".utils.data.executor",

@@ -13,8 +13,8 @@ from .runtime.backend import current_backend, current_torch_device, use_cs
 from .runtime.checkpoint.checkpoint import load, save
 from .runtime.compiled_model import compile
 from .runtime.make_backend import backend
-from .runtime.step.arguments import Pad
 from .runtime.step.closures import checkpoint_closure, step_closure
+from .runtime.step.shapes import Pad
 from .runtime.step.trace import trace
 from .utils.data.executor import current_executor
 

@@ -8,7 +8,7 @@ import torch
 
 import firstloss as fl
 from firstloss.runtime.guards.guards import TableGuard
-from firstloss.runtime.step.cache import CacheEntry
+from firstloss.runtime.step.cache_entries import CacheEntry
 
 X = torch.ones(2)
 

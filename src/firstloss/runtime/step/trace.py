@@ -13,8 +13,8 @@ from ...capture import session
 from ...errors import TraceError
 from ...program.program import Program
 from ..backend import current_backend
-from .arguments import Pad, Shapes
 from .process_settings import refuse_watchers
+from .shapes import Pad, Shapes
 
 if TYPE_CHECKING:
     from ..lowered import LoweredStep

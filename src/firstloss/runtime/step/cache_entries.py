@@ -1,0 +1,424 @@
+"""`CacheEntries`: the compiled steps for one kind of call, with their guards, and when one is traced again."""
+
+from __future__ import annotations
+
+import functools
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...capture.input_numbers import NUMBERS
+from ...capture.input_texts import TEXTS
+from ...capture.python_generators import GENERATORS
+from ...compat.torch_names import parameters_of
+from ...errors import GraphChangedError, TraceError
+from ...program.compare import first_difference
+from ..guards.equality import same
+from ..guards.guard_set import GuardSet
+from ..guards.guards import Change
+from ..guards.places import Place
+from ..guards.recording import functions_of
+from .arguments import Arguments
+from .owners import Shared
+from .reads import READ, OutcomeChanged, check_outcomes
+from .request import MAX_RETRIES, Request
+from .retrace_reports import ADVICE, Reports, reasons
+from .traced_program import TracedProgram
+from .tracing import StepRaisedError, TraceObserver
+from .untraced_calls import UntracedCalls
+
+if TYPE_CHECKING:
+    from .compiled_step import CompiledStep
+
+
+# How many compiled steps there may be whose outcomes differ.
+_MAX_OUTCOMES = 8
+
+# How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced; fewer if
+# they differ in what they have read, as the steps of an adaptive solver do.
+_MAX_UNUSED = 3
+_MAX_OUTCOMES_UNUSED = 1
+
+# How many entries, of different guards, are kept for one Program: a step that freezes weights at every third call, and
+# thaws them at the next, comes back to the same few states.
+_MAX_STATES = 4
+
+# The number of traces after which functions that are new in each are assumed to be created by the step itself.
+_MAX_FUNCTIONS = 10_000
+
+# The fraction of time that is spent at most on checking for changes that cannot be seen.
+_CHECKING = 0.01
+
+
+class CacheEntry:
+    """A compiled step, and the guards of its trace."""
+
+    def __init__(self, step: CompiledStep, observer: TraceObserver, seconds: float) -> None:
+        assert observer.guards is not None
+        self.step = step
+        self.guards: GuardSet = observer.guards
+        self.modules = observer.snapshot.modules
+        self.optimizers = observer.snapshot.optimizers
+        # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
+        # again, and records the code.
+        self.records_code: bool = observer.records_code
+        self.moves_generators: bool = observer.moves_generators
+        self.uses = 0
+        self._unseen: str | None = None
+        self.again = 0  # how often it was retraced for its own changes
+        self.seconds = seconds  # duration of a trace
+        if self.guards.weak:  # holding objects would keep alive what the step may find dead
+            self.guards.release()
+        self._checked = time.perf_counter()
+
+    def changes(self, arguments: Arguments) -> list[Change]:
+        """What it reads that has changed since it was traced."""
+        changes = self.guards.changes(self.step.traced.owners.move, arguments.leaves, arguments.known)
+        for place, before in self.step.traced.optimizers.state.numbers:
+            if not same(before, now := place.get()):
+                changes.append(Change(place.description, place.name, before, now, id(place.container), place))
+        return changes
+
+    @property
+    def traced_each_time(self) -> str | None:
+        """Why it must be traced at each call, if it must."""
+        if self.step.traced.retrace_reason is not None:
+            return str(self.step.traced.retrace_reason)
+        for held, description in self.guards.unguardable.values():
+            kind = type(held).__qualname__
+            return f"it reads {description}, an object of type {kind}, whose changes cannot be detected"
+        for call in self.guards.external_calls:
+            return f"{call.line or 'it'} calls {call.function}(), which may return something else each time"
+        return self._unseen or self._too_large
+
+    def differs_unseen(self) -> None:
+        """Note that it behaved differently at the next call, although nothing that is guarded had changed."""
+        self._unseen = "its second call behaved differently from its first for an unknown reason"
+
+    @functools.cached_property
+    def _too_large(self) -> str | None:
+        """What user code reads that is too large to be compared at each call."""
+        lines = self.guards.lines
+        for name, description in self.guards.too_large:
+            line = lines.where_read(name, user_code=True)
+            if line is not None or lines.where_read(name) is None:  # not found in the code: read by a computed name
+                return f"{line or 'it'} reads {description}, which is too large to compare at each call"
+        return None
+
+    def changes_by_step(self, changes: list[Change]) -> list[Change]:
+        """Those of `changes` that the step itself has made, except replaced tensors with which it can continue."""
+        changed_by_step = [change for change in changes if change.container_id in self.step.traced.effects.changed_ids]
+        return [c for c in changed_by_step if not (isinstance(c.old, torch.Tensor) and isinstance(c.new, torch.Tensor))]
+
+    def shares_program(self, other: CacheEntry) -> bool:
+        """Whether only its guards are others: it has the same executable, and the same outcomes of what is read."""
+        return self.step.executable is other.step.executable and self.step.traced.outcomes == other.step.traced.outcomes
+
+    def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether its Python code can reach a module or an optimizer with one of these parameters."""
+        held = [p for module in self.modules for p in parameters_of(module).values()]
+        held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return not set(map(id, held)).isdisjoint(map(id, parameters))
+
+    def check_is_due(self) -> bool:
+        """Whether to trace again although no guard has failed."""
+        if self.uses == 1:
+            return True
+        return time.perf_counter() - self._checked > self.seconds / _CHECKING
+
+
+class CacheEntries:
+    """The compiled steps for one kind of call, each with its guards; the most recently used one first."""
+
+    def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
+        self._check = bool(check)
+        self._always = check == "always"
+        self._entries: list[CacheEntry] = []
+        self._fitting: CacheEntry | None = None
+        self._untraceable: TraceError | None = None  # of this call's trace
+        self._refuse = refuse
+        self._name = name
+        self._functions: list[types.FunctionType] = []
+        self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
+        # Whether a trace that has read values has shown that its Python may run twice at a call.
+        self._repeatable = False
+        self._untraced = UntracedCalls()
+        self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
+        # What its Python treats as it does the values; see `tracing.trace_step`.
+        self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
+
+    def entries(self) -> Sequence[CacheEntry]:
+        """All entries."""
+        return self._entries
+
+    def steps(self) -> list[CompiledStep]:
+        """All compiled steps."""
+        return [entry.step for entry in self._entries]
+
+    def fits(self, request: Request) -> bool:
+        """Whether the guards of one of them hold."""
+        self._fitting = self._untraceable = None
+        if not self._always and request.retries <= MAX_RETRIES:
+            self._fitting = next((entry for entry in self._entries if self._does_fit(entry, request)), None)
+        return self._fitting is not None
+
+    @staticmethod
+    def _does_fit(entry: CacheEntry, request: Request) -> bool:
+        if entry.guards.unknown or entry.traced_each_time is not None:
+            return False
+        arguments, numbers = request.arguments, entry.step.traced.trace.numbers
+        if request.values_read:
+            numbers.read_all(arguments.leaves, arguments.known)
+            read = zip(numbers.reads, request.values_read, strict=False)
+            try:
+                check_outcomes(numbers, arguments.known | {number: v for number, v in read if v is not None})
+            except OutcomeChanged:
+                return False
+        # In this order: guards let go of tensors that the last call has replaced, which may be views of weights.
+        return not entry.changes(arguments) and not entry.step.outdated()
+
+    def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
+        return any(entry.step.traced.reads(parameters) or entry.reaches_owner_of(parameters) for entry in self._entries)
+
+    def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep | None:
+        """The compiled step whose guards hold; to be called after `fits`. None if the call is to run untraced.
+
+        Args:
+            similar: entries for the same kind of call, traced with weights in another state.
+        """
+        entry = self._fitting
+        try:
+            if entry is None:
+                entry = self._trace(request, similar)
+            elif self._check and entry.check_is_due():
+                entry = self._verify(entry, request)
+        except TraceError as error:
+            if not (request.reads and error.can_run_eagerly):
+                raise
+            self._untraceable = error
+            return None
+        entry.uses += 1
+        if entry not in self._entries:
+            return entry.step
+        if entry is not self._entries[0]:
+            self._entries.remove(entry)
+            self._entries.insert(0, entry)
+        return entry.step
+
+    def ran(self) -> None:
+        """Note that the step that was found has run."""
+        if self._fitting is not None:
+            self._in_vain = 0
+
+    def ran_untraced(self) -> None:
+        """Note that the step's Python has run; if that was because it could not be traced, say so. (If it has raised an
+        error itself, as in the trace, there is nothing to say.)"""
+        if self._untraceable is None:
+            return
+        if self._fitting in self._entries:  # it does something else now, though its guards hold
+            self._entries.remove(self._fitting)
+        self._untraced.begin()
+        self.reports.report_eager(str(self._untraceable))
+
+    def explain(self, error: Exception) -> None:
+        """Add to an error that the step's Python has raised why it could not be traced: that may name the line."""
+        if self._untraceable is not None and not isinstance(self._untraceable, StepRaisedError):
+            error.add_note(f"It cannot be traced either. {self._untraceable}")
+
+    def runs_untraced(self, request: Request) -> bool:
+        """Whether a call that no step fits is run without a trace; see `UntracedCalls`."""
+        if request.values_read and self._in_vain <= _MAX_OUTCOMES_UNUSED and len(self._entries) < _MAX_OUTCOMES:
+            return False
+        return self._untraced.is_next()
+
+    def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
+        """Trace the step, because no entry's guards hold."""
+        last = self._entries[0] if self._entries else None
+        outdated = last is not None and last.step.outdated()
+        why = [] if last is None or outdated else last.changes(request.arguments)
+        changed = [change.place for change in why if change.place is not None]
+        changed += last.step.traced.optimizers.groups.changed_numbers() if outdated and last is not None else ()
+        places = {place.id: place for place in changed if place.id not in self._places}
+        self._places |= places
+        twin: list[CacheEntry] = []
+
+        def find(traced: TracedProgram) -> CompiledStep | None:
+            for entry in (*self._entries, *(entry for versions in similar for entry in versions._entries)):
+                if entry.step.traced.does_the_same(traced):
+                    twin.append(entry)
+                    return entry.step
+            newly_drawn = last is not None and last.moves_generators and last.step.traced.trace.numbers.draws is None
+            if last is not None and (places or newly_drawn) and self._inputs:
+                numbers = dict.fromkeys(traced.numbers)
+                if first_difference(last.step.traced.program, traced.program, numbers) is None:
+                    return None  # compiled once more for any numbers
+            reports = not outdated and not self._only_modes(why) and traced.raised is None and not request.values_read
+            if last is not None and reports:
+                difference = first_difference(last.step.traced.program, traced.program)
+                self.reports.report_difference(
+                    reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], difference
+                )
+            return None
+
+        entry = self._traced(request, find, similar)
+        traced = entry.step.traced
+        if entry.step.is_for_one_call and not (traced.trace.reads or traced.trace.number_reads):
+            return entry  # an optimizer's first step
+        if entry.step.is_for_one_call:
+            self._untraced.begin()
+            self._repeatable = entry.records_code and entry.traced_each_time is None
+            trace = traced.trace
+            if trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
+                self.reports.report_reads([*trace.reads, *trace.number_reads])
+            return entry
+        if traced.raised is not None:  # it may not raise the next time
+            return entry
+        if last is not None and last.changes_by_step(why) and not (places and self._inputs):
+            entry.again = last.again + 1
+            if entry.again > 1:
+                runs = self._runs_untraced_from_now_on(request)
+                self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
+        most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
+        if self._in_vain > most and request.reads and last is not None:
+            self._untraced.begin_at_once()
+            self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them
+            self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
+        if twin and entry.records_code:
+            entry.uses = max(twin[0].uses, 1)
+        same = [e for e in self._entries if e.shares_program(entry)]
+        for unused in same[_MAX_STATES - 1 :]:
+            self._entries.remove(unused)
+        self._entries.insert(0, entry)
+        self._each_time(entry, request)
+        return entry
+
+    @staticmethod
+    def _only_modes(why: list[Change]) -> bool:
+        """Whether the only change is a module's mode: train() and eval() are intended to change the step."""
+        return bool(why) and all(change.name == "training" for change in why)
+
+    def _verify(self, entry: CacheEntry, request: Request) -> CacheEntry:
+        """Trace the step again, expecting the same Program."""
+        unseen: list[bool] = []
+
+        def find(traced: TracedProgram) -> CompiledStep | None:
+            if traced.raised is not None:
+                return None
+            if entry.step.traced.outcomes != traced.outcomes:
+                others = [e.step for e in self._entries if e.step.traced.does_the_same(traced)]
+                return others[0] if others else None
+            if not entry.step.traced.does_the_same(traced):
+                difference: Any = first_difference(entry.step.traced.program, traced.program)
+                if difference is None or difference.old is None and difference.new is None:
+                    return None  # the same computation, with more or fewer results kept
+            elif entry.step.traced.reads_other_tensors(traced):
+                difference = "the same operations on another tensor, which is not an argument"
+            else:
+                return entry.step
+            if entry.uses == 1:  # nothing wrong has run: the first step was that of its own trace
+                unseen.append(True)
+                self.reports.report_difference(["it cannot be seen"], difference)
+                return None
+            raise GraphChangedError(
+                f"{self._name} does something else now than when it was traced, {entry.uses} "
+                f"step{'s' if entry.uses > 1 else ''} ago: {difference}. Its Python code reads something whose changes "
+                f"cannot be seen from outside: the time, a file, a loader, a random number. {ADVICE}"
+            )
+
+        fresh = self._traced(request, find)
+        if fresh.step.is_for_one_call:
+            self._entries.remove(entry)
+        if fresh.step.is_for_one_call or fresh.step.traced.raised is not None:
+            return fresh
+        fresh.uses = entry.uses
+        if unseen and fresh.traced_each_time is None:
+            fresh.differs_unseen()
+        if fresh.step.traced.outcomes == entry.step.traced.outcomes:
+            self._entries[self._entries.index(entry)] = fresh
+        else:
+            self._entries.insert(0, fresh)
+        self._each_time(fresh, request)
+        return fresh
+
+    @functools.cached_property
+    def reports(self) -> Reports:
+        return Reports(self._name, self._refuse)
+
+    def _each_time(self, entry: CacheEntry, request: Request) -> None:
+        """If the step has to be traced at each call, report why; or run its Python from now on."""
+        if entry.traced_each_time is None:
+            return
+        # Where its code was not recorded, the next trace may find that it reads less.
+        runs = self._runs_untraced_from_now_on(request, at_once=entry.records_code)
+        self.reports.report_each_time(entry.traced_each_time, None if runs else entry.seconds)
+
+    def _runs_untraced_from_now_on(self, request: Request, at_once: bool = True) -> bool:
+        """Whether the step's Python may run at each call, where it would have to be traced at each; if so, it will.
+
+        Args:
+            at_once: whether beginning with the next call.
+        """
+        if not request.runs_where_weights_are or self._always or self._refuse:
+            return False
+        if at_once:
+            self._untraced.begin_at_once()
+        else:
+            self._untraced.begin()
+        return True
+
+    def _traced(
+        self,
+        request: Request,
+        find: Callable[[TracedProgram], CompiledStep | None],
+        similar: Sequence[CacheEntries] = (),
+    ) -> CacheEntry:
+        earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
+        # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
+        # later check.
+        records_code = bool(earlier or self._untraced) or not self._check or request.retried
+        draws = any(entry.moves_generators for entry in self._entries)
+        has_inputs = bool(self._places or request.arguments.varying or draws)
+        untraced = [entries for entries in (self, *similar) if entries._untraced]
+        if any(entry.traced_each_time is not None for entry in earlier) or any(not e._repeatable for e in untraced):
+            has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
+        inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
+        if not self._repeatable:
+            inputs = tuple(kind for kind in inputs if kind is not READ)
+        tried = inputs
+        shared: list[CompiledStep] = []
+
+        def find_shared(traced: TracedProgram) -> CompiledStep | None:
+            shared[:] = [] if (step := find(traced)) is None else [step]
+            return shared[0] if shared else None
+
+        while True:
+            observer = TraceObserver(request.roots(), self._functions, records_code)
+            begin = time.perf_counter()
+            try:
+                places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
+                compiled = request._replace(places=places, inputs=inputs).compiled(observer, find_shared)
+                break
+            except Shared:
+                raise
+            except Exception:
+                if not inputs:
+                    raise
+                if READ in inputs:
+                    inputs = tuple(kind for kind in inputs if kind is not READ)
+                else:
+                    inputs = NUMBERS if inputs != NUMBERS else ()
+        if tried and compiled.traced.raised is None:
+            self._inputs = tuple(kind for kind in self._inputs if kind in inputs or kind not in tried)
+        if not compiled.is_for_one_call:
+            self._in_vain = 0 if shared else self._in_vain + 1
+            self._fitting = None
+        entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
+        if entry.guards.unknown:
+            self._functions += functions_of(entry.guards.unknown)
+            if len(self._functions) > _MAX_FUNCTIONS:
+                entry.guards.unknown = []
+        return entry
