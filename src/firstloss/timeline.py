@@ -352,7 +352,7 @@ def _lane(span: Span, open_ends: dict[tuple[str, int], list[float]]) -> tuple[st
         number += 1
 
 
-_current = Timeline()
+_current = _of_process = Timeline()
 
 
 def current() -> Timeline:
@@ -386,9 +386,17 @@ def mark(name: str) -> Mark:
     return _current.mark(name)
 
 
+def records_reads() -> bool:
+    """Whether a step's reads of values are recorded: in a `record` block. They come at each step, without end."""
+    return _current is not _of_process
+
+
 @contextmanager
 def record() -> Iterator[Timeline]:
     """Record the block (in all threads) into a new timeline, and restore the previous one.
+
+    It also has the time that compiled steps wait for each value that their Python reads, with its line, which the
+    process's own timeline has not.
 
     Yields:
         The new timeline.

@@ -429,6 +429,12 @@ def test_a_program_lists_what_is_read():
     assert results == pytest.approx([x.square().mean().item() for x in BATCHES])
     text = str(step.program())
     assert "# read0: loss.i" in text and "# read1: loss.item() at" in text  # from Python 3.12 on, the condition alone
+    with fl.timeline.record() as recorded:
+        step(BATCHES[0]), step(BATCHES[1])
+    waits = [span.name for span in recorded.spans if span.name.startswith("read: ")]
+    assert waits == [f"read: {note}" for note in step.program().notes.values()] * 2
+    step(BATCHES[2])
+    assert not any(span.name.startswith("read: ") for span in fl.timeline.current().spans)  # would grow without end
 
 
 def test_branches_are_compiled_for_each_outcome():

@@ -218,8 +218,11 @@ class CompiledStep(BoundStep):
         reads = dict(zip(names_read(self.traced.trace), self.traced.trace.numbers.reads, strict=True))
         for name, array in zip(names, arrays, strict=True):
             if reads[name] not in arguments.known:  # the early ones are known before
+                begin = timeline.current().now()
                 content = array.content if type(array) is LazyArray else None
                 arguments.known[reads[name]] = (to_host(ready(array)) if content is None else content).item()
+                if timeline.records_reads():
+                    timeline.current().add(f"read: {self.traced.program.notes[name]}", begin)
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced
