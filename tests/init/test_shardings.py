@@ -156,6 +156,27 @@ def test_marks_are_for_one_mesh():
     assert fl.init_program(module).plan({"tp": 2}).devices == 2
 
 
+def test_a_mark_without_a_mesh_is_for_the_one_that_is_passed_later():
+    module = fl.shard(fl.deferred_init(model), {"0.weight": ("tp",)})
+    fl.mark_sharding(module[1].weight, None, (None, "tp"))
+    for size in (2, 4):
+        specs = {w.name: w.sharding.spec for w in fl.init_program(module).plan({"tp": size}).weights}
+        assert specs == {"0.weight": (("tp",), ()), "0.bias": ((),), "1.weight": ((), ("tp",)), "1.bias": ((),)}
+    for mesh, complaint in (
+        (None, r"test_shardings\.py:\d+: 0\.weight: the spec \('tp',\) was given without a mesh"),
+        (
+            {"fsdp": 2},
+            r"test_shardings\.py:\d+: 0\.weight: .* names an axis 'tp'\. The mesh has 'fsdp'",
+        ),
+    ):
+        with pytest.raises(ShardingError, match=complaint):
+            fl.init_program(module).plan(mesh)
+    with pytest.raises(ShardingError, match="names 'tp' twice"):
+        fl.shard(module, {"0.weight": ("tp", "tp")})
+    fl.mark_sharding(module[1].bias, {"tp": 2}, ("tp",))  # that of the others, too
+    assert fl.init_program(module).plan().axes == {"tp": 2}
+
+
 def test_a_mesh_is_given_by_its_axes():
     with pytest.raises(ShardingError, match="8 is not a mesh"):
         fl.shard(fl.deferred_init(model), {"*": ()}, 8)

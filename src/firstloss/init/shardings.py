@@ -29,7 +29,7 @@ DATA_AXES = frozenset({"data", "dp", "fsdp", "dp_shard", "batch"}) | REPLICA_AXE
 
 
 class ShardingMark(NamedTuple):
-    """The annotation of a tensor by `mark_sharding`."""
+    """The annotation of a tensor by `mark_sharding`. A mesh of None is the one that the weight comes to be on."""
 
     mesh: Any
     spec: tuple[Any, ...]
@@ -58,7 +58,8 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
 
     Args:
         tensor: the weight.
-        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `torch` DeviceMesh, or `{axis: size}`.
+        mesh: a `jax.sharding.Mesh` or `AbstractMesh`, a `torch` DeviceMesh, or `{axis: size}`. None: the backend's, or
+            the one that is passed to the methods of `InitProgram`; then the axes' names are checked there.
         spec: for each dimension None, an axis, or a tuple of axes; omitted trailing dimensions are not sharded.
 
     Returns:
@@ -71,7 +72,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Any, spec: Sequence[Any]) -> torch
     if not isinstance(tensor, torch.Tensor):
         raise ShardingError(f"{_at(source)}{tensor!r:.80} is not a tensor. Pass a weight, such as model.head.weight")
     name = f"a weight of shape {list(tensor.shape)}"
-    checked(name, tuple(tensor.shape), spec, axes_of(mesh), source)
+    checked(name, tuple(tensor.shape), spec, None if mesh is None else axes_of(mesh), source)
     setattr(tensor, _ATTRIBUTE, ShardingMark(mesh, tuple(spec), source, name))
     return tensor
 
@@ -81,13 +82,13 @@ def copy_sharding_mark(tensor: torch.Tensor, mark: ShardingMark) -> None:
     setattr(tensor, _ATTRIBUTE, mark)
 
 
-def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
+def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any = None) -> M:
     """Annotate the weights of `module` with shardings, by name pattern.
 
     Examples:
         >>> model = fl.deferred_init(nn.Linear, 8, 4)
-        >>> _ = fl.shard(model, {"weight": ("tp", None)}, {"tp": 2})
-        >>> text = fl.init_program(model).to_stablehlo()  # on two devices, `run()` makes these shards
+        >>> _ = fl.shard(model, {"weight": ("tp", None)})
+        >>> text = fl.init_program(model).to_stablehlo({"tp": 2})  # on two devices, `run` makes these shards
         >>> 'out_shardings=[<@mesh, [{}]>, <@mesh, [{"tp"}, {}]>]' in text  # of bias and weight
         True
 
@@ -103,7 +104,7 @@ def shard(module: M, specs: Mapping[str, Sequence[Any]], mesh: Any) -> M:
     Raises:
         ShardingError: as `mark_sharding`, or if a pattern matches nothing. No weight is annotated then.
     """
-    source, axes = here(), axes_of(mesh)
+    source, axes = here(), None if mesh is None else axes_of(mesh)
     if not isinstance(module, torch.nn.Module):
         raise ShardingError(f"{_at(source)}{module!r:.80} is not a Module. For a tensor use fl.mark_sharding")
     tensors = {name: tensor for name, tensor, kind in named_tensors(module) if kind != "attribute"}
@@ -165,8 +166,8 @@ def axes_of(mesh: Any) -> Axes:
     )
 
 
-def checked(name: str, shape: tuple[int, ...], spec: Any, axes: Axes, source: Source = UNKNOWN) -> Spec:
-    """Validate and normalize `spec`, with an entry for each dimension.
+def checked(name: str, shape: tuple[int, ...], spec: Any, axes: Axes | None, source: Source = UNKNOWN) -> Spec:
+    """Validate and normalize `spec`, with an entry for each dimension. `axes`: None where the mesh is not known yet.
 
     Raises:
         ShardingError: with the weight, the spec and the source line.
@@ -189,7 +190,7 @@ def checked(name: str, shape: tuple[int, ...], spec: Any, axes: Axes, source: So
         out.append(tuple(names))
     flat = [axis for entry in out for axis in entry]
     for axis in flat:
-        if axis not in axes:
+        if axes is not None and axis not in axes:
             raise ShardingError(f"{where} names an axis {axis!r}. The mesh has {', '.join(map(repr, axes))}")
         if flat.count(axis) > 1:
             raise ShardingError(f"{where} names {axis!r} twice. An axis shards only one dimension of a weight")

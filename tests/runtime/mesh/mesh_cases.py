@@ -67,7 +67,7 @@ class Run:
         with self.backend.device:
             self.model = Net()
         if specs:
-            fl.shard(self.model, specs, mesh)
+            fl.shard(self.model, specs)
         compiled = fl.compile(self.model, self.backend)
         self.optimizer = make(self.model.parameters(), lr=0.01)
 
@@ -343,6 +343,11 @@ def test_a_loader_on_a_mesh(tmp_path, one_device):
 MARKED = [
     ({"up.weight": ("tp",)}, {"tp": 3}, "up.weight: the spec ('tp',) is for a mesh of {'tp': 3}, but the backend's is"),
     ({"up.weight": ("model",)}, {"model": 8}, "up.weight: the spec ('model',) is for a mesh of {'model': 8}"),
+    (
+        {"up.weight": ("model",)},
+        None,
+        "up.weight: the spec ('model',) names an axis 'model'. The mesh has 'fsdp', 'tp'",
+    ),
 ]
 
 

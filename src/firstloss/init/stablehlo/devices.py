@@ -62,9 +62,9 @@ def concrete(mesh: Any, sharding_plan: ShardingPlan) -> Mesh | None:
         return None
     if isinstance(mesh, Mesh):
         return mesh
-    mark = next((w.recipe.mark for w in sharding_plan.weights if w.recipe.mark is not None), None)
-    if mesh is None and mark is not None and isinstance(mark.mesh, Mesh):
-        return mark.mesh
+    meshes = (w.recipe.mark.mesh for w in sharding_plan.weights if w.recipe.mark is not None)
+    if mesh is None and isinstance(marked := next((m for m in meshes if m is not None), None), Mesh):
+        return marked
     devices = jax.devices()
     if sharding_plan.devices > len(devices):
         sizes = ", ".join(f"{name}={size}" for name, size in sharding_plan.axes.items())

@@ -147,9 +147,16 @@ def plan(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None
 
 
 def _mesh_of(marks: Mapping[str, ShardingMark]) -> Any:
-    """The mesh of the annotations, which must be the same for all."""
-    first, one = next(iter(marks.items()))
-    for name, mark in marks.items():
+    """The mesh of the annotations, which must be the same for all that have one."""
+    of_meshes = {name: mark for name, mark in marks.items() if mark.mesh is not None}
+    if not of_meshes:
+        name, mark = next(iter(marks.items()))
+        raise ShardingError(
+            f"{mark.source}: {name}: the spec {mark.spec!r} was given without a mesh. Pass it here, as in "
+            "run(mesh={'fsdp': 8})"
+        )
+    first, one = next(iter(of_meshes.items()))
+    for name, mark in of_meshes.items():
         if axes_of(mark.mesh) != axes_of(one.mesh):
             raise ShardingError(
                 f"{mark.source}: {name}: the spec {mark.spec!r} is for a mesh of {axes_of(mark.mesh)}, but that of "

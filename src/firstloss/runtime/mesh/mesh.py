@@ -163,12 +163,14 @@ class Mesh:
                     shardings.copy_sharding_mark(tensor, mark)
 
     def _check_axes(self, mark: shardings.ShardingMark) -> None:
+        if mark.mesh is None:
+            return
         marked = shardings.axes_of(mark.mesh)
         for axis in {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}:
             if marked.get(axis) != self.axes.get(axis):
                 raise ShardingError(
                     f"{_at(mark)}{mark.name}: the spec {mark.spec!r} is for a mesh of {marked}, but the backend's is "
-                    f"{self.axes}. Pass the backend's mesh to fl.shard."
+                    f"{self.axes}. Leave out the mesh: fl.shard(model, specs)."
                 )
 
     def _sharding(self, spec: shardings.Spec) -> MeshSharding:
