@@ -66,6 +66,7 @@ def called(fields, batch, backend, whole):
 
     from firstloss.lower import segments
     from firstloss.runtime.jax_support import x64
+    from firstloss.runtime.step.shapes import Shapes
 
     least = segments._SAVED
     try:
@@ -76,8 +77,9 @@ def called(fields, batch, backend, whole):
     compiled = step._cache.latest
     owners = compiled.traced.owners
     seed = jax.numpy.zeros(2, jax.numpy.uint32)
+    arguments, _ = Shapes("step", "recompile").admit((batch,), {})
     with x64():
-        arrays = [tuple(compiled.inputs.array(v, [batch]) for v in vs) for vs in (owners.changed, owners.read)]
+        arrays = [tuple(compiled.inputs.array(v, arguments) for v in vs) for vs in (owners.changed, owners.read)]
 
     def run():
         with x64():

@@ -41,7 +41,7 @@ def child(side, args):
                 self.began = clocks()
 
             def on_epoch_end(self, trainer):
-                trainer._reporter.settle()
+                trainer._reporter.wait()
                 ours = since(self.began)
                 theirs = bare()
                 fl.backend(trainer.backend)

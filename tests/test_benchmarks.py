@@ -34,9 +34,14 @@ def test_make_bench_runs_all_benchmarks():
     assert set(FIGURES) == names and len(FIGURES) == len(names)
 
 
-@pytest.mark.sweep
+# They reach into the runtime, whose changes have broken them unnoticed.
+INSIDE = {"guards", "traced_loop", "trainer_overhead"}
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize(
+    "name", [name if name in INSIDE else pytest.param(name, marks=pytest.mark.sweep) for name in FIGURES]
+)
 def test_each_benchmark_runs(name):
     command = [sys.executable, "-m", "benchmarks", "--tiny", "--rounds", "1", "--only", name]
     done = subprocess.run(command, cwd=harness.ROOT, env={**os.environ, "PYTHONPATH": "src"}, capture_output=True)
