@@ -6,7 +6,6 @@ them restored.
 
 from __future__ import annotations
 
-import _signal
 import functools
 import gc
 import os
@@ -19,6 +18,7 @@ from gc import disable, enable, isenabled  # a step being traced sees replaced o
 from typing import Any, Generic, TypeVar
 
 from .compat.locks import fork_safe_lock
+from .compat.python_names import get_handler, set_handler
 
 T = TypeVar("T")
 
@@ -65,16 +65,14 @@ class Undo:
 # -- signals, which are put off while something is changed that must not be left half done --
 
 
-# Without real-time signals. `signal.getsignal` makes enumerations, and takes 30 times as long: 45 microseconds a step.
+# Without real-time signals: a step asks for the handler of each.
 _SIGNALS = [n for n in map(int, signal.valid_signals()) if n < getattr(signal, "SIGRTMIN", 1 << 30)]
 _SIGNALS = [n for n in sorted(_SIGNALS) if n not in (getattr(signal, "SIGKILL", 0), getattr(signal, "SIGSTOP", 0))]
-_get_handler: Callable[[int], Any] = _signal.getsignal
-_set_handler: Callable[[int, Any], Any] = _signal.signal
 
 
 def is_raised_by_handler(error: BaseException) -> bool:
     """Whether a signal's handler in Python has raised `error`, or called what has."""
-    handlers = [getattr(handler, "__func__", handler) for handler in map(_get_handler, _SIGNALS) if callable(handler)]
+    handlers = [getattr(handler, "__func__", handler) for handler in map(get_handler, _SIGNALS) if callable(handler)]
     codes = {getattr(handler, "__code__", getattr(type(handler).__call__, "__code__", None)) for handler in handlers}
     trace = error.__traceback__
     while trace is not None:
@@ -123,10 +121,10 @@ class Uninterrupted:
         self._is_outermost = True  # also if no signal has a handler, as where Ctrl-C is ignored
         Uninterrupted._is_open = True
         for number in _SIGNALS:
-            handler = _get_handler(number)
+            handler = get_handler(number)
             if callable(handler):
                 self._handlers[number] = handler  # first: it may be interrupted
-                _set_handler(number, self._note)
+                set_handler(number, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
         self._noted.append((self._handlers.get(number), number, frame))
@@ -134,8 +132,8 @@ class Uninterrupted:
     def _end(self) -> None:
         """Restore the handlers; that of Ctrl-C last, since it raises from then on. Idempotent."""
         for number in sorted(self._handlers, key=lambda number: number == signal.SIGINT):
-            if _get_handler(number) == self._note:
-                _set_handler(number, self._handlers[number])
+            if get_handler(number) == self._note:
+                set_handler(number, self._handlers[number])
         self._handlers.clear()
         Uninterrupted._is_open = False
 

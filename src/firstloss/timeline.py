@@ -387,7 +387,11 @@ def mark(name: str) -> Mark:
 
 
 def records_reads() -> bool:
-    """Whether a step's reads of values are recorded: in a `record` block. They come at each step, without end."""
+    """Whether a step's reads of values are recorded. They come at each step, without end.
+
+    Returns:
+        Whether a `record` block is open.
+    """
     return _current is not _of_process
 
 

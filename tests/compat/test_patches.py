@@ -13,7 +13,7 @@ import torch
 import firstloss as fl
 from firstloss.capture import deferred as _deferred  # noqa: F401 - registers its replacements
 from firstloss.compat import patches
-from firstloss.compat.patches import lookup
+from firstloss.compat.names import lookup
 from firstloss.errors import CompatibilityError
 from firstloss.interpreter import Undo
 from firstloss.runtime.step import optimizers as _optimizers  # noqa: F401 - likewise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import operator
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import CompatibilityError
-from .patches import lookup
 
 
 class Name(NamedTuple):
@@ -52,6 +53,40 @@ class Missing:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         self._refuse()
+
+
+def lookup(path: str) -> Any:
+    """Look up a dotted path that begins with a module.
+
+    Raises:
+        ImportError, AttributeError: if it does not exist.
+    """
+    ways = _ways(path)
+    for module, attributes_of in ways:
+        if module in sys.modules:  # avoids the import machinery, which is slow enough to matter in a capture
+            try:
+                return attributes_of(sys.modules[module])
+            except AttributeError:  # may be a module that is not imported yet
+                break
+    for module, attributes_of in ways:
+        try:
+            value = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if "." not in module or not module.startswith(str(error.name)):
+                raise
+            continue
+        return attributes_of(value)
+    raise AssertionError(path)
+
+
+@functools.cache
+def _ways(path: str) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Each module that `path` may begin with, the longest first, and a function that reads the rest from it."""
+    parts = path.split(".")
+    ways: list[tuple[str, Callable[[Any], Any]]] = [(path, lambda module: module)]
+    for count in range(len(parts) - 1, 0, -1):
+        ways.append((".".join(parts[:count]), operator.attrgetter(".".join(parts[count:]))))
+    return ways
 
 
 def resolve(name: Name) -> Any:
