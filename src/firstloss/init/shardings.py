@@ -36,6 +36,11 @@ class ShardingMark(NamedTuple):
     source: Source
     name: str = "a weight"
 
+    @property
+    def named_axes(self) -> set[str]:
+        """The axes in its spec."""
+        return {axis for entry in self.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+
 
 class WeightSharding(NamedTuple):
     """The sharding of one weight.

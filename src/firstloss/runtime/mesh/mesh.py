@@ -166,7 +166,7 @@ class Mesh:
         if mark.mesh is None:
             return
         marked = shardings.axes_of(mark.mesh)
-        for axis in {a for entry in mark.spec if entry for a in ((entry,) if isinstance(entry, str) else entry)}:
+        for axis in mark.named_axes:
             if marked.get(axis) != self.axes.get(axis):
                 raise ShardingError(
                     f"{_at(mark)}{mark.name}: the spec {mark.spec!r} is for a mesh of {marked}, but the backend's is "
