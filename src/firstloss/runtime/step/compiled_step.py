@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -218,11 +219,10 @@ class CompiledStep(BoundStep):
         reads = dict(zip(names_read(self.traced.trace), self.traced.trace.numbers.reads, strict=True))
         for name, array in zip(names, arrays, strict=True):
             if reads[name] not in arguments.known:  # the early ones are known before
-                begin = timeline.current().now()
-                content = array.content if type(array) is LazyArray else None
-                arguments.known[reads[name]] = (to_host(ready(array)) if content is None else content).item()
-                if timeline.records_reads():
-                    timeline.current().add(f"read: {self.traced.program.notes[name]}", begin)
+                recorded = timeline.records_reads()
+                with timeline.span(f"read: {self.traced.program.notes[name]}") if recorded else nullcontext():
+                    content = array.content if type(array) is LazyArray else None
+                    arguments.known[reads[name]] = (to_host(ready(array)) if content is None else content).item()
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced

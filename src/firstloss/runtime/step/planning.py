@@ -230,8 +230,9 @@ def _why_replicated(tensor: torch.Tensor, shape: tuple[int, ...], whole: Sequenc
     size = " x ".join(map(str, shape)) or "a number"
     reasons = []
     if mark is not None:
-        indivisible = [axis for axis in whole if axis in mark.named_axes]
-        unnamed = [axis for axis in whole if axis not in mark.named_axes]
+        named_axes = mark.named_axes
+        indivisible = [axis for axis in whole if axis in named_axes]
+        unnamed = [axis for axis in whole if axis not in named_axes]
         reasons += [f"no dimension left of {size} is divisible by {axis}={mesh.axes[axis]}" for axis in indivisible]
         reasons += [f"its spec does not name {axis}" for axis in unnamed]
     elif math.prod(shape) < SMALL:
