@@ -10,9 +10,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Page -> what it documents, in the order of use: names of `fl`, or modules by their full names.
 PAGES: dict[str, tuple[str, ...]] = {
     "deferred": ("deferred", "deferred_init", "is_deferred", "materialize_module", "materialize_tensor",
-                 "init_program", "save_initialized", "check_init"),
+                 "init_program", "lower", "save_initialized", "check_init"),
     "sharding": ("shard", "mark_sharding", "run_stablehlo", "distributed"),
-    "steps": ("backend", "compile", "trace", "Pad", "step_closure", "checkpoint_closure", "current_backend",
+    "steps": ("backend", "compile", "trace", "Pad", "load_step", "step_closure", "checkpoint_closure", "current_backend",
               "current_torch_device", "use_cs", "register_lowering", "timeline"),
     "data": ("utils.data", "current_executor", "save", "load"),
     "optimizers": ("optim", "optim.lr_scheduler", "amp", "metrics"),

@@ -18,6 +18,7 @@ _MODULES = {
     "materialize_module": ".init.materialize_module",
     "save_initialized": ".init.disk.save",
     "init_program": ".init.init_program",
+    "lower": ".init.init_program",  # the package `lower`, once it is imported, calls it
     "check_init": ".init.unwritten",
     "shard": ".init.shardings",
     "mark_sharding": ".init.shardings",
@@ -29,6 +30,7 @@ _MODULES = {
     "compile": ".runtime.compiled_model",
     "trace": ".runtime.step.trace",
     "Pad": ".runtime.step.shapes",
+    "load_step": ".exported_step",
     "step_closure": ".runtime.step.closures",
     "checkpoint_closure": ".runtime.step.closures",
     "current_executor": ".utils.data.executor",
@@ -45,7 +47,7 @@ _MODULES = {
     "timeline": ".timeline",
 }
 
-_OF_JAX = ("run_stablehlo", "register_lowering")  # whose modules import JAX
+_OF_JAX = ("run_stablehlo", "load_step", "register_lowering")  # whose modules import JAX
 
 __all__ = sorted(_MODULES)
 __version__ = "0.1.0"

@@ -3,7 +3,8 @@
 from . import amp, cstorch, distributed, errors, metrics, optim, timeline, utils
 from .capture.deferred import deferred, deferred_init, is_deferred
 from .init.disk.save import save_initialized
-from .init.init_program import init_program
+from .exported_step import load_step
+from .init.init_program import init_program, lower
 from .init.materialize_module import materialize_module, materialize_tensor
 from .init.shardings import mark_sharding, shard
 from .init.stablehlo.module_file import run_stablehlo
@@ -38,6 +39,8 @@ __all__ = [
     "init_program",
     "is_deferred",
     "load",
+    "load_step",
+    "lower",
     "mark_sharding",
     "materialize_module",
     "materialize_tensor",

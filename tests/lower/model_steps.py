@@ -18,6 +18,7 @@ import os
 import re
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from benchmarks.sweep_constructors import prepare
 from .model_cases import ZOOS, Case, loss_of, silence
 from .model_page import keep, read_rows, write_page
 from .model_rounding import BETAS, RATE, Step, Tensors, judge, judge_update, nudge
+
+Examine = Callable[[str, str, str], dict[str, Any]]  # from a zoo, a model's name and a folder, its outcome
 
 
 def train(case: Case, dtype: torch.dtype | None = None, nudged: int | None = None) -> tuple[Tensors, Step]:
@@ -129,7 +132,7 @@ def examine(zoo: str, name: str, artifacts: str) -> dict[str, Any]:
     return out
 
 
-def _child(zoo: str, name: str, connection: Any) -> None:
+def _child(examine: Examine, zoo: str, name: str, connection: Any) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as artifacts:
@@ -138,10 +141,10 @@ def _child(zoo: str, name: str, connection: Any) -> None:
     os._exit(0)
 
 
-def in_child(zoo: str, name: str, limit: float) -> dict[str, Any]:
+def in_child(examine: Examine, zoo: str, name: str, limit: float) -> dict[str, Any]:
     """Run one model in a process forked from this one, which has only imported modules."""
     parent_end, child_end = multiprocessing.get_context("fork").Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(zoo, name, child_end))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(examine, zoo, name, child_end))
     process.start()
     child_end.close()
     out = {"zoo": zoo, "name": name, "verdict": "late", "why": f"no outcome within {limit:.0f} s"}
@@ -161,11 +164,17 @@ def is_known(zoo: str, name: str) -> bool:
     return row["verdict"] != "late" and not row.get("partly")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that select models."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("zoos", nargs="*", metavar="ZOO", help=f"of {', '.join(ZOOS)} (default all)")
     parser.add_argument("--only", help="a regular expression: run these again")
     parser.add_argument("--limit", type=float, default=300, help="seconds that a model may take")
+    return parser
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
     parser.add_argument("--first", type=int, help="of each zoo, so many")
     parser.add_argument("--table", action="store_true", help="write the page from outcomes found before")
     options = parser.parse_args()
@@ -182,7 +191,7 @@ def main() -> None:
         for name in ZOOS[zoo][0][: options.first]:
             if is_known(zoo, name) if options.only is None else not re.search(options.only, name):
                 continue
-            out = in_child(zoo, name, options.limit)
+            out = in_child(examine, zoo, name, options.limit)
             keep(out)
             write_page()
             far = f"{out.get('distance', 0):.0e} of {out.get('allowed', 0):.0e}"

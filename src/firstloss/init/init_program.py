@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..capture.deferred import named_tensors
+from ..capture.deferred import deferred_init, named_tensors
 from ..capture.op_call import ref_of
 from ..capture.tensor import DeferredTensor, on_backend
 from ..compat.torch_names import InferenceMode
 from ..dependencies import require_jax
-from ..errors import NothingDeferredError
+from ..errors import NothingDeferredError, SaveError
+from ..files import atomic_write
 from ..program.graph import Value
 from .recipes import Recipe, Recipes
 from .shardings import mark_of
 
 if TYPE_CHECKING:
+    import jax
+
     from .stablehlo.plan import ShardingPlan
 
 
@@ -51,6 +55,35 @@ class InitProgram(Recipes):
         from .stablehlo.module import to_stablehlo
 
         return to_stablehlo(self, mesh, shardings)
+
+    as_text = to_stablehlo  # the word of JAX, and of a lowered step
+
+    def compile(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+        """The module of `to_stablehlo`, compiled as a whole for the available devices; `run` compiles less, in parallel.
+
+        Arguments and errors as for `to_stablehlo`.
+
+        Returns:
+            JAX's object for it: called without arguments it returns `{name: jax.Array}`, tied weights once;
+            `memory_analysis()`, `cost_analysis()` and `as_text()` are the compiler's.
+        """
+        require_jax("InitProgram.compile")
+        from .stablehlo.module import compile
+
+        return compile(self, mesh, shardings)
+
+    def save(self, path: str | os.PathLike[str], mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> None:
+        """Write the module to a file, which `fl.run_stablehlo` runs without PyTorch and without the model's code.
+
+        Arguments and errors as for `to_stablehlo`, and SaveError if the file cannot be written, which is replaced as a
+        whole.
+        """
+        text = self.to_stablehlo(mesh, shardings)
+        try:
+            with atomic_write(path) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise SaveError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
 
     def peak_bytes(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:
         """The bytes that each device needs to compute its shards, by the executables' memory analysis.
@@ -152,6 +185,29 @@ def init_program(module: torch.nn.Module) -> InitProgram:
             recipe.aliases.append(name)
         recipes[name] = recipe
     return InitProgram(recipes, others)
+
+
+def lower(fn: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> InitProgram:
+    """Capture `fn(*args, **kwargs)` as one Program, to read, plan, compile and save, as `step.lower(batch)` does a step.
+
+    It is `fl.init_program(fl.deferred_init(fn, *args, **kwargs))`.
+
+    Examples:
+        >>> lowered = fl.lower(nn.Linear, 8, 4)
+        >>> lowered.compile()()["weight"].shape
+        (4, 8)
+
+    Args:
+        fn: a constructor: any callable that returns a Module.
+        *args, **kwargs: its arguments.
+
+    Returns:
+        The Program of the constructor: `program`, `plan()`, `as_text()`, `compile()`, `run()` and `save()`.
+
+    Raises:
+        NothingDeferredError: if the result is no Module, or has no weights, or if `fn` is a module instance.
+    """
+    return init_program(deferred_init(fn, *args, **kwargs))
 
 
 def _kind(tensor: torch.Tensor) -> str:

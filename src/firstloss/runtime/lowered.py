@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 
 from ..dependencies import require_extra
 from ..errors import BackendError, LoweringError, SaveError
+from ..exported_step import FORMAT, MODULE
 from ..files import replacing
 from ..lower import aten
 from ..lower.dtypes import to_jax
@@ -30,9 +32,7 @@ from .step.plan import StepPlan
 from .step.planning import names_of, plan_step, traced_only
 from .step.traced_program import TracedProgram
 
-MODULE = "firstloss.module"  # the entry of a saved step with its serialized module
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-FORMAT = "firstloss.step"  # the metadata's key
 
 
 class Array(NamedTuple):
@@ -117,12 +117,12 @@ class LoweredStep:
             return state, read
 
     def save(self, path: str | os.PathLike[str], platforms: tuple[str, ...] = ("cpu", "cuda", "tpu")) -> None:
-        """Write the module and the current values of its arrays to one safetensors file, which JAX runs without PyTorch
-        and without Firstloss ([how](../export.md)).
+        """Write a module for each platform and the current values of its arrays to one safetensors file, which `fl.load_step` loads
+        without PyTorch, and ten lines of JAX without Firstloss ([how](../export.md)).
 
         Args:
             path: of the file, which is replaced as a whole.
-            platforms: those for which the module is lowered.
+            platforms: those for which it is lowered.
 
         Raises:
             BackendError: on a mesh.
@@ -137,8 +137,11 @@ class LoweredStep:
         with self._traced() as traced:
             require_extra("xla", "LoweredStep.save", "flatbuffers")
             with x64(), aten.within(False):
-                try:
-                    module = jax.export.export(_jitted(traced), platforms=platforms)(*_shapes(traced)).serialize()
+                step, shapes = _jitted(traced), _shapes(traced)
+                try:  # one each: a module for several platforms has other roundings
+                    modules = {
+                        each: jax.export.export(step, platforms=[each])(*shapes).serialize() for each in platforms
+                    }
                 except NotImplementedError as error:
                     raise LoweringError(
                         f"{self._name} cannot be lowered for {', '.join(platforms)}: {error}"
@@ -146,15 +149,19 @@ class LoweredStep:
             inputs = Inputs(self._backend, traced.owners, traced.numbers)
             pairs = zip((*traced.groups.state, *traced.groups.read), (*self.state, *self.inputs), strict=True)
             with x64():
-                parts = [_part(MODULE, torch.frombuffer(module, dtype=torch.uint8))]
+                parts = [
+                    _part(MODULE + name, torch.frombuffer(text, dtype=torch.uint8)) for name, text in modules.items()
+                ]
                 for value, array in pairs:
                     if array.argument is None:
                         content = jax.numpy.asarray(inputs.array(value, self._arguments))
                         parts.append(_part(array.name, to_host(content)))
-            about = {kind: [_described(a) for a in getattr(self, kind)] for kind in ("state", "inputs", "results")}
+            digests = {name: hashlib.sha256(text).hexdigest() for name, text in modules.items()}
+            about: dict[str, Any] = {"name": self._name, "sha256": digests}
+            about |= {kind: [_described(a) for a in getattr(self, kind)] for kind in ("state", "inputs", "results")}
             try:
                 with replacing(path) as temporary:
-                    write(temporary, parts, {FORMAT: json.dumps({"name": self._name, **about})})
+                    write(temporary, parts, {FORMAT: json.dumps(about)})
             except OSError as error:
                 raise SaveError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
 

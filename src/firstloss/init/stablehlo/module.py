@@ -112,6 +112,22 @@ def _origin(stream: Stream) -> Any:
 
 def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:
     """See `InitProgram.to_stablehlo`."""
+    sharding_plan = _module_plan(program, mesh, shardings)
+    with jax.enable_x64(True):
+        return with_checksum(_text(sharding_plan, abstract(sharding_plan.axes)))
+
+
+def compile(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """See `InitProgram.compile`."""
+    from .devices import concrete
+
+    sharding_plan = _module_plan(program, mesh, shardings)
+    with jax.enable_x64(True):
+        return _jitted(sharding_plan, concrete(mesh, sharding_plan)).lower().compile()
+
+
+def _module_plan(program: Recipes, mesh: Any, shardings: Mapping[str, Any] | None) -> ShardingPlan:
+    """The plan, of which devices can compute each weight."""
     sharding_plan = plan(program, mesh, shardings)
     for weight in sharding_plan.weights:
         if weight.sketch is None:
@@ -119,8 +135,7 @@ def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any
                 f"{weight.name}: {weight.why}, so it cannot be part of a module. program.run() computes it on the "
                 "host; or initialize it with uniform_ or normal_ of at least 16 elements, or remove it"
             )
-    with jax.enable_x64(True):
-        return with_checksum(_text(sharding_plan, abstract(sharding_plan.axes)))
+    return sharding_plan
 
 
 def abstract(axes: Axes) -> AbstractMesh | None:
@@ -155,7 +170,8 @@ def shard_maker(
     return make
 
 
-def _text(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
+def _jitted(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> Any:
+    """The function of no arguments that returns the weights."""
     streams = Streams(sharding_plan)
     functions = Functions()
 
@@ -165,7 +181,11 @@ def _text(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
     specs = {weight.name: partition_spec(weight) for weight in sharding_plan.weights}
     if mesh is not None:
         constructor = jax.shard_map(constructor, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False)
-    lowered = jax.jit(constructor).trace().lower(lowering_platforms=("cpu",))
+    return jax.jit(constructor)
+
+
+def _text(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
+    lowered = _jitted(sharding_plan, mesh).trace().lower(lowering_platforms=("cpu",))
     text = _named(lowered, sharding_plan)
     foreign = sorted(set(_LAPACK.findall(text)))
     if foreign:
