@@ -233,8 +233,11 @@ def step(x):
     optimizer.zero_grad()
     return loss
 import jax
+import safetensors.flax
 <sample>
 assert "stablehlo" in text
+<sample>
+assert abs(float(loss) - float(results[0])) < 1e-6
 traced, batches, seed = step, [(batch.numpy(),)] * 3, 0
 <sample>
 assert abs([traced(torch.ones(4, 8)) for _ in range(3)][-1].item() - float(results[0])) < 1e-6

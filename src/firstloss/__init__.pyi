@@ -2,8 +2,8 @@
 
 from . import amp, cstorch, distributed, errors, metrics, optim, timeline, utils
 from .capture.deferred import deferred, deferred_init, is_deferred
-from .init.disk.save import save_initialized
 from .exported_step import load_step
+from .init.disk.save import save_initialized
 from .init.init_program import init_program, lower
 from .init.materialize_module import materialize_module, materialize_tensor
 from .init.shardings import mark_sharding, shard

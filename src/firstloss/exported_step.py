@@ -110,7 +110,7 @@ def load_step(path: str | os.PathLike[str]) -> ExportedStep:
             described = (file.metadata() or {}).get(FORMAT)
             if described is None:
                 raise CheckpointError(f"{name} has no step. Write one with step.lower(batch).save(path)")
-            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            arrays = {key: file.get_tensor(key) for key in file.keys()}
         about, platform = json.loads(described), _platform()
         if platform not in about["sha256"]:
             there = ", ".join(about["sha256"])

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
+from firstloss import errors
 from firstloss.errors import BackendError, ConstantChangedError, LoweringError, ModuleTextError, ShardingError
 from tests import forked
 from tests.init.normals import EXACT, as_near_as_possible
@@ -142,6 +143,44 @@ def test_marks_on_the_module_are_enough():
     module = fl.shard(fl.deferred_init(Layers, 1), {"*.up.weight": ("fsdp",)}, {"fsdp": 1})
     arrays = fl.init_program(module).run()
     assert arrays["layers.0.up.weight"].sharding.mesh.axis_names == ("fsdp",)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_constructor_is_lowered_by_the_words_of_a_step(imported, tmp_path):
+    """`fl.lower` is a function, and a package once that is imported."""
+    code = f"""
+import firstloss as fl, jax, numpy as np, torch
+from torch import nn
+jax.config.update("jax_num_cpu_devices", 4)
+if {imported}:
+    import firstloss.lower.program
+assert callable(fl.lower)
+torch.manual_seed(0)
+lowered = fl.lower(nn.Linear, 1024, out_features=32)
+torch.manual_seed(0)
+expected = nn.Linear(1024, 32)
+for mesh in (None, {{"fsdp": 4}}):
+    compiled = lowered.compile(mesh)
+    lowered.save("weights.mlir", mesh)
+    assert open("weights.mlir").read() == lowered.as_text(mesh) == lowered.to_stablehlo(mesh)
+    for weights in (compiled(), lowered.run(mesh), fl.run_stablehlo("weights.mlir")):
+        assert torch.equal(torch.from_numpy(np.asarray(weights["weight"])), expected.weight.detach())
+        assert len(weights["weight"].addressable_shards) == (4 if mesh else 1)
+assert compiled.memory_analysis().output_size_in_bytes >= 1024 * 8 * 4
+print(lowered.program, lowered.plan({{"fsdp": 4}}))
+"""
+    done = forked.run(["-c", code], capture_output=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "aten.uniform_" in done.stdout and "on 4 devices" in done.stdout
+
+
+def test_a_module_that_cannot_be_lowered_or_written_is_an_error(tmp_path):
+    with pytest.raises(errors.NothingDeferredError, match="already been constructed"):
+        fl.lower(torch.nn.Linear(2, 2))
+    with pytest.raises(errors.NothingDeferredError, match="not a Module"):
+        fl.lower(torch.ones, 3)
+    with pytest.raises(errors.SaveError, match="nowhere.*No such file"):
+        fl.lower(torch.nn.Linear, 2, 2).save(tmp_path / "nowhere" / "weights.mlir")
 
 
 def test_a_mesh_larger_than_the_devices_is_an_error():

@@ -5,7 +5,7 @@
 
 Two steps of each: `lowered.compile()` runs them in this process, and `fl.load_step` in one that has neither PyTorch nor
 the model's code. Results and state (weights, AdamW's moments, buffers) must have the same bytes. Each outcome replaces
-its row in docs/model-exports.jsonl.
+its row in docs/model-exports.jsonl, a column of docs/model-steps.md.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from benchmarks.sweep_constructors import prepare
 
 from .. import forked
 from .model_cases import ZOOS, Case, loss_of, silence
-from .model_page import DOCS
+from .model_page import EXPORTS, write_page
 from .model_rounding import BETAS, RATE
 from .model_steps import argument_parser, in_child
 
-ROWS = DOCS / "model-exports.jsonl"
 STEPS = 2
 WITHOUT_TORCH = """
 import sys
@@ -131,8 +130,8 @@ def main() -> None:
     import firstloss.runtime.step.compiled_step  # noqa: F401
 
     rows = (
-        {(row["zoo"], row["name"]): row for row in map(json.loads, ROWS.read_text().splitlines())}
-        if ROWS.exists()
+        {(row["zoo"], row["name"]): row for row in map(json.loads, EXPORTS.read_text().splitlines())}
+        if EXPORTS.exists()
         else {}
     )
     for zoo in options.zoos or ZOOS:
@@ -146,9 +145,10 @@ def main() -> None:
                 flush=True,
             )
             rows[zoo, name] = out
-            scratch = ROWS.with_suffix(".part")
+            scratch = EXPORTS.with_suffix(".part")
             scratch.write_text("".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
-            os.replace(scratch, ROWS)
+            os.replace(scratch, EXPORTS)
+            write_page()
 
 
 if __name__ == "__main__":

@@ -12,9 +12,23 @@ from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = DOCS / "model-steps.jsonl"
+EXPORTS = DOCS / "model-exports.jsonl"
 PAGE = DOCS / "model-steps.md"
 VERDICTS = ("same", "differs", "refused", "late", "left out")
-HEADS = ("model", "outcome", "weights", "gradients", "loss", "worst", "distance", "allowed", "seconds", "run", "remark")
+HEADS = (
+    "model",
+    "outcome",
+    "weights",
+    "gradients",
+    "loss",
+    "worst",
+    "distance",
+    "allowed",
+    "seconds",
+    "exported",
+    "run",
+    "remark",
+)
 PREFACE = """
 One training step (forward, backward, AdamW) of small configurations (torchvision's and timm's models without layers
 that repeat the previous one) on batches of two (eight images), constructed deferred, traced and compiled with
@@ -28,7 +42,9 @@ gradients (not the loss or a buffer) are farther off, by less than 1e-2, the ste
 has to be within 1e-4 of eager's; the remark gives the distance. New weights are compared, elementwise and up to
 AdamW's rounding, with those that eager AdamW computes from the same gradients. Seconds are those of tracing, lowering
 and compiling on shared cores. *Late* means no outcome within the time limit, *left out* that eager PyTorch does not
-train the model as configured here.
+train the model as configured here. *Exported*: two such steps, run from a file of `step.lower(batch).save(path)` by a
+process without PyTorch, have the same bits as `step.lower(batch).compile()` in loss, weights, buffers and AdamW's
+moments (`python -m tests.lower.model_exports`).
 """
 
 Row = dict[str, Any]
@@ -69,6 +85,7 @@ def as_row(outcome: Row) -> Row:
 
 def write_page() -> None:
     rows = read_rows()
+    exports = {(row["zoo"], row["name"]): row["verdict"] for row in map(json.loads, EXPORTS.read_text().splitlines())}
     zoos = sorted({zoo for zoo, _ in rows})
     lines = ["# Training steps of model zoos", "", "<!-- Written by `python -m tests.lower.model_steps`. -->", ""]
     lines += [*PREFACE.strip().splitlines(), "", f"| zoo | {' | '.join(VERDICTS)} |", "| --- |" + " ---: |" * 5]
@@ -79,12 +96,14 @@ def write_page() -> None:
         lines.append(f"| {zoo} {versions} | {' | '.join(counts)} |")
     for zoo in zoos:
         lines += ["", f"## {zoo}", "", f"| {' | '.join(HEADS)} |"]
-        lines += ["| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | --- | --- |"]
-        lines += [_line(row) for (of, _), row in sorted(rows.items()) if of == zoo and row["verdict"] != "left out"]
+        lines += ["| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | --- | --- | --- |"]
+        for key, row in sorted(rows.items()):
+            if key[0] == zoo and row["verdict"] != "left out":
+                lines.append(_line(row, exports.get(key, "")))
     PAGE.write_text("\n".join([*lines, ""]))
 
 
-def _line(row: Row) -> str:
+def _line(row: Row, exported: str) -> str:
     cells = [
         row["name"],
         row["verdict"],
@@ -97,4 +116,6 @@ def _line(row: Row) -> str:
     else:
         cells += [""] * 5
     remark = row["why"].replace("|", "\\|")
-    return f"| {' | '.join(cells)} | {row['run']} | {remark if len(remark) < 200 else remark[:200] + '...'} |"
+    return (
+        f"| {' | '.join(cells)} | {exported} | {row['run']} | {remark if len(remark) < 200 else remark[:200] + '...'} |"
+    )

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss import errors
-from firstloss.runtime.lowered import MODULE
+from firstloss.exported_step import MODULE
 
 from .. import forked
 
@@ -62,7 +63,7 @@ def batches(count=4):
 
 def losses_without_torch(path, seed=0):
     """What the code of the page prints, in a process without PyTorch and Firstloss."""
-    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)[1]
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)[2]
     given, parts = path.with_suffix(".npz"), {}
     for n, (x, y) in enumerate(batches()):
         parts |= {f"x{n}": x.numpy(), f"y{n}": y.numpy()}
@@ -90,6 +91,90 @@ def test_jax_trains_without_pytorch(schedule, after, tmp_path):
     losses = [step(x, y).item() for x, y in batches()]
     # As far apart as XLA's sums and those of PyTorch's kernels, which the step calls on a CPU.
     assert losses_without_torch(tmp_path / "step.safetensors") == pytest.approx(losses, rel=1e-5)
+
+
+LOADED = """
+import sys
+sys.modules["torch"] = None  # importing it would be an error
+import numpy as np
+import firstloss as fl
+given, step = np.load(sys.argv[2]), fl.load_step(sys.argv[1])
+for n in range(4):
+    loss, = step(given[f"x{n}"], given[f"y{n}"])
+    print(float(loss).hex())
+np.savez(sys.argv[2] + ".npz", **{name: np.asarray(array) for name, array in step.state.items()})
+"""
+
+
+def test_a_step_is_loaded_without_pytorch(tmp_path):
+    """The bits are those of the compiled module."""
+    step, _, _ = training(tmp_path)
+    lowered = step.lower(*batches()[0])
+    lowered.save(tmp_path / "step.safetensors")
+    given = {
+        f"{name}{n}": value.numpy() for n, pair in enumerate(batches()) for name, value in zip("xy", pair, strict=True)
+    }
+    np.savez(tmp_path / "given.npz", **given)
+    files = [str(tmp_path / name) for name in ("step.safetensors", "given.npz")]
+    done = forked.run(["-c", LOADED, *files], capture_output=True, cwd=forked.ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled, (state, inputs) = lowered.compile(), lowered.arrays()
+    losses = []
+    for number, batch in enumerate(batches()):
+        named = zip(lowered.inputs, inputs, strict=True)
+        arrays = [batch[a.argument].numpy() if a.argument is not None else x for a, x in named]
+        with jax.enable_x64(True):
+            state, (loss,) = compiled(state, arrays, np.array([0, number], np.uint32))
+        losses.append(float(loss).hex())
+    assert done.stdout.split() == losses
+    trained = np.load(files[1] + ".npz")
+    assert all(np.array_equal(trained[a.name], array) for a, array in zip(lowered.state, state, strict=True))
+
+
+def test_a_loaded_step_names_what_is_wrong(tmp_path):
+    step, _, _ = training(tmp_path)
+    (x, y), path = batches()[0], tmp_path / "step.safetensors"
+    step.lower(x, y).save(path, platforms=("cpu", "tpu"))
+    loaded = fl.load_step(path)
+    assert repr(loaded) == f"<ExportedStep step: {len(loaded.state)} arrays of state, 2 of a batch>"
+    with pytest.raises(errors.ShapeError, match="step takes 2 arrays, but was given 1"):
+        loaded(x)
+    with pytest.raises(errors.ShapeError, match=r"array 0 of the batch is float64\[8, 6\], but .* float32\[8, 6\]"):
+        loaded(x.double(), y)
+    with pytest.raises(errors.ShapeError, match=r"array 1 .* int64\[7\]"):
+        loaded(x, y[1:])
+    assert loaded.number == 0 and np.isfinite(loaded(x, y)[0])
+    step.lower(x, y).save(tmp_path / "tpu.safetensors", platforms=("tpu",))
+    with pytest.raises(errors.CheckpointError, match="no module for cpu, but for tpu"):
+        fl.load_step(tmp_path / "tpu.safetensors")
+    with pytest.raises(errors.CheckpointMissingError, match="nowhere"):
+        fl.load_step(tmp_path / "nowhere")
+    fl.save({"weight": torch.ones(3)}, tmp_path / "weights.safetensors")
+    with pytest.raises(errors.CheckpointError, match=r"has no step\. Write one with"):
+        fl.load_step(tmp_path / "weights.safetensors")
+
+
+def test_a_damaged_step_is_an_error_or_unharmed(tmp_path):
+    """Of 60 files with a byte changed, those that can be loaded have the module as it was written."""
+    step, _, _ = training(tmp_path)
+    step.lower(*batches()[0]).save(tmp_path / "step.safetensors", platforms=("cpu",))
+    whole, generator = (tmp_path / "step.safetensors").read_bytes(), np.random.default_rng(0)
+    loaded = 0
+    for place in generator.integers(0, len(whole), 60):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << int(generator.integers(8))
+        (tmp_path / "damaged").write_bytes(damaged)
+        try:
+            fl.load_step(tmp_path / "damaged")
+        except errors.CheckpointError as error:
+            assert "damaged" in str(error)
+        else:
+            loaded += 1
+    assert loaded < 40
+    for size in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "damaged").write_bytes(whole[:size])
+        with pytest.raises(errors.CheckpointError, match="is damaged"):
+            fl.load_step(tmp_path / "damaged")
 
 
 def test_python_is_as_it_was(tmp_path):
@@ -150,7 +235,8 @@ def test_the_arrays_are_named(tmp_path):
     assert "func.func public @main" in text and "stablehlo.dot_general" in text and "custom_call" not in text
     lowered.save(tmp_path / "step.safetensors")
     saved = fl.load(tmp_path / "step.safetensors")
-    assert saved[MODULE].dtype == torch.uint8 and torch.equal(saved["first.weight"], model.first.weight.detach())
+    assert saved[MODULE + "cpu"].dtype == torch.uint8
+    assert torch.equal(saved["first.weight"], model.first.weight.detach())
     assert saved["lr0"].dtype == torch.float64 and saved["lr0"].item() == 1e-2
 
 

@@ -59,7 +59,7 @@ class InitProgram(Recipes):
     as_text = to_stablehlo  # the word of JAX, and of a lowered step
 
     def compile(self, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """The module of `to_stablehlo`, compiled as a whole for the available devices; `run` compiles less, in parallel.
+        """The module of `to_stablehlo`, compiled as a whole for the devices here; `run` compiles less, in parallel.
 
         Arguments and errors as for `to_stablehlo`.
 
@@ -188,7 +188,7 @@ def init_program(module: torch.nn.Module) -> InitProgram:
 
 
 def lower(fn: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> InitProgram:
-    """Capture `fn(*args, **kwargs)` as one Program, to read, plan, compile and save, as `step.lower(batch)` does a step.
+    """Capture `fn(*args, **kwargs)` as one Program, to read, plan, compile and save like a step of `step.lower(batch)`.
 
     It is `fl.init_program(fl.deferred_init(fn, *args, **kwargs))`.
 

@@ -100,7 +100,8 @@ class LoweredStep:
 
         Returns:
             JAX's object for it: `compiled(state, inputs, seed)` returns (new state, results), where `arrays` has the
-            first state and inputs; `memory_analysis()`, `cost_analysis()` and `as_text()` are the compiler's.
+            first state and inputs; `memory_analysis()`, `cost_analysis()` and `as_text()` are the compiler's. With
+            NumPy's arrays of 64 bits, call it in `jax.enable_x64(True)`.
         """
         with self._traced() as traced, x64(), aten.within(False):
             return _jitted(traced, self._shardings(traced)).lower(*_shapes(traced)).compile()
@@ -117,8 +118,8 @@ class LoweredStep:
             return state, read
 
     def save(self, path: str | os.PathLike[str], platforms: tuple[str, ...] = ("cpu", "cuda", "tpu")) -> None:
-        """Write a module for each platform and the current values of its arrays to one safetensors file, which `fl.load_step` loads
-        without PyTorch, and ten lines of JAX without Firstloss ([how](../export.md)).
+        """Write a module for each platform and the current values of its arrays to one safetensors file, which
+        `fl.load_step` loads without PyTorch, and ten lines of JAX without Firstloss ([how](../export.md)).
 
         Args:
             path: of the file, which is replaced as a whole.
