@@ -110,6 +110,7 @@ dist: $(VENV)/.stamp-dist
 	$(BIN)/python -m pytest -n 0 tests/distribution
 
 docs: $(VENV)/.stamp-docs
+	$(BIN)/python docs/reference.py
 	$(BIN)/mkdocs build --strict
 
 install: $(VENV)/.stamp-run

@@ -21,12 +21,12 @@ MODULES = ("firstloss.trainer.callbacks", "firstloss.cstorch")
 
 
 def modules() -> list[str]:
-    path = Path(__file__).parents[1] / "docs" / "reference_hook.py"
-    spec = importlib.util.spec_from_file_location("reference_hook", path)
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    text = "\n".join(map(hook.names, hook.PAGES))
-    return list(dict.fromkeys([*re.findall(r"^::: (firstloss[\w.]*)$", text, flags=re.M), *MODULES]))
+    path = Path(__file__).parents[1] / "docs" / "reference.py"
+    spec = importlib.util.spec_from_file_location("reference", path)
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    listed = [full for page in reference.PAGES for full in reference.targets(page).values()]
+    return list(dict.fromkeys([*listed, *MODULES]))
 
 
 def is_ours(thing) -> bool:

@@ -7,6 +7,8 @@ JAX is imported when a step is first compiled or a StableHLO module is first req
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 # Public name -> the module that defines it, imported on first use.
@@ -18,7 +20,7 @@ _MODULES = {
     "materialize_module": ".init.materialize_module",
     "save_initialized": ".init.disk.save",
     "init_program": ".init.init_program",
-    "lower": ".init.init_program",  # the package `lower`, once it is imported, calls it
+    "lower": ".init.init_program",
     "check_init": ".init.unwritten",
     "shard": ".init.shardings",
     "mark_sharding": ".init.shardings",
@@ -30,7 +32,7 @@ _MODULES = {
     "compile": ".runtime.compiled_model",
     "trace": ".runtime.step.trace",
     "Pad": ".runtime.step.shapes",
-    "load_step": ".exported_step",
+    "load_step": ".runtime.exported_step",
     "step_closure": ".runtime.step.closures",
     "checkpoint_closure": ".runtime.step.closures",
     "current_executor": ".utils.data.executor",
@@ -76,3 +78,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+class _Lower(ModuleType):
+    """The package `firstloss.lower`. Its import gives it the name of `fl.lower`, so it calls that."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return importlib.import_module(_MODULES["lower"], "firstloss").lower(*args, **kwargs)
+
+
+class _Firstloss(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "lower" and type(value) is ModuleType:
+            value.__class__ = _Lower
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Firstloss

@@ -2,7 +2,6 @@
 
 from . import amp, cstorch, distributed, errors, metrics, optim, timeline, utils
 from .capture.deferred import deferred, deferred_init, is_deferred
-from .exported_step import load_step
 from .init.disk.save import save_initialized
 from .init.init_program import init_program, lower
 from .init.materialize_module import materialize_module, materialize_tensor
@@ -13,6 +12,7 @@ from .lower.custom_ops import register_lowering
 from .runtime.backend import current_backend, current_torch_device, use_cs
 from .runtime.checkpoint.checkpoint import load, save
 from .runtime.compiled_model import compile
+from .runtime.exported_step import load_step
 from .runtime.make_backend import backend
 from .runtime.step.closures import checkpoint_closure, step_closure
 from .runtime.step.shapes import Pad

@@ -13,7 +13,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss import errors
-from firstloss.exported_step import MODULE
+from firstloss.runtime.exported_step import MODULE
 
 from .. import forked
 

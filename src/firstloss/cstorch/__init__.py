@@ -50,7 +50,7 @@ _MODULES = (
     "utils",
 )
 
-__all__ = sorted({*_firstloss.__all__, *_NAMES, *_MODULES} - {"cstorch"})
+__all__ = sorted({*_firstloss.__all__, *_NAMES, *_MODULES} - {"cstorch", "lower"})  # lower is a package, too
 register()
 
 

@@ -68,7 +68,7 @@ class InitProgram(Recipes):
             `memory_analysis()`, `cost_analysis()` and `as_text()` are the compiler's.
         """
         require_jax("InitProgram.compile")
-        from .stablehlo.module import compile
+        from .stablehlo.devices import compile
 
         return compile(self, mesh, shardings)
 

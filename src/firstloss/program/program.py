@@ -32,9 +32,9 @@ class Program:
         return str(PythonText(self))
 
     def scope(self) -> dict[str, Any]:
-        """The values of the free names in the Program's text (constants and random streams):
+        """The values of the free names in the Program's text (constants and random streams).
 
-        exec(str(program), scope := program.scope())
-        outputs = scope["program"](*inputs)
+        After `exec(str(program), scope := program.scope())`, `scope["program"]` is a function of the inputs that
+        returns the outputs.
         """
         return scope_of(self)

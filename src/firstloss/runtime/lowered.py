@@ -15,7 +15,6 @@ import torch
 
 from ..dependencies import require_extra
 from ..errors import BackendError, LoweringError, SaveError
-from ..exported_step import FORMAT, MODULE
 from ..files import replacing
 from ..lower import aten
 from ..lower.dtypes import to_jax
@@ -24,6 +23,7 @@ from ..program.graph import Value
 from ..program.program import Program
 from .backend import Backend
 from .checkpoint.file import TensorPart, write
+from .exported_step import FORMAT, MODULE
 from .jax_support import to_host, x64
 from .step.arguments import Arguments
 from .step.compiled_step import Inputs

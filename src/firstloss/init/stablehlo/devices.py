@@ -25,7 +25,7 @@ from ...workers import Workers
 from ..recipes import Recipes
 from ..shardings import starts
 from .host_shards import materialize_on_host
-from .module import LANE_WORDS, Functions, Streams, partition_spec
+from .module import LANE_WORDS, Functions, Streams, jitted, module_plan, partition_spec
 from .plan import ShardingPlan, Weight, plan
 
 
@@ -156,6 +156,13 @@ def _on_devices(sharding_plan: ShardingPlan, mesh: Mesh | None) -> dict[str, jax
                 if weight.sketch is not None and weight.key == key:
                     out[weight.name] = executable(*units.arguments(weight))
     return out
+
+
+def compile(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """See `InitProgram.compile`."""
+    sharding_plan = module_plan(program, mesh, shardings)
+    with jax.enable_x64(True):
+        return jitted(sharding_plan, concrete(mesh, sharding_plan)).lower().compile()
 
 
 def peak_bytes(program: Recipes, mesh: Any, shardings: Mapping[str, Any] | None = None) -> dict[str, int]:

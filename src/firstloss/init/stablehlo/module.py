@@ -112,21 +112,12 @@ def _origin(stream: Stream) -> Any:
 
 def to_stablehlo(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> str:
     """See `InitProgram.to_stablehlo`."""
-    sharding_plan = _module_plan(program, mesh, shardings)
+    sharding_plan = module_plan(program, mesh, shardings)
     with jax.enable_x64(True):
         return with_checksum(_text(sharding_plan, abstract(sharding_plan.axes)))
 
 
-def compile(program: Recipes, mesh: Any = None, shardings: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """See `InitProgram.compile`."""
-    from .devices import concrete
-
-    sharding_plan = _module_plan(program, mesh, shardings)
-    with jax.enable_x64(True):
-        return _jitted(sharding_plan, concrete(mesh, sharding_plan)).lower().compile()
-
-
-def _module_plan(program: Recipes, mesh: Any, shardings: Mapping[str, Any] | None) -> ShardingPlan:
+def module_plan(program: Recipes, mesh: Any, shardings: Mapping[str, Any] | None) -> ShardingPlan:
     """The plan, of which devices can compute each weight."""
     sharding_plan = plan(program, mesh, shardings)
     for weight in sharding_plan.weights:
@@ -170,7 +161,7 @@ def shard_maker(
     return make
 
 
-def _jitted(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> Any:
+def jitted(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> Any:
     """The function of no arguments that returns the weights."""
     streams = Streams(sharding_plan)
     functions = Functions()
@@ -185,7 +176,7 @@ def _jitted(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> An
 
 
 def _text(sharding_plan: ShardingPlan, mesh: AbstractMesh | Mesh | None) -> str:
-    lowered = _jitted(sharding_plan, mesh).trace().lower(lowering_platforms=("cpu",))
+    lowered = jitted(sharding_plan, mesh).trace().lower(lowering_platforms=("cpu",))
     text = _named(lowered, sharding_plan)
     foreign = sorted(set(_LAPACK.findall(text)))
     if foreign:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .errors import CheckpointError, CheckpointMissingError, ShapeError
+from ..errors import CheckpointError, CheckpointMissingError, ShapeError
 
 MODULE = "firstloss.module."  # and a platform: the entry with the module for it
 FORMAT = "firstloss.step"  # the metadata's key, whose value names the module's arguments and results
@@ -117,7 +117,7 @@ def load_step(path: str | os.PathLike[str]) -> ExportedStep:
             raise CheckpointError(f"{name} has no module for {platform}, but for {there}. Pass platforms= to save")
         module = np.asarray(arrays[MODULE + platform]).tobytes()
         if hashlib.sha256(module).hexdigest() != about["sha256"][platform]:  # XLA may crash on what it has not written
-            raise ValueError("the module is not as it was written")
+            raise CheckpointError(f"{name} is damaged: its module is not as it was written. Write it again")
         return ExportedStep(about, arrays, jax.export.deserialize(bytearray(module)))
     except FileNotFoundError as error:
         raise CheckpointMissingError(f"there is no file {name}") from error
