@@ -91,9 +91,9 @@ gpu-rehearsal: .venv-gpu/.stamp
 	.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/gpu.txt
 	@touch $@
 
-# In dist/: the source, a wheel for any platform without the parts in C, and one with them for each of these Pythons,
-# which runs on Linux of any distribution; each is then installed where there is no compiler, and tried. On other
-# machines than Linux on x86-64 the wheels with C parts are as the machine makes them.
+# In dist/: the source, a wheel for any platform without the parts in C, and one with them that runs on Linux of any
+# distribution. It serves every Python: what needs Python's headers, the guards' part, is in it for each of these, and
+# others do without. All three are then installed where there is no compiler, and tried.
 # FIRSTLOSS_URL=https://.../blob/main, where the files of the repository are, makes the readme's links absolute.
 DIST_PYTHONS ?= $(PYTHON)
 dist: $(VENV)/.stamp-dist
@@ -106,7 +106,11 @@ dist: $(VENV)/.stamp-dist
 			$$(grep -E '^setuptools==' requirements/run.txt) $$(grep -E '^(build|wheel)==' requirements/dist.txt); \
 		build/venv/bin/python -m build --no-isolation --wheel --outdir build/wheels; rm -rf build/venv; \
 	done
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	set -e; for wheel in build/wheels/*.whl; do $(BIN)/python -m wheel unpack --dest build/merged $$wheel; done
+	mkdir -p build/wheel
+	$(BIN)/python -m wheel pack --dest-dir build/wheel build/merged/firstloss-*
+	$(BIN)/python -m wheel tags --python-tag py3 --abi-tag none --remove build/wheel/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python -m pytest -n 0 tests/distribution
 
 docs: $(VENV)/.stamp-docs

@@ -1,15 +1,16 @@
 """What pyproject.toml cannot say: the readme of an index, and optional parts in C. Where these cannot be compiled, the
 package goes without; with FIRSTLOSS_WITHOUT_C in the environment, they are left out, for a wheel of any platform.
 
-Those of rng, lower and device are no Python modules (ctypes loads them), but extensions to setuptools, which so builds
-them in place for an editable install and puts them into wheels. To build them in a source tree:
-python setup.py build_ext --inplace
+Those of rng, lower and device are no Python modules, and the same file serves every Python: ctypes loads them. They are
+extensions to setuptools, which so builds them in place for an editable install and puts them into wheels. To build them
+in a source tree: python setup.py build_ext --inplace
 """
 
 import os
 import re
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FLAGS = [
     "-std=c11",
@@ -47,6 +48,14 @@ PARTS = [
 ]
 
 
+class BuildParts(build_ext):
+    """Leaves the version of Python out of the names of the parts that use none of its headers."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        name = super().get_ext_filename(fullname)
+        return name if fullname.endswith("_guards") else name.partition(".")[0] + ".so"  # c_library.SUFFIX
+
+
 def readme() -> str:
     """README.md. With FIRSTLOSS_URL, where the repository's files are (".../blob/main"), its links and pictures are
     absolute, as they have to be on an index."""
@@ -63,4 +72,5 @@ setup(
     long_description=readme(),
     long_description_content_type="text/markdown",
     ext_modules=[] if os.environ.get("FIRSTLOSS_WITHOUT_C") else PARTS,
+    cmdclass={"build_ext": BuildParts},
 )

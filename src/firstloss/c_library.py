@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 from .errors import MissingKernelsWarning
+
+SUFFIX = ".so"  # on every system: these are no Python modules
 
 
 def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL | None:
@@ -25,15 +26,15 @@ def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any
         The library; None, with a warning, if it was not built, or built for another machine, or from older source
         that lacks functions.
     """
-    paths = (path for suffix in EXTENSION_SUFFIXES if (path := Path(module).with_name(name + suffix)).exists())
+    path = Path(module).with_name(name + SUFFIX)
+    if not path.exists():
+        warn_missing(name, "it was not built")
+        return None
     try:
-        library = ctypes.CDLL(str(next(paths)))
+        library = ctypes.CDLL(str(path))
         for function, (result, arguments) in functions.items():
             entry = getattr(library, function)
             entry.restype, entry.argtypes = result, tuple(arguments)
-    except StopIteration:
-        warn_missing(name, "it was not built")
-        return None
     except (OSError, AttributeError) as error:
         warn_missing(name, str(error))
         return None

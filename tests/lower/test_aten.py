@@ -306,7 +306,7 @@ def test_xla_is_used_if_a_part_is_missing(missing, monkeypatch):
     if missing == "function":
         monkeypatch.setattr(kernels, "_FUNCTIONS", (*kernels._FUNCTIONS, "aoti_torch_that_is_not_there"))
     else:
-        monkeypatch.setattr(kernels.c_library, "EXTENSION_SUFFIXES", [".nowhere"])
+        monkeypatch.setattr(kernels.c_library, "SUFFIX", ".nowhere")
     monkeypatch.setattr(kernels, "registered_with_xla", kernels.registered_with_xla.__wrapped__)
     *_, x, weight = operands()
     assert "stablehlo.convolution" in lowered(x, weight).as_text()

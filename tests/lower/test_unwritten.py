@@ -36,7 +36,7 @@ def test_handler_structures_match_xlas_header(tmp_path):
 
 
 def test_without_the_library_memory_is_cleared(monkeypatch):
-    monkeypatch.setattr(c_library, "EXTENSION_SUFFIXES", [".nowhere"])
+    monkeypatch.setattr(c_library, "SUFFIX", ".nowhere")
     monkeypatch.setattr(unwritten, "registered_with_xla", unwritten.registered_with_xla.__wrapped__)
     (array,) = unwritten.arrays([((77, 53), np.dtype("float32"))])
     assert np.array_equal(array, np.zeros((77, 53)))

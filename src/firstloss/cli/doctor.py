@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import processor
+from ..c_library import SUFFIX
 from ..dependencies import install
 from ..errors import FirstlossError, MissingKernelsWarning
 from ..interpreter import cores
@@ -130,7 +131,7 @@ def _parts(has_jax: bool) -> dict[str, str]:
             if found() if callable(found) else found:
                 states[name] = "used"
             else:
-                paths = (_ROOT / (name + suffix) for suffix in EXTENSION_SUFFIXES)
+                paths = (_ROOT / (name + suffix) for suffix in (SUFFIX, *EXTENSION_SUFFIXES))
                 states[name] = "not usable" if any(path.exists() for path in paths) else "not built"
     return states
 
