@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from typing import Any, NamedTuple
@@ -18,11 +17,11 @@ from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.access import MISSING
-from ..guards.effects import Effects, always, setting
+from ..guards.effects import Effects, always
 from ..guards.equality import same
 from ..guards.guards import with_article
 from ..guards.places import Place, Varying, place_of
-from ..guards.reconstruct import Reconstructor, computed
+from ..guards.reconstruct import Reconstructor
 from ..guards.snapshot import Snapshot
 
 # For each optimizer, the numbers in its groups that have been seen to change: (group, key).
@@ -55,34 +54,52 @@ class GroupEntry(NamedTuple):
 
 
 class _Set(NamedTuple):
-    """A number that the step's Python code has set in a group."""
+    """A value that the step's Python code has set in a group, or MISSING if it has deleted it."""
 
     group: dict[str, Any]
     key: str
     value: Any
     before: Any
 
-    def apply(self) -> None:
-        """Set it, at a call."""
-        self.group[self.key] = self.value
-
-    def undo(self) -> None:
-        """Restore it, after the trace."""
-        if self.before is not MISSING:
-            self.group[self.key] = self.before
+    def put(self, value: Any) -> None:
+        """Set a value in its place; MISSING deletes it."""
+        if value is not MISSING:
+            self.group[self.key] = value
         else:
             self.group.pop(self.key, None)
 
+    def apply(self) -> None:
+        """Set it, at a call."""
+        self.put(self.value)
+
+    def undo(self) -> None:
+        """Restore it, after the trace."""
+        self.put(self.before)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is the same at each call, and not an object that the step may have made."""
+        return _is_constant(self.value)
+
 
 def _differences(group: dict[str, Any], before: dict[str, Any]) -> list[_Set]:
-    numbers = [(k, v, before.get(k, MISSING)) for k, v in group.items() if k != "params" and _is_plain(v)]
-    return [_Set(group, key, now, old) for key, now, old in numbers if not same(old, now)]
+    """What is another in a group: numbers, texts and objects, but not tensors and what stands for them in a trace."""
+    changes = []
+    for key in {**group, **before}:
+        now, old = group.get(key, MISSING), before.get(key, MISSING)
+        of_device = isinstance(now, (torch.Tensor, torch.SymFloat, torch.SymInt)) and not is_input_number(now)
+        compared = _is_constant(now) or is_input_number(now)
+        if key != "params" and not of_device and (not same(old, now) if compared else old is not now):
+            changes.append(_Set(group, key, now, old))
+    return changes
 
 
-def _is_plain(value: Any) -> bool:
+def _is_constant(value: Any) -> bool:
     if type(value) is tuple:
-        return all(type(part) in _PLAIN for part in value)
-    return type(value) in _PLAIN or is_plain_number(value) or is_input_number(value)
+        return all(map(_is_constant, value))
+    if is_input_number(value):  # of NumPy's float64, it is one to isinstance
+        return False
+    return type(value) in _PLAIN or is_plain_number(value) or value is MISSING
 
 
 def _is_number_lost(before: Any, now: Any) -> bool:
@@ -133,20 +150,24 @@ class ParameterGroups:
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Save the optimizer's groups before its first step; they are restored after the trace."""
         for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
-            for change in _differences(group, before):
-                if not is_input_number(change.value):
-                    self._first.append(change)
-                elif change.value.node.expression.source is None:  # computed by the step
-                    self._computed.append(change)
-            for key, value in group.items():
-                unchanged = _is_plain(value) and not is_input_number(value) and same(before.get(key, MISSING), value)
-                if self.varying is not None and unchanged and self.varying.number_for(group, key) is not None:
-                    self._first.append(_Set(group, key, value, value))  # in place of the value at this call
             # An optimizer that wraps this one has replaced some.
             hidden = {(id(g), key): before for g, key, before, traced in self._restore if g.get(key) is traced}
-            self._saved.append((group, {key: hidden.get((id(group), key), value) for key, value in group.items()}))
+            now = {key: hidden.get((id(group), key), value) for key, value in group.items()}
+            for change in _differences(now, before):
+                if change.value is not self._own_input(group, change.key):
+                    change = change._replace(group=group)
+                    (self._first if change.is_constant else self._computed).append(change)
+            for key, value in group.items():
+                unchanged = _is_constant(value) and same(before.get(key, MISSING), value)
+                if unchanged and self._own_input(group, key) is not None:
+                    self._first.append(_Set(group, key, value, value))  # in place of the value at this call
+            self._saved.append((group, now))
             if not is_known(optimizer):
                 self._custom_groups.add(id(group))
+
+    def _own_input(self, group: dict[str, Any], key: str) -> Any:
+        """The input number that was put in place of a number in a group; or None."""
+        return None if self.varying is None else self.varying.number_for(group, key)
 
     def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The groups before the trace; the current ones of an optimizer that did not exist then."""
@@ -255,7 +276,7 @@ class ParameterGroups:
                     self._saved.append((group, before | self._left_inputs(group)))
         for group, key, before, traced in reversed(self._restore):
             now = group.get(key, traced)
-            if now is not traced and now is not before and _is_plain(now):
+            if now is not traced and now is not before and (_is_constant(now) or is_input_number(now)):
                 self._later.append(_Set(group, key, now, before))
             elif now is not traced and now is not before or _written(traced):
                 refused.append(key)
@@ -278,6 +299,9 @@ class ParameterGroups:
                 change.undo()
         for change in reversed([*self._first, *self._computed]):
             change.undo()
+        for change in (*self._first, *self._computed, *self._later):
+            if (number := self._own_input(change.group, change.key)) is not None:
+                change.group[change.key] = number  # which stands for any: each call sets it
         self._later = [*self._computed, *self._later]
         self._saved.clear()
         self._restore.clear()
@@ -286,10 +310,7 @@ class ParameterGroups:
 
     def _left_inputs(self, group: dict[str, Any]) -> dict[str, Any]:
         """The input numbers that the step has left in their places in a group, where `Varying` takes them out."""
-        varying = self.varying
-        if varying is None:
-            return {}
-        return {k: v for k, v in group.items() if is_input_number(v) and v is varying.number_for(group, k)}
+        return {k: v for k, v in group.items() if is_input_number(v) and v is self._own_input(group, k)}
 
     def begin(self) -> None:
         """At the start of a call, set what the step sets before its optimizers step."""
@@ -307,16 +328,10 @@ class ParameterGroups:
 
     def traced(self, effects: Effects, reconstructor: Reconstructor) -> None:
         """Record what the step sets later, as side effects."""
-        for change in self._tensors:
-            set_tensor = functools.partial(operator.setitem, change.group, change.key)
-            effects.add(lambda: None, setting(set_tensor, reconstructor.make(change.value)))
+        for change in (*self._tensors, *self._later):
+            repeat = always(change.apply) if change.is_constant else effects.putting(change.put, change.value)
+            effects.add(lambda: None, repeat)
         self._tensors.clear()
-        for change in self._later:
-            if is_input_number(change.value):
-                set_number = functools.partial(operator.setitem, change.group, change.key)
-                effects.add(lambda: None, setting(set_number, computed(change.value.node.expression)))
-            else:
-                effects.add(lambda: None, always(change.apply))
 
     def _constants(self) -> dict[Any, Any]:
         """Everything in the groups that is baked into the trace: all but weights and inputs, and the assumptions about
