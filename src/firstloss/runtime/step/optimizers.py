@@ -95,7 +95,7 @@ class Optimizers:
             move: tells the step which tensor has replaced another.
         """
         self.schedulers.traced(effects, reconstructor)
-        self.groups.traced(effects, reconstructor)
+        self.groups.traced(effects)
         self.state.traced(effects, reconstructor, move)
 
     def end_trace(self) -> None:

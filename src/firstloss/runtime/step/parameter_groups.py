@@ -17,11 +17,11 @@ from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
 from ...optim.schedule import schedules_of
 from ..guards.access import MISSING
-from ..guards.effects import Effects, always
+from ..guards.effects import Effects, always, setting
 from ..guards.equality import same
 from ..guards.guards import with_article
 from ..guards.places import Place, Varying, place_of
-from ..guards.reconstruct import Reconstructor
+from ..guards.reconstruct import computed
 from ..guards.snapshot import Snapshot
 
 # For each optimizer, the numbers in its groups that have been seen to change: (group, key).
@@ -326,10 +326,15 @@ class ParameterGroups:
         for change in reversed(self._first):
             change.undo()
 
-    def traced(self, effects: Effects, reconstructor: Reconstructor) -> None:
+    def traced(self, effects: Effects) -> None:
         """Record what the step sets later, as side effects."""
         for change in (*self._tensors, *self._later):
-            repeat = always(change.apply) if change.is_constant else effects.putting(change.put, change.value)
+            if change.is_constant:
+                repeat = always(change.apply)
+            elif is_input_number(change.value):
+                repeat = setting(change.put, computed(change.value.node.expression))
+            else:
+                repeat = effects.putting(change.put, change.value)
             effects.add(lambda: None, repeat)
         self._tensors.clear()
 
