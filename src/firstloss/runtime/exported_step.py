@@ -37,7 +37,6 @@ class ExportedStep:
         self.seed = 0
         self._inputs = inputs
         self._leaves = {each["argument"]: each for each in inputs if each["argument"] is not None}
-        self._results = [each["name"] for each in about["results"]]
         self._call = jax.jit(module.call, donate_argnums=0)
 
     def __repr__(self) -> str:
