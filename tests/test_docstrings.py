@@ -38,7 +38,7 @@ def named() -> dict[str, object]:
     things = {}
     for name in modules():
         holder, _, last = name.rpartition(".")
-        thing = getattr(fl, last, None) if last in fl.__all__ else None
+        thing = getattr(importlib.import_module(holder), last, None) if last in fl.__all__ else None
         if thing is not None and not isinstance(thing, types.ModuleType):
             things[f"fl.{last}"] = thing
             continue
