@@ -7,6 +7,8 @@ and the operations of which autograd makes its graph. `recorder.dispatch` handle
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +17,21 @@ from ..compat.torch_names import DisableTorchDispatch, OpOverload, schema_of
 from .distributed import COLLECTIVES
 from .op_call import is_composite, traits_of
 from .op_overrides import HANDLERS
-from .tensor import DeferredTensor
+from .tensor import DeferredStorage, DeferredTensor
 
 Tensor = torch.Tensor
+
+
+class _ThisThread(threading.local):
+    """
+    Attributes:
+        used: the storages that `run` uses are added, if anyone wants to know.
+    """
+
+    used: set[weakref.ref[DeferredStorage]] | None = None
+
+
+this_thread = _ThisThread()
 
 
 class _Kernel(NamedTuple):
@@ -60,6 +74,7 @@ def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if known is None:
         return NotImplemented
     real: list[Any] = []
+    used = this_thread.used
     for position, arg in enumerate(args):
         if type(arg) is DeferredTensor:
             storage = arg._storage
@@ -68,6 +83,8 @@ def run(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return NotImplemented
             if position in known.writes and not resident.is_exported:
                 return NotImplemented
+            if used is not None:
+                used.add(weakref.ref(storage))
             memory = resident.host()
             same = arg.shape == memory.shape and arg.stride() == memory.stride() and arg.dtype is memory.dtype
             arg = memory if same and not arg.storage_offset() else arg._ref().view(memory)

@@ -77,7 +77,7 @@ class DeferredStorage:
     def __init__(self, value: Value) -> None:
         self.value: Value = value
         self.first: Value = value  # the first Value, other than uninitialized memory
-        self.tensors: list[_TensorRef] = []
+        self.tensors: list[TensorRef] = []
         self.fills: int = 0  # fills of the whole storage; all but the last are dead
         self.resident: Any = None  # on a backend: its DeviceBuffer, which owns the content
         self.trace: Any = None  # the step trace that has adopted it
@@ -109,22 +109,22 @@ class DeferredStorage:
 
     def add(self, tensor: Tensor) -> None:
         """Register `tensor` as a view of this storage."""
-        ref = _TensorRef(tensor)
+        ref = TensorRef(tensor)
         ref.among = self.tensors
         self.tensors.append(ref)
 
 
-class _TensorRef(weakref.ref[Any]):
+class TensorRef(weakref.ref[Any]):
     """A reference to a tensor that is, or was, a view of a storage."""
 
     __slots__ = ("among",)
-    among: list[_TensorRef]
+    among: list[Any]
 
 
 def forget(tensor: Tensor) -> None:
     """Remove the storages' weak references to a tensor, which `swap_tensors` does not accept."""
     for ref in weakref.getweakrefs(tensor):
-        if type(ref) is _TensorRef:
+        if isinstance(ref, TensorRef):
             ref.among[:] = [other for other in ref.among if other is not ref]
 
 
@@ -442,14 +442,14 @@ def keep_other_threads_out() -> None:
     one under it, and the references that it counts. So where there are other threads, all of an operation runs in the
     mode of `first_use.py`, which holds `becoming_real` too.
     """
-    if not _are_other_threads():
+    if not are_other_threads():
         disable_first_use()
     elif DeferredTensor.__torch_function__ is disabled_torch_function:
         enable_first_use()
         time.sleep(_ENTERED)  # an operation that another thread has begun before
 
 
-def _are_other_threads() -> bool:
+def are_other_threads() -> bool:
     """Whether threads other than this one, and Firstloss's own, may use deferred tensors."""
     if threading.active_count() == 1:
         return False

@@ -212,13 +212,13 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         if all(aliased):  # the exported memory of a weight on the backend
             for tensor, storage_and_geometry in zip(group, aliased, strict=True):
                 assert storage_and_geometry is not None
-                _become_resident(tensor, *storage_and_geometry)
+                become_resident(tensor, *storage_and_geometry)
             continue
         base = _base(group)
         value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
         storage = DeferredStorage(value)
         for tensor in group:
-            _become_resident(tensor, storage, geometry_of(tensor))
+            become_resident(tensor, storage, geometry_of(tensor))
         if mesh is None and on_cpu() and base.numel():
             lasting = not is_countable(base, mapped)
             if lasting or has_other_owners(base):  # such as a NumPy array, or a tensor that is not moved
@@ -273,7 +273,7 @@ def to_backend(tensor: torch.Tensor) -> DeferredTensor:
 Hooks.register(to_backend=to_backend)
 
 
-def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
+def become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: Geometry) -> None:
     """Turn the Python object `tensor` into a view of `storage`.
 
     Its autograd state is kept: hooks, gradient, and the graphs that it is part of, so that existing views of weights
@@ -285,7 +285,7 @@ def _become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: G
     new: Any
     if leaf:
         new = DeferredTensor.wrap(storage, *geometry)
-        _redirect_gradients(tensor)
+        redirect_gradients(tensor)
     else:
         with torch.enable_grad():
             new = _Moved.apply(tensor, storage, geometry)
@@ -316,7 +316,7 @@ def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.grad
 
 
-def _redirect_gradients(weight: torch.Tensor) -> None:
+def redirect_gradients(weight: torch.Tensor) -> None:
     """Make graphs that end in the tensor now behind the Python object `weight` continue to its successor."""
     if not weight.requires_grad or use_count(weight)() < 2:
         return

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...capture import first_use, session
+from ...capture import session
+from ...compat.torch_names import pytree
 from ...errors import TraceError
 from ...interpreter import Undo, pause, paused_until
 from ..backend import Backend, current_backend
+from ..device import host_tensors
 from ..lazy_jax import process_count
 from .arguments import Arguments, ByIdentity, owner_of
 from .cache_entries import CacheEntries
@@ -59,12 +61,26 @@ class StepCache:
         self._name = name
         self._refuse = refuse
         self._check = check
+        self._is_inadmissible = False  # whether a call's arguments could not be inputs
         self._seen: tuple[Backend, int] | None = None
         self._all: list[torch.nn.Parameter] = []
         # By id, arguments that the step also reaches in another way.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether entries read the parameters from an index on.
         self._read_later: dict[tuple[CacheEntries, int], bool] = {}
+
+    def prepare(self, arguments: tuple[Any, ...]) -> None:
+        """Before a call, let weights be on the backend, unless it will run untraced too.
+
+        Args:
+            arguments: its positional and keyword arguments.
+        """
+        if not host_tensors.are_in_use():
+            return
+        again = self._is_inadmissible or self._entries.runs_untraced_next()
+        compiled = any(entries.entries() for entries in self.kinds.values())
+        if compiled or not again or host_tensors.are_among(pytree.tree_leaves(arguments)):
+            host_tensors.end()
 
     def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple[Any, ...], backend: Backend) -> Any:
         """Call the compiled step.
@@ -103,7 +119,8 @@ class StepCache:
         """
         if not (why.can_run_eagerly and self._may_run_untraced(current_backend())):
             raise why
-        with first_use.in_step():
+        self._is_inadmissible = True
+        with host_tensors.in_step():
             result = step(*args, **kwargs)
         self._entries.reports.report_eager(str(why))
         return result
@@ -124,7 +141,7 @@ class StepCache:
                 return result
         args, kwargs = request.arguments.as_given()
         try:
-            with first_use.in_step():
+            with host_tensors.in_step():
                 result = request.step(*args, **kwargs)
         except Exception as error:
             self._entries.explain(error)

@@ -199,6 +199,7 @@ class TracedStep(Generic[P, R]):
             with session.tracing:  # other threads may make the first call, too
                 if self._cache is None:
                     self._cache = StepCache(self._name, self._refuse, self._check, self._reads == "run")
+        self._cache.prepare((args, kwargs))
         try:
             refuse_watchers(self._name)
             arguments, kind = self._shapes.admit(args, kwargs)

@@ -25,6 +25,7 @@ from ...program.graph import Ref
 from ...program.program import Program
 from ...program.source import here, raised_at
 from ..backend import Backend
+from ..device import host_tensors
 from ..guards.effects import Bind, Effects, always
 from ..guards.external_state import set_state, state_of
 from ..guards.guard_set import GuardSet
@@ -65,6 +66,7 @@ class TraceObserver:
             profile: whether to record the executed code in any case. It is also recorded where the step can reach so
                 much code that recording what runs costs less than guarding what might.
         """
+        host_tensors.end()
         self._generators = python_generators.states()
         self.moves_generators: bool = False
         self.snapshot = Snapshot(roots, functions)

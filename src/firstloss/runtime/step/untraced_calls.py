@@ -28,6 +28,12 @@ class UntracedCalls:
 
     def is_next(self) -> bool:
         """Whether the call that begins is one of them."""
+        comes = self.comes_next()
         if self._calls:
             self._calls += 1
-        return self._calls > 3 and self._calls & (self._calls - 1) != 0
+        return comes
+
+    def comes_next(self) -> bool:
+        """As `is_next`, before it begins."""
+        following = self._calls + 1
+        return following > 3 and following & (following - 1) != 0

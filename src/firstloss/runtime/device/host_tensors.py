@@ -1,0 +1,145 @@
+"""Weights and optimizer state as plain tensors, for steps whose Python runs at each call.
+
+An operation on a deferred tensor costs some 15 us more than one on a plain tensor. So where steps are run by their
+Python at several calls in a row, what they use becomes plain tensors, in the same memory and as the same Python
+objects, until a step is traced or compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from ...capture import first_use, host_kernels, session
+from ...capture.exported_memory import record_exported_memory, storage_at
+from ...capture.storage_swap import become, hook_tables, like
+from ...capture.tensor import (
+    DeferredStorage,
+    DeferredTensor,
+    TensorRef,
+    are_other_threads,
+    becoming_real,
+    is_leaf,
+    on_backend,
+)
+from ...compat.torch_names import HOOK_TABLES, DisableTorchDispatch, InferenceMode, use_count
+from ...errors import MaterializeError
+from ...interpreter import Uninterrupted
+from ...program.graph import Geometry, geometry_of
+from .placement import become_resident, move_to_device, redirect_gradients
+
+# The number of steps in a row that run by their Python before their tensors become plain, which takes 30 us for each.
+_STEPS = 2
+
+
+class _PlainTensor(TensorRef):
+    """A reference to a tensor that is plain now, and was a view of `storage`, which is forgotten with it."""
+
+    __slots__ = ("storage", "geometry")
+    storage: DeferredStorage | None
+    geometry: Geometry
+
+
+def _forget(ref: _PlainTensor) -> None:
+    ref.storage = None
+
+
+_steps = 0  # since the last that was traced or compiled
+_used: set[weakref.ref[DeferredStorage]] = set()  # by the last of them, as deferred tensors
+_plain: list[_PlainTensor] = []
+_running: set[int] = set()  # the threads that run such a step
+
+
+def are_in_use() -> bool:
+    """Whether the last step has run by its Python."""
+    return _steps > 0
+
+
+def are_among(tensors: Iterable[object]) -> bool:
+    """Whether some of `tensors` are plain now."""
+    ids = {id(ref()) for ref in _plain}
+    return any(id(tensor) in ids for tensor in tensors)
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """Run a step by its Python."""
+    global _steps
+    thread = threading.get_ident()
+    if thread in _running:  # a step that another one calls
+        yield
+        return
+    if _steps >= _STEPS and _used and not are_other_threads():
+        _make_plain([storage for ref in _used if (storage := ref()) is not None])
+    _steps += 1
+    _used.clear()
+    _running.add(thread)
+    host_kernels.this_thread.used = _used
+    try:
+        with first_use.in_step():
+            yield
+    finally:
+        host_kernels.this_thread.used = None
+        _running.discard(thread)
+
+
+def _make_plain(storages: list[DeferredStorage]) -> None:
+    with becoming_real, Uninterrupted(), InferenceMode(False), torch.no_grad():
+        gradients = [t.grad for storage in storages for t in storage.alive() if is_leaf(t)]
+        storages += [gradient._storage for gradient in gradients if on_backend(gradient)]
+        for storage in dict.fromkeys(storages):
+            buffer = storage.resident
+            has_mirrors = storage.mirrors is not None or storage.mirrored_by
+            if buffer is None or not buffer.in_host_memory or has_mirrors or not storage.value.nbytes:
+                continue
+            memory = buffer.memory(lasting=False)
+            record_exported_memory(storage)
+            for tensor in storage.alive():
+                if is_leaf(tensor):  # others belong to graphs, which hold the deferred tensor
+                    _become_plain(tensor, storage, memory)
+
+
+def _become_plain(tensor: DeferredTensor, storage: DeferredStorage, memory: torch.Tensor) -> None:
+    if any(hook_tables(tensor).values()) and use_count(tensor)() > 1:
+        return  # one backward pass through graphs of before and after would call its hooks twice
+    geometry = geometry_of(tensor)
+    with DisableTorchDispatch():
+        new = like(tensor, tensor._ref().view(memory).detach(), False, "")
+    redirect_gradients(tensor)
+    with contextlib.suppress(MaterializeError):  # C++ code holds a weak reference to it: it stays as it is
+        become(tensor, new)
+        if tensor.requires_grad:
+            setattr(new, HOOK_TABLES[1], {})  # gradients that arrive there are redirected to `tensor`, whose hooks run
+        ref = _PlainTensor(tensor, _forget)
+        ref.storage, ref.geometry, ref.among = storage, geometry, _plain
+        _plain.append(ref)
+
+
+def end() -> None:
+    """Before a step is traced, or a compiled one is called: make the tensors views of their storages again."""
+    global _steps
+    if _running - {threading.get_ident()}:  # their steps use them, in memory that a compiled step sees
+        return
+    _steps = 0
+    _used.clear()
+    if not _plain:
+        return
+    with becoming_real, Uninterrupted(), InferenceMode(False), torch.no_grad():
+        moved = []
+        while _plain:
+            ref = _plain.pop()
+            tensor, storage = ref(), ref.storage
+            if tensor is None or storage is None or type(tensor) is DeferredTensor:
+                continue
+            at = storage_at(tensor)
+            if at is not None and at[0] is storage and at[1] == ref.geometry:
+                become_resident(tensor, storage, at[1])
+            else:  # its memory or its shape has been changed
+                moved.append(tensor)
+        if moved:
+            session.rebinds += 1
+            move_to_device(moved)
