@@ -12,6 +12,7 @@ import sys
 import tempfile
 import types
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import print_exc
@@ -26,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import firstloss as fl
 from firstloss.runtime.backend import Backend
+from firstloss.runtime.device import host_tensors
+from firstloss.runtime.step.untraced_calls import UntracedCalls
 
 from .compare import Difference, compare
 from .outcome import DIFFERS, DISCARDED, FOREIGN, REFUSED, SAME, Outcome
@@ -105,13 +108,25 @@ def _run(source: str, name: str) -> dict[str, Any]:
     with _settled():
         exec(compile(source, str(_PATH), "exec"), module.__dict__)
         backend = fl.backend("XLA", **_OPTIONS[name]) if name in _OPTIONS else fl.backend("CPU")
-        with mock.patch.object(Backend, "replays", name == "GPU"):
+        with mock.patch.object(Backend, "replays", name == "GPU"), _soon_untraced(source):
             held = module.__dict__["program"](backend)
         if not isinstance(held, dict):
             held = {"returned": held}
         modes = {"default dtype": torch.get_default_dtype(), "grad mode": torch.is_grad_enabled()}
         holds = {k: v for k, v in module.__dict__.items() if not k.startswith("__")}
     return {**held, **modes, **holds}
+
+
+@contextlib.contextmanager
+def _soon_untraced(source: str) -> Iterator[None]:
+    """Let steps that run by their Python have plain tensors at once, and half of the programs run so sooner: what a
+    long run comes to is reached in a few calls."""
+    with mock.patch.object(host_tensors, "_STEPS", 0):
+        if zlib.crc32(source.encode()) % 2:
+            with mock.patch.object(UntracedCalls, "begin", UntracedCalls.begin_at_once):
+                yield
+        else:
+            yield
 
 
 @contextlib.contextmanager
