@@ -116,11 +116,11 @@ def become(tensor: Tensor, other: Tensor) -> None:
     if old_class is DeferredTensor:
         old_attributes["_storage"].add(other)
     if grad is not None:
-        _set_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
+        set_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)
     set_hook_tables(tensor, hooks)
 
 
-def _set_gradient(tensor: Tensor, grad: Tensor) -> None:
+def set_gradient(tensor: Tensor, grad: Tensor) -> None:
     """Assign `grad`, even if its shape or dtype differs because `.data` has been assigned."""
     if (tensor.shape, tensor.dtype) == (grad.shape, grad.dtype):
         tensor.grad = grad

@@ -16,7 +16,7 @@ import torch
 
 from ...capture import first_use, host_kernels, session
 from ...capture.exported_memory import record_exported_memory, storage_at
-from ...capture.storage_swap import become, hook_tables, like
+from ...capture.storage_swap import become, hook_tables, like, set_gradient
 from ...capture.tensor import (
     DeferredStorage,
     DeferredTensor,
@@ -91,21 +91,39 @@ def _make_plain(storages: list[DeferredStorage]) -> None:
     with becoming_real, Uninterrupted(), InferenceMode(False), torch.no_grad():
         gradients = [t.grad for storage in storages for t in storage.alive() if is_leaf(t)]
         storages += [gradient._storage for gradient in gradients if on_backend(gradient)]
-        for storage in dict.fromkeys(storages):
-            buffer = storage.resident
-            has_mirrors = storage.mirrors is not None or storage.mirrored_by
-            if buffer is None or not buffer.in_host_memory or has_mirrors or not storage.value.nbytes:
-                continue
-            memory = buffer.memory(lasting=False)
-            record_exported_memory(storage)
-            for tensor in storage.alive():
-                if is_leaf(tensor):  # others belong to graphs, which hold the deferred tensor
-                    _become_plain(tensor, storage, memory)
+        storages = list(filter(_can_be_plain, dict.fromkeys(storages)))
+        tensors = [tensor for storage in storages for tensor in storage.alive() if is_leaf(tensor)]
+        with _without_gradients(tensors):
+            for tensor in tensors:
+                _become_plain(tensor, tensor._storage)
 
 
-def _become_plain(tensor: DeferredTensor, storage: DeferredStorage, memory: torch.Tensor) -> None:
-    if any(hook_tables(tensor).values()) and use_count(tensor)() > 1:
-        return  # one backward pass through graphs of before and after would call its hooks twice
+def _can_be_plain(storage: DeferredStorage) -> bool:
+    buffer = storage.resident
+    has_mirrors = storage.mirrors is not None or storage.mirrored_by
+    return buffer is not None and buffer.in_host_memory and not has_mirrors and storage.value.nbytes > 0
+
+
+@contextlib.contextmanager
+def _without_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block in which `tensors`, and their gradients, may be exchanged in C++, where a tensor holds its gradient."""
+    gradients = [(tensor, gradient) for tensor in tensors if (gradient := tensor.grad) is not None]
+    for tensor, _ in gradients:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in gradients:
+            set_gradient(tensor, gradient)
+
+
+def _become_plain(tensor: DeferredTensor, storage: DeferredStorage) -> None:
+    if use_count(tensor)() > 1 and (not tensor.requires_grad or any(hook_tables(tensor).values())):
+        # It is the gradient of another tensor. Or one backward pass through graphs of before and after would call its
+        # hooks twice.
+        return
+    memory = storage.resident.memory(lasting=False)
+    record_exported_memory(storage)
     geometry = geometry_of(tensor)
     with DisableTorchDispatch():
         new = like(tensor, tensor._ref().view(memory).detach(), False, "")
@@ -129,17 +147,18 @@ def end() -> None:
     if not _plain:
         return
     with becoming_real, Uninterrupted(), InferenceMode(False), torch.no_grad():
+        plain = [(ref(), ref.storage, ref.geometry) for ref in _plain]
+        _plain.clear()
         moved = []
-        while _plain:
-            ref = _plain.pop()
-            tensor, storage = ref(), ref.storage
-            if tensor is None or storage is None or type(tensor) is DeferredTensor:
-                continue
-            at = storage_at(tensor)
-            if at is not None and at[0] is storage and at[1] == ref.geometry:
-                become_resident(tensor, storage, at[1])
-            else:  # its memory or its shape has been changed
-                moved.append(tensor)
+        with _without_gradients(tensor for tensor, _, _ in plain if tensor is not None and is_leaf(tensor)):
+            for tensor, storage, geometry in plain:
+                if tensor is None or storage is None or type(tensor) is DeferredTensor:
+                    continue
+                at = storage_at(tensor)
+                if at is not None and at[0] is storage and at[1] == geometry:
+                    become_resident(tensor, storage, geometry)
+                else:  # its memory or its shape has been changed
+                    moved.append(tensor)
         if moved:
             session.rebinds += 1
             move_to_device(moved)
