@@ -208,7 +208,8 @@ def _keep_gradients(run, n, loss):
     for weight in run.model.parameters():
         run.seen.append(torch.tensor(float(run.optimizer.state[weight].get("last") is weight.grad)))
         run.optimizer.state[weight]["last"] = weight.grad
-        weight.grad.zero_()
+        if n > 0:
+            weight.grad.zero_()
 
 
 CHANGES = {
