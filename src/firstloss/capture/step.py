@@ -154,6 +154,8 @@ class StepTrace(recorder._Tracing):
         number_reads: those that have read a number.
         numbers_are_inputs: whether such numbers are input numbers; otherwise, the trace is for one call, too.
         values_read: the values of the first of them, if they are known.
+        reads_only_numbers: whether nothing but such input numbers may be read.
+        prints: whether `print` prints what is known.
         memory_given: copies of their content that code outside PyTorch takes for their memory.
         retrace_reason: why the step cannot be compiled and has to be traced at each call, if so.
     """
@@ -180,6 +182,8 @@ class StepTrace(recorder._Tracing):
         self.number_reads: list[data_dependent.ValueRequest] = []
         self.numbers_are_inputs = False
         self.values_read: Iterator[Any] = iter(())
+        self.reads_only_numbers = False
+        self.prints = True
         self.memory_given: list[GivenMemory] = []
         self.retrace_reason: str | None = None
         self.aliased_storages: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -315,6 +319,10 @@ class StepTrace(recorder._Tracing):
             self._arguments[value] = storage
         return DeferredTensor.wrap(storage, shape, stride, 0, tensor.dtype)
 
+    def is_argument(self, value: Value) -> bool:
+        """Whether an input is an argument of the call."""
+        return value in self._arguments
+
     def number(self, tensor: torch.Tensor) -> Any:
         """The number in a tensor of one element, which the step's Python reads; an input number if it can be one."""
         known = known_value(tensor)
@@ -394,8 +402,8 @@ class StepTrace(recorder._Tracing):
         return tensor
 
     def may_read(self) -> bool:
-        """Whether the step may read values."""
-        return self.contents is not None
+        """Whether the step may read any values."""
+        return self.contents is not None and not self.reads_only_numbers
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Refuse to read a value, or a size that depends on values."""
@@ -414,7 +422,7 @@ class StepTrace(recorder._Tracing):
             tensor = self.read_real(tensor)
         if type(tensor) is not DeferredTensor:
             return tensor
-        if self.contents is None:
+        if self.contents is None or self.reads_only_numbers:
             self.refuse_read(op)
         if tensor._storage.trace is not self:
             self.adopt(tensor._storage)

@@ -66,8 +66,8 @@ READ_IN_MEMORY = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "__r
 # Functions of numbers in Python's `math`.
 MATH_FUNCTIONS = (
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "copysign", "cos", "cosh", "degrees", "erf", "erfc",
-    "exp", "expm1", "fabs", "fmod", "gamma", "hypot", "lgamma", "log", "log10", "log1p", "log2", "pow", "radians",
-    "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
+    "exp", "expm1", "fabs", "fmod", "gamma", "hypot", "isfinite", "isinf", "isnan", "lgamma", "log", "log10", "log1p",
+    "log2", "pow", "radians", "remainder", "sin", "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
 
 # Functions that draw from the global generators of Python and NumPy, and change nothing else.

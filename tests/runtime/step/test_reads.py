@@ -1,6 +1,7 @@
 """Steps whose Python reads values: each call does what eager PyTorch does."""
 
 import io
+import math
 import pickle
 import warnings
 
@@ -76,6 +77,8 @@ READS = {
     "bool": lambda x: bool(x.sum() > 0),
     "complex": lambda x: complex(x.sum()),
     "if": lambda x: "positive" if x.sum() > 0 else "negative",
+    "math": lambda x: math.isnan(x.sum().item()) or math.isinf(x.mean().item()) or math.exp(x.mean().item()),
+    "NumPy's function": lambda x: "fine" if np.isfinite(x.sum().item()) else "not",
     "if not": lambda x: 1 if not x.isfinite().all() else 2,
     "while": _count_down,
     "assert": _asserted,
@@ -277,6 +280,45 @@ def test_any_read_is_eagers(read, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_values_can_be_read_anywhere(place, read):
     _compare(_train(place, READS[read], True), _train(place, READS[read], False))
+
+
+COMPILED = ("item", "item of an int", "bool", "if", "math", "NumPy's function")
+
+
+@pytest.mark.parametrize("read", COMPILED)
+def test_numbers_that_are_kept_or_decide_are_compiled(read):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerStepWarning)
+        traced = fl.trace(lambda x: (READS[read](x * 2), x * 2))
+        for x in BATCHES:
+            _compare(traced(x), (READS[read](x * 2), x * 2))
+    assert 1 <= traced._cache.compilations() <= 2
+
+
+def test_numbers_are_printed_by_a_compiled_step(capsys):
+    """As they are at each call."""
+
+    def step(x):
+        y = (x * 2).sum()
+        print("sum", y.item(), y.item() / 2, sep=": ")
+        return y
+
+    traced = fl.trace(step)
+    for x in BATCHES:
+        traced(x)
+    printed = capsys.readouterr().out.splitlines()
+    for x in BATCHES:
+        step(x)
+    expected = capsys.readouterr().out.splitlines()
+    assert traced._cache.compilations() == 1 and len(printed) == len(expected)
+    for line, other in zip(printed, expected, strict=True):
+        assert [float(n) for n in line.split(": ")[1:]] == pytest.approx([float(n) for n in other.split(": ")[1:]])
+
+
+def test_the_warning_of_float_names_item():
+    traced = fl.trace(lambda x: float(x.sum()))
+    with pytest.warns(EagerStepWarning, match=r"`float\(x.sum\(\)\)`.*write x.item\(\) in place of float\(x\)"):
+        [traced(x) for x in BATCHES]
 
 
 def test_what_is_drawn_is_what_is_read():

@@ -92,7 +92,8 @@ class StepCache:
             self._found.wait_until_lowered()
         if self._shared:
             arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
-        request = Request(step, arguments, backend, reads=self._may_run_untraced(backend))
+        reads, reads_any = self._reads and backend.is_e2e_execution, self._may_run_untraced(backend)
+        request = Request(step, arguments, backend, reads=reads_any, reads_numbers=reads and not reads_any)
         while True:
             try:
                 return self._call(request, kind)

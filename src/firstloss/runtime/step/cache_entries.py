@@ -14,7 +14,7 @@ from ...capture.input_numbers import NUMBERS
 from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
 from ...compat.torch_names import parameters_of
-from ...errors import GraphChangedError, TraceError
+from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...program.compare import first_difference
 from ..guards.equality import same
 from ..guards.guard_set import GuardSet
@@ -127,6 +127,8 @@ class CacheEntry:
         """Whether to trace again although no guard has failed."""
         if self.uses == 1:
             return True
+        if self.step.traced.trace.reads_only_numbers:  # all processes must trace it at the same call
+            return False
         return time.perf_counter() - self._checked > self.seconds / _CHECKING
 
 
@@ -149,6 +151,7 @@ class CacheEntries:
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
+        self._reads_numbers = False  # on several processes
 
     def entries(self) -> Sequence[CacheEntry]:
         """All entries."""
@@ -383,14 +386,14 @@ class CacheEntries:
         earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
-        records_code = bool(earlier or self._untraced) or not self._check or request.retried
+        records_code = bool(earlier or self._untraced) or not self._check or request.retried or self._reads_numbers
         draws = any(entry.moves_generators for entry in self._entries)
         has_inputs = bool(self._places or request.arguments.varying or draws)
         untraced = [entries for entries in (self, *similar) if entries._untraced]
         if any(entry.traced_each_time is not None for entry in earlier) or any(not e._repeatable for e in untraced):
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
-        if not self._repeatable:
+        if not (self._repeatable or self._reads_numbers):
             inputs = tuple(kind for kind in inputs if kind is not READ)
         tried = inputs
         shared: list[CompiledStep] = []
@@ -404,11 +407,19 @@ class CacheEntries:
             begin = time.perf_counter()
             try:
                 places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
-                compiled = request._replace(places=places, inputs=inputs).compiled(observer, find_shared)
+                numbers = request.reads_numbers and READ in inputs
+                this = request._replace(places=places, inputs=inputs, reads_numbers=numbers)
+                compiled = this.compiled(observer, find_shared)
                 break
             except Shared:
                 raise
-            except Exception:
+            except Exception as error:
+                if request.reads_numbers and isinstance(error, ValueReadError):
+                    if READ in tried:
+                        raise
+                    inputs = tried = (*inputs, READ)
+                    records_code = self._reads_numbers = True
+                    continue
                 if not inputs:
                     raise
                 if READ in inputs:

@@ -11,7 +11,7 @@ import torch
 
 from ...capture import session
 from ...capture.constant_folding import known_value
-from ...capture.input_numbers import Expression
+from ...capture.input_numbers import Expression, is_input_number
 from ...capture.input_texts import input_of
 from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
@@ -118,11 +118,17 @@ class _Closure:
 
 @replaces("builtins.print")
 def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """As `print`; in a traced step, tensors are printed after each execution, when they have values."""
-    if not any(type(arg) is DeferredTensor and known_value(arg) is None for arg in args) or session.trace is None:
+    """As `print`; in a traced step, tensors are printed after each execution, when they have values, and input numbers
+    as they are at that call."""
+    trace = session.trace
+    if trace is not None and any(map(_varies, args)):
+        _Closure(original, checkpoint=False)(*args, **kwargs)
+    elif not isinstance(trace, StepTrace) or trace.prints:
         original(*args, **kwargs)
-        return
-    _Closure(original, checkpoint=False)(*args, **kwargs)
+
+
+def _varies(arg: Any) -> bool:
+    return is_input_number(arg) or type(arg) is DeferredTensor and known_value(arg) is None
 
 
 class ClosureCall:

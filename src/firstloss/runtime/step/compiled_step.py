@@ -215,6 +215,7 @@ class CompiledStep(BoundStep):
         if not names:
             return
         from ..jax_support import to_host
+        from ..mesh.sharded_arrays import readable
 
         reads = dict(zip(names_read(self.traced.trace), self.traced.trace.numbers.reads, strict=True))
         for name, array in zip(names, arrays, strict=True):
@@ -222,7 +223,10 @@ class CompiledStep(BoundStep):
                 recorded = timeline.records_reads()
                 with timeline.span(f"read: {self.traced.program.notes[name]}") if recorded else nullcontext():
                     content = array.content if type(array) is LazyArray else None
-                    arguments.known[reads[name]] = (to_host(ready(array)) if content is None else content).item()
+                    if content is None:
+                        array = ready(array)
+                        content = to_host(array if self._backend.mesh is None else readable(array))
+                    arguments.known[reads[name]] = content.item()
 
     def _env(self, arguments: Arguments, arrays: dict[str, Any]) -> CallFrame:
         traced = self.traced

@@ -254,7 +254,7 @@ class Optimizers:
         try:
             # A custom optimizer may do anything at its first step, so that this has to be its first.
             knows_its_state = is_known(optimizer) or _preinitializes(optimizer)
-            if calls_closure or not knows_its_state and self._trace.contents is not None:
+            if calls_closure or not knows_its_state and self._trace.may_read():
                 raise CannotRehearse
             with _without_hooks(optimizer):
                 self.state.new.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import timeline
 from ...capture.input_numbers import NUMBERS
 from ...capture.step import Contents
-from ...errors import LoweringError, NotTraceableError, TraceError
+from ...errors import LoweringError, NotTraceableError, TraceError, ValueReadError
 from ...program.compare import first_difference
 from ...program.source import here
 from ..backend import Backend
@@ -41,6 +41,7 @@ class Request(NamedTuple):
     reads: bool = False  # likewise
     values_read: Sequence[Any] = ()  # likewise, at a call whose outcomes were others than those of a compiled step
     retries: int = 0  # how often they were
+    reads_numbers: bool = False  # likewise
 
     def roots(self) -> tuple[Any, ...]:
         """The roots of everything that the step's Python code can reach."""
@@ -62,7 +63,7 @@ class Request(NamedTuple):
         with timeline.span("trace"):
             traced = tracing.trace_step(
                 self.step, self.arguments, self.backend, observer, self.places, self.inputs, self.reads,
-                self.values_read,
+                self.values_read, self.reads_numbers,
             )  # fmt: skip
             try:
                 same = self._accept(traced, observer, find)
@@ -77,7 +78,7 @@ class Request(NamedTuple):
             raise
 
     def _is_for_one_call(self, traced: TracedProgram) -> bool:
-        return traced.is_for_one_call or self.retries > MAX_RETRIES
+        return traced.is_for_one_call or self.retries > MAX_RETRIES and self.reads
 
     def _accept(
         self, traced: TracedProgram, observer: TraceObserver, find: Callable[[TracedProgram], CompiledStep | None]
@@ -90,6 +91,13 @@ class Request(NamedTuple):
         """
         self._refuse_twice(observer)
         traced.modes.undo()  # set again after the step has run
+        if self.reads_numbers and traced.is_for_one_call:
+            read = traced.trace.number_reads[-1]
+            raise ValueReadError(
+                f"{read.source}: `{read.text}` reads a number, of which the step's Python makes something else than "
+                "numbers and decisions (a size, a text, an exact float by float(x) instead of x.item()). A step that "
+                "several processes run can keep it, compute with it and branch on it; return it for anything else."
+            )
         if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
             raise InputNumberError
         if self._is_for_one_call(traced):
@@ -152,8 +160,19 @@ class Request(NamedTuple):
         numbers and texts in Python: whether the step's Python does not see the difference between a number and an input
         number (`type(x) is float`)."""
         observer = TraceObserver(self.roots(), (), False)
+        reads = traced.trace.numbers.reads if self.reads_numbers else ()  # known, without asking the other processes
+        values_read = [read.example for read in reads] or self.values_read
         specialized = tracing.trace_step(
-            self.step, self.arguments, self.backend, observer, (), (), self.reads, self.values_read
+            self.step,
+            self.arguments,
+            self.backend,
+            observer,
+            (),
+            (),
+            self.reads,
+            values_read,
+            self.reads_numbers,
+            prints=False,
         )
         try:
             arguments = self.arguments
@@ -205,7 +224,7 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     assert observer.guards is not None
     unrestored = traced.retrace_reason or observer.guards.unguardable
     consumes = not all(call.is_repeatable for call in observer.guards.external_calls)
-    return not (unrestored or consumes or traced.optimizers.state.new)
+    return not (unrestored or consumes)
 
 
 class InputNumberError(Exception):

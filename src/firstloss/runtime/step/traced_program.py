@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...capture.autograd_boundary import returned
@@ -317,9 +318,9 @@ class TracedProgram:
         trace = self.trace
         if trace.reads or trace.number_reads and not trace.numbers_are_inputs:
             return True
-        if self.optimizers.first_step_only and trace.contents is not None:
+        if self.optimizers.first_step_only and trace.may_read():
             return True
-        return any(type(outcome) is not bool for outcome in self.outcomes)
+        return not all(isinstance(outcome, (bool, np.bool_)) for outcome in self.outcomes)
 
     @functools.cached_property
     def groups(self) -> Groups:

@@ -36,6 +36,7 @@ from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources
 from .arguments import Arguments, TracedArguments
+from .mesh_reads import MeshContents
 from .optimizer_state import entries_of
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
@@ -113,6 +114,8 @@ def trace_step(
     inputs: tuple[type, ...] = NUMBERS,
     reads: bool = False,
     values_read: Sequence[Any] = (),
+    reads_numbers: bool = False,
+    prints: bool = True,
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
@@ -125,6 +128,8 @@ def trace_step(
             draws are inputs.
         reads: whether it may read values, which are computed then.
         values_read: the values of the first numbers that it reads, if they are known.
+        reads_numbers: whether it may read numbers, on a mesh of several processes.
+        prints: whether its `print` prints what is known while it is traced.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
@@ -132,8 +137,12 @@ def trace_step(
     trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places, inputs, runs_eagerly=reads)
     if reads:
         trace.trace.contents = TracedContents(trace.trace, backend.keys.next)
-        trace.trace.numbers_are_inputs = READ in inputs
-        trace.trace.values_read = iter(values_read)
+    elif reads_numbers and backend.mesh is not None:
+        trace.trace.contents = MeshContents(trace.trace, backend.mesh, backend.keys.next)
+        trace.trace.reads_only_numbers = True
+    trace.trace.prints = prints
+    trace.trace.numbers_are_inputs = READ in inputs
+    trace.trace.values_read = iter(values_read)
     try:
         return trace.run(step, arguments)
     except BaseException as error:

@@ -1,0 +1,126 @@
+"""Numbers that a step's Python reads while it is traced on a mesh of several processes, of which none has all weights.
+
+All processes trace the same step, so they come to the same read: what it needs is compiled and run by all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...capture.recorder import DeferredStorage, DeferredTensor
+from ...capture.step import StepTrace
+from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode
+from ...engine.replay import materialize_whole
+from ...errors import LoweringError
+from ...program.graph import Ref, Value
+from ...program.program import Program
+from ..device.lazy_array import ready, to_device_later
+from .owners import Owner
+
+if TYPE_CHECKING:
+    from ..mesh.mesh import Mesh
+
+
+class MeshContents:
+    """The content of numbers in a trace; see `capture.step.Contents`."""
+
+    def __init__(self, trace: StepTrace, mesh: Mesh, seed: Callable[[], np.ndarray]) -> None:
+        """`seed` returns the two words from which the call's random numbers are derived."""
+        self._trace = trace
+        self._inputs: Mapping[Value, Owner] = trace.inputs
+        self._mesh = mesh
+        self._seed = seed
+        self._known: dict[Value, torch.Tensor] = {}
+
+    def keep_inputs(self) -> None:
+        """As in `Contents`."""
+        self._inputs = dict(self._inputs)
+
+    def of(self, value: Value) -> torch.Tensor:
+        """As in `Contents`. To be called by all processes."""
+        if value not in self._known:
+            inputs = dict(self._inputs)
+            program = Program({f"in{i}": each for i, each in enumerate(inputs)}, {"read": Ref.of(value)})
+            needed = {ref.value for node in program.nodes for ref in (*node.refs(), *node.writes)} | {value}
+            read = [each for each in inputs if each in needed]
+            with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
+                arrays = [self._array(each, inputs[each]) for each in read]
+            result: list[Any] = []
+            # A thread of its own has no dispatch modes, no trace, and nobody who records what it calls.
+            thread = threading.Thread(
+                target=lambda: result.append(_caught(_run, program, read, arrays, self._seed(), self._mesh)),
+                name="firstloss-read",
+            )
+            thread.start()
+            thread.join()
+            content, error = result[0]
+            if isinstance(error, LoweringError):
+                raise NotImplementedError(str(error)) from error
+            if error is not None:
+                raise error
+            self._known[value] = content
+        return self._known[value]
+
+    def _array(self, value: Value, owner: Owner) -> Any:
+        from ..mesh.sharded_arrays import fit
+
+        mesh, is_argument = self._mesh, self._trace.is_argument(value)
+        sharding = mesh.batch_sharding(tuple(value.shape)) if is_argument else mesh.whole
+        storage = owner._storage if type(owner) is DeferredTensor and owner._ref().whole else owner
+        if isinstance(storage, DeferredStorage) and storage.resident is not None:
+            where = sharding if is_argument else storage.resident.sharding or sharding
+            return fit(storage.resident.argument(), where)
+        if isinstance(owner, DeferredStorage):
+            owner = materialize_whole(self._trace.before(owner))
+        return ready(to_device_later(owner.detach().reshape(value.shape), sharding))
+
+
+def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
+    try:
+        return function(*args), None
+    except BaseException as error:
+        return None, error
+
+
+_compiled: dict[str, Any] = {}  # by the digest of a module's text
+
+
+def _run(program: Program, read: list[Value], arrays: list[Any], seed: np.ndarray, mesh: Mesh) -> torch.Tensor:
+    """Compute a Program's output, by all processes."""
+    import jax
+
+    from ...lower import aten
+    from ...lower.program import lower, unsupported
+    from ..jax_support import compile_options, to_host, x64
+    from ..mesh.mesh import named
+    from ..mesh.peers import peers_of
+    from ..mesh.sharded_arrays import readable
+    from .functions import step_key
+
+    if unsupported(program):
+        raise LoweringError("it has operations that have no lowering")
+
+    def run(seed: Any, *operands: Any) -> Any:
+        return lower(program, dict(zip(read, operands, strict=True)), step_key(seed))["read"]
+
+    whole = named(mesh.whole)
+    run.__name__ = "read"
+    with x64(), aten.within(False):
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays]
+        word = jax.ShapeDtypeStruct((2,), np.uint32, sharding=whole)
+        lowered = jax.jit(run, out_shardings=whole).lower(word, *shapes)
+        digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        if digest not in _compiled:
+            options, peers = compile_options(on_mesh=True), peers_of(whole.mesh)
+            if peers is None:
+                _compiled[digest] = lowered.compile(options)
+            else:
+                peers.agree("read", digest)
+                _compiled[digest] = peers.compile(0, "read", lowered, options, whole.mesh.devices)
+        return to_host(readable(_compiled[digest](jax.device_put(seed, whole), *arrays))).clone()
