@@ -558,7 +558,9 @@ def test_stores_match_eager(name, first, late):
 def test_unchanged_stores_are_traced_twice(name, monkeypatch):
     """Again to verify the second call, since the first could not know."""
     traces = []
-    monkeypatch.setattr(tracing, "trace_step", lambda *args: (traces.append(args), trace_step(*args))[1])
+    monkeypatch.setattr(
+        tracing, "trace_step", lambda *args, **more: (traces.append(args), trace_step(*args, **more))[1]
+    )
     run(CASES[name], fl.backend("XLA"), ON, late=False, others={})
     assert len(traces) == 2
 

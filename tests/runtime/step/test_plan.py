@@ -270,7 +270,7 @@ def test_a_step_that_cannot_be_traced_is_an_error(tmp_path):
 
     @fl.trace
     def step(x):
-        return x if x.sum().item() > 0 else -x
+        return x[x > 0]
 
     with pytest.raises(TraceError, match="test_plan.py"):
         step.plan(torch.zeros(8))
@@ -292,3 +292,44 @@ def test_it_prints_as_a_table(tmp_path):
     assert rows["weights"] == f"{1024 * 1024 * 4 // 8:,} bytes" and rows["batch"] == "32,768 bytes"
     assert rows["computes"].endswith(f"{2 * 8 * 1024 * 1024:,} in products")
     assert rows["all-gather along fsdp"] == f"sends {1024 * 1024 * 4 * 7 // 8:,} bytes"
+
+
+def test_a_step_that_reads_numbers_is_planned(tmp_path, capsys):
+    """As if all arrays were ones: nothing is NaN, and nothing is kept or printed."""
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    with backend.device:
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    call = fl.compile(model, backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    kept = []
+
+    def plain(x):
+        loss = call(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def reading(x):
+        loss = call(x).square().mean()
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        if not loss.isfinite() or math.isnan(loss.item()) or any(g.isnan().any() for g in gradients):
+            return loss
+        kept.append(loss.item())
+        print(loss.item())
+        if all(g.isfinite().all() for g in gradients) and max(kept) < 100:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.ones(8, 16)
+    expected, plan = fl.trace(plain).plan(x), fl.trace(reading).plan(x)
+    for role in ("weights", "state"):
+        assert plan.bytes_of(role) == expected.bytes_of(role) > 0
+    assert plan.matmul_flops == expected.matmul_flops and plan.flops > expected.flops
+    assert not kept and not capsys.readouterr().out and not optimizer.state
+    with pytest.raises(fl.errors.ValueReadError, match=r"`x\[x > 0\]`"):
+        fl.trace(lambda x: x[x > 0].sum()).plan(x)
+    with pytest.raises(fl.errors.ValueReadError, match=r"`x.sum\(\).item\(\)`"):
+        fl.trace(lambda x: x.sum().item()).lower(x)

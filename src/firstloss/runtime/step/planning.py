@@ -12,6 +12,7 @@ import torch
 
 from ...capture import session
 from ...capture.deferred import named_tensors
+from ...capture.input_numbers import NUMBERS
 from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
 from ...init import shardings
@@ -29,6 +30,7 @@ from .compiled_step import Inputs
 from .functions import Function, functions_of
 from .owners import Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, StepPlan
+from .reads import READ, AssumedNumbers, Reads
 from .segmentation import Segmentation, segment_step
 from .traced_program import TracedProgram
 from .tracing import TraceObserver
@@ -41,18 +43,24 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
             f'backend "{backend.name}" compiles nothing that could be planned. Use the backend "XLA"; for devices that '
             "do not exist, with mesh=jax.sharding.AbstractMesh(sizes, names) and validate_only=True."
         )
-    with traced_only(step, arguments, backend) as traced:
+    with traced_only(step, arguments, backend, Reads(AssumedNumbers, only_numbers=True)) as traced:
         inputs = Inputs(backend, traced.owners, traced.numbers)
         return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
 
 
 @contextmanager
-def traced_only(step: Callable[..., Any], arguments: Arguments, backend: Backend) -> Iterator[TracedProgram]:
-    """Context with the trace of a step that is not called; Python, weights and optimizers are left as they were."""
+def traced_only(
+    step: Callable[..., Any], arguments: Arguments, backend: Backend, reads: Reads | None = None
+) -> Iterator[TracedProgram]:
+    """Context with the trace of a step that is not called; Python, weights and optimizers are left as they were.
+
+    Args:
+        reads: which values it may read.
+    """
     with Undo() as undo, undo, session.tracing:
         paused_until(undo)
         observer = TraceObserver((step, *arguments.guarded(), *backend.models), [], False)
-        traced = tracing.trace_step(step, arguments, backend, observer)
+        traced = tracing.trace_step(step, arguments, backend, observer, (), (*NUMBERS, READ), reads, prints=False)
         try:
             if traced.raised is not None:
                 raise traced.raised

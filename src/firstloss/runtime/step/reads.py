@@ -11,14 +11,14 @@ by PyTorch's kernels, like the values; further calls run the step's Python witho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...capture.step import StepTrace
+from ...capture.step import Contents, StepTrace
 from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode
 from ...engine.replay import materialize_whole
 from ...program.graph import Node, Value, slice_for
@@ -29,9 +29,25 @@ from .owners import Owner
 from .step_replay import StepReplay
 from .traced_program import TracedProgram
 
+_MOST_ASSUMED = 1 << 28  # bytes of an operation's operands, above which its result is taken to be 1
+
 
 class READ:
     """Among the classes of a step's inputs (`tracing.trace_step`): numbers that it reads from tensors."""
+
+
+class Reads(NamedTuple):
+    """Which values a step may read while it is traced.
+
+    Attributes:
+        contents_of: makes what computes them.
+        only_numbers: whether only numbers, which it treats as input numbers; see `StepTrace`.
+        known: the values of the first numbers that it reads, if they are known.
+    """
+
+    contents_of: Callable[[StepTrace], Contents]
+    only_numbers: bool = False
+    known: Sequence[Any] = ()
 
 
 class OutcomeChanged(Exception):
@@ -171,3 +187,38 @@ class ComputedStep:
         """The outputs, in groups."""
         arrays, self._arrays = self._arrays, {}
         return tuple(tuple(arrays[name] for name in group) for group in self._traced.groups.outputs)
+
+
+class AssumedNumbers:
+    """The content of numbers in a trace that is only for a plan, for which nothing is computed.
+
+    All arrays are taken to be full of ones, and what is made of them follows: a loss is finite, and nothing is NaN.
+    """
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._replay = StepReplay()
+
+    def keep_inputs(self) -> None:
+        """It needs none."""
+
+    def of(self, value: Value) -> torch.Tensor:
+        """As in `Contents`."""
+        with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
+            return self._of(value)
+
+    def _of(self, value: Value) -> torch.Tensor:
+        buffers, node = self._replay.buffers, value.node
+        if value not in buffers:
+            follows = node is not None and not node.writes and (not value.shape or value.dtype is torch.bool)
+            if value.known:
+                buffers[value] = materialize_whole(value)
+            elif node is None or not follows or sum(read.nbytes for read in node.reads()) > _MOST_ASSUMED:
+                buffers[value] = value.empty().fill_(1)
+            else:
+                for read in node.reads():
+                    self._of(read)
+                try:
+                    self._replay.run([node])
+                except (RuntimeError, IndexError, NotImplementedError):  # ones are no valid indices, for example
+                    buffers.update((output, output.empty().fill_(1)) for output in node.outputs)
+        return buffers[value]

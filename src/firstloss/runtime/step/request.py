@@ -18,7 +18,8 @@ from ..guards.places import Place
 from ..lazy_jax import on_cpu
 from . import tracing
 from .arguments import Arguments
-from .reads import ComputedStep, TracedContents
+from .mesh_reads import MeshContents
+from .reads import ComputedStep, Reads, TracedContents
 from .traced_program import TracedProgram
 from .tracing import TraceObserver
 
@@ -38,10 +39,10 @@ class Request(NamedTuple):
     retried: bool = False  # traced already at this call, and now again with some arguments as inputs themselves
     places: Sequence[Place] = ()  # of numbers that are inputs
     inputs: tuple[type, ...] = NUMBERS  # see `tracing.trace_step`
-    reads: bool = False  # likewise
-    values_read: Sequence[Any] = ()  # likewise, at a call whose outcomes were others than those of a compiled step
+    reads: bool = False  # whether it may read any values
+    reads_numbers: bool = False  # whether it may read numbers only, on a mesh of several processes
+    values_read: Sequence[Any] = ()  # at a call whose outcomes were others than those of a compiled step
     retries: int = 0  # how often they were
-    reads_numbers: bool = False  # likewise
 
     def roots(self) -> tuple[Any, ...]:
         """The roots of everything that the step's Python code can reach."""
@@ -62,8 +63,8 @@ class Request(NamedTuple):
         """
         with timeline.span("trace"):
             traced = tracing.trace_step(
-                self.step, self.arguments, self.backend, observer, self.places, self.inputs, self.reads,
-                self.values_read, self.reads_numbers,
+                self.step, self.arguments, self.backend, observer, self.places, self.inputs,
+                self._may_read(self.values_read),
             )  # fmt: skip
             try:
                 same = self._accept(traced, observer, find)
@@ -76,6 +77,15 @@ class Request(NamedTuple):
             if tracing.abandon(traced, observer) and isinstance(error, LoweringError) and self.reads:
                 raise NotTraceableError(str(error)) from error
             raise
+
+    def _may_read(self, known: Sequence[Any]) -> Reads | None:
+        """Which values the step may read; `known` are the first."""
+        seed, mesh = self.backend.keys.next, self.backend.mesh
+        if self.reads:
+            return Reads(lambda trace: TracedContents(trace, seed), known=known)
+        if self.reads_numbers and mesh is not None:
+            return Reads(lambda trace: MeshContents(trace, mesh, seed), only_numbers=True, known=known)
+        return None
 
     def _is_for_one_call(self, traced: TracedProgram) -> bool:
         return traced.is_for_one_call or self.retries > MAX_RETRIES and self.reads
@@ -163,16 +173,7 @@ class Request(NamedTuple):
         reads = traced.trace.numbers.reads if self.reads_numbers else ()  # known, without asking the other processes
         values_read = [read.example for read in reads] or self.values_read
         specialized = tracing.trace_step(
-            self.step,
-            self.arguments,
-            self.backend,
-            observer,
-            (),
-            (),
-            self.reads,
-            values_read,
-            self.reads_numbers,
-            prints=False,
+            self.step, self.arguments, self.backend, observer, (), (), self._may_read(values_read), prints=False
         )
         try:
             arguments = self.arguments

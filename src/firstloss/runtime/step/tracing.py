@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -36,12 +36,11 @@ from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources
 from .arguments import Arguments, TracedArguments
-from .mesh_reads import MeshContents
 from .optimizer_state import entries_of
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
 from .process_settings import ModesLeft
-from .reads import READ, TracedContents
+from .reads import READ, Reads
 from .traced_program import Outputs, TracedProgram, names_read
 
 # How many functions outside of installed packages a step may reach for the code that runs not to be recorded.
@@ -112,9 +111,7 @@ def trace_step(
     observer: TraceObserver,
     places: Iterable[Place] = (),
     inputs: tuple[type, ...] = NUMBERS,
-    reads: bool = False,
-    values_read: Sequence[Any] = (),
-    reads_numbers: bool = False,
+    reads: Reads | None = None,
     prints: bool = True,
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
@@ -126,23 +123,26 @@ def trace_step(
         places: the places of numbers that are inputs of the step.
         inputs: the classes of the arguments that are inputs if they vary, besides tensors, and of the generators whose
             draws are inputs.
-        reads: whether it may read values, which are computed then.
-        values_read: the values of the first numbers that it reads, if they are known.
-        reads_numbers: whether it may read numbers, on a mesh of several processes.
+        reads: which values it may read; None for none.
         prints: whether its `print` prints what is known while it is traced.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
     """
-    trace = _Trace(getattr(step, "__name__", "step"), backend, observer, places, inputs, runs_eagerly=reads)
-    if reads:
-        trace.trace.contents = TracedContents(trace.trace, backend.keys.next)
-    elif reads_numbers and backend.mesh is not None:
-        trace.trace.contents = MeshContents(trace.trace, backend.mesh, backend.keys.next)
-        trace.trace.reads_only_numbers = True
+    trace = _Trace(
+        getattr(step, "__name__", "step"),
+        backend,
+        observer,
+        places,
+        inputs,
+        runs_eagerly=not (reads is None or reads.only_numbers),
+    )
     trace.trace.prints = prints
     trace.trace.numbers_are_inputs = READ in inputs
-    trace.trace.values_read = iter(values_read)
+    if reads is not None:
+        trace.trace.contents = reads.contents_of(trace.trace)
+        trace.trace.reads_only_numbers = reads.only_numbers
+        trace.trace.values_read = iter(reads.known)
     try:
         return trace.run(step, arguments)
     except BaseException as error:
