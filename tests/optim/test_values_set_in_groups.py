@@ -144,3 +144,33 @@ def test_a_number_is_an_input_from_its_second_value_on(key, when, tmp_path, monk
         assert [value for _, value in traced_values] == pytest.approx([value for _, value in values], rel=1e-12)
         assert traced_losses == pytest.approx(losses, rel=1e-4, abs=1e-6), (name, make)  # twelve steps' rounding
         assert len(traces) <= 8, (name, make, len(traces))
+
+
+TABLE = [1e-2 / (1 + i) for i in range(40)]
+UNTRACED = {
+    "betas": ("betas", lambda i: (beta(i), 0.99), "a parameter group"),
+    "a rate looked up by the count": ("lr", lambda i: TABLE[i], "the content of a list that the step changes"),
+    "a decay of NumPy's": (
+        "weight_decay",
+        lambda i: np.float32(TABLE[i]),
+        "the content of a list that the step changes",
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", UNTRACED)
+def test_a_step_is_not_traced_at_each_call_for_ever(name, when, tmp_path, monkeypatch):
+    """It runs by its Python after some, and a warning says why."""
+    traces = []
+    trace = CacheEntries._trace
+    monkeypatch.setattr(CacheEntries, "_trace", lambda *args: traces.append(1) or trace(*args))
+    key, value_of, reason = UNTRACED[name]
+    losses, values = train(torch.optim.AdamW, key, value_of, when, steps=30)
+    traces.clear()
+    with pytest.warns(fl.errors.EagerStepWarning, match=f"{reason}.*its Python runs at each call"):
+        traced_losses, traced_values = train(
+            torch.optim.AdamW, key, value_of, when, fl.backend("XLA", artifact_dir=tmp_path), steps=30
+        )
+    assert traced_values == values and len(traces) <= 12
+    assert traced_losses == pytest.approx(losses, rel=1e-4, abs=1e-6)  # thirty steps' rounding

@@ -46,6 +46,9 @@ _MAX_OUTCOMES_UNUSED = 1
 # thaws them at the next, comes back to the same few states.
 _MAX_STATES = 4
 
+# At how many calls in a row it is traced, for whatever reasons, before the next calls run untraced.
+_MAX_IN_A_ROW = 8
+
 # The number of traces after which functions that are new in each are assumed to be created by the step itself.
 _MAX_FUNCTIONS = 10_000
 
@@ -149,6 +152,7 @@ class CacheEntries:
         self._repeatable = False
         self._untraced = UntracedCalls()
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
+        self._in_a_row = 0  # the number of calls in a row at which it was traced
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
         self._reads_numbers = False  # on several processes
@@ -215,7 +219,7 @@ class CacheEntries:
     def ran(self) -> None:
         """Note that the step that was found has run."""
         if self._fitting is not None:
-            self._in_vain = 0
+            self._in_vain = self._in_a_row = 0
 
     def ran_untraced(self) -> None:
         """Note that the step's Python has run; if that was because it could not be traced, say so. (If it has raised an
@@ -247,8 +251,8 @@ class CacheEntries:
         last = self._entries[0] if self._entries else None
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes(request.arguments)
-        changed = [change.place for change in why if change.place is not None]
-        changed += last.step.traced.optimizers.groups.changed_numbers() if outdated and last is not None else ()
+        in_groups = last.step.traced.optimizers.groups.changes() if outdated and last is not None else []
+        changed = [change.place for change in (*why, *in_groups) if change.place is not None]
         places = {place.id: place for place in changed if place.id not in self._places}
         self._places |= places
         twin: list[CacheEntry] = []
@@ -294,6 +298,13 @@ class CacheEntries:
             self._untraced.begin_at_once()
             self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
+        self._in_a_row += not self._always
+        is_reported = last is None or entry.traced_each_time is not None or last.changes_by_step(why)
+        if self._in_a_row > _MAX_IN_A_ROW and last is not None and not is_reported:
+            described = dict.fromkeys(change.description for change in (*why, *in_groups))
+            changing = "; ".join(described) or ("a parameter group" if outdated else "what it reads")
+            runs = self._runs_untraced_from_now_on(request)
+            self.reports.report_each_time(f"this changes each time: {changing}", None if runs else last.seconds)
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
         same = [e for e in self._entries if e.shares_program(entry)]

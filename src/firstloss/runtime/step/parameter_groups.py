@@ -19,8 +19,8 @@ from ...optim.schedule import schedules_of
 from ..guards.access import MISSING
 from ..guards.effects import Effects, always, setting
 from ..guards.equality import same
-from ..guards.guards import with_article
-from ..guards.places import Place, Varying, place_of
+from ..guards.guards import Change, with_article
+from ..guards.places import Varying, place_of
 from ..guards.reconstruct import computed
 from ..guards.snapshot import Snapshot
 
@@ -380,19 +380,19 @@ class ParameterGroups:
                     differs |= (i, key) in varying  # an input of a later step, which works for this value too
         return differs
 
-    def changed_numbers(self) -> list[Place]:
-        """The places of numbers in the groups that have changed."""
+    def changes(self) -> list[Change]:
+        """What has changed in the groups; those of numbers have a place."""
         now = self._constants()
-        places = []
+        changes = []
         for number, optimizer in enumerate(self._seen):
             for i, group in enumerate(optimizer.param_groups):
                 for key in group:
                     entry = number, i, key
                     if entry in self._baked and entry in now and self._baked[entry] != now[entry]:
                         text = f"{key!r} in a parameter group of {with_article(type(optimizer).__qualname__)}"
-                        place = place_of(group, key, text, key, self._baked[entry], now[entry])
-                        places += [] if place is None else [place]
-        return places
+                        values = self._baked[entry], now[entry]
+                        changes.append(Change(text, key, *values, id(group), place_of(group, key, text, key, *values)))
+        return changes
 
     def _regrouped(self) -> bool:
         """Whether the groups, or the weights in them, have changed or been reordered."""

@@ -225,7 +225,8 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     assert observer.guards is not None
     unrestored = traced.retrace_reason or observer.guards.unguardable
     consumes = not all(call.is_repeatable for call in observer.guards.external_calls)
-    return not (unrestored or consumes)
+    creates = traced.optimizers.state.new and not traced.trace.reads_only_numbers
+    return not (unrestored or consumes or creates)
 
 
 class InputNumberError(Exception):

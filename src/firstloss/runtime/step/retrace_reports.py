@@ -61,21 +61,16 @@ class Reports:
         """Report that the step runs eagerly, since it has read values."""
         for read in reads:
             text = f"`{read.text}`" if read.text else "this line"
-            to_have_it = (
-                "write x.item() in place of float(x)"
-                if read.text.startswith("float(")
-                else (
-                    "compute with the tensor (torch.where(condition, a, b)), return it, or read it in fl.step_closure"
-                )
-            )
+            instead = "compute with the tensor (torch.where(condition, a, b)), return it, or read it in fl.step_closure"
+            if read.text.startswith("float("):
+                instead = "write x.item() in place of float(x)"
             if read.source not in self._reads_reported:
                 self._reads_reported.add(read.source)
                 warn(
                     EagerStepWarning(
                         f"{read.source}: {text} reads a value that the step has computed, so {self._name} is not "
                         "compiled: its Python runs at each call, by PyTorch's kernels. To have it compiled, "
-                        f"{to_have_it}; "
-                        'fl.trace(reads="refuse") makes it an error.'
+                        f'{instead}; fl.trace(reads="refuse") makes it an error.'
                     )
                 )
 
