@@ -8,6 +8,7 @@ objects, until a step is traced or compiled again.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -32,8 +33,11 @@ from ...interpreter import Uninterrupted
 from ...program.graph import Geometry, geometry_of
 from .placement import become_resident, move_to_device, redirect_gradients
 
+# The modules of Python's in which threads wait.
+_WAITING = ("threading", "queue", "selectors", "multiprocessing.connection", "concurrent.futures.thread", "subprocess")
+
 # The number of steps in a row that run by their Python before their tensors become plain, which takes 30 us for each.
-_STEPS = 2
+_STEPS = 1
 
 
 class _PlainTensor(TensorRef):
@@ -60,8 +64,8 @@ def are_in_use() -> bool:
 
 
 def are_among(tensors: Iterable[object]) -> bool:
-    """Whether some of `tensors` are plain now."""
-    ids = {id(ref()) for ref in _plain}
+    """Whether some of `tensors`, or their storages, are plain now."""
+    ids = {id(held) for ref in _plain for held in (ref(), ref.storage)}
     return any(id(tensor) in ids for tensor in tensors)
 
 
@@ -73,7 +77,7 @@ def in_step() -> Iterator[None]:
     if thread in _running:  # a step that another one calls
         yield
         return
-    if _steps >= _STEPS and _used and not are_other_threads():
+    if _steps >= _STEPS and _used and (not are_other_threads() or _others_wait()):
         _make_plain([storage for ref in _used if (storage := ref()) is not None])
     _steps += 1
     _used.clear()
@@ -85,6 +89,14 @@ def in_step() -> Iterator[None]:
     finally:
         host_kernels.this_thread.used = None
         _running.discard(thread)
+
+
+def _others_wait() -> bool:
+    """Whether all other threads wait for something, as those of loaders, writers and progress bars do, so that none is
+    within an operation on what is exchanged."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return all(frame.f_globals.get("__name__") in _WAITING for frame in frames.values())
 
 
 def _make_plain(storages: list[DeferredStorage]) -> None:
@@ -138,7 +150,7 @@ def _become_plain(tensor: DeferredTensor, storage: DeferredStorage) -> None:
 
 
 def end() -> None:
-    """Before a step is traced, or a compiled one is called: make the tensors views of their storages again."""
+    """Before a step is traced, or one compiled with them is called: make the tensors views of their storages again."""
     global _steps
     if _running - {threading.get_ident()}:  # their steps use them, in memory that a compiled step sees
         return

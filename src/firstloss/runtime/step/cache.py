@@ -61,7 +61,6 @@ class StepCache:
         self._name = name
         self._refuse = refuse
         self._check = check
-        self._is_inadmissible = False  # whether a call's arguments could not be inputs
         self._seen: tuple[Backend, int] | None = None
         self._all: list[torch.nn.Parameter] = []
         # By id, arguments that the step also reaches in another way.
@@ -70,16 +69,17 @@ class StepCache:
         self._read_later: dict[tuple[CacheEntries, int], bool] = {}
 
     def prepare(self, arguments: tuple[Any, ...]) -> None:
-        """Before a call, let weights be on the backend, unless it will run untraced too.
+        """Before a call, let weights be on the backend, if a compiled step uses them; see `host_tensors`.
 
         Args:
             arguments: its positional and keyword arguments.
         """
         if not host_tensors.are_in_use():
             return
-        again = self._is_inadmissible or self._entries.runs_untraced_next()
-        compiled = any(entries.entries() for entries in self.kinds.values())
-        if compiled or not again or host_tensors.are_among(pytree.tree_leaves(arguments)):
+        used: list[Any] = pytree.tree_leaves(arguments)
+        for step in self.steps():
+            used += step.traced.owners.inputs.values()
+        if host_tensors.are_among(used):
             host_tensors.end()
 
     def call(self, step: Callable[..., Any], arguments: Arguments, kind: tuple[Any, ...], backend: Backend) -> Any:
@@ -120,7 +120,6 @@ class StepCache:
         """
         if not (why.can_run_eagerly and self._may_run_untraced(current_backend())):
             raise why
-        self._is_inadmissible = True
         with host_tensors.in_step():
             result = step(*args, **kwargs)
         self._entries.reports.report_eager(str(why))

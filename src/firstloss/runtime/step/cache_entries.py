@@ -242,10 +242,6 @@ class CacheEntries:
             return False
         return self._untraced.is_next()
 
-    def runs_untraced_next(self) -> bool:
-        """Whether the next call will run without a trace, unless one of them fits."""
-        return self._untraced.comes_next()
-
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
         last = self._entries[0] if self._entries else None
