@@ -22,8 +22,9 @@ import torch
 
 from ...capture import session
 from ...compat.torch_names import pytree
-from ...errors import TraceError
+from ...errors import GraphChangedError, TraceError
 from ...interpreter import Undo, pause, paused_until
+from ...program.source import here
 from ..backend import Backend, current_backend
 from ..device import host_tensors
 from ..lazy_jax import process_count
@@ -32,7 +33,7 @@ from .cache_entries import CacheEntries
 from .owners import Shared
 from .process_settings import modes, settings
 from .reads import OutcomeChanged
-from .request import Request
+from .request import MAX_RETRIES, Request
 from .shapes import generalizes
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ class StepCache:
             try:
                 return self._call(request, kind)
             except OutcomeChanged as changed:
+                if request.reads_numbers and request.retries > MAX_RETRIES:
+                    raise GraphChangedError(
+                        f"{here()}: {self._name} branches on a number for which each branch computes another value, on "
+                        "the other side of the decision. Decide by a number that does not depend on the decision."
+                    ) from changed
                 arguments.known.clear()
                 request = request._replace(values_read=changed.values, retries=request.retries + 1)
             except Shared as shared:

@@ -203,22 +203,31 @@ class AssumedNumbers:
 
     def of(self, value: Value) -> torch.Tensor:
         """As in `Contents`."""
+        buffers, nodes, todo = self._replay.buffers, {}, [value]
         with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
-            return self._of(value)
-
-    def _of(self, value: Value) -> torch.Tensor:
-        buffers, node = self._replay.buffers, value.node
-        if value not in buffers:
-            follows = node is not None and not node.writes and (not value.shape or value.dtype is torch.bool)
-            if value.known:
-                buffers[value] = materialize_whole(value)
-            elif node is None or not follows or sum(read.nbytes for read in node.reads()) > _MOST_ASSUMED:
-                buffers[value] = value.empty().fill_(1)
-            else:
-                for read in node.reads():
-                    self._of(read)
+            while todo:
+                needed = todo.pop()
+                node = needed.node
+                if needed in buffers:
+                    continue
+                if needed.known:
+                    buffers[needed] = materialize_whole(needed)
+                elif node is None or not _is_decision(needed):
+                    buffers[needed] = needed.empty().fill_(1)
+                elif node.index not in nodes:
+                    nodes[node.index] = node
+                    todo += node.reads()
+            for _, node in sorted(nodes.items()):
                 try:
                     self._replay.run([node])
                 except (RuntimeError, IndexError, NotImplementedError):  # ones are no valid indices, for example
                     buffers.update((output, output.empty().fill_(1)) for output in node.outputs)
         return buffers[value]
+
+
+def _is_decision(value: Value) -> bool:
+    """Whether a value is a number, or says something of each element of an array, which is not too large."""
+    node = value.node
+    assert node is not None
+    is_small = sum(read.nbytes for read in node.reads()) <= _MOST_ASSUMED
+    return is_small and not node.writes and (not value.shape or value.dtype is torch.bool)
