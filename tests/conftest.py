@@ -169,9 +169,9 @@ def traced(monkeypatch):
     traces = []
     trace = tracing.trace_step
 
-    def counted(*args):
+    def counted(*args, **options):
         traces.append(1)
-        return trace(*args)
+        return trace(*args, **options)
 
     monkeypatch.setattr(tracing, "trace_step", counted)
     return traces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -207,6 +208,8 @@ def run_on_resident(call: OpCall) -> Any:
     """Run a call on tensors on a backend: views stay views, everything else is computed on the host."""
     if call.traits.view:
         return views(call, call.deferred[0]._storage, infer(call).geometry)
+    if (used := session.this_thread.used) is not None:
+        used.update(weakref.ref(t._storage) for t in call.deferred)
     written = [t for t in call.written() if type(t) is DeferredTensor]
     pending = [t for t in written if is_pending(t)]
     if pending:  # a copy of the model from before it was compiled

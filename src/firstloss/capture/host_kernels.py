@@ -7,7 +7,6 @@ and the operations of which autograd makes its graph. `recorder.dispatch` handle
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -17,21 +16,10 @@ from ..compat.torch_names import DisableTorchDispatch, OpOverload, schema_of
 from .distributed import COLLECTIVES
 from .op_call import is_composite, traits_of
 from .op_overrides import HANDLERS
-from .tensor import DeferredStorage, DeferredTensor
+from .session import this_thread
+from .tensor import DeferredTensor
 
 Tensor = torch.Tensor
-
-
-class _ThisThread(threading.local):
-    """
-    Attributes:
-        used: the storages that `run` uses are added, if anyone wants to know.
-    """
-
-    used: set[weakref.ref[DeferredStorage]] | None = None
-
-
-this_thread = _ThisThread()
 
 
 class _Kernel(NamedTuple):

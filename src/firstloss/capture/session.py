@@ -158,6 +158,8 @@ class _ThreadLocal(threading.local):
         self.depth = 0
         self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
         self.deferred_file_tensors: dict[int, tuple[torch.Tensor, Storage]] = {}
+        # While a step runs by its Python: the storages on a backend on which it has called PyTorch's kernels.
+        self.used: set[weakref.ref[Storage]] | None = None
 
 
 this_thread = _ThreadLocal()  # for what runs at each operation: its attributes take a quarter of the time of `trace`

@@ -239,7 +239,7 @@ def test_several_models_are_each_compiled_once(backend, cleared, monkeypatch):
     """Whichever is created or trained in between, and whether or not the others have gradients by then."""
     traced, compiled = [], []
     trace, compile_ = tracing.trace_step, compiling.compile_step
-    monkeypatch.setattr(tracing, "trace_step", lambda *a: traced.append(1) or trace(*a))
+    monkeypatch.setattr(tracing, "trace_step", lambda *a, **k: traced.append(1) or trace(*a, **k))
     monkeypatch.setattr(compiling, "compile_step", lambda *a: compiled.append(1) or compile_(*a))
 
     def pair():

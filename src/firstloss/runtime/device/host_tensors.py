@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ...capture import first_use, host_kernels, session
+from ...capture import first_use, session
 from ...capture.exported_memory import record_exported_memory, storage_at
 from ...capture.storage_swap import become, hook_tables, like, set_gradient
 from ...capture.tensor import (
@@ -82,12 +82,12 @@ def in_step() -> Iterator[None]:
     _steps += 1
     _used.clear()
     _running.add(thread)
-    host_kernels.this_thread.used = _used
+    session.this_thread.used = _used
     try:
         with first_use.in_step():
             yield
     finally:
-        host_kernels.this_thread.used = None
+        session.this_thread.used = None
         _running.discard(thread)
 
 

@@ -78,8 +78,9 @@ class StepCache:
         if not host_tensors.are_in_use():
             return
         used: list[Any] = pytree.tree_leaves(arguments)
-        for step in self.steps():
-            used += step.traced.owners.inputs.values()
+        for entry in (entry for entries in self.kinds.values() for entry in entries.entries()):
+            if entry.traced_each_time is None:  # else it fits no call
+                used += entry.step.traced.owners.inputs.values()
         if host_tensors.are_among(used):
             host_tensors.end()
 

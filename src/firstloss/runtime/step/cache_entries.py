@@ -284,6 +284,7 @@ class CacheEntries:
             return entry
         if traced.raised is not None:  # it may not raise the next time
             return entry
+        runs = False
         if last is not None and last.changes_by_step(why) and not (places and self._inputs):
             entry.again = last.again + 1
             if entry.again > 1:
@@ -301,6 +302,8 @@ class CacheEntries:
             changing = "; ".join(described) or ("a parameter group" if outdated else "what it reads")
             runs = self._runs_untraced_from_now_on(request)
             self.reports.report_each_time(f"this changes each time: {changing}", None if runs else last.seconds)
+        if runs:
+            return entry
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
         same = [e for e in self._entries if e.shares_program(entry)]
@@ -379,6 +382,7 @@ class CacheEntries:
         if not request.runs_where_weights_are or self._always or self._refuse:
             return False
         if at_once:
+            self._entries.clear()  # else each call checks them
             self._untraced.begin_at_once()
         else:
             self._untraced.begin()
