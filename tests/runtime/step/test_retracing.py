@@ -576,7 +576,7 @@ def test_pythons_random_numbers_are_drawn_at_each_call(draw):
     step = fl.trace(lambda x: x.sum() * (1.0 if draw() < 0.5 else 2.0))
     with pytest.warns(GraphChangeWarning, match=r"random generator|what gauss\(\) draws"):
         assert [step(X).item() / 3 for _ in range(8)] == expected
-    assert traces(step) == 2
+    assert traces(step) == (0 if draw is np.random.rand else 2)  # reached as an object of C: its Python runs
 
 
 # -- shapes -----------------------------------------------------------------------------------------------------------
