@@ -14,6 +14,7 @@ from typing import Any
 from .errors import MissingKernelsWarning
 
 SUFFIX = ".so"  # on every system: these are no Python modules
+GUARDS = "_guards"  # the one that is a Python module: see `runtime/guards/native.py`
 
 
 def load(module: str, name: str, functions: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL | None:
@@ -50,10 +51,14 @@ def warn_missing(name: str, reason: str) -> None:
     if _has_warned:
         return
     _has_warned = True
+    if name == GUARDS:  # a wheel may have all others, and this one for other versions of Python
+        cost = "one of its parts in C", "a compiled step takes up to twice as long"
+    else:
+        cost = "its parts in C", "weights are initialized up to 6 times as slowly, and a step takes up to twice as long"
     warnings.warn(
-        f"Firstloss runs without its parts in C ({name}: {reason}): weights are initialized up to 6 times as slowly, "
-        "and a step takes up to twice as long. pip builds them if there is a C compiler: install one, such as gcc, "
-        "and Firstloss again (pip install --force-reinstall --no-deps --no-cache-dir firstloss).",
+        f"Firstloss runs without {cost[0]} ({name}: {reason}): {cost[1]}. pip builds them if there is a C compiler: "
+        "install one, such as gcc, and Firstloss again "
+        "(pip install --force-reinstall --no-deps --no-cache-dir --no-binary firstloss firstloss).",
         MissingKernelsWarning,
         stacklevel=3,
     )

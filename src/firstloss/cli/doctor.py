@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import processor
-from ..c_library import SUFFIX
+from ..c_library import GUARDS, SUFFIX
 from ..dependencies import install
 from ..errors import FirstlossError, MissingKernelsWarning
 from ..interpreter import cores
@@ -73,9 +73,11 @@ def examine() -> dict[str, Any]:
     parts = _parts(packages["jax"] is not None)
     missing = [name for name, state in parts.items() if state == "not built"]
     if missing:
+        only_guards = all(name.endswith(GUARDS) for name in missing)
+        slower = "steps up to 2 times" if only_guards else "initialization up to 6 times and steps up to 2 times"
         problems.append(
-            f"parts in C were not built ({', '.join(missing)}), which makes initialization up to 6 times and steps up "
-            "to 2 times as slow: install a C compiler, and Firstloss again."
+            f"parts in C were not built for this Python ({', '.join(missing)}), which makes {slower} as slow: install "
+            "a C compiler, and Firstloss again, with pip's --no-binary firstloss."
         )
     return {
         "packages": packages,

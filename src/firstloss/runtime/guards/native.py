@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...c_library import warn_missing
+from ...c_library import GUARDS, warn_missing
 
 native: Any
 try:
     from . import _guards as native  # type: ignore[attr-defined,no-redef]
 except ImportError as error:
     native = None
-    warn_missing("_guards", str(error))
+    warn_missing(GUARDS, str(error))
