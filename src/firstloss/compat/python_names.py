@@ -19,6 +19,9 @@ TESTED = ("3.11", "3.12", "3.13")
 
 NAMES = {
     "getframe": Name("sys._getframe", "Finds the user's line that an operation comes from", "everything"),
+    "frames_of_threads": Name(
+        "sys._current_frames", "Finds out whether other threads wait", "the speed of steps that are not compiled"
+    ),
     "lru_cache_wrapper": Name(
         "functools._lru_cache_wrapper", "Guards what a function under lru_cache reads", "tracing steps"
     ),

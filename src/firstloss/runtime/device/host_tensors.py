@@ -8,7 +8,6 @@ objects, until a step is traced or compiled again.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -27,6 +26,7 @@ from ...capture.tensor import (
     is_leaf,
     on_backend,
 )
+from ...compat.python_names import frames_of_threads
 from ...compat.torch_names import HOOK_TABLES, DisableTorchDispatch, InferenceMode, use_count
 from ...errors import MaterializeError
 from ...interpreter import Uninterrupted
@@ -94,7 +94,7 @@ def in_step() -> Iterator[None]:
 def _others_wait() -> bool:
     """Whether all other threads wait for something, as those of loaders, writers and progress bars do, so that none is
     within an operation on what is exchanged."""
-    frames = sys._current_frames()
+    frames = frames_of_threads()
     del frames[threading.get_ident()]
     return all(frame.f_globals.get("__name__") in _WAITING for frame in frames.values())
 
