@@ -95,8 +95,8 @@ def _others_wait() -> bool:
     """Whether all other threads wait for something, as those of loaders, writers and progress bars do, so that none is
     within an operation on what is exchanged."""
     frames = frames_of_threads()
-    del frames[threading.get_ident()]
-    return all(frame.f_globals.get("__name__") in _WAITING for frame in frames.values())
+    others = [frames.get(t.ident) for t in threading.enumerate() if t is not threading.current_thread()]
+    return all(frame is None or frame.f_globals.get("__name__") in _WAITING for frame in others)
 
 
 def _make_plain(storages: list[DeferredStorage]) -> None:
