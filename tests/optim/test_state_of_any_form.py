@@ -293,7 +293,10 @@ READ = {"ReadsItsState", "DecidesByAProbability", "LooksUpItsRate"}
 def test_the_step_is_compiled(name, backend):
     """The optimizer's own state does not make its step one that runs untraced, or is compiled at each call."""
     _, step = trained(OPTIMIZERS[name], backend)
-    assert 1 <= step._cache.compilations() <= 4
+    if name in ("ListOfNewTensors", "TensorsInGroups"):  # their tensors cannot be seen: the step runs by its Python
+        assert step._cache.compilations() == 0
+    else:
+        assert 1 <= step._cache.compilations() <= 4
 
 
 def test_a_step_that_each_call_would_compile_runs_untraced(backend):
