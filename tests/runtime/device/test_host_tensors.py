@@ -26,7 +26,10 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.fixture(autouse=True)
-def backend(tmp_path):
+def backend(tmp_path, monkeypatch):
+    only = [threading.current_thread()]  # whatever threads earlier tests have left
+    monkeypatch.setattr(threading, "enumerate", lambda: only)
+    monkeypatch.setattr(threading, "active_count", lambda: len(only))
     return fl.backend("XLA", artifact_dir=tmp_path)
 
 
@@ -310,11 +313,13 @@ def _compute_until(done):
 
 
 @pytest.mark.parametrize("thread_waits", [True, False])
-def test_weights_stay_deferred_while_other_threads_compute(backend, thread_waits):
+def test_weights_stay_deferred_while_other_threads_compute(backend, thread_waits, monkeypatch):
     """They may use the weights; but not the threads of progress bars and writers, which wait."""
     run, done = Run(backend, True), threading.Event()
     thread = threading.Thread(target=done.wait if thread_waits else lambda: _compute_until(done))
     thread.start()
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), thread])
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
     try:
         got = run.outcome(lambda *_: None)
     finally:
