@@ -6,8 +6,8 @@ All processes trace the same step, so they come to the same read: what it needs 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,26 +45,19 @@ class MeshContents:
     def of(self, value: Value) -> torch.Tensor:
         """As in `Contents`. To be called by all processes."""
         if value not in self._known:
-            inputs = dict(self._inputs)
+            inputs = self._inputs
             program = Program({f"in{i}": each for i, each in enumerate(inputs)}, {"read": Ref.of(value)})
             needed = {ref.value for node in program.nodes for ref in (*node.refs(), *node.writes)} | {value}
             read = [each for each in inputs if each in needed]
             with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
                 arrays = [self._array(each, inputs[each]) for each in read]
-            result: list[Any] = []
             # A thread of its own has no dispatch modes, no trace, and nobody who records what it calls.
-            thread = threading.Thread(
-                target=lambda: result.append(_caught(_run, program, read, arrays, self._seed(), self._mesh)),
-                name="firstloss-read",
-            )
-            thread.start()
-            thread.join()
-            content, error = result[0]
-            if isinstance(error, LoweringError):
+            with ThreadPoolExecutor(1, thread_name_prefix="firstloss-read") as pool:
+                future = pool.submit(_run, program, read, arrays, self._seed(), self._mesh)
+            try:
+                self._known[value] = future.result()
+            except LoweringError as error:
                 raise NotImplementedError(str(error)) from error
-            if error is not None:
-                raise error
-            self._known[value] = content
         return self._known[value]
 
     def _array(self, value: Value, owner: Owner) -> Any:
@@ -79,13 +72,6 @@ class MeshContents:
         if isinstance(owner, DeferredStorage):
             owner = materialize_whole(self._trace.before(owner))
         return ready(to_device_later(owner.detach().reshape(value.shape), sharding))
-
-
-def _caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
-    try:
-        return function(*args), None
-    except BaseException as error:
-        return None, error
 
 
 _compiled: dict[str, Any] = {}  # by the digest of a module's text
