@@ -156,6 +156,7 @@ class StepTrace(recorder._Tracing):
         values_read: the values of the first of them, if they are known.
         reads_only_numbers: whether nothing but such input numbers may be read.
         prints: whether `print` prints what is known.
+        printed: whether it has done so.
         memory_given: copies of their content that code outside PyTorch takes for their memory.
         retrace_reason: why the step cannot be compiled and has to be traced at each call, if so.
     """
@@ -184,6 +185,7 @@ class StepTrace(recorder._Tracing):
         self.values_read: Iterator[Any] = iter(())
         self.reads_only_numbers = False
         self.prints = True
+        self.printed = False
         self.memory_given: list[GivenMemory] = []
         self.retrace_reason: str | None = None
         self.aliased_storages: weakref.WeakSet[Any] = weakref.WeakSet()

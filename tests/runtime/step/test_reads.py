@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import pickle
 import warnings
 
@@ -14,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 import firstloss as fl
 from firstloss.errors import EagerStepWarning, ValueReadError
-from tests import compiled_steps
+from firstloss.runtime.step import tracing
+from tests import compiled_steps, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::firstloss.errors.EagerStepWarning")
 
@@ -526,3 +528,70 @@ def test_sums_of_numbers_are_pythons():
         result = step(x)
         torch.testing.assert_close(result.clone(), min(1.0, 1.0 / abs(losses[-1])) * x, rtol=1e-6, atol=0)
     assert total[0] == sum(losses) and all(type(loss) is float for loss in losses)
+
+
+def test_a_step_with_repeatable_reads_is_compiled_at_its_second_call(monkeypatch):
+    """The first, whose optimizer has no state yet, is computed by PyTorch's kernels; the third checks the second."""
+    model = Model()
+    fl.compile(model, fl.current_backend())
+    optimizer, traces, counts = torch.optim.AdamW(model.parameters()), [], []
+    trace_step = tracing.trace_step
+    monkeypatch.setattr(tracing, "trace_step", lambda *args, **kw: traces.append(1) or trace_step(*args, **kw))
+
+    @fl.trace
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for x in BATCHES:
+        step(x)
+        counts.append((len(traces), compiled_steps.compilations(step)))
+    assert counts[:4] == [(1, 0), (3, 1), (4, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("does", ["done.append(1)", "print('once')", "done.append(len(os.listdir('.')))"])
+def test_a_call_that_is_traced_twice_does_everything_once(does, capsys):
+    done = []
+    step = fl.trace(eval(f"lambda x: ({does}, x.sum().item())[1]", {"done": done, "os": os}))
+    for count, x in enumerate(BATCHES):
+        assert step(x) == pytest.approx(x.sum().item())
+        assert capsys.readouterr().out.count("once") <= 1
+        assert not done or len(done) == count + 1
+
+
+def test_the_first_call_frees_what_it_does_not_need(tmp_path):
+    """In units of the weights: new ones, two states of AdamW, gradients, and its denominators: 5 at once, and the
+    size of one for what is imported and the batch. Without freeing anything it is 15."""
+    code = f"""
+import resource, torch, firstloss as fl
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+backend = fl.backend("XLA", artifact_dir={str(tmp_path)!r})
+with backend.device:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
+model = fl.compile(model, backend)
+optimizer = torch.optim.AdamW(model.parameters())
+
+@fl.trace
+def step(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    value = loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value
+
+for parameter in model.parameters():
+    parameter.data_ptr()
+before = peak()
+step(torch.randn(4, 2048))
+print((peak() - before) / (4 * 4 * 2048 * 2049 / 1024))
+"""
+    done = forked.run(["-c", code], capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 3 < float(done.stdout) < 7

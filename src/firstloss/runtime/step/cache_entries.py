@@ -24,7 +24,7 @@ from ..guards.recording import functions_of
 from .arguments import Arguments
 from .owners import Shared
 from .reads import READ, OutcomeChanged, check_outcomes
-from .request import MAX_RETRIES, Request
+from .request import MAX_RETRIES, RepeatableReads, Request
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
 from .tracing import StepRaisedError, TraceObserver
@@ -419,11 +419,18 @@ class CacheEntries:
             try:
                 places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
                 numbers = request.reads_numbers and READ in inputs
-                this = request._replace(places=places, inputs=inputs, reads_numbers=numbers)
+                tries_reads = READ in self._inputs and READ not in tried
+                this = request._replace(places=places, inputs=inputs, reads_numbers=numbers, tries_reads=tries_reads)
                 compiled = this.compiled(observer, find_shared)
                 break
             except Shared:
                 raise
+            except RepeatableReads as repeatable:
+                self._repeatable = True
+                traced = repeatable.traced
+                values = [read.example for read in traced.trace.numbers.reads]
+                request = request._replace(values_read=values, specialized=traced)
+                inputs = tried = (*inputs, READ)
             except Exception as error:
                 if request.reads_numbers and isinstance(error, ValueReadError):
                     if READ in tried:

@@ -123,7 +123,10 @@ def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     trace = session.trace
     if trace is not None and any(map(_varies, args)):
         _Closure(original, checkpoint=False)(*args, **kwargs)
-    elif not isinstance(trace, StepTrace) or trace.prints:
+    elif not isinstance(trace, StepTrace):
+        original(*args, **kwargs)
+    elif trace.prints:
+        trace.printed = True
         original(*args, **kwargs)
 
 

@@ -214,9 +214,6 @@ class CompiledStep(BoundStep):
         """Wait for numbers that the step's Python has read, by the names of the outputs."""
         if not names:
             return
-        from ..jax_support import to_host
-        from ..mesh.sharded_arrays import readable
-
         reads = dict(zip(names_read(self.traced.trace), self.traced.trace.numbers.reads, strict=True))
         for name, array in zip(names, arrays, strict=True):
             if reads[name] not in arguments.known:  # the early ones are known before
@@ -224,6 +221,9 @@ class CompiledStep(BoundStep):
                 with timeline.span(f"read: {self.traced.program.notes[name]}") if recorded else nullcontext():
                     content = array.content if type(array) is LazyArray else None
                     if content is None:
+                        from ..jax_support import to_host
+                        from ..mesh.sharded_arrays import readable
+
                         array = ready(array)
                         content = to_host(array if self._backend.mesh is None else readable(array))
                     arguments.known[reads[name]] = content.item()

@@ -10,7 +10,8 @@ by PyTorch's kernels, like the values; further calls run the step's Python witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +21,8 @@ from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import Contents, StepTrace
 from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode
-from ...engine.replay import materialize_whole
-from ...program.graph import Node, Value, slice_for
+from ...engine.replay import last_reads, materialize_whole
+from ...program.graph import Node, Ref, Value, slice_for
 from ..device.buffer import laid_out
 from ..device.lazy_array import copied_later, to_device_later
 from ..guards.equality import same
@@ -85,7 +86,10 @@ def check_outcomes(numbers: InputNumbers, known: dict[Expression, Any]) -> None:
 
 
 class TracedContents(StepReplay):
-    """The content of the Values of a trace, each computed once. Nothing is overwritten, as the Program says it."""
+    """The content of the Values of a trace, each computed once.
+
+    While the step is traced, nothing is overwritten, since it may still read any Value; see `finish` for afterwards.
+    """
 
     def __init__(self, trace: StepTrace, seed: Callable[[], np.ndarray]) -> None:
         """`seed` returns the two words from which the call's random numbers are derived."""
@@ -93,6 +97,10 @@ class TracedContents(StepReplay):
         self._trace = trace
         self._inputs: Mapping[Value, Owner] = trace.inputs
         self._seed = seed
+        # After the trace: for each node's index, the Values that nothing reads after it; and those whose memory no
+        # other Value has, as the result of a kernel that returns its operand.
+        self._last: dict[int, list[Value]] = {}
+        self._own: set[Value] = set()
 
     def keep_inputs(self) -> None:
         """After the trace, keep the inputs, among which its arguments are forgotten."""
@@ -104,18 +112,47 @@ class TracedContents(StepReplay):
         Raises:
             NotImplementedError: if only a compiler supports an operation.
         """
-        inputs = self._inputs
-        nodes = slice_for([value], stop={*inputs, *self.buffers})
+        nodes = self._missing([value])
         with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False):
-            if self._draws is None and any(node.draw is not None for node in nodes):
-                from .kernel_draws import Draws  # imported late, because it imports JAX
-
-                self._draws = Draws(self._seed())
-            for read in {value, *(v for node in nodes for v in (*node.reads(), *(ref.value for ref in node.writes)))}:
-                if read in inputs and read not in self.buffers:
-                    self.buffers[read] = laid_out(self._input(read), read)
             self.run(nodes)
+            self._read(value)
             return self.buffer(value)
+
+    def finish(self, refs: Sequence[Ref]) -> list[torch.Tensor]:
+        """The contents of a trace's outputs, in memory of their own, once it has ended. What is not needed any more is
+        overwritten or freed, as in eager PyTorch."""
+        kept = Counter(ref.value for ref in refs)
+        nodes = self._missing(kept)
+        needed = {*kept, *(value for node in nodes for value in node.reads())}
+        for value in self.buffers.keys() - needed:
+            del self.buffers[value]
+        self._last = last_reads(nodes, kept)
+        contents = []
+        with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
+            self.run(nodes)
+            for ref in refs:
+                self._read(ref.value)
+                content = ref.view(self.buffer(ref.value))
+                is_own = ref.value in self._own and kept[ref.value] == 1 and ref.whole and content.is_contiguous()
+                contents.append(content if is_own else content.clone(memory_format=torch.contiguous_format))
+                kept[ref.value] -= 1
+                if not kept[ref.value]:
+                    del self.buffers[ref.value]
+        return contents
+
+    def _missing(self, values: Iterable[Value]) -> list[Node]:
+        """The nodes that compute `values` from what is there."""
+        nodes = slice_for(values, stop={*self._inputs, *self.buffers})
+        if self._draws is None and any(node.draw is not None for node in nodes):
+            from .kernel_draws import Draws  # imported late, because it imports JAX
+
+            self._draws = Draws(self._seed())
+        return nodes
+
+    def _read(self, value: Value) -> None:
+        """If it is an input, get its content."""
+        if value in self._inputs and value not in self.buffers:
+            self.buffers[value] = laid_out(self._input(value), value)
 
     def _input(self, value: Value) -> torch.Tensor:
         owner = self._inputs[value]
@@ -135,16 +172,42 @@ class TracedContents(StepReplay):
         return storage.resident.read() if content is None else content
 
     def _run_one(self, node: Node) -> None:
-        """Run a node; what it writes to is copied before, since later nodes may read the old content."""
-        old = {ref.value: self.buffers.get(ref.value) for ref in node.writes}
+        """Run a node; what it writes to is copied before, if something else may need the old content."""
+        written = {ref.value for ref in node.writes}
+        for value in {*node.reads(), *written}:
+            self._read(value)
+        last = self._last.get(node.index, ())
+        old = {value: self.buffers.get(value) for value in written.difference(self._own.intersection(last))}
         for value in old:
             self.buffers[value] = self.allocate(value) if node.overwrites else self.buffer(value).clone()
         super()._run_one(node)
+        self._own.update(node.outputs[: len(node.writes)])
+        if self._last:
+            self._note_new_memory(node)
         for value, buffer in old.items():
             if buffer is None:
                 del self.buffers[value]
             else:
                 self.buffers[value] = buffer
+        for value in last:
+            self.buffers.pop(value, None)
+
+    def _note_new_memory(self, node: Node) -> None:
+        """Note which results of a node are in memory of their own."""
+        taken = {_memory(self.buffers[value]) for value in node.reads()}
+        for value in node.outputs[len(node.writes) :]:
+            memory = _memory(self.buffers[value])
+            if memory is not None and memory not in taken:
+                self._own.add(value)
+            taken.add(memory)
+
+
+def _memory(tensor: Any) -> int | None:
+    """What identifies the memory of a tensor; None for an unexpected result, and for PyTorch's efficient zeros."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
 
 
 class ComputedStep:
@@ -168,11 +231,9 @@ class ComputedStep:
         """Compute all outputs."""
         contents, program = self._contents, self._traced.program
         assert contents is not None, "it computes one call only"
-        for name in (name for group in self._traced.groups.outputs for name in group):
-            ref, sharding = program.outputs[name], self._sharding_of(name)
-            content = contents.of(ref.value)
-            with DisableTorchDispatch(), torch.no_grad():
-                content = ref.view(content).clone(memory_format=torch.contiguous_format)
+        names = [name for group in self._traced.groups.outputs for name in group]
+        for name, content in zip(names, contents.finish([program.outputs[name] for name in names]), strict=True):
+            sharding = self._sharding_of(name)
             self._arrays[name] = copied_later(content) if sharding is None else to_device_later(content, sharding)
 
     def early(self) -> list[Any]:

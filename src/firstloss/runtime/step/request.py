@@ -43,6 +43,8 @@ class Request(NamedTuple):
     reads_numbers: bool = False  # whether it may read numbers only, on a mesh of several processes
     values_read: Sequence[Any] = ()  # at a call whose outcomes were others than those of a compiled step
     retries: int = 0  # how often they were
+    tries_reads: bool = False  # whether numbers that it reads may become inputs at this call, if it can be traced again
+    specialized: TracedProgram | None = None  # an abandoned trace of this call, specialized on all numbers and texts
 
     def roots(self) -> tuple[Any, ...]:
         """The roots of everything that the step's Python code can reach."""
@@ -97,6 +99,7 @@ class Request(NamedTuple):
 
         Raises:
             InputNumberError: if it cannot, with these inputs.
+            RepeatableReads: if it has read numbers only, which may be inputs.
             TraceError: if it cannot.
         """
         self._refuse_twice(observer)
@@ -113,6 +116,9 @@ class Request(NamedTuple):
         if self._is_for_one_call(traced):
             if _has_inputs(traced):  # nothing shows that its Python treats them as it does numbers
                 raise InputNumberError
+            if self.tries_reads and _reads_are_repeatable(traced, observer):
+                traced.trace.contents = None
+                raise RepeatableReads(traced)
             return None
         same = find(traced)
         self._prove_inputs(traced, same, observer)
@@ -169,6 +175,8 @@ class Request(NamedTuple):
         """Whether a trace that is specialized on all numbers and texts gives the same Program, and leaves the same
         numbers and texts in Python: whether the step's Python does not see the difference between a number and an input
         number (`type(x) is float`)."""
+        if self.specialized is not None:
+            return self._is_the_same(traced, self.specialized, contents)
         observer = TraceObserver(self.roots(), (), False)
         reads = traced.trace.numbers.reads if self.reads_numbers else ()  # known, without asking the other processes
         values_read = [read.example for read in reads] or self.values_read
@@ -176,18 +184,19 @@ class Request(NamedTuple):
             self.step, self.arguments, self.backend, observer, (), (), self._may_read(values_read), prints=False
         )
         try:
-            arguments = self.arguments
-            traced.trace.numbers.read_all(arguments.leaves, arguments.known)
-            numbers = {
-                value: number.read(arguments.leaves, arguments.known) for value, number in traced.numbers.items()
-            }
-            for expression, ref in traced.trace.numbers.reads.items():
-                assert contents is not None
-                numbers[ref.value] = contents.of(ref.value) if ref.value.shape else expression.example
-            left, expected = (one.effects.reconstructor.plain for one in (traced, specialized))
-            return first_difference(specialized.program, traced.program, numbers) is None and same_items(left, expected)
+            return self._is_the_same(traced, specialized, contents)
         finally:
             tracing.abandon(specialized, observer)
+
+    def _is_the_same(self, traced: TracedProgram, specialized: TracedProgram, contents: Contents | None) -> bool:
+        arguments = self.arguments
+        traced.trace.numbers.read_all(arguments.leaves, arguments.known)
+        numbers = {value: number.read(arguments.leaves, arguments.known) for value, number in traced.numbers.items()}
+        for expression, ref in traced.trace.numbers.reads.items():
+            assert contents is not None
+            numbers[ref.value] = contents.of(ref.value) if ref.value.shape else expression.example
+        left, expected = (one.effects.reconstructor.plain for one in (traced, specialized))
+        return first_difference(specialized.program, traced.program, numbers) is None and same_items(left, expected)
 
     def _refuse_twice(self, observer: TraceObserver) -> None:
         """Reject a second trace at one call if the first may have changed files that the second reads."""
@@ -227,6 +236,27 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     consumes = not all(call.is_repeatable for call in observer.guards.external_calls)
     creates = traced.optimizers.state.new and not traced.trace.reads_only_numbers
     return not (unrestored or consumes or creates)
+
+
+def _reads_are_repeatable(traced: TracedProgram, observer: TraceObserver) -> bool:
+    """Whether a step has read numbers only, and its Python can run once more at this call, unnoticed."""
+    assert observer.guards is not None
+    trace = traced.trace
+    if trace.reads or trace.printed or not trace.number_reads or traced.raised is not None:
+        return False
+    return observer.records_code and not observer.guards.external_calls and _can_run_twice(traced, observer)
+
+
+class RepeatableReads(Exception):
+    """A step has read numbers only, and may be traced again at this call: with what it reads as inputs.
+
+    Attributes:
+        traced: the trace, which has been abandoned.
+    """
+
+    def __init__(self, traced: TracedProgram) -> None:
+        super().__init__()
+        self.traced = traced
 
 
 class InputNumberError(Exception):
