@@ -58,16 +58,20 @@ def _from_constants(value: Value) -> bool:
     return True
 
 
-def fold_call(call: OpCall, value_of: Callable[[Any], Tensor | None]) -> Any:
+def fold_call(
+    call: OpCall, value_of: Callable[[Any], Tensor | None], wrap: Callable[[Tensor], Tensor] | None = None
+) -> Any:
     """Run a call whose shape depends on values, if these are known; else return None.
 
     Args:
         value_of: returns the value of a traced tensor, or None if it has none.
+        wrap: makes the traced tensors of a content; by default constants.
     """
+    wrap = _constant if wrap is None else wrap
     if call.op is aten.masked_select.default:
-        return _masked_select(call.args[0], call.args[1], value_of)
+        return _masked_select(call.args[0], call.args[1], value_of, wrap)
     if call.op is aten.index.Tensor:
-        return _index_by_masks(call.args[0], call.args[1], value_of)
+        return _index_by_masks(call.args[0], call.args[1], value_of, wrap)
     values = {id(t): value_of(t) for t in call.tensors()}
     if call.traits.writes or call.traits.random is not None or not values or any(v is None for v in values.values()):
         return None
@@ -81,28 +85,30 @@ def fold_call(call: OpCall, value_of: Callable[[Any], Tensor | None]) -> Any:
     with DisableTorchDispatch(), torch.no_grad():
         result = call.op(*args, **kwargs)
     if isinstance(result, (list, tuple)):
-        return type(result)(_constant(r) for r in result)
-    return _constant(result)
+        return type(result)(wrap(r) if isinstance(r, Tensor) else r for r in result)
+    return wrap(result) if isinstance(result, Tensor) else result
 
 
-def _constant(result: Any) -> Any:
-    if not isinstance(result, Tensor):
-        return result
+def _constant(result: Tensor) -> Tensor:
     out = constant_tensor(result, copy=False)
     out._storage.trace = session.trace
     return out
 
 
-def _masked_select(x: Tensor, mask: Tensor, value_of: Callable[[Any], Tensor | None]) -> Tensor | None:
+def _masked_select(
+    x: Tensor, mask: Tensor, value_of: Callable[[Any], Tensor | None], wrap: Callable[[Tensor], Tensor]
+) -> Tensor | None:
     content = value_of(mask)
     if content is None:
         return None
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     x = Hooks.dispatch(aten.expand.default, (x, shape), {})
-    return _index_by_masks(x, [_constant(content.expand(shape).clone())], known_value)
+    return _index_by_masks(x, [content.expand(shape)], lambda mask: mask, wrap)
 
 
-def _index_by_masks(x: Tensor, indices: list[Any], value_of: Callable[[Any], Tensor | None]) -> Tensor | None:
+def _index_by_masks(
+    x: Tensor, indices: list[Any], value_of: Callable[[Any], Tensor | None], wrap: Callable[[Tensor], Tensor]
+) -> Tensor | None:
     """`x[indices]`, with known masks converted to indices; None if a mask is unknown."""
     positions: list[Any] = []
     for index in indices:
@@ -114,5 +120,5 @@ def _index_by_masks(x: Tensor, indices: list[Any], value_of: Callable[[Any], Ten
             return None
         with DisableTorchDispatch():
             true_positions = mask.nonzero().unbind(1)
-        positions.extend(_constant(position.clone()) for position in true_positions)
+        positions.extend(wrap(position.clone()) for position in true_positions)
     return Hooks.dispatch(aten.index.Tensor, (x, positions), {})

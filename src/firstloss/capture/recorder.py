@@ -150,7 +150,7 @@ def _record(call: OpCall) -> Any:
                 return run_now(call)
             found = fold_call(call, known_value)
             if found is None:
-                found = fold_call(call, functools.partial(trace.read, op=call.op))
+                found = fold_call(call, functools.partial(trace.read, op=call.op), trace.computed_from_reads)
             return trace.refuse_read(call.op) if found is None else found
         if default is not None:
             call = _with_dtype(call, default)

@@ -102,7 +102,13 @@ class GivenMemory:
 
 
 class Contents(Protocol):
-    """Computes the content of Values while a step is traced."""
+    """Computes the content of Values while a step is traced.
+
+    Attributes:
+        only_numbers: whether of nothing but numbers.
+    """
+
+    only_numbers: bool
 
     def of(self, value: Value) -> torch.Tensor:
         """The content, with the layout of `value`; it must not be modified.
@@ -154,7 +160,7 @@ class StepTrace(recorder._Tracing):
         number_reads: those that have read a number.
         numbers_are_inputs: whether such numbers are input numbers; otherwise, the trace is for one call, too.
         values_read: the values of the first of them, if they are known.
-        reads_only_numbers: whether nothing but such input numbers may be read.
+        runs_eagerly: whether its Python may run instead: not where several processes trace it together, nor for a plan.
         prints: whether `print` prints what is known.
         printed: whether it has done so.
         memory_given: copies of their content that code outside PyTorch takes for their memory.
@@ -183,7 +189,7 @@ class StepTrace(recorder._Tracing):
         self.number_reads: list[data_dependent.ValueRequest] = []
         self.numbers_are_inputs = False
         self.values_read: Iterator[Any] = iter(())
-        self.reads_only_numbers = False
+        self.runs_eagerly = True
         self.prints = True
         self.printed = False
         self.memory_given: list[GivenMemory] = []
@@ -405,7 +411,7 @@ class StepTrace(recorder._Tracing):
 
     def may_read(self) -> bool:
         """Whether the step may read any values."""
-        return self.contents is not None and not self.reads_only_numbers
+        return self.contents is not None and self.runs_eagerly
 
     def refuse_read(self, op: OpOverload) -> NoReturn:
         """Refuse to read a value, or a size that depends on values."""
@@ -424,7 +430,7 @@ class StepTrace(recorder._Tracing):
             tensor = self.read_real(tensor)
         if type(tensor) is not DeferredTensor:
             return tensor
-        if self.contents is None or self.reads_only_numbers:
+        if self.contents is None or self.contents.only_numbers:
             self.refuse_read(op)
         if tensor._storage.trace is not self:
             self.adopt(tensor._storage)
@@ -432,9 +438,18 @@ class StepTrace(recorder._Tracing):
         content = self._content(ref, op)
         self.reads.append(request)
         with DisableTorchDispatch(), torch.no_grad():
-            if not ref.value.known:
+            if self.runs_eagerly and not ref.value.known:
                 ref.value.real = self.contents.of(ref.value)
             return content.clone()
+
+    def computed_from_reads(self, content: torch.Tensor) -> DeferredTensor:
+        """A tensor with content that has been computed from values that were read: a constant, or an input where what
+        is left is compiled, so that other values need no other executable."""
+        if not self.runs_eagerly:
+            return self.new_input(content, f"read{len(self.inputs)}")
+        out = constant_tensor(content, copy=False)
+        out._storage.trace = self
+        return out
 
     def memory_of(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for the memory of a traced one: `copy`, its content; see `check_memory`."""

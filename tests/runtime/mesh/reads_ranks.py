@@ -6,6 +6,7 @@ Each prints its results as a line of JSON.
 
 import json
 import math
+import pickle
 import sys
 import warnings
 
@@ -19,6 +20,7 @@ if port:
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
@@ -126,15 +128,87 @@ def sized(run, x):
     return loss + sum(x[: int(loss.item() * 0) + 2].flatten()[:1])
 
 
+def masked(run, x):
+    run.ran += 1
+    h = run.model[1](run.model[0](x))
+    chosen = h[x[:, 0] > 0]
+    loss = run.model[3](run.model[2](chosen)).square().mean() + F.relu(h).masked_select(h > 0.5).sum() * 0.01
+    loss.backward()
+    run.update()
+    return loss
+
+
+def unique(run, x):
+    loss = plain(run, x)
+    values, counts = (x[:, :2] > 0).long().unique(return_counts=True)
+    run.kept += [len(values), counts.max().item(), *torch.nonzero(x[0] > 0).flatten().tolist()]
+    return loss
+
+
+def written(run, x):
+    loss = plain(run, x)
+    run.kept.append(float(f"{loss:.4f}") + float(loss) + float(str(round(loss.item(), 3))))
+    return loss
+
+
+def array(run, x):
+    loss = plain(run, x)
+    run.kept.append(float(np.abs(run.model[2].weight.detach().numpy()).max()))
+    run.kept += pickle.loads(pickle.dumps(x[0])).tolist()
+    return loss
+
+
+def search(run, x):
+    """Halves a factor until the loss has fallen, a different number of times at each call."""
+    loss = run.loss(x)
+    loss.backward()
+    factor, done = 64.0, 0
+    grads = [p.grad.clone() for p in run.model.parameters()]
+    with torch.no_grad():
+        while True:
+            for p, grad in zip(run.model.parameters(), grads, strict=True):
+                p.sub_(factor * grad)
+            if float(run.call(x).square().mean()) < float(loss) or done > 8:
+                break
+            for p, grad in zip(run.model.parameters(), grads, strict=True):
+                p.add_(factor * grad)
+            factor, done = factor / 4, done + 1
+    run.kept.append(done)
+    run.optimizer.zero_grad()
+    return loss
+
+
+def hooked(run, x):
+    def note(grad):
+        run.kept += grad.abs().amax(1)[:2].tolist()
+
+    h = run.model[0](x)
+    h.register_hook(note)
+    loss = run.model[3](run.model[2](run.model[1](h))).square().mean()
+    loss.backward()
+    run.update()
+    return loss
+
+
+def seldom(run, x):
+    loss = plain(run, x)
+    run.skipped += 1
+    if run.skipped % 3 == 1:
+        run.kept += x[0].tolist()
+    return loss
+
+
+STEPS = (plain, keep, branch, clip, element, rate, nan, mask, listed, sized, masked, unique, written, array, search,
+         hooked, seldom)  # fmt: skip
 batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in range(8)]
 batches[4] = torch.full((8, 4), torch.inf)
 results = {}
 warnings.simplefilter("ignore")
-for step in (plain, keep, branch, clip, element, rate, nan, mask, listed, sized):
+for step in STEPS:
     run = Run()
     traced, losses, error = fl.trace(lambda x, run=run, step=step: step(run, x)), [], None
     try:
-        for x in batches if step in (branch, nan) else batches[:4] + batches[5:]:
+        for x in batches[:6] if step in (branch, nan) else batches[:4]:
             losses.append(traced(x).item())
     except fl.errors.FirstlossError as refused:
         error = f"{type(refused).__name__}: {refused}"

@@ -95,12 +95,12 @@ class StepCache:
         if self._shared:
             arguments.itself.update(i for i, leaf in arguments.data() if id(owner_of(leaf)) in self._shared)
         reads, reads_any = self._reads and backend.is_e2e_execution, self._may_run_untraced(backend)
-        request = Request(step, arguments, backend, reads=reads_any, reads_numbers=reads and not reads_any)
+        request = Request(step, arguments, backend, reads=reads_any, reads_by_all=reads and not reads_any)
         while True:
             try:
                 return self._call(request, kind)
             except OutcomeChanged as changed:
-                if request.reads_numbers and request.retries > MAX_RETRIES:
+                if request.reads_by_all and request.retries > MAX_RETRIES:
                     raise GraphChangedError(
                         f"{here()}: {self._name} branches on a number for which each branch computes another value, on "
                         "the other side of the decision. Decide by a number that does not depend on the decision."

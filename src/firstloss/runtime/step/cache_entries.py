@@ -130,7 +130,7 @@ class CacheEntry:
         """Whether to trace again although no guard has failed."""
         if self.uses == 1:
             return True
-        if self.step.traced.trace.reads_only_numbers:  # all processes must trace it at the same call
+        if not self.step.traced.trace.runs_eagerly:  # all processes must trace it at the same call
             return False
         return time.perf_counter() - self._checked > self.seconds / _CHECKING
 
@@ -155,7 +155,8 @@ class CacheEntries:
         self._in_a_row = 0  # the number of calls in a row at which it was traced
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
-        self._reads_numbers = False  # on several processes
+        self._reads_by_all = False  # whether it has read values, on several processes
+        self._for_one_call: CompiledStep | None = None  # there, the last that was valid for its own call only
 
     def entries(self) -> Sequence[CacheEntry]:
         """All entries."""
@@ -238,6 +239,8 @@ class CacheEntries:
 
     def runs_untraced(self, request: Request) -> bool:
         """Whether a call that no step fits is run without a trace; see `UntracedCalls`."""
+        if not request.reads:
+            return False
         if request.values_read and self._in_vain <= _MAX_OUTCOMES_UNUSED and len(self._entries) < _MAX_OUTCOMES:
             return False
         return self._untraced.is_next()
@@ -258,6 +261,9 @@ class CacheEntries:
                 if entry.step.traced.does_the_same(traced):
                     twin.append(entry)
                     return entry.step
+            if traced.is_for_one_call:
+                before = self._for_one_call
+                return before if before is not None and before.traced.does_the_same(traced) else None
             newly_drawn = last is not None and last.moves_generators and last.step.traced.trace.numbers.draws is None
             if last is not None and (places or newly_drawn) and self._inputs:
                 numbers = dict.fromkeys(traced.numbers)
@@ -279,7 +285,10 @@ class CacheEntries:
             self._untraced.begin()
             self._repeatable = entry.records_code and entry.traced_each_time is None
             trace = traced.trace
-            if trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
+            if not request.reads:
+                self._for_one_call = entry.step
+                self.reports.report_compiled_reads([*trace.reads, *trace.number_reads], entry.seconds)
+            elif trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
                 self.reports.report_reads([*trace.reads, *trace.number_reads])
             return entry
         if traced.raised is not None:  # it may not raise the next time
@@ -397,14 +406,14 @@ class CacheEntries:
         earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
         # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
         # later check.
-        records_code = bool(earlier or self._untraced) or not self._check or request.retried or self._reads_numbers
+        records_code = bool(earlier or self._untraced) or not self._check or request.retried or self._reads_by_all
         draws = any(entry.moves_generators for entry in self._entries)
         has_inputs = bool(self._places or request.arguments.varying or draws)
         untraced = [entries for entries in (self, *similar) if entries._untraced]
         if any(entry.traced_each_time is not None for entry in earlier) or any(not e._repeatable for e in untraced):
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
-        if not (self._repeatable or self._reads_numbers):
+        if not (self._repeatable or self._reads_by_all):
             inputs = tuple(kind for kind in inputs if kind is not READ)
         tried = inputs
         shared: list[CompiledStep] = []
@@ -418,9 +427,9 @@ class CacheEntries:
             begin = time.perf_counter()
             try:
                 places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
-                numbers = request.reads_numbers and READ in inputs
+                numbers = request.reads_by_all and (READ in tried or self._reads_by_all and READ not in self._inputs)
                 tries_reads = READ in self._inputs and READ not in tried
-                this = request._replace(places=places, inputs=inputs, reads_numbers=numbers, tries_reads=tries_reads)
+                this = request._replace(places=places, inputs=inputs, reads_by_all=numbers, tries_reads=tries_reads)
                 compiled = this.compiled(observer, find_shared)
                 break
             except Shared:
@@ -432,11 +441,11 @@ class CacheEntries:
                 request = request._replace(values_read=values, specialized=traced)
                 inputs = tried = (*inputs, READ)
             except Exception as error:
-                if request.reads_numbers and isinstance(error, ValueReadError):
-                    if READ in tried:
+                if request.reads_by_all and isinstance(error, ValueReadError):
+                    if READ in tried or READ not in self._inputs:
                         raise
                     inputs = tried = (*inputs, READ)
-                    records_code = self._reads_numbers = True
+                    records_code = self._reads_by_all = True
                     continue
                 if not inputs:
                     raise

@@ -98,7 +98,7 @@ class CompiledStep(BoundStep):
     @property
     def is_for_one_call(self) -> bool:
         """Whether it computes one call only, for which it was traced."""
-        return isinstance(self._executable, ComputedStep)
+        return isinstance(self._executable, ComputedStep) or self.traced.is_for_one_call
 
     def outdated(self) -> bool:
         """Whether the compiled step no longer applies: it was for a first step, or a number baked in, a weight's

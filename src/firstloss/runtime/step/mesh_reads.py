@@ -1,4 +1,4 @@
-"""Numbers that a step's Python reads while it is traced on a mesh of several processes, of which none has all weights.
+"""Values that a step's Python reads while it is traced on a mesh of several processes, of which none has all weights.
 
 All processes trace the same step, so they come to the same read: what it needs is compiled and run by all of them.
 """
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 class MeshContents:
-    """The content of numbers in a trace; see `capture.step.Contents`."""
+    """The content of Values in a trace; see `capture.step.Contents`."""
+
+    only_numbers = False
 
     def __init__(self, trace: StepTrace, mesh: Mesh, seed: Callable[[], np.ndarray]) -> None:
         """`seed` returns the two words from which the call's random numbers are derived."""

@@ -43,7 +43,7 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
             f'backend "{backend.name}" compiles nothing that could be planned. Use the backend "XLA"; for devices that '
             "do not exist, with mesh=jax.sharding.AbstractMesh(sizes, names) and validate_only=True."
         )
-    with traced_only(step, arguments, backend, Reads(AssumedNumbers, only_numbers=True)) as traced:
+    with traced_only(step, arguments, backend, Reads(AssumedNumbers, runs_eagerly=False)) as traced:
         inputs = Inputs(backend, traced.owners, traced.numbers)
         return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
 

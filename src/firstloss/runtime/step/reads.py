@@ -42,12 +42,12 @@ class Reads(NamedTuple):
 
     Attributes:
         contents_of: makes what computes them.
-        only_numbers: whether only numbers, which it treats as input numbers; see `StepTrace`.
+        runs_eagerly: see `StepTrace`.
         known: the values of the first numbers that it reads, if they are known.
     """
 
     contents_of: Callable[[StepTrace], Contents]
-    only_numbers: bool = False
+    runs_eagerly: bool = True
     known: Sequence[Any] = ()
 
 
@@ -90,6 +90,8 @@ class TracedContents(StepReplay):
 
     While the step is traced, nothing is overwritten, since it may still read any Value; see `finish` for afterwards.
     """
+
+    only_numbers = False
 
     def __init__(self, trace: StepTrace, seed: Callable[[], np.ndarray]) -> None:
         """`seed` returns the two words from which the call's random numbers are derived."""
@@ -255,6 +257,8 @@ class AssumedNumbers:
 
     All arrays are taken to be full of ones, and what is made of them follows: a loss is finite, and nothing is NaN.
     """
+
+    only_numbers = True
 
     def __init__(self, trace: StepTrace) -> None:
         self._replay = StepReplay()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import timeline
 from ...capture.input_numbers import NUMBERS
 from ...capture.step import Contents
-from ...errors import LoweringError, NotTraceableError, TraceError, ValueReadError
+from ...errors import LoweringError, NotTraceableError, TraceError
 from ...program.compare import first_difference
 from ...program.source import here
 from ..backend import Backend
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     places: Sequence[Place] = ()  # of numbers that are inputs
     inputs: tuple[type, ...] = NUMBERS  # see `tracing.trace_step`
     reads: bool = False  # whether it may read any values
-    reads_numbers: bool = False  # whether it may read numbers only, on a mesh of several processes
+    reads_by_all: bool = False  # whether it may read values which all processes of a mesh compute together
     values_read: Sequence[Any] = ()  # at a call whose outcomes were others than those of a compiled step
     retries: int = 0  # how often they were
     tries_reads: bool = False  # whether numbers that it reads may become inputs at this call, if it can be traced again
@@ -74,7 +74,8 @@ class Request(NamedTuple):
                 tracing.abandon(traced, observer)
                 raise
         try:
-            return self._computed(traced) if self._is_for_one_call(traced) else self._bound(traced, same)
+            computed = self.reads and self._is_for_one_call(traced)
+            return self._computed(traced) if computed else self._bound(traced, same)
         except BaseException as error:
             if tracing.abandon(traced, observer) and isinstance(error, LoweringError) and self.reads:
                 raise NotTraceableError(str(error)) from error
@@ -85,8 +86,8 @@ class Request(NamedTuple):
         seed, mesh = self.backend.keys.next, self.backend.mesh
         if self.reads:
             return Reads(lambda trace: TracedContents(trace, seed), known=known)
-        if self.reads_numbers and mesh is not None:
-            return Reads(lambda trace: MeshContents(trace, mesh, seed), only_numbers=True, known=known)
+        if self.reads_by_all and mesh is not None:
+            return Reads(lambda trace: MeshContents(trace, mesh, seed), runs_eagerly=False, known=known)
         return None
 
     def _is_for_one_call(self, traced: TracedProgram) -> bool:
@@ -104,13 +105,6 @@ class Request(NamedTuple):
         """
         self._refuse_twice(observer)
         traced.modes.undo()  # set again after the step has run
-        if self.reads_numbers and traced.is_for_one_call:
-            read = traced.trace.number_reads[-1]
-            raise ValueReadError(
-                f"{read.source}: `{read.text}` reads a number, of which the step's Python makes something else than "
-                "numbers and decisions (a size, a text, an exact float by float(x) instead of x.item()). A step that "
-                "several processes run can keep it, compute with it and branch on it; return it for anything else."
-            )
         if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
             raise InputNumberError
         if self._is_for_one_call(traced):
@@ -119,7 +113,7 @@ class Request(NamedTuple):
             if self.tries_reads and _reads_are_repeatable(traced, observer):
                 traced.trace.contents = None
                 raise RepeatableReads(traced)
-            return None
+            return None if self.reads else find(traced)
         same = find(traced)
         self._prove_inputs(traced, same, observer)
         return same
@@ -178,7 +172,7 @@ class Request(NamedTuple):
         if self.specialized is not None:
             return self._is_the_same(traced, self.specialized, contents)
         observer = TraceObserver(self.roots(), (), False)
-        reads = traced.trace.numbers.reads if self.reads_numbers else ()  # known, without asking the other processes
+        reads = traced.trace.numbers.reads if self.reads_by_all else ()  # known, without asking the other processes
         values_read = [read.example for read in reads] or self.values_read
         specialized = tracing.trace_step(
             self.step, self.arguments, self.backend, observer, (), (), self._may_read(values_read), prints=False
@@ -234,7 +228,7 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     assert observer.guards is not None
     unrestored = traced.retrace_reason or observer.guards.unguardable
     consumes = not all(call.is_repeatable for call in observer.guards.external_calls)
-    creates = traced.optimizers.state.new and not traced.trace.reads_only_numbers
+    creates = traced.optimizers.state.new and traced.trace.runs_eagerly
     return not (unrestored or consumes or creates)
 
 

@@ -74,6 +74,23 @@ class Reports:
                     )
                 )
 
+    def report_compiled_reads(self, reads: Iterable[ValueRequest], seconds: float) -> None:
+        """Report that the step is traced at each call, by all processes, since it has read values.
+
+        Args:
+            seconds: what a trace takes.
+        """
+        for read in reads:
+            if read.source not in self._reads_reported:
+                self._reads_reported.add(read.source)
+                text = f"`{read.text}`" if read.text else "this line"
+                _warn(
+                    f"{text} at {read.source} reads a value that the step has computed, and makes something else of it "
+                    f"than numbers and decisions. So {self._name} is traced at each call ({seconds:.2f} s), and "
+                    "compiled again where shapes change. Compute with the tensor (torch.where(condition, a, b)), "
+                    "return it, or read it in fl.step_closure."
+                )
+
     def report_eager(self, why: str) -> None:
         """Report that the step runs eagerly, since it reads values in a way that cannot be traced."""
         if why not in self._reported:

@@ -135,13 +135,13 @@ def trace_step(
         observer,
         places,
         inputs,
-        runs_eagerly=not (reads is None or reads.only_numbers),
+        runs_eagerly=reads is not None and reads.runs_eagerly,
     )
     trace.trace.prints = prints
     trace.trace.numbers_are_inputs = READ in inputs
     if reads is not None:
         trace.trace.contents = reads.contents_of(trace.trace)
-        trace.trace.reads_only_numbers = reads.only_numbers
+        trace.trace.runs_eagerly = reads.runs_eagerly
         trace.trace.values_read = iter(reads.known)
     try:
         return trace.run(step, arguments)
