@@ -89,7 +89,7 @@ def in_child(
     `environment` replaces the settings that keep written memory in the process.
     """
     command = [sys.executable, "-m", f"benchmarks.{module}", "--child", side]
-    command += [f"--{flag}" for flag in ("tiny", "fresh") if getattr(args, flag)]
+    command += [f"--{flag}" for flag, value in vars(args).items() if value is True and flag != "json"]
     if environment is None and not args.fresh:
         # Here, so that users of the rest of this file (`make replay`) run on any version of the sources.
         from firstloss import malloc_settings as malloc
