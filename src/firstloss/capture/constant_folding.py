@@ -6,7 +6,7 @@ same at every execution. So they may be read, and may determine sizes, like Pyth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,9 +72,27 @@ def fold_call(
         return _masked_select(call.args[0], call.args[1], value_of, wrap)
     if call.op is aten.index.Tensor:
         return _index_by_masks(call.args[0], call.args[1], value_of, wrap)
-    values = {id(t): value_of(t) for t in call.tensors()}
+    values: dict[int, Tensor | None] = {id(t): value_of(t) for t in call.tensors()}
     if call.traits.writes or call.traits.random is not None or not values or any(v is None for v in values.values()):
         return None
+
+    return _wrapped(_run_on(call, values), wrap)
+
+
+def draw_now(call: OpCall, value_of: Callable[[Any], Tensor], wrap: Callable[[Tensor], Tensor]) -> Any:
+    """Run a random operation with a generator of the step's own, which moves on as in eager PyTorch."""
+    values = {id(t): value_of(t).clone() for t in call.tensors()}
+    result = _run_on(call, values)
+    written = call.written()
+    for target in written:
+        Hooks.dispatch(aten.copy_.default, (target, wrap(values[id(target)])), {})
+    if not written:
+        return _wrapped(result, wrap)
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+def _run_on(call: OpCall, values: Mapping[int, Tensor | None]) -> Any:
+    """The result of a call, of the values of its tensors, by their ids."""
 
     def made(arg: Any) -> Any:
         if isinstance(arg, Tensor):
@@ -83,7 +101,10 @@ def fold_call(
 
     args, kwargs = [made(a) for a in call.args], {k: made(v) for k, v in call.kwargs.items()}
     with DisableTorchDispatch(), torch.no_grad():
-        result = call.op(*args, **kwargs)
+        return call.op(*args, **kwargs)
+
+
+def _wrapped(result: Any, wrap: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(result, (list, tuple)):
         return type(result)(wrap(r) if isinstance(r, Tensor) else r for r in result)
     return wrap(result) if isinstance(result, Tensor) else result

@@ -23,7 +23,7 @@ from ..program.source import here
 from ..rng.stream import Position
 from . import collectives, conjugate_views, distributed, evaluation, first_use, host_kernels, materialize_tensors
 from .conjugate_bits import NONE, lazy_bits
-from .constant_folding import fold_call, known_value
+from .constant_folding import draw_now, fold_call, known_value
 from .constants import constant_tensor
 from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
 from .mapped_file import in_file
@@ -164,6 +164,9 @@ def _record(call: OpCall) -> Any:
             _refuse_beyond(storage, geometry[0])
         return views(call, storage, geometry)
 
+    if traits.random is not None and trace is not None and draws_at_all(call):
+        if trace.draws_now(call.generator_argument()):
+            return draw_now(call, functools.partial(trace.read, op=call.op), trace.computed_from_reads)
     targets = call.written()
     if traits.random is not None and trace is None and len(targets) == 1 and _is_separate_draw(targets[0]):
         return _draw_separately(call, targets[0])

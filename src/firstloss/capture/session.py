@@ -119,6 +119,9 @@ class Tracing:
     def read(self, tensor: torch.Tensor, op: OpOverload = torch.ops.aten._local_scalar_dense.default) -> torch.Tensor:
         raise NotImplementedError
 
+    def draws_now(self, generator: torch.Generator | None) -> bool:
+        raise NotImplementedError
+
     def computed_from_reads(self, content: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 

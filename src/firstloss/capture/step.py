@@ -190,6 +190,7 @@ class StepTrace(recorder._Tracing):
         self.numbers_are_inputs = False
         self.values_read: Iterator[Any] = iter(())
         self.runs_eagerly = True
+        self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # of its own, with their states before
         self.prints = True
         self.printed = False
         self.memory_given: list[GivenMemory] = []
@@ -480,6 +481,24 @@ class StepTrace(recorder._Tracing):
     def is_only_displayed(self, tensor: torch.Tensor) -> bool:
         """Whether to print a placeholder: the tensor has no value, and the text is only displayed."""
         return known_value(tensor) is None and data_dependent.is_shown()
+
+    def draws_now(self, generator: torch.Generator | None) -> bool:
+        """Whether a draw from `generator` is made while the step is traced, which is then for these numbers only: from
+        one of its own, where values may be read."""
+        if generator is None or generator is torch.default_generator:
+            return False
+        if self.contents is None or self.contents.only_numbers:
+            return False
+        if all(generator is not known for known, _ in self.generators):
+            self.generators.append((generator, generator.get_state()))
+        self.reads.append(data_dependent.value_request()._replace(kind="generator"))
+        return True
+
+    def restore_generators(self) -> None:
+        """Undo its draws from generators of the step's own."""
+        with DisableTorchDispatch():
+            for generator, state in self.generators:
+                generator.set_state(state)
 
     def key_draw(self, node: Node, generator: torch.Generator | None) -> None:
         """Give a random operation the next key of the step's stream."""

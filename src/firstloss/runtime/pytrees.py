@@ -59,7 +59,7 @@ def flatten(structure: Any) -> tuple[list[Any], Any]:
 def flattened_attributes(value: Any) -> list[str]:
     """The names of the attributes by which `flatten` flattens an object; empty for anything else."""
     flattened = type(value) in pytree.SUPPORTED_NODES and not isinstance(value, UserDict)
-    return _attributes(value) if flattened and is_python_class(type(value)) else []
+    return _attributes(value) if flattened and _has_attributes(type(value)) else []
 
 
 # -- what is data --
@@ -80,9 +80,13 @@ def _is_dataclass(value: Any) -> bool:
 
 def _may_be_data(value: Any) -> bool:
     cls = type(value)
-    if not is_python_class(cls) or hasattr(cls, "state_dict"):
+    if not _has_attributes(cls) or hasattr(cls, "state_dict"):
         return False
-    return builtin_base(cls) in (object, dict, collections.OrderedDict, list)
+    return builtin_base(cls) in (object, dict, collections.OrderedDict, list, types.SimpleNamespace)
+
+
+def _has_attributes(cls: type) -> bool:
+    return is_python_class(cls) or cls is types.SimpleNamespace
 
 
 def _holds_array(value: Any, seen: set[int]) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import os
 import random
+import types
 import warnings
 import weakref
 
@@ -417,7 +418,11 @@ class Store:
         self.graph, self.values, self.kind = weakref.ref(graph), {"x": x}, Graph
 
 
-CLASSES = (Plain, Slotted, Attributes, Ordered, Scaled, Graph)
+def named(x):
+    return types.SimpleNamespace(x=x, scale=2.0)
+
+
+CLASSES = (Plain, Slotted, Attributes, Ordered, Scaled, Graph, named)
 
 
 @case

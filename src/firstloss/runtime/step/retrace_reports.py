@@ -64,12 +64,15 @@ class Reports:
             instead = "compute with the tensor (torch.where(condition, a, b)), return it, or read it in fl.step_closure"
             if read.text.startswith("float("):
                 instead = "write x.item() in place of float(x)"
+            what = "reads a value that the step has computed"
+            if read.kind == "generator":
+                what, instead = "draws from a generator of its own", "draw before the step, or omit `generator`"
             if read.source not in self._reads_reported:
                 self._reads_reported.add(read.source)
                 warn(
                     EagerStepWarning(
-                        f"{read.source}: {text} reads a value that the step has computed, so {self._name} is not "
-                        "compiled: its Python runs at each call, by PyTorch's kernels. To have it compiled, "
+                        f"{read.source}: {text} {what}, so {self._name} is not compiled: its Python runs at each call, "
+                        f"by PyTorch's kernels. To have it compiled, "
                         f'{instead}; fl.trace(reads="refuse") makes it an error.'
                     )
                 )

@@ -170,13 +170,16 @@ class Shapes:
             for name, a, b in zip(self._names(args, kwargs), before, now, strict=True)
             if a != b
         ]
-        numbers = any(b[0] is not torch.Tensor for a, b in zip(before, now, strict=True) if a != b)
-        advice = (
-            ": a number is part of the compiled step. Pass what changes as a tensor"
-            if numbers
-            else ". Use batches of one shape (drop_last=True, padding in the loader), or write "
-            "@fl.trace(shapes=fl.Pad(...))"
-        )
+        kinds = [b for a, b in zip(before, now, strict=True) if a != b]
+        if any(type(kind[1]) is ByIdentity or kind[0].__hash__ is object.__hash__ for kind in kinds):
+            advice = ": a compiled step is for one such object. Pass the same again, or the tensors that it holds"
+        elif any(kind[0] is not torch.Tensor for kind in kinds):
+            advice = ": a number is part of the compiled step. Pass what changes as a tensor"
+        else:
+            advice = (
+                ". Use batches of one shape (drop_last=True, padding in the loader), or write "
+                "@fl.trace(shapes=fl.Pad(...))"
+            )
         return "; ".join(changed) + advice
 
     def _warn(self, text: str) -> None:

@@ -375,6 +375,7 @@ class _Undoable(Protocol):
 def _undo(traced: _Undoable) -> None:
     if traced.effects is not None:
         traced.effects.undo()
+    traced.trace.restore_generators()
     traced.trace.new_layouts.undo()
     traced.trace.new_memory.restore_viewers()
     traced.gradients.undo()
