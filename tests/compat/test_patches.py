@@ -117,7 +117,7 @@ def places(name: str) -> set[str]:
         path, _, attribute = place.rpartition(".")
         try:
             owner = lookup(path)
-        except AttributeError:  # only in another version
+        except (AttributeError, ModuleNotFoundError):  # only in another version, or in a library that is not here
             continue
         names.add(f"{owner.__module__}.{owner.__qualname__}.{attribute}" if isinstance(owner, type) else place)
     return names

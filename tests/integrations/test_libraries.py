@@ -358,7 +358,7 @@ deepspeed.init_distributed("gloo")
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3},
           "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 def build():
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(8, 33), nn.LayerNorm(33), nn.Linear(33, 8), nn.PReLU())
 def plain():
     with deepspeed.zero.Init(config_dict_or_path=config):
         return build()
@@ -379,6 +379,33 @@ for construct in (plain, handed_over, lambda: fl.deferred_init(build)):
         losses.append(loss.item())
     results.append(losses)
 assert results[0] == results[1] == results[2] and len(results[0]) == 3, results
+
+# Each rank computes its own parts, of what is the same on all.
+from firstloss.engine import cpu_engine
+rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+materialize_values, whole = cpu_engine.materialize_values, []
+def counted(values, *args, **options):
+    values = list(values)
+    whole.extend(value.numel for value in values if value.numel)
+    return materialize_values(values, *args, **options)
+cpu_engine.materialize_values = counted
+warnings.simplefilter("error", fl.errors.NotMaterializedWarning)
+for seed in (0, rank):
+    torch.manual_seed(0)
+    expected = [p.detach().flatten() for p in build().parameters()]
+    torch.manual_seed(seed)
+    model = fl.deferred_init(build)
+    try:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    except fl.errors.NotMaterializedWarning as warning:
+        assert ranks > 1 and "seeds" in str(warning), warning
+        continue
+    for p, full in zip(model.parameters(), expected):
+        size = p.ds_tensor.numel()
+        mine = full[rank * size : (rank + 1) * size]
+        assert type(p) is nn.Parameter and size == -(-full.numel() // ranks)
+        assert torch.equal(p.ds_tensor[: mine.numel()], mine)
+    assert ranks == 1 or max(whole, default=0) < 16, whole  # PyTorch draws fewer than 16 numbers one after another
 for order in ("inside", "outside"):
     try:
         first, second = deepspeed.zero.Init(config_dict_or_path=config), fl.deferred()
@@ -395,3 +422,4 @@ for order in ("inside", "outside"):
 def test_deepspeed_zero_3():
     needs("deepspeed")
     run_ranks(ZERO, 1)
+    run_ranks(ZERO, 2)

@@ -21,6 +21,7 @@ from . import direct_memory_access, session
 from . import dtensor as _dtensor  # noqa: F401 - likewise
 from . import patches as _patches  # noqa: F401 - likewise
 from . import trunc_normal as _trunc_normal  # noqa: F401 - likewise
+from . import zero3 as _zero3  # noqa: F401 - likewise
 from .distributed import parts_of
 from .evaluation import state_of
 from .generators import POLICIES

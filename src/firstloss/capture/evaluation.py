@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.ops import aten
 
 from ..compat.torch_names import DisableTorchDispatch
+from ..engine.cpu_engine import WantedPart, materialize_parts
+from ..engine.splits import Box
 from ..errors import TraceError
 from ..program.graph import FileValue, Ref, geometry_of, is_contiguous, is_not_strided
 from ..program.source import here
@@ -143,6 +145,31 @@ def run_for_real(call: OpCall) -> Any:
     """Run a call that writes to no deferred tensor; its deferred arguments are computed first."""
     args, kwargs = (call.args, call.kwargs) if not call.deferred else _real_arguments(call)
     return _call(call, args, kwargs)
+
+
+def is_recorded(tensor: Any) -> TypeGuard[DeferredTensor]:
+    """Whether a tensor is deferred, and not computed nor on a backend."""
+    return is_pending(tensor) and state_of(tensor._storage) is Recorded
+
+
+def copy_alone(call: OpCall) -> Tensor | None:
+    """Run a call that copies a recorded tensor to real memory; a part of a weight is computed alone, and the weight
+    stays deferred. None if it is another call."""
+    if call.op is not aten.copy_.default or type(call.args[0]) is DeferredTensor or not is_recorded(call.args[1]):
+        return None
+    target, source = call.args[0].detach(), call.args[1]
+    ref = source._ref()
+    with DisableTorchDispatch(), torch.no_grad():
+        if ref.value.known or ref.dtype != ref.value.dtype or not is_contiguous(ref.size, ref.stride):
+            target.copy_(Recorded.value(source))
+            return call.args[0]
+        direct = target.shape == ref.size and target.is_contiguous()
+        direct = direct and target.dtype == ref.dtype and target.device == ref.value.device
+        into = target if direct else torch.empty(ref.size, dtype=ref.dtype, device=ref.value.device)
+        materialize_parts([(ref, [WantedPart(Box((0,) * len(ref.size), ref.size), [into])])])
+        if not direct:
+            target.copy_(into)
+    return call.args[0]
 
 
 def run_from_file(call: OpCall) -> Any:

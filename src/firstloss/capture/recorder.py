@@ -25,7 +25,7 @@ from . import collectives, conjugate_views, distributed, evaluation, first_use, 
 from .conjugate_bits import NONE, lazy_bits
 from .constant_folding import draw_now, fold_call, known_value
 from .constants import constant_tensor
-from .evaluation import Traced, run_for_real, run_from_file, run_now, run_on_resident, state_of
+from .evaluation import Traced, copy_alone, run_for_real, run_from_file, run_now, run_on_resident, state_of
 from .mapped_file import in_file
 from .metadata_mutation import resize
 from .op_call import OpCall, is_composite, is_symbolic, outer_geometry, ref_of, storage_of, traits_of, views
@@ -101,6 +101,8 @@ def dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if not depth:
             if op in _USED_BY_LOADERS:
                 patches.install_imported()
+            if this_thread.copies_alone and (copied := copy_alone(call)) is not None:
+                return copied
             if first_use.needs_values(call):
                 return first_use.run(call)
         if any(map(is_not_strided, call.real)) or (traits.opaque and not traits.view):

@@ -165,6 +165,8 @@ class _ThreadLocal(threading.local):
         self.constants: dict[int, tuple[torch.Tensor, int, Value]] = {}
         self.deferred_file_tensors: dict[int, tuple[torch.Tensor, Storage]] = {}
         # While a step runs by its Python: the storages on a backend on which it has called PyTorch's kernels.
+        # Whether copies of deferred tensors to real memory compute nothing else, and views are not used any more.
+        self.copies_alone = False
         self.used: set[weakref.ref[Storage]] | None = None
 
 

@@ -175,7 +175,7 @@ def _is_same_view(tensor: Tensor, other: Any) -> bool:
 
 
 def _assign_data(self: Tensor, other: Any) -> None:
-    if type(self) is DeferredTensor:
+    if type(self) is DeferredTensor and not session.this_thread.copies_alone:
         materialize_views(self)
     if type(other) is not DeferredTensor and type(self) is not DeferredTensor:
         if session.trace is not None:

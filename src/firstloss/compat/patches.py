@@ -57,6 +57,7 @@ _DRAW = "Drawn anew at each call, instead of being part of the compiled step"
 _COPY = "Every rank has the recipe, so nothing needs to be sent"
 _DYNAMO = "torch._dynamo.variables.builder"
 _PLANNER = "torch.distributed.checkpoint.default_planner"
+_ZERO = "deepspeed.runtime.zero.partition_parameters"
 _ACCELERATE = "accelerate.utils.modeling"
 DTENSOR = "torch.distributed.tensor"
 
@@ -128,6 +129,12 @@ PATCHES = {
     f"{_ACCELERATE}.retie_parameters": Patch(
         IMPORTED, "It detects tied weights that were not loaded by the meta device",
         ("accelerate.big_modeling.retie_parameters",), optional=True, module=_ACCELERATE,
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine._broadcast_model": Patch(
+        IMPORTED, "Deferred weights are the same on all ranks", optional=True, module="deepspeed.runtime.engine"
+    ),
+    f"{_ZERO}.Init._convert_to_zero_parameters": Patch(
+        IMPORTED, "Each rank computes its own part of a deferred weight", optional=True, module=_ZERO
     ),
     # -- DTensor --
     **{

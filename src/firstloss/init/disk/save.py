@@ -30,10 +30,10 @@ from ...engine.reader import Reader, WholeValueCache
 from ...errors import SaveError
 from ...files import atomic_write, exists, is_folder, is_of_the_system, remove_folder, sync_folder
 from ...interpreter import cores
+from ...program.fingerprint import fingerprint
 from ...workers import Workers
 from . import layout
 from .direct_file import BLOCK, DirectFile, aligned
-from .fingerprint import fingerprint
 from .journal import Journal
 from .safetensors_file import FileLayout, TensorMeta
 from .state_dict import SavedTensor, config_names, tensors_to_save, write_configs

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...program.graph import Ref, Value, slice_for
+from .graph import Ref, Value, slice_for
 
 
 def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
