@@ -13,6 +13,7 @@ from torch import nn
 import firstloss as fl
 from firstloss.capture.tensor import DeferredTensor
 from firstloss.runtime.device import host_tensors
+from firstloss.runtime.step.untraced_calls import UntracedCalls
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::firstloss.errors.EagerStepWarning"),
@@ -292,6 +293,32 @@ def test_gradients_of_losses_of_earlier_calls(backend, change, optimizer):
     eager = Run(backend, False, optimizer, updates=False)
     _same(got, eager.outcome(change, run.graphs))
     assert run.plain >= 2
+
+
+@pytest.mark.parametrize("keeps_graph", [True, False])
+@pytest.mark.parametrize("hooked", ["weight", "bias", "none"])
+def test_gradients_that_are_accumulated_stay_the_same_objects(backend, hooked, keeps_graph, monkeypatch):
+    """A weight with a hook stays deferred while a graph of an earlier call is alive, and its gradient does not."""
+    monkeypatch.setattr(host_tensors, "_STEPS", 0)
+    monkeypatch.setattr(UntracedCalls, "begin", UntracedCalls.begin_at_once)
+    with backend.device:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Sigmoid(), nn.Linear(5, 2))
+    call, kinds = fl.compile(model, backend), set()
+
+    @fl.trace
+    def step(x):
+        y = call(x)
+        (y.square().mean() + 0.1 * y[y > 0].sum()).backward()
+        return y if keeps_graph else y.detach()
+
+    for n, x in enumerate(BATCHES):
+        before = [p.grad for p in model.parameters()]
+        if hooked != "none":
+            getattr(model[2], hooked).register_hook(lambda grad: grad * 0.5)
+        kept = step(x)  # noqa: F841 - its graph
+        assert n == 0 or all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True)), n
+        kinds.add(type(model[2].bias.grad))
+    assert kinds == {torch.Tensor, DeferredTensor}
 
 
 def test_a_model_is_freed_while_its_weights_are_plain(backend):

@@ -55,6 +55,7 @@ def _forget(ref: _PlainTensor) -> None:
 _steps = 0  # since the last that was traced or compiled
 _used: set[weakref.ref[DeferredStorage]] = set()  # by the last of them, as deferred tensors
 _plain: list[_PlainTensor] = []
+_holders: dict[int, weakref.ref[torch.Tensor]] = {}  # weights that stay deferred, whose gradients may be plain, by id
 _running: set[int] = set()  # the threads that run such a step
 
 
@@ -108,6 +109,7 @@ def _make_plain(storages: list[DeferredStorage]) -> None:
         with _without_gradients(tensors):
             for tensor in tensors:
                 _become_plain(tensor, tensor._storage)
+        _holders.update((id(tensor), weakref.ref(tensor)) for tensor in tensors if type(tensor) is DeferredTensor)
 
 
 def _can_be_plain(storage: DeferredStorage) -> bool:
@@ -162,7 +164,10 @@ def end() -> None:
         plain = [(ref(), ref.storage, ref.geometry) for ref in _plain]
         _plain.clear()
         moved = []
-        with _without_gradients(tensor for tensor, _, _ in plain if tensor is not None and is_leaf(tensor)):
+        holders = [tensor for ref in _holders.values() if (tensor := ref()) is not None]
+        _holders.clear()
+        leaves = [tensor for tensor, _, _ in plain if tensor is not None and is_leaf(tensor)]
+        with _without_gradients([*leaves, *holders]):
             for tensor, storage, geometry in plain:
                 if tensor is None or storage is None or type(tensor) is DeferredTensor:
                     continue
