@@ -195,13 +195,17 @@ class TracedContents(StepReplay):
             self.buffers.pop(value, None)
 
     def _note_new_memory(self, node: Node) -> None:
-        """Note which results of a node are in memory of their own."""
-        taken = {_memory(self.buffers[value]) for value in node.reads()}
+        """Note which results of a node are in memory of their own, and which operands are no longer."""
+        holders: dict[int | None, list[Value]] = {}
+        for value in node.reads():
+            holders.setdefault(_memory(self.buffers[value]), []).append(value)
         for value in node.outputs[len(node.writes) :]:
             memory = _memory(self.buffers[value])
-            if memory is not None and memory not in taken:
+            others = holders.setdefault(memory, [])
+            self._own.difference_update(others)
+            if memory is not None and not others:
                 self._own.add(value)
-            taken.add(memory)
+            others.append(value)
 
 
 def _memory(tensor: Any) -> int | None:
