@@ -76,7 +76,7 @@ def test_a_model_is_initialized_and_trained_without_the_parts_in_c(tmp_path):
 
 def test_recording_does_not_keep_the_objects_whose_methods_are_called():
     """PyTorch would copy a gradient that somebody else holds, which would be another graph."""
-    record = recording._profiler({}, [], ExternalCalls())
+    record = recording._profiler({}, [], ExternalCalls().called)
     tensor = torch.ones(2)
     alive = weakref.ref(tensor)
     record(sys._getframe(), "c_call", tensor.detach)

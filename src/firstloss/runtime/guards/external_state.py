@@ -89,7 +89,7 @@ class ExternalCalls:
             if id(owner) not in self.generators and owner is not torch.default_generator:
                 self.generators[id(owner)] = (owner, state_of(owner))
             return True
-        module, called = _name_of(function)
+        module, called = name_of(function)
         if function in _WARN:
             self.warns |= not _is_of_runtime(frame)
             return not self.warns
@@ -98,7 +98,7 @@ class ExternalCalls:
             return False
         if function in _READ_HANDLED_EXCEPTION and not self.handling:
             return False
-        if not _is_external_call(function, module, frame):
+        if not is_external_call(function, module, frame):
             return False
         if called not in self.calls:
             counts, line = _called_by(frame, module in _IGNORED_IN_LIBRARIES)
@@ -222,7 +222,7 @@ _WRITERS = {"logging", "warnings", "traceback", "linecache", "importlib", "token
 _READERS = ("torch.serialization", "torch.hub", "numpy.lib", "safetensors")
 
 
-def _name_of(function: Any) -> tuple[str, str]:
+def name_of(function: Any) -> tuple[str, str]:
     """The module of a function, or of the class that it is a method of, and its name for messages."""
     owner = function.__self__
     if owner is None or isinstance(owner, types.ModuleType):
@@ -239,7 +239,7 @@ def _defining(cls: type, method: Any) -> type:
     return next((base for base in bases if method.__name__ in vars(base)), cls)
 
 
-def _is_external_call(function: Any, module: str, frame: types.FrameType) -> bool:
+def is_external_call(function: Any, module: str, frame: types.FrameType) -> bool:
     name, owner = function.__name__, function.__self__
     if module == "_thread" and (caller := frame.f_globals.get("__name__")) in sys.stdlib_module_names:
         if caller != "threading":  # detects recursion, as in `repr`

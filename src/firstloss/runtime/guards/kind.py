@@ -23,12 +23,14 @@ class Kind:
         is_leaf: immutable, and refers to no other objects.
         collects: a collection that can be added to.
         has_only_attributes: has attributes, and no other content.
+        hides_content: has content whose changes cannot be detected, or undone.
         refers: a class, or refers to other objects that cannot be exchanged, as a method does.
     """
 
     is_leaf = False
     collects = False
     has_only_attributes = False
+    hides_content = False
     refers = False
 
     def of_class(self, cls: type) -> Kind:

@@ -47,9 +47,9 @@ def module_of_class(cls: type) -> str:
 
 def is_closed_class(cls: type) -> bool:
     """`is_closed` for the module that defines a class: a class that was created outside of a module has `builtins` as
-    its module, and one of `dataclasses.make_dataclass` has `types`."""
+    its module, one of `dataclasses.make_dataclass` has `types`, and an abstract one `abc`."""
     module = module_of_class(cls)
-    if module in ("builtins", "types") and is_python_class(cls):
+    if module in ("builtins", "types", "abc") and is_python_class(cls):
         return vars(sys.modules[module]).get(cls.__qualname__) is cls
     return is_closed(module)
 

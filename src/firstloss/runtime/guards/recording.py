@@ -103,11 +103,7 @@ class Recording:
             native.record_attributes(types.SimpleNamespace, _recorder(self.reads, thread))
         if self._profile:
             self.codes = {}
-            undo(_stop, None if native is not None else _suspended())
-            if native is not None:
-                native.start(self.codes, self.whole, self.outside.called)
-            else:
-                sys.setprofile(_profiler(self.codes, self.whole, self.outside))
+            record_calls(undo, self.outside.called, self.codes, self.whole)
 
     def times_read(self, owner: Any) -> int:
         """How often an attribute of an object has been read, except by `step`."""
@@ -149,6 +145,26 @@ def _restore_classes(cls: type, name: str, own_method: Any) -> None:
         setattr(cls, name, own_method)
     elif name in cls.__dict__:
         delattr(cls, name)
+
+
+def record_calls(
+    undo: Undo,
+    called: Callable[[Any, types.FrameType], bool],
+    codes: dict[int, tuple[types.CodeType, dict[Any, Any]]],
+    whole: list[dict[Any, Any]],
+) -> None:
+    """Record what this thread runs, until `undo` is called.
+
+    Args:
+        called: called with each C function, and the frame that calls it; returns whether to report further calls of it.
+        codes: see `Recording`.
+        whole: likewise.
+    """
+    undo(_stop, None if native is not None else _suspended())
+    if native is not None:
+        native.start(codes, whole, called)
+    else:
+        sys.setprofile(_profiler(codes, whole, called))
 
 
 def _suspended() -> Any:
@@ -204,7 +220,7 @@ def _recorder(table: dict[Any, Any], thread: int, depth: int = 1) -> Callable[[A
     return record
 
 
-def _profiler(codes: dict[Any, Any], whole: list[Any], outside: ExternalCalls) -> Callable[..., Any]:
+def _profiler(codes: dict[Any, Any], whole: list[Any], called: Callable[..., bool]) -> Callable[..., Any]:
     dull: set[Any] = set()
 
     def record(frame: types.FrameType, event: str, argument: Any) -> None:
@@ -217,7 +233,7 @@ def _profiler(codes: dict[Any, Any], whole: list[Any], outside: ExternalCalls) -
             # Not a bound method, which would keep its object: PyTorch copies a gradient that somebody else holds.
             is_function = owner is None or isinstance(owner, (type, types.ModuleType))
             key = argument if is_function else (type(owner), argument.__name__)
-            if key not in dull and not outside.called(argument, frame):
+            if key not in dull and not called(argument, frame):
                 dull.add(key)
 
     return record

@@ -63,12 +63,26 @@ class Table(State):
                 effects.bindings.append(setting_in(container_of, name, make(now)))
             else:
                 effects.bindings.append(effects.putting(functools.partial(put, name), now))
-        for name in before.keys() - table.keys():
+        moved = list(table) != [*(n for n in before if n in table), *(n for n in table if n not in before)]
+        removed = before.keys() - table.keys()
+        if (moved or removed) and not isinstance(self.owner, type):
+            effects.undoes(functools.partial(_put_in_order, table, list(before)))
+        for name in removed:
             effects.undoes(functools.partial(put, name, before[name]))
             if holds_arguments:
                 effects.bindings.append(_removing_from(container_of, name))
             else:
                 effects.bindings.append(always(functools.partial(delete_name, table, name, delete)))
+        if moved and not isinstance(self.owner, type):
+            left = list(table)
+            effects.bindings.append(lambda env: functools.partial(_put_in_order, container_of(env), left))
+
+
+def _put_in_order(table: dict[Any, Any], names: list[Any]) -> None:
+    """Move the names of a dict to its end, in the order of `names`."""
+    for name in names:
+        if name in table:
+            table[name] = table.pop(name)
 
 
 def _removing_from(container_of: Make, name: Any) -> Callable[[CallFrame], Bind]:

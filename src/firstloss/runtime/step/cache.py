@@ -68,6 +68,8 @@ class StepCache:
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether entries read the parameters from an index on.
         self._read_later: dict[tuple[CacheEntries, int], bool] = {}
+        # Whether its Python has run twice at a call, since it could not be traced, and written something twice.
+        self._wrote_twice = False
 
     def prepare(self, arguments: tuple[Any, ...]) -> None:
         """Before a call, let weights be on the backend, if a compiled step uses them; see `host_tensors`.
@@ -147,13 +149,19 @@ class StepCache:
                 self._entries.ran()
                 return result
         args, kwargs = request.arguments.as_given()
+        writes = self._entries.writes_untraced()
         try:
-            with host_tensors.in_step():
+            with Undo() as undo, undo, host_tensors.in_step():
+                if writes is not None:
+                    writes.record(undo)
                 result = request.step(*args, **kwargs)
         except Exception as error:
             self._entries.explain(error)
             raise
         self._entries.ran_untraced()
+        if writes is not None and writes.calls:
+            self._wrote_twice = True
+            self._entries.reports.report_written_twice(writes.calls.values())
         return result
 
     def find(self, request: Request, kind: tuple[Any, ...], undo: Undo) -> CompiledStep | None:
@@ -178,7 +186,7 @@ class StepCache:
                 versions = self.kinds.setdefault((setting, weights), new)
                 self._forget_some()
             self._entries = versions
-            if not fits and versions.runs_untraced(request):
+            if not fits and (self._wrote_twice and request.reads or versions.runs_untraced(request)):
                 return None
             similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)

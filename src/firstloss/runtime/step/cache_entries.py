@@ -17,6 +17,7 @@ from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...program.compare import first_difference
 from ..guards.equality import same
+from ..guards.external_writes import ExternalWrites
 from ..guards.guard_set import GuardSet
 from ..guards.guards import Change
 from ..guards.places import Place
@@ -144,6 +145,7 @@ class CacheEntries:
         self._entries: list[CacheEntry] = []
         self._fitting: CacheEntry | None = None
         self._untraceable: TraceError | None = None  # of this call's trace
+        self._held: frozenset[int] | None = None  # the ids of what it could reach, if it has run the step's Python
         self._refuse = refuse
         self._name = name
         self._functions: list[types.FunctionType] = []
@@ -221,6 +223,14 @@ class CacheEntries:
         """Note that the step that was found has run."""
         if self._fitting is not None:
             self._in_vain = self._in_a_row = 0
+
+    def writes_untraced(self) -> ExternalWrites | None:
+        """What records the writes that this call's trace has done, and the step's Python is about to do again; None if
+        there was no such trace."""
+        if self._untraceable is None or self._held is None:
+            return None
+        held, self._held = self._held, None
+        return ExternalWrites(lambda obj: id(obj) in held)
 
     def ran_untraced(self) -> None:
         """Note that the step's Python has run; if that was because it could not be traced, say so. (If it has raised an
@@ -441,6 +451,7 @@ class CacheEntries:
                 request = request._replace(values_read=values, specialized=traced)
                 inputs = tried = (*inputs, READ)
             except Exception as error:
+                self._held = frozenset(observer.snapshot.seen) if observer.has_run else None
                 if request.reads_by_all and isinstance(error, ValueReadError):
                     if READ in tried or READ not in self._inputs:
                         raise

@@ -9,6 +9,7 @@ from ...capture.data_dependent import ValueRequest
 from ...errors import EagerStepWarning, GraphChangedError, GraphChangeWarning
 from ...program.compare import Difference
 from ...program.source import Source, here, warn
+from ..guards.external_state import ExternalCall
 from ..guards.guard_set import GuardSet
 from ..guards.guards import Change
 
@@ -99,6 +100,16 @@ class Reports:
         if why not in self._reported:
             self._reported.add(why)
             warn(EagerStepWarning(f"{why} So {self._name} runs eagerly: its Python runs at each call."))
+
+    def report_written_twice(self, calls: Iterable[ExternalCall]) -> None:
+        """Report that the step's Python has run twice at this call, and what it has done twice."""
+        what = _some([f"{call.function}() at {call.line}" for call in calls])
+        warn(
+            EagerStepWarning(
+                f"{self._name} has run up to where it cannot be traced, and then again without a trace. What these "
+                f"calls write cannot be undone, so it may be there twice: {what}. From now on it runs once a call."
+            )
+        )
 
     def report_in_vain(self, why: list[str]) -> None:
         """Report that the step runs eagerly, since each call would have to be compiled."""

@@ -74,6 +74,7 @@ class TraceObserver:
         self.recording = Recording(self.snapshot.classes, self.records_code)
         self.guards: GuardSet | None = None
         self.varying: Varying | None = None
+        self.has_run: bool = False  # the step's Python
 
     def effects(self, reconstructor: Reconstructor, weights: set[int], draws: Draws | None = None) -> Effects:
         """The step's side effects in Python. Guards are created as well.
@@ -244,6 +245,7 @@ class _Trace:
             numbers = self.trace.numbers
             if set(GENERATORS) <= set(self._inputs):
                 numbers.draws = Draws()
+            self._observer.has_run = True
             try:
                 result = [step(*args, **kwargs)]
             except FirstlossError:

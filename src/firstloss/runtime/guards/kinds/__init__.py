@@ -10,7 +10,7 @@ import zoneinfo
 
 from ....compat.python_names import has_managed_dict, is_python_class
 from ..kind import Kind, of
-from ..packages import is_harmless_module, is_runtime, module_of_class
+from ..packages import is_closed_class, is_harmless_module, is_runtime, module_of_class
 from . import classes, containers, functions  # noqa: F401 - they register their kinds
 from .contents import ITERATOR_OF_C, TOKENIZER, UNKNOWN_ITERATOR
 from .instances import FIRSTLOSS_OBJECT, INSTANCE, LEAF, UNKNOWN, has_attributes
@@ -34,7 +34,8 @@ class Other(Kind):
             return INSTANCE
         if not all(_is_of_python(base) or _is_harmless(base) for base in cls.__mro__):
             return UNKNOWN_ITERATOR if hasattr(cls, "__next__") else UNKNOWN
-        return INSTANCE if has_attributes(cls) and package not in _STATELESS else LEAF
+        is_stateless = package in _STATELESS and is_closed_class(cls)
+        return INSTANCE if has_attributes(cls) and not is_stateless else LEAF
 
 
 # Rooms whose objects users hold.
@@ -58,8 +59,11 @@ def _is_iterator_of_c(cls: type) -> bool:
 
 
 def _is_of_python(cls: type) -> bool:
-    """Whether a class was defined in Python, so that its instances have attributes only."""
-    return has_managed_dict(cls) or "__slots__" in vars(cls)
+    """Whether a class was defined in Python, so that it adds nothing but attributes to what its base has in it."""
+    if has_managed_dict(cls) or "__slots__" in vars(cls):
+        return True
+    offset = cls.__dictoffset__
+    return is_python_class(cls) and offset != 0 and cls.__base__ is not None and cls.__base__.__dictoffset__ == offset
 
 
 def _is_harmless(base: type) -> bool:

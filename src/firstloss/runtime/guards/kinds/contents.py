@@ -384,7 +384,7 @@ TOKENIZER = Opaque(reader=_tokenizer_reader)
 class UnknownIterator(Unknown):
     """An iterator of C whose position cannot be read or set. Most tell at least whether they have advanced."""
 
-    def visit(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
+    def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         snapshot.keep(OpaqueContent(obj, functools.partial(_progress, obj), ITERATOR_OF_C))
 
 

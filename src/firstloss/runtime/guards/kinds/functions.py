@@ -17,17 +17,19 @@ import torch
 
 from ....capture.input_texts import is_input
 from ....compat.python_names import lru_cache_wrapper
+from ....compat.torch_names import pytree
 from .. import lru_caches
 from ..access import MISSING, cell_content, definition, names_in
 from ..bytecode import imported_modules
+from ..effects import Effects
 from ..guards import CellGuard
-from ..kind import Kind, of, register
+from ..kind import Kind, State, of, register
 from ..packages import is_closed, is_closed_function, is_installed, is_runtime, own_module
 from ..reconstruct import CallFrame, Make, Reconstructor, constant, is_constant
 from ..snapshot import Snapshot
 from ..states import CellContent, Definition
 from ..value_guards import Values
-from .instances import WithAttributes
+from .instances import WithAttributes, guard_attributes
 
 
 @of(types.FunctionType)
@@ -108,6 +110,7 @@ class Binding(WithAttributes):
         stack.extend(self.referents(obj))
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
+        guard_attributes(obj, values)
         for part in self.referents(obj):
             values.value(part, description, name)
 
@@ -166,7 +169,7 @@ class Partial(Binding):
         return lambda env: functools.partial(f(env), *[a(env) for a in args], **{k: v(env) for k, v in kwargs.items()})
 
 
-register((functools.partial,), Partial(lambda obj: (obj.func, *obj.args, obj.keywords, obj.__dict__)))
+register((functools.partial,), Partial(lambda obj: (obj.func, *obj.args, obj.keywords)))
 
 
 def _behind(obj: Any) -> Iterable[Any]:
@@ -206,8 +209,10 @@ class CachedFunction(Binding):
         super().visit_content(obj, snapshot, stack)
         if isinstance(obj.__wrapped__, types.FunctionType):
             snapshot.cached.append(obj.__wrapped__)
+            results = lru_caches.results(obj)
+            snapshot.keep(CachedResults(obj, results))
             if not is_installed(obj.__wrapped__.__module__):
-                stack += lru_caches.results(obj)
+                stack += results
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
         super().guard(obj, values, description, name)
@@ -223,6 +228,20 @@ class CachedFunction(Binding):
         values.read(id(obj), lru_caches.unchanged(obj), not new, description, name)
         for result in results:
             values.value(result, description, name)
+
+
+class CachedResults(State):
+    """The results that an `lru_cache` holds."""
+
+    __slots__ = ()
+
+    def compare(self, effects: Effects) -> None:
+        if effects.reads is None:  # a trace that has failed; else see `CachedFunction.guard`
+            before = set(map(id, self.before))
+            new = [result for result in lru_caches.results(self.held) if id(result) not in before]
+            # Those of before cannot be kept without them. They are lost where the new ones may be of the trace.
+            if new and (not before or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(new))):
+                effects.undoes(self.held.cache_clear)
 
 
 register((lru_cache_wrapper,), CachedFunction(lambda obj: (obj.__wrapped__,)))

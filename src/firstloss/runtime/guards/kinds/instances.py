@@ -80,24 +80,6 @@ def _values(cls: type[enum.Enum]) -> Iterator[Any]:
         yield from member.value if type(member.value) is tuple else (member.value,)
 
 
-# C classes whose content, or the memory that they refer to, cannot be watched.
-@of(
-    weakref.finalize,  # reads a registry of the standard library
-    torch.jit.ScriptModule,  # its attributes are in C++
-    torch.UntypedStorage, torch.TypedStorage, memoryview, types.FrameType, types.TracebackType, types.CoroutineType,
-    types.AsyncGeneratorType, np.record,
-)  # fmt: skip
-class Unknown(Kind):
-    """A C object whose changes cannot be detected."""
-
-    def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
-        if not values.in_class:
-            values.unguardable[id(obj)] = (obj, description)
-
-
-UNKNOWN = Unknown()
-
-
 class WithAttributes(Kind):
     """Has content, and its instances may have attributes besides."""
 
@@ -137,6 +119,33 @@ def guard_class(obj: Any, values: Values) -> None:
         values.classes.setdefault(type(obj), set())
 
 
+# C classes whose content, or the memory that they refer to, cannot be watched.
+@of(
+    weakref.finalize,  # reads a registry of the standard library
+    torch.jit.ScriptModule,  # its attributes are in C++
+    torch.UntypedStorage, torch.TypedStorage, memoryview, types.FrameType, types.TracebackType, types.CoroutineType,
+    types.AsyncGeneratorType, np.record,
+)  # fmt: skip
+class Unknown(WithAttributes):
+    """A C object the changes of whose content cannot be detected."""
+
+    hides_content = True
+
+    def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
+        if not values.in_class:
+            values.unguardable[id(obj)] = (obj, description)
+
+
+UNKNOWN = Unknown()
+
+
+def guard_attributes(obj: Any, values: Values) -> None:
+    """Guard an object's attributes, unless each read of one is recorded."""
+    table = None if can_be_instrumented(type(obj)) else own_attributes(obj)
+    if table is not None:
+        values.mentioned_in(table, describe_attribute(obj), all_of_them=True)
+
+
 class Instance(WithAttributes):
     """An object with attributes, and no other content."""
 
@@ -147,9 +156,7 @@ class Instance(WithAttributes):
         if isinstance(obj, BaseException):
             fields: Any = type(obj)
             values.fields(obj, _fields_in_c(fields), description, name)
-        table = None if _reads_are_recorded(type(obj)) else own_attributes(obj)
-        if table is not None:
-            values.mentioned_in(table, describe_attribute(obj), all_of_them=True)
+        guard_attributes(obj, values)
 
     def make(self, obj: Any, reconstructor: Reconstructor) -> Make:
         attributes = reconstructor.attributes(obj)
@@ -176,12 +183,6 @@ INSTANCE = Instance()
 def has_attributes(cls: type) -> bool:
     """Whether its instances have attributes of their own."""
     return bool(cls.__dictoffset__ or slots(cls))
-
-
-def _reads_are_recorded(cls: type) -> bool:
-    """Whether all attribute reads of its instances are recorded. For a `SimpleNamespace`, the C part does that for the
-    class itself and not for subclasses."""
-    return can_be_instrumented(cls) and (cls is types.SimpleNamespace or not issubclass(cls, types.SimpleNamespace))
 
 
 @functools.cache
