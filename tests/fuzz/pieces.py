@@ -1392,6 +1392,72 @@ def read_past(d: Draft) -> None:
         d.post.append(f"{s}.n = 3")
 
 
+def derived(d: Draft) -> None:
+    """An object of a class that derives from one of C; the step changes its attributes, and their order."""
+    s, order = d.name("made"), d.name("order")
+    cls = s.capitalize()
+    base, args = d.pick(
+        ("io.StringIO", ""),
+        ("io.BytesIO", "b'a'"),
+        ("functools.partial", "max, 1"),
+        ("queue.SimpleQueue", ""),
+        ("types.SimpleNamespace", "u='a'"),
+        ("itertools.count", ""),
+        ("threading.local", ""),
+        ("array.array", "'d'"),
+        ("fractions.Fraction", "1, 2"),
+        ("ast.AST", ""),
+        ("ValueError", "'a'"),
+    )
+    if d.chance(0.8):
+        d.top.append(f"class {cls}({base}):\n    pass")
+        init = f"{cls}({args})"
+    else:
+        init = d.pick("functools.partial(max, 1)", "functools.lru_cache(abs)", "types.SimpleNamespace()", "KeyError(1)")
+    d.setup.append(f"{s}, {order} = {init}, []\n{s}.v, {s}.w = 1.0, 0.5")
+    read = d.pick(
+        f"{s}.v",
+        f"getattr({s}, 'v')",
+        f"sum(x for x in vars({s}).values() if type(x) is float)",
+        f"(1.0 + 0.1 * list(vars({s})).index('v'))",
+        f"{s}.__dict__['v']",
+        f"(0.5 if hasattr({s}, 'w') else 1.0)",
+    )
+    d.mid.append(f"loss = loss * {read}")
+    d.at(f"{s}.v = {d.rng.randint(2, 9) / 10}")
+    if d.chance(0.7):
+        d.post.append(
+            d.pick(
+                f"{s}.n = 3",
+                f"{s}.n = [getattr({s}, 'n', None) is None]",
+                f"v = {s}.v\ndel {s}.v\n{s}.v = v",
+                f"if hasattr({s}, 'w'):\n    del {s}.w\nelse:\n    {s}.w = 0.5",
+                f"{s}.__dict__.update(z=1)",
+            )
+        )
+        d.after.append(f"{order}.append(list(vars({s})))")
+
+
+def remembered(d: Draft) -> None:
+    """Tensors and lists that a function caches."""
+    f, n = d.name("table"), d.rng.randint(2, 3)
+    made = d.pick("torch.full((2,), n * 0.5)", "(torch.ones(2), n)", "[torch.arange(n) * 0.1]", "[n * 0.1]")
+    d.top.append(f"@functools.lru_cache{d.pick('', '(maxsize=None)')}\ndef {f}(n):\n    return {made}")
+    if d.chance(0.3):
+        d.setup.append(f"{f}(2)")
+    first = "" if made.startswith("torch") else "[0]"
+    value = f"{f}({n}){first}" if made == "[n * 0.1]" else f"{f}({n}){first}.sum()"
+    d.mid.append(f"loss = loss + 0.1 * {value}")
+    if made == "[n * 0.1]" and d.chance(0.5):
+        d.post.append(f"{f}({n})[0] *= 0.5")
+    d.at(f"{f}.cache_clear()")
+
+
+def untraceable(d: Draft) -> None:
+    """What can be computed, but not traced."""
+    d.mid.append(d.pick("loss = loss + x.to_sparse().to_dense().mean()", "loss = loss + x.to_sparse().sum().item()"))
+
+
 def only_clears(d: Draft) -> None:
     """An optimizer that only clears gradients, and whose weights are replaced."""
     o = d.name("clears")
@@ -1526,6 +1592,8 @@ PIECES = (
     + [stored] * 5
     + [beside] * 3
     + [read_past] * 3
+    + [derived] * 3
+    + [remembered] * 2
     + [only_clears]
     + [outside] * 3
     + [reused_batch] * 3
@@ -1534,4 +1602,4 @@ PIECES = (
     + [argument_edited] * 3
     + [reads] * 8
 )
-RARE = [drawn]
+RARE = [drawn, untraceable]

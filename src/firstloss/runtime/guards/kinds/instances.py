@@ -141,7 +141,7 @@ UNKNOWN = Unknown()
 
 def guard_attributes(obj: Any, values: Values) -> None:
     """Guard an object's attributes, unless each read of one is recorded."""
-    table = None if can_be_instrumented(type(obj)) else own_attributes(obj)
+    table = None if _reads_are_recorded(type(obj)) else own_attributes(obj)
     if table is not None:
         values.mentioned_in(table, describe_attribute(obj), all_of_them=True)
 
@@ -178,6 +178,12 @@ class Instance(WithAttributes):
 
 
 INSTANCE = Instance()
+
+
+def _reads_are_recorded(cls: type) -> bool:
+    """Whether all attribute reads of its instances are recorded. Those by which `SimpleNamespace` compares and prints
+    are for the class itself, by the C part, and not for subclasses."""
+    return can_be_instrumented(cls) and (cls is types.SimpleNamespace or not issubclass(cls, types.SimpleNamespace))
 
 
 def has_attributes(cls: type) -> bool:
