@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.errors import EagerStepWarning
+from firstloss.errors import EagerStepWarning, TraceError
 
 pytestmark = [
     pytest.mark.usefixtures("by_kernels"),
@@ -172,10 +172,29 @@ def cache_of_lists():
     return change, lambda: list(items(1))
 
 
+def cache_that_is_cleared():
+    @functools.lru_cache
+    def items(n):
+        return [n * 0.5]
+
+    def change():
+        held = items(3)
+        held[0] *= 0.5
+        return held[0]
+
+    return change, items.cache_clear
+
+
 @pytest.mark.parametrize("fails", ["rate", "sparse", "never"])
-@pytest.mark.parametrize("make", [cache_of_tensors, cache_of_lists])
+@pytest.mark.parametrize("make", [cache_of_tensors, cache_of_lists, cache_that_is_cleared])
 def test_a_failed_trace_leaves_nothing_in_an_lru_cache(make, fails, tmp_path):
     compare(make, tmp_path, fails)
+
+
+def test_a_step_that_has_taken_an_item_and_cannot_be_traced_is_refused(tmp_path):
+    items = iter(range(9))
+    with pytest.raises(TraceError, match=f"{pathlib.Path(__file__).name}.*cannot be traced.*taken an item"):
+        losses(fl.backend("XLA", artifact_dir=tmp_path), lambda: float(next(items)), lambda: None, "sparse")
 
 
 @pytest.mark.parametrize("how", ["read", "getattr", "hasattr", "dict", "vars", "len"])

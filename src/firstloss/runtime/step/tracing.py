@@ -182,6 +182,15 @@ def _may_have_raised(error: Exception) -> bool:
     return ours and not others and not is_raised_by_handler(error)
 
 
+def _is_of_the_dispatcher(error: Exception) -> bool:
+    """Whether PyTorch has no kernel of an operation for tensors without values."""
+    return isinstance(error, NotImplementedError) and str(error).startswith("Could not run 'aten::")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:_QUOTED]
+
+
 class _Trace:
     """A trace, from start to end."""
 
@@ -254,10 +263,15 @@ class _Trace:
                 if direct_memory_access.is_unallocated(error):
                     raise
                 if self._runs_eagerly and _may_have_raised(error) and self._may_run_again():
-                    what = str(error).partition("\n")[0][:_QUOTED]
                     raise StepRaisedError(
                         f"{raised_at(error)}: this raises {type(error).__name__} while {self.name} is traced, and not "
-                        f"when it runs: {what}."
+                        f"when it runs: {_first_line(error)}."
+                    ) from error
+                if self._runs_eagerly and _is_of_the_dispatcher(error):
+                    raise TraceError(
+                        f"{raised_at(error)}: this cannot be traced ({_first_line(error)}), and {self.name} cannot run "
+                        "without a trace at this call, since it has taken an item from an iterator, or something else "
+                        "from outside. Take it before the step, and pass it."
                     ) from error
                 # As in eager PyTorch, earlier effects remain, and the call raises it.
                 raised, result = error, [None]

@@ -21,13 +21,12 @@ from ....compat.torch_names import pytree
 from .. import lru_caches
 from ..access import MISSING, cell_content, definition, names_in
 from ..bytecode import imported_modules
-from ..effects import Effects
 from ..guards import CellGuard
-from ..kind import Kind, State, of, register
+from ..kind import Kind, of, register
 from ..packages import is_closed, is_closed_function, is_installed, is_runtime, own_module
 from ..reconstruct import CallFrame, Make, Reconstructor, constant, is_constant
 from ..snapshot import Snapshot
-from ..states import CellContent, Definition
+from ..states import CellContent, Content, Definition
 from ..value_guards import Values
 from .instances import WithAttributes, guard_attributes
 
@@ -209,10 +208,9 @@ class CachedFunction(Binding):
         super().visit_content(obj, snapshot, stack)
         if isinstance(obj.__wrapped__, types.FunctionType):
             snapshot.cached.append(obj.__wrapped__)
-            results = lru_caches.results(obj)
-            snapshot.keep(CachedResults(obj, results))
+            snapshot.keep(CachedResults(obj, lambda: lru_caches.results(obj)))
             if not is_installed(obj.__wrapped__.__module__):
-                stack += results
+                stack += lru_caches.results(obj)
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
         super().guard(obj, values, description, name)
@@ -230,18 +228,18 @@ class CachedFunction(Binding):
             values.value(result, description, name)
 
 
-class CachedResults(State):
-    """The results that an `lru_cache` holds."""
+class CachedResults(Content):
+    """The results that an `lru_cache` holds. What an abandoned trace has added is dropped."""
 
     __slots__ = ()
 
-    def compare(self, effects: Effects) -> None:
-        if effects.reads is None:  # a trace that has failed; else see `CachedFunction.guard`
-            before = set(map(id, self.before))
-            new = [result for result in lru_caches.results(self.held) if id(result) not in before]
-            # Those of before cannot be kept without them. They are lost where the new ones may be of the trace.
-            if new and (not before or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(new))):
-                effects.undoes(self.held.cache_clear)
+    def restore(self) -> bool:
+        before = set(map(id, self.before))
+        new = [result for result in self.read() if id(result) not in before]
+        # Those of before cannot be kept without them. They are lost where the new ones may be of the trace.
+        if new and (not before or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(new))):
+            self.held.cache_clear()
+        return True
 
 
 register((lru_cache_wrapper,), CachedFunction(lambda obj: (obj.__wrapped__,)))
