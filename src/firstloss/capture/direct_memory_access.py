@@ -14,7 +14,7 @@ from ..compat.torch_names import DisableTorchDispatch
 from ..program.source import Source
 from . import session
 from .input_numbers import is_input_number
-from .python_draws import InputArray
+from .python_draws import InputArray, array_of, items_of, without_inputs
 from .tensor import DeferredTensor
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -77,8 +77,8 @@ def read(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @replaces("torch.tensor", "torch.as_tensor", "torch.asarray")
 def tensor(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `original`, which reads numbers in a list directly from memory; stacks those of deferred tensors. Of a number
-    or an array that is an input of a step it makes an input."""
+    """As `original`, which reads numbers in a list directly from memory; stacks those of deferred tensors. Of
+    numbers, in lists too, or an array that are inputs of a step it makes an input."""
     if args and session.trace is not None and (new := _of_input(original, *args, **kwargs)) is not None:
         return new
     try:
@@ -95,8 +95,14 @@ def tensor(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _of_input(
     original: Any, data: Any, dtype: torch.dtype | None = None, requires_grad: bool = False, **kwargs: Any
 ) -> torch.Tensor | None:
-    """The tensor of a number or an array that is an input of the step; None for anything else."""
-    if type(data) is InputArray:
+    """The tensor of a number, a list with such numbers or an array that is an input of the step; None for anything
+    else."""
+    if isinstance(data, (list, tuple)) and (listed := array_of(data)) is not None:
+        new = listed.tensor()
+        if dtype is None:
+            with DisableTorchDispatch():
+                dtype = original(without_inputs(data)).dtype
+    elif type(data) is InputArray:
         new = data.tensor()
     elif is_input_number(data):
         assert session.trace is not None
@@ -116,7 +122,7 @@ def _of_input(
 @replaces("torch.Tensor.new_tensor")
 def new_tensor(original: Any, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As `original`; stacks numbers of deferred tensors."""
-    if args and (type(args[0]) is InputArray or is_input_number(args[0])):
+    if args and (type(args[0]) is InputArray or any(map(is_input_number, items_of(args[0])))):
         kwargs.setdefault("dtype", self.dtype)
     return tensor(functools.partial(original, self), *args, **kwargs)
 

@@ -13,7 +13,7 @@ values themselves, and guarded on the generator's state.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 
 from ..compat.patches import NUMPY_DRAWS, PYTHON_DRAWS, replaces
 from . import session
-from .input_numbers import Expression, InputNumbers, Source, is_input_number, is_plain_number, specialized
+from .input_numbers import Expression, InputNumbers, Source, is_input_number, is_plain_number, plain, specialized
 from .input_texts import InputText, is_text
 
 
@@ -78,7 +78,7 @@ class InputArray(np.lib.mixins.NDArrayOperatorsMixin):
         """The array `function(*operands)`, whose operands are numbers and input arrays, this one among them."""
         call = functools.partial(function, **kwargs) if kwargs else function
         expressions = [_expression_of(operand) for operand in operands]
-        result = call(*[o._array if type(o) is InputArray else _plain(o) for o in operands])
+        result = call(*[o._array if type(o) is InputArray else plain(o) for o in operands])
         if type(result) is not np.ndarray:
             for operand in operands:
                 if type(operand) is InputArray:
@@ -121,6 +121,42 @@ class InputArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.content().__reduce_ex__(protocol)
 
 
+def array_of(data: Any) -> InputArray | None:
+    """The array of numbers in (nested) lists, as float64 or int64, if there are input numbers among them that are known
+    before the step runs; None for anything else."""
+    held = list(items_of(data))
+    nodes = [item.node for item in held if is_input_number(item)]
+    if not nodes or not all(is_input_number(item) or is_plain_number(item) or type(item) is bool for item in held):
+        return None
+    if any(node.expression.is_read for node in nodes):
+        return None
+    try:
+        shape = np.shape(without_inputs(data))
+    except ValueError:  # of lists of unequal lengths
+        return None
+    is_float = any(isinstance(plain(item), (float, np.floating)) for item in held)
+    call = functools.partial(_array, shape, np.float64 if is_float else np.int64)
+    array, expression = nodes[0].numbers.apply(call, held)
+    return InputArray(array, expression, nodes[0].numbers)
+
+
+def items_of(data: Any) -> Iterable[Any]:
+    """The items of nested lists and tuples."""
+    if not isinstance(data, (list, tuple)):
+        yield data
+        return
+    for item in data:
+        yield from items_of(item)
+
+
+def without_inputs(data: Any) -> Any:
+    return [without_inputs(item) for item in data] if isinstance(data, (list, tuple)) else plain(data)
+
+
+def _array(shape: tuple[int, ...], dtype: type, *numbers: Any) -> np.ndarray:
+    return np.array(numbers, dtype).reshape(shape)
+
+
 class InPlaceError(Exception):
     """An array that is an input is edited in place."""
 
@@ -131,10 +167,6 @@ for _name, _function in {"iter": iter, "float": float, "int": int, "bool": bool,
 
 def _bytes(array: np.ndarray) -> bytes:
     return array.tobytes()
-
-
-def _plain(operand: Any) -> Any:
-    return operand.node.number if is_input_number(operand) else operand
 
 
 def _expression_of(operand: Any) -> Any:

@@ -93,8 +93,7 @@ class _Correspondence:
         self._known: dict[Value, torch.Tensor] = {}
         with DisableTorchDispatch():
             for value, number in numbers.items():
-                if not value.shape:
-                    self._known[value] = _UNKNOWN if number is None else torch.as_tensor(number, dtype=value.dtype)
+                self._known[value] = _UNKNOWN if number is None else torch.as_tensor(number, dtype=value.dtype)
 
     def fold(self, node: Node) -> bool:
         """Take what a node of the second Program computes for constants of the first; returns whether they may be."""
@@ -175,9 +174,6 @@ class _Correspondence:
             return False
         if (a.real is None) != (b.real is None) and b not in self._numbers:
             return False
-        array = self._numbers.get(b)
-        if array is not None and a.real is not None:
-            return bool(array.tobytes() == a.real.numpy().tobytes())
         if a.real is None or b.real is None:
             return a.node is None  # uninitialized memory
         return a.real is b.real or same_bytes(a.real, b.real)

@@ -595,3 +595,24 @@ print((peak() - before) / (4 * 4 * 2048 * 2049 / 1024))
     done = forked.run(["-c", code], capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert 3 < float(done.stdout) < 7
+
+
+def test_a_number_that_changes_later_becomes_an_input_of_a_step_that_reads(recwarn):
+    """The step reads at its first calls, when no gradient is there, as it does later."""
+    model = fl.compile(nn.Linear(4, 4))
+    optimizer, kept, setting = torch.optim.SGD(model.parameters(), 0.1), [], {"threshold": 0.05}
+
+    @fl.trace
+    def step(x):
+        loss = F.threshold(model(x), setting["threshold"], 0.0).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        kept.append((model.weight.abs() > 0.1).sum().item())
+        return loss
+
+    for i in range(8):
+        setting["threshold"] = 0.05 if i < 4 else 0.1 * i
+        step(BATCHES[0])
+    assert compiled_steps.compilations(step) == 2, "for its first value, and for any"
+    assert not [warning for warning in recwarn if "at each call" in str(warning.message)]

@@ -419,8 +419,8 @@ class CacheEntries:
         records_code = bool(earlier or self._untraced) or not self._check or request.retried or self._reads_by_all
         draws = any(entry.moves_generators for entry in self._entries)
         has_inputs = bool(self._places or request.arguments.varying or draws)
-        untraced = [entries for entries in (self, *similar) if entries._untraced]
-        if any(entry.traced_each_time is not None for entry in earlier) or any(not e._repeatable for e in untraced):
+        untraced = any(entries._untraced and not entries._repeatable for entries in (self, *similar))
+        if any(entry.traced_each_time is not None for entry in earlier) or untraced and not self._repeatable:
             has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
         inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
         if not (self._repeatable or self._reads_by_all):
