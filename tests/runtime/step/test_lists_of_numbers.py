@@ -1,4 +1,4 @@
-"""Tensors that a step makes of lists of numbers which change: one input, compiled once for its first values and once for
+"""Tensors that a step makes of lists of numbers which change: one input, compiled once for the first values and once for
 any, with eager PyTorch's dtypes and bits."""
 
 import numpy as np
