@@ -1,5 +1,5 @@
-"""Tensors that a step makes of lists of numbers which change: one input, compiled once for the first values and once for
-any, with eager PyTorch's dtypes and bits."""
+"""Tensors that a step makes of lists of numbers which change: one input, compiled once for the first values and once
+for any, with the dtypes and bits of eager PyTorch."""
 
 import numpy as np
 import pytest
