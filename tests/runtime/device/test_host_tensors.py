@@ -236,6 +236,22 @@ def test_a_change_between_calls(backend, change):
     assert run.plain >= 2
 
 
+def test_a_view_of_before_its_base_required_a_gradient(backend):
+    """It requires one since then, and no graph ends in it."""
+    run = Run(backend, True, updates=False)
+    weight = run.model[3].weight
+    weight.requires_grad_(False)
+    x = torch.ones(2, weight.shape[1], requires_grad=True)
+    view = weight.t()
+    graph = x.mm(view).sum()
+    weight.requires_grad_(True)
+    expected = weight.detach().sum(0).expand(2, -1).clone()
+    run.outcome(lambda run, n, loss: None)
+    assert run.plain >= 2 and view.requires_grad
+    graph.backward()
+    torch.testing.assert_close(x.grad, expected, **CLOSE)
+
+
 def test_weights_are_plain_until_another_step_is_compiled(backend):
     run = Run(backend, True)
     weight, storage = run.model[0].weight, run.model[0].weight._storage

@@ -320,13 +320,17 @@ def redirect_gradients(weight: torch.Tensor) -> None:
     """Make graphs that end in the tensor now behind the Python object `weight` continue to its successor."""
     if not weight.requires_grad or use_count(weight)() < 2:
         return
+    try:
+        accumulator = get_gradient_edge(weight).node
+    except AssertionError:  # a view of a weight that did not require a gradient then: no graph ends there
+        return
 
     def redirect(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
         if grads[0] is not None:
             get_gradient_edge(weight).node(grads[0])  # type: ignore[operator]
         return (None,)
 
-    get_gradient_edge(weight).node.register_prehook(redirect)
+    accumulator.register_prehook(redirect)
 
 
 class _Moved(torch.autograd.Function):
