@@ -1438,6 +1438,27 @@ def derived(d: Draft) -> None:
         d.after.append(f"{order}.append(list(vars({s})))")
 
 
+def listed(d: Draft) -> None:
+    """A tensor of a list of numbers that change."""
+    n = d.name("count")
+    d.setup.append(f"{n} = [{d.pick('0', '1.5', '3')}]")
+    numbers = d.pick(
+        f"[{n}[0] * 0.1, {n}[0] / 7]",
+        f"[{n}[0], 1, True]",
+        f"[[{n}[0] + i] for i in range(3)]",
+        f"[{n}[0] ** 2, loss.item()]",
+        f"[v * 0.5 for v in ({n}[0], 2.0)][::-1]",
+    )
+    make = d.pick(
+        f"torch.tensor({numbers})",
+        f"torch.as_tensor({numbers})",
+        f"out.new_tensor({numbers})",
+        f"torch.tensor({numbers}, dtype={d.pick('torch.float32', 'torch.int64', 'torch.bfloat16')})",
+    )
+    d.mid.append(f"loss = loss + 0.01 * {make}.float().mean()")
+    d.post.append(d.pick(f"{n}[0] += 1", f"{n}[0] = min({n}[0] + 0.5, 4)", f"{n}[0] -= 0.25"))
+
+
 def remembered(d: Draft) -> None:
     """Tensors and lists that a function caches."""
     f, n = d.name("table"), d.rng.randint(2, 3)
@@ -1594,6 +1615,7 @@ PIECES = (
     + [read_past] * 3
     + [derived] * 3
     + [remembered] * 2
+    + [listed] * 2
     + [only_clears]
     + [outside] * 3
     + [reused_batch] * 3
