@@ -1,6 +1,7 @@
 """Steps whose Python reads values: each call does what eager PyTorch does."""
 
 import io
+import logging
 import math
 import os
 import pickle
@@ -616,3 +617,46 @@ def test_a_number_that_changes_later_becomes_an_input_of_a_step_that_reads(recwa
         step(BATCHES[0])
     assert compiled_steps.compilations(step) == 2, "for its first value, and for any"
     assert not [warning for warning in recwarn if "at each call" in str(warning.message)]
+
+
+LOGS = {
+    "tensor": lambda log, i, loss: log.info("iteration %d: loss %.3f", i, loss),
+    "number": lambda log, i, loss: log.info("iteration %d: loss %.3f", i, loss.item()),
+    "text": lambda log, i, loss: log.info(f"iteration {i}: loss {loss.item():.3f}"),
+    "stream": lambda log, i, loss: log.handlers[0].stream.write(f"{i} {loss.item():.3f}\n"),
+    "count": lambda log, i, loss: log.info("iteration %d", i),
+}
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+@pytest.mark.parametrize("write", LOGS.values(), ids=LOGS)
+def test_a_step_that_reads_logs_once_at_each_call_or_says_so(write, period, recwarn):
+    """However often it is traced at a call."""
+
+    def lines(compile_model, trace):
+        torch.manual_seed(0)
+        model = compile_model(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        log, state = logging.Logger("made_up"), {"calls": 0, "total": 0.0}
+        log.addHandler(logging.StreamHandler(io.StringIO()))
+
+        @trace
+        def step(x):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            state["calls"] += 1
+            state["total"] += loss.item()
+            if state["calls"] % period == 0:
+                write(log, state["calls"], loss.detach())
+
+        for batch in [*BATCHES, *BATCHES]:
+            step(batch)
+        return log.handlers[0].stream.getvalue().splitlines()
+
+    expected = lines(lambda model: model, lambda step: step)
+    logged = lines(fl.compile, fl.trace)
+    warned = sum("may be there twice" in str(warning.message) for warning in recwarn)
+    assert list(dict.fromkeys(logged)) == expected
+    assert len(logged) - len(expected) <= warned <= 1

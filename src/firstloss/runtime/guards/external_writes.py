@@ -1,8 +1,8 @@
 """What a step's Python code changes and nobody can undo: output, files, queues, databases, hashes.
 
 A trace that fails undoes what it has changed, so that the step's Python can run instead. What is written cannot be
-undone, so it is there twice then. Whether something is written is found out as that code runs, by the C functions that
-it calls.
+undone, so it is there twice then, as after a trace that is repeated. Whether something is written is found out as that
+code runs, by the C functions that it calls.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from ...interpreter import Undo
 from ...program.source import Source
 from .external_state import ExternalCall, is_external_call, name_of
 from .kind import kind_of
 from .packages import PACKAGE, is_closed, is_installed, is_runtime
-from .recording import record_calls
 
 
 class ExternalWrites:
@@ -32,10 +30,6 @@ class ExternalWrites:
         """`is_held`: whether an object existed before the step."""
         self.calls: dict[str, ExternalCall] = {}
         self._is_held = is_held
-
-    def record(self, undo: Undo) -> None:
-        """Record what this thread calls, until `undo` is called."""
-        record_calls(undo, self.called, {}, [])
 
     def called(self, function: Any, frame: types.FrameType) -> bool:
         """Record a call of a C function by the code of `frame`.

@@ -24,6 +24,7 @@ from ...interpreter import Undo
 from ...program.source import Source
 from . import bytecode
 from .external_state import ExternalCalls
+from .external_writes import ExternalWrites
 from .native import native
 from .packages import (
     PACKAGE,
@@ -65,13 +66,15 @@ class Recording:
         codes: by its address, code that has run, with its globals; None if that is not known.
         whole: globals that were accessed as a dict.
         outside: the external state that was read; known where `codes` are.
+        writes: what was written and cannot be undone; likewise.
         computed: classes that define `__getattribute__`, which may read any attribute.
     """
 
-    def __init__(self, classes: Iterable[type], profile: bool) -> None:
+    def __init__(self, classes: Iterable[type], is_held: Callable[[Any], bool], profile: bool) -> None:
         """
         Args:
             classes: the classes of the objects whose reads and stores are recorded.
+            is_held: whether an object existed before the step.
             profile: also record the code that runs and the C functions that it calls. It costs some 15% of a trace.
         """
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
@@ -79,6 +82,7 @@ class Recording:
         self.codes: dict[int, tuple[types.CodeType, dict[Any, Any]]] | None = None
         self.whole: list[dict[Any, Any]] = []
         self.outside: ExternalCalls = ExternalCalls()
+        self.writes: ExternalWrites = ExternalWrites(is_held)
         self._classes = [cls for cls in classes if cls is not types.SimpleNamespace and can_be_instrumented(cls)]
         self.computed: set[type] = {cls for cls in self._classes if _overrides_lookup(cls)}
         self._profile = profile
@@ -103,7 +107,12 @@ class Recording:
             native.record_attributes(types.SimpleNamespace, _recorder(self.reads, thread))
         if self._profile:
             self.codes = {}
-            record_calls(undo, self.outside.called, self.codes, self.whole)
+            record_calls(undo, self._called, self.codes, self.whole)
+
+    def _called(self, function: Any, frame: types.FrameType) -> bool:
+        """Record a call of a C function; returns whether to report further calls of it."""
+        writes = self.writes.called(function, frame)
+        return self.outside.called(function, frame) or writes
 
     def times_read(self, owner: Any) -> int:
         """How often an attribute of an object has been read, except by `step`."""

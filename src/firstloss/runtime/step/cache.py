@@ -27,6 +27,7 @@ from ...interpreter import Undo, pause, paused_until
 from ...program.source import here
 from ..backend import Backend, current_backend
 from ..device import host_tensors
+from ..guards.recording import record_calls
 from ..lazy_jax import process_count
 from .arguments import Arguments, ByIdentity, owner_of
 from .cache_entries import CacheEntries
@@ -153,7 +154,7 @@ class StepCache:
         try:
             with Undo() as undo, undo, host_tensors.in_step():
                 if writes is not None:
-                    writes.record(undo)
+                    record_calls(undo, writes.called, {}, [])
                 result = request.step(*args, **kwargs)
         except Exception as error:
             self._entries.explain(error)

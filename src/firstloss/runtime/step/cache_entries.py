@@ -69,6 +69,7 @@ class CacheEntry:
         # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
         # again, and records the code.
         self.records_code: bool = observer.records_code
+        self.writes: bool = bool(observer.recording.writes.calls)  # known where it records the code
         self.moves_generators: bool = observer.moves_generators
         self.uses = 0
         self._unseen: str | None = None
@@ -293,7 +294,7 @@ class CacheEntries:
             return entry  # an optimizer's first step
         if entry.step.is_for_one_call:
             self._untraced.begin()
-            self._repeatable = entry.records_code and entry.traced_each_time is None
+            self._repeatable = entry.records_code and entry.traced_each_time is None and not entry.writes
             trace = traced.trace
             if not request.reads:
                 self._for_one_call = entry.step
@@ -460,7 +461,12 @@ class CacheEntries:
                     continue
                 if not inputs:
                     raise
-                if READ in inputs:
+                writes = observer.recording.writes.calls.values()
+                if writes and (READ in inputs or self._untraced):  # it reads values, and each trace writes
+                    self.reports.report_written_twice(writes)
+                    self._repeatable = False
+                    inputs = ()
+                elif READ in inputs:
                     inputs = tuple(kind for kind in inputs if kind is not READ)
                 else:
                     inputs = NUMBERS if inputs != NUMBERS else ()

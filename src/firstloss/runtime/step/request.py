@@ -132,7 +132,7 @@ class Request(NamedTuple):
             raise InputNumberError
         if same is not None and _inputs_of(traced) <= _inputs_of(same.traced):
             return
-        if not _can_run_twice(traced, observer):
+        if not _can_run_twice(traced, observer) or traced.trace.number_reads and observer.recording.writes.calls:
             if traced.trace.number_reads:
                 raise InputNumberError
         elif not self._is_the_same_without_inputs(traced, contents):
@@ -237,6 +237,8 @@ def _reads_are_repeatable(traced: TracedProgram, observer: TraceObserver) -> boo
     assert observer.guards is not None
     trace = traced.trace
     if trace.reads or trace.printed or not trace.number_reads or traced.raised is not None:
+        return False
+    if observer.recording.writes.calls:
         return False
     return observer.records_code and not observer.guards.external_calls and _can_run_twice(traced, observer)
 

@@ -71,7 +71,7 @@ class TraceObserver:
         self.moves_generators: bool = False
         self.snapshot = Snapshot(roots, functions)
         self.records_code: bool = profile or self.snapshot.functions_of_users() > _MOST_UNRECORDED
-        self.recording = Recording(self.snapshot.classes, self.records_code)
+        self.recording = Recording(self.snapshot.classes, self.snapshot.holds, self.records_code)
         self.guards: GuardSet | None = None
         self.varying: Varying | None = None
         self.has_run: bool = False  # the step's Python
