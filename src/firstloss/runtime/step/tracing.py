@@ -242,7 +242,9 @@ class _Trace:
             raise Shared(itself)
         raised = None
         active, watched = self.trace.active(), self.optimizers.watched(recording)
-        with Undo() as undo, undo, active, active, watched, watched:
+        # TorchScript's optimizer runs another graph at a function's third call than at its first.
+        unoptimized = torch.jit.optimized_execution(False)
+        with Undo() as undo, undo, active, active, watched, watched, unoptimized:
             recording.begin(undo)
             disable_dynamo(undo)  # the step is compiled as a whole, with what torch.compile wraps
             placeholders = TracedArguments(arguments, self.trace, self._inputs)
