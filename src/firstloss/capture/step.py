@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, Protocol, TypeGuard
@@ -193,6 +194,7 @@ class StepTrace(recorder._Tracing):
         self.generators: list[tuple[torch.Generator, torch.Tensor]] = []  # of its own, with their states before
         self.prints = True
         self.printed = False
+        self._stdout = sys.stdout
         self.memory_given: list[GivenMemory] = []
         self.retrace_reason: str | None = None
         self.aliased_storages: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -409,6 +411,10 @@ class StepTrace(recorder._Tracing):
             tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
             self.numbers.inputs[expression, example.dtype] = tensor
         return tensor
+
+    def is_console(self, file: Any) -> bool:
+        """Whether what is printed to `file` goes to the console: not where the step redirects it."""
+        return sys.stdout is self._stdout and file in (None, sys.stdout, sys.stderr)
 
     def may_read(self) -> bool:
         """Whether the step may read any values."""

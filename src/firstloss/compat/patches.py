@@ -174,6 +174,7 @@ PATCHES = {
     **{f"numpy.random.{name}": Patch(TRACE, _DRAW, optional=True) for name in NUMPY_DRAWS},
     "torch.from_numpy": Patch(TRACE, "What is drawn at each call is an input"),
     "builtins.print": Patch(TRACE, "It prints values that only the device has: after the step"),
+    "logging.Logger.handle": Patch(TRACE, "Likewise, it logs them after the step"),
     "builtins.max": Patch(TRACE, "It compares numbers that only the device has"),
     "builtins.min": Patch(TRACE, "As above"),
     "torch.nn.TransformerEncoder.forward": Patch(TRACE, _FAST_PATH),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import torch
@@ -118,20 +119,49 @@ class _Closure:
 
 @replaces("builtins.print")
 def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """As `print`; in a traced step, tensors are printed after each execution, when they have values, and input numbers
-    as they are at that call."""
+    """As `print`; in a traced step, tensors, numbers and texts are printed after each execution, when they have values,
+    and as they are at that call. Other objects are printed only as the step is traced."""
     trace = session.trace
-    if trace is not None and any(map(_varies, args)):
-        _Closure(original, checkpoint=False)(*args, **kwargs)
-    elif not isinstance(trace, StepTrace):
+    if not isinstance(trace, StepTrace):
         original(*args, **kwargs)
+    elif any(map(_varies, args)) or trace.is_console(kwargs.get("file")) and all(map(_is_kept, args)):
+        _Closure(original, checkpoint=False)(*args, **kwargs)
     elif trace.prints:
         trace.printed = True
         original(*args, **kwargs)
 
 
+@replaces("logging.Logger.handle")
+def log_later(original: Callable[..., None], self: logging.Logger, record: logging.LogRecord) -> None:
+    """As `Logger.handle`; in a traced step, what consists of tensors, numbers and texts is logged after it has run."""
+    args = list(record.args.values()) if isinstance(record.args, Mapping) else list(record.args or ())
+    of_runtime = record.name.partition(".")[0] in _OF_RUNTIME
+    if isinstance(session.trace, StepTrace) and not of_runtime and all(map(_is_kept, [record.msg, *args])):
+        fields = {name: value for name, value in vars(record).items() if name not in ("msg", "args")}
+        log = functools.partial(_log, functools.partial(original, self), fields)
+        _Closure(log, checkpoint=False)(record.msg, record.args)
+    else:
+        original(self, record)
+
+
+_OF_RUNTIME = ("firstloss", "jax", "jaxlib", "torch")
+
+
+def _log(handle: Callable[[logging.LogRecord], None], fields: dict[str, Any], message: Any, args: Any) -> None:
+    """Log a message with these arguments now, in a record that has the other fields."""
+    record = logging.makeLogRecord({**fields, "msg": message, "args": args})
+    now = logging.LogRecord("", 0, "", 0, "", None, None)
+    record.created, record.msecs, record.relativeCreated = now.created, now.msecs, now.relativeCreated
+    handle(record)
+
+
 def _varies(arg: Any) -> bool:
     return is_input_number(arg) or type(arg) is DeferredTensor and known_value(arg) is None
+
+
+def _is_kept(arg: Any) -> bool:
+    """Whether it is a tensor of the step, or a number or a text: guarded, or an input."""
+    return type(arg) in (str, int, float, bool, type(None)) or _varies(arg) or input_of(arg) is not None
 
 
 class ClosureCall:
