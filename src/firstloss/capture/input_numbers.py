@@ -471,6 +471,9 @@ class InputInt(_InputNumber, torch.SymInt):
     __lshift__, __rshift__ = _binary(operator.lshift), _binary(operator.rshift)
 
 
+InputFloat.__name__, InputInt.__name__ = "float", "int"  # as in `type(x).__name__`
+
+
 def _delegated(name: str) -> property:
     return property(lambda self: getattr(self.node.specialized(), name))
 

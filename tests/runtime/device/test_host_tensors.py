@@ -58,10 +58,12 @@ class Run:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
         model[4].weight = nn.Parameter(model[3].weight[:2].detach().clone())
         model.tied = model[3].weight
+        model.table = torch.zeros(4, 2)
+        model.rows = model.table[1:]
         return model
 
     def _step(self, x):
-        y = self.call(x)
+        y = self.call(x) + self.model.rows[0]
         loss = y.square().mean() + 0.1 * y[y > 0].sum()
         if self.updates:
             loss.backward()
@@ -153,6 +155,14 @@ def _deepcopy(run, n, loss):
     if n in (2, 7):
         other = copy.deepcopy(run.model)
         run.seen.append(other(BATCHES[0]).sum())
+
+
+def _views_in_copies(run, n, loss):
+    """A tensor and a view of it share memory in a copy, too."""
+    if n in (3, 9):
+        other = copy.deepcopy(run.model)
+        other.table.fill_(n)  # of the copy only
+        run.seen += [other.rows.sum(), run.model.rows.sum()]
 
 
 def _save(run, n, loss):

@@ -283,3 +283,22 @@ def test_numbers_that_are_described_alike_are_each_checked(by_kernels, tmp_path)
         return kinds, counts, sizes
 
     assert run(fl.backend("XLA", artifact_dir=tmp_path)) == run(fl.backend("CPU"))
+
+
+def test_the_name_of_a_numbers_class_where_the_optimizer_is_new_at_each_call(tmp_path):
+    """Nothing then shows that the step's Python treats an input number as it treats a number."""
+    model = fl.compile(torch.nn.Linear(2, 2), fl.backend("XLA", artifact_dir=tmp_path))
+    state, kept = {"number": 0.8, "optimizer": None}, []
+
+    @fl.trace
+    def step(x):
+        state["number"] *= 1.1
+        loss = model(x).sum()
+        loss.backward()
+        state["optimizer"].step()
+        kept.append((type(state["number"]).__name__, type(state["number"]) is float))
+
+    for _ in range(5):
+        state["optimizer"] = torch.optim.AdamW(model.parameters())
+        step(torch.ones(1, 2))
+    assert kept == [("float", True)] * 5

@@ -107,8 +107,13 @@ def _make_plain(storages: list[DeferredStorage]) -> None:
         storages = list(filter(_can_be_plain, dict.fromkeys(storages)))
         tensors = [tensor for storage in storages for tensor in storage.alive() if is_leaf(tensor)]
         with _without_gradients(tensors):
-            for tensor in tensors:
-                _become_plain(tensor, tensor._storage)
+            for storage in storages:
+                leaves = list(filter(is_leaf, storage.alive()))
+                if any(map(_must_stay, leaves)):  # all of them do, which remain views of each other
+                    continue
+                memory = storage.resident.memory(lasting=False)
+                for tensor in leaves:
+                    _become_plain(tensor, storage, memory)
         _holders.update((id(tensor), weakref.ref(tensor)) for tensor in tensors if type(tensor) is DeferredTensor)
 
 
@@ -131,12 +136,13 @@ def _without_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             set_gradient(tensor, gradient)
 
 
-def _become_plain(tensor: DeferredTensor, storage: DeferredStorage) -> None:
-    if use_count(tensor)() > 1 and (not tensor.requires_grad or any(hook_tables(tensor).values())):
-        # It is the gradient of another tensor. Or one backward pass through graphs of before and after would call its
-        # hooks twice.
-        return
-    memory = storage.resident.memory(lasting=False)
+def _must_stay(tensor: torch.Tensor) -> bool:
+    """Whether it is the gradient of another tensor, or one backward pass through graphs of before and after would call
+    its hooks twice."""
+    return use_count(tensor)() > 1 and (not tensor.requires_grad or any(hook_tables(tensor).values()))
+
+
+def _become_plain(tensor: DeferredTensor, storage: DeferredStorage, memory: torch.Tensor) -> None:
     record_exported_memory(storage)
     geometry = geometry_of(tensor)
     with DisableTorchDispatch():

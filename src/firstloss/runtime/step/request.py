@@ -133,7 +133,7 @@ class Request(NamedTuple):
         if same is not None and _inputs_of(traced) <= _inputs_of(same.traced):
             return
         if not _can_run_twice(traced, observer) or traced.trace.number_reads and observer.recording.writes.calls:
-            if traced.trace.number_reads:
+            if traced.trace.number_reads or _creates_state(traced):
                 raise InputNumberError
         elif not self._is_the_same_without_inputs(traced, contents):
             raise InputNumberError
@@ -228,8 +228,12 @@ def _can_run_twice(traced: TracedProgram, observer: TraceObserver) -> bool:
     assert observer.guards is not None
     unrestored = traced.retrace_reason or observer.guards.unguardable
     consumes = not all(call.is_repeatable for call in observer.guards.external_calls)
-    creates = traced.optimizers.state.new and traced.trace.runs_eagerly
-    return not (unrestored or consumes or creates)
+    return not (unrestored or consumes or _creates_state(traced))
+
+
+def _creates_state(traced: TracedProgram) -> bool:
+    """Whether an optimizer's state is created for it."""
+    return bool(traced.optimizers.state.new) and traced.trace.runs_eagerly
 
 
 def _reads_are_repeatable(traced: TracedProgram, observer: TraceObserver) -> bool:
