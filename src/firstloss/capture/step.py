@@ -414,7 +414,7 @@ class StepTrace(recorder._Tracing):
 
     def is_console(self, file: Any) -> bool:
         """Whether what is printed to `file` goes to the console: not where the step redirects it."""
-        return sys.stdout is self._stdout and file in (None, sys.stdout, sys.stderr)
+        return sys.stdout is self._stdout and (file is None or file is sys.stdout or file is sys.stderr)
 
     def may_read(self) -> bool:
         """Whether the step may read any values."""

@@ -24,7 +24,8 @@ class Console(logging.Handler):
     """Writes to what is `sys.stdout` then."""
 
     def emit(self, record):
-        sys.stdout.write(f"{self.format(record)}\n")
+        more = [getattr(record, name, None) for name in ("number", "value")]
+        sys.stdout.write(f"{self.format(record)} {more}\n")
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,13 @@ def _console():
     LOG.addHandler(handler)
     yield
     LOG.removeHandler(handler)
+
+
+def fail_and_log(n):
+    try:
+        raise ValueError(n)
+    except ValueError:
+        LOG.exception("step")
 
 
 WRITES = {
@@ -52,6 +60,8 @@ WRITES = {
     "log a formatted text": lambda n, loss: LOG.error(f"step {n:03d}"),
     "log a value": lambda n, loss: LOG.info("value %.1f", (loss * 0 + n).item()),
     "log below the level": lambda n, loss: LOG.debug("step %d", n),
+    "log more": lambda n, loss: LOG.info("step", extra={"number": n, "value": (loss * 0 + n).long()}),
+    "log an error": lambda n, loss: fail_and_log(n),
     "log now and then": lambda n, loss: n % 3 or LOG.info("step %d: %.1f", n, (loss * 0 + n).item()),
     "both": lambda n, loss: (print("first", n), LOG.info("second %d", n), print((loss * 0 + n).long())),
 }

@@ -134,12 +134,17 @@ def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
 @replaces("logging.Logger.handle")
 def log_later(original: Callable[..., None], self: logging.Logger, record: logging.LogRecord) -> None:
     """As `Logger.handle`; in a traced step, what consists of tensors, numbers and texts is logged after it has run."""
+    if not isinstance(session.trace, StepTrace) or record.name.partition(".")[0] in _OF_RUNTIME:
+        original(self, record)
+        return
     args = list(record.args.values()) if isinstance(record.args, Mapping) else list(record.args or ())
-    of_runtime = record.name.partition(".")[0] in _OF_RUNTIME
-    if isinstance(session.trace, StepTrace) and not of_runtime and all(map(_is_kept, [record.msg, *args])):
-        fields = {name: value for name, value in vars(record).items() if name not in ("msg", "args")}
-        log = functools.partial(_log, functools.partial(original, self), fields)
-        _Closure(log, checkpoint=False)(record.msg, record.args)
+    fields = {name: value for name, value in vars(record).items() if name not in ("msg", "args", "exc_info")}
+    if record.exc_info and record.exc_info[0]:  # as a text: an exception refers to frames, and to all that they hold
+        fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
+    if all(map(_is_kept, [record.msg, *args, *fields.values()])):
+        _Closure(functools.partial(_log, functools.partial(original, self)), checkpoint=False)(
+            {**fields, "msg": record.msg, "args": record.args}
+        )
     else:
         original(self, record)
 
@@ -147,9 +152,9 @@ def log_later(original: Callable[..., None], self: logging.Logger, record: loggi
 _OF_RUNTIME = ("firstloss", "jax", "jaxlib", "torch")
 
 
-def _log(handle: Callable[[logging.LogRecord], None], fields: dict[str, Any], message: Any, args: Any) -> None:
-    """Log a message with these arguments now, in a record that has the other fields."""
-    record = logging.makeLogRecord({**fields, "msg": message, "args": args})
+def _log(handle: Callable[[logging.LogRecord], None], fields: dict[str, Any]) -> None:
+    """Log a record with these fields now."""
+    record = logging.makeLogRecord(fields)
     now = logging.LogRecord("", 0, "", 0, "", None, None)
     record.created, record.msecs, record.relativeCreated = now.created, now.msecs, now.relativeCreated
     handle(record)
