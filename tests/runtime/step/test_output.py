@@ -5,6 +5,7 @@ import io
 import logging
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -51,6 +52,9 @@ WRITES = {
     "print a number": lambda n, loss: print("step", n, sep="=", end=";\n"),
     "print to stderr": lambda n, loss: print("step", n, file=sys.stderr),
     "print a tensor": lambda n, loss: print(n, (loss * 0 + n).long()),
+    "print a shape": lambda n, loss: print("step", loss.reshape(1, 1).shape, loss.dtype, loss.device.type),
+    "print a tuple": lambda n, loss: print("step", (n, "of", (loss * 0 + n).long())),
+    "print NumPy's numbers": lambda n, loss: print("step", np.float64(0.5), np.int32(n)),
     "print a formatted text": lambda n, loss: print(f"step {n:03d}"),
     "print a value": lambda n, loss: print(f"{(loss * 0 + n).item():.2f}"),
     "log a text": lambda n, loss: LOG.info("step"),

@@ -12,7 +12,7 @@ import torch
 
 from ...capture import session
 from ...capture.constant_folding import known_value
-from ...capture.input_numbers import Expression, is_input_number
+from ...capture.input_numbers import Expression, is_input_number, is_plain_number
 from ...capture.input_texts import input_of
 from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
@@ -119,13 +119,14 @@ class _Closure:
 
 @replaces("builtins.print")
 def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """As `print`; in a traced step, tensors, numbers and texts are printed after each execution, when they have values,
-    and as they are at that call. Other objects are printed only as the step is traced."""
+    """As `print`; in a traced step, tensors, numbers, texts and shapes are printed after each execution, when they have
+    values, and as they are at that call. Other objects are printed only as the step is traced."""
     trace = session.trace
     if not isinstance(trace, StepTrace):
         original(*args, **kwargs)
     elif any(map(_varies, args)) or trace.is_console(kwargs.get("file")) and all(map(_is_kept, args)):
-        _Closure(original, checkpoint=False)(*args, **kwargs)
+        shown = [str(arg) if type(arg) is torch.Size else arg for arg in args]  # of which pytrees make tuples
+        _Closure(original, checkpoint=False)(*shown, **kwargs)
     elif trace.prints:
         trace.printed = True
         original(*args, **kwargs)
@@ -141,7 +142,8 @@ def log_later(original: Callable[..., None], self: logging.Logger, record: loggi
     fields = {name: value for name, value in vars(record).items() if name not in ("msg", "args", "exc_info")}
     if record.exc_info and record.exc_info[0]:  # as a text: an exception refers to frames, and to all that they hold
         fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
-    if all(map(_is_kept, [record.msg, *args, *fields.values()])):
+    sizes = torch.Size in map(type, args)
+    if not sizes and all(map(_is_kept, [record.msg, *args, *fields.values()])):
         _Closure(functools.partial(_log, functools.partial(original, self)), checkpoint=False)(
             {**fields, "msg": record.msg, "args": record.args}
         )
@@ -164,9 +166,14 @@ def _varies(arg: Any) -> bool:
     return is_input_number(arg) or type(arg) is DeferredTensor and known_value(arg) is None
 
 
+_KEPT = (str, bool, type(None), torch.Size, torch.dtype, torch.device)
+
+
 def _is_kept(arg: Any) -> bool:
-    """Whether it is a tensor of the step, or a number or a text: guarded, or an input."""
-    return type(arg) in (str, int, float, bool, type(None)) or _varies(arg) or input_of(arg) is not None
+    """Whether it is a tensor of the step, or immutable: guarded, or an input."""
+    if type(arg) is tuple:
+        return all(type(item) is not torch.Size and _is_kept(item) for item in arg)
+    return type(arg) in _KEPT or is_plain_number(arg) or _varies(arg) or input_of(arg) is not None
 
 
 class ClosureCall:
