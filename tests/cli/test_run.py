@@ -162,7 +162,10 @@ def test_two_ranks_of_accelerate_train_as_without_it(checkpoint, tmp_path):
     (tmp_path / "train.py").write_text(TWO_RANKS)
     found = []
     for by in ((), ("-m", "firstloss", "run")):
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *by, tmp_path / "train.py"]
+        # Without Firstloss, too, gloo's threads abort a rank now and then ("terminate called without ...").
+        restarts = () if by else ("--max-restarts=2",)
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *restarts, *by]
+        command.append(tmp_path / "train.py")
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             list(map(str, [sys.executable, *command, checkpoint])), env=variables, capture_output=True, text=True
