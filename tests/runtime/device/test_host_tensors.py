@@ -262,6 +262,43 @@ def test_a_view_of_before_its_base_required_a_gradient(backend):
     torch.testing.assert_close(x.grad, expected, **CLOSE)
 
 
+MOVES = {
+    "edited by NumPy": lambda tensor: tensor.numpy().__setitem__(1, 3.0),
+    "resized": lambda tensor: tensor.resize_(2, 2).zero_().resize_(3),
+    "grown": lambda tensor: tensor.resize_(5).fill_(2.0),
+    "set": lambda tensor: tensor.set_(torch.ones(3)),
+    "another's memory": lambda tensor: setattr(tensor, "data", torch.arange(3.0)),
+    "swapped": lambda tensor: torch.utils.swap_tensors(tensor, torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_tensor_of_the_step_leaves_its_memory_between_calls(move, tmp_path):
+    def totals(backend, at):
+        torch.manual_seed(0)
+        model = fl.compile(nn.Linear(4, 3), backend)
+        held, seen, found = [torch.zeros(3)], [], []
+
+        @fl.trace
+        def step(x):
+            out = model(x)
+            with torch.no_grad():
+                held[0][0] += 1.0
+            seen.append(out.tolist())  # read: its Python runs
+            return out.mean() + held[0].sum()
+
+        for call in range(8):
+            if call == at:
+                move(held[0])
+            found.append(step(BATCHES[call]).item())
+        return torch.tensor(found), torch.tensor(seen), held[0]
+
+    for at in range(8):
+        expected = totals(fl.backend("CPU"), at)
+        for one, other in zip(totals(fl.backend("XLA", artifact_dir=tmp_path), at), expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other, **CLOSE)
+
+
 def test_weights_are_plain_until_another_step_is_compiled(backend):
     run = Run(backend, True)
     weight, storage = run.model[0].weight, run.model[0].weight._storage

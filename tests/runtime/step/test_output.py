@@ -47,6 +47,14 @@ def fail_and_log(n):
         LOG.exception("step")
 
 
+def to_memory(*args):
+    file = io.StringIO()
+    print(*args, file=file)
+    with contextlib.redirect_stdout(file):
+        print(*args)
+    return file.getvalue()
+
+
 WRITES = {
     "print a text": lambda n, loss: print("step"),
     "print a number": lambda n, loss: print("step", n, sep="=", end=";\n"),
@@ -57,6 +65,8 @@ WRITES = {
     "print NumPy's numbers": lambda n, loss: print("step", np.float64(0.5), np.int32(n)),
     "print a formatted text": lambda n, loss: print(f"step {n:03d}"),
     "print a value": lambda n, loss: print(f"{(loss * 0 + n).item():.2f}"),
+    "print to memory": lambda n, loss: print(to_memory("step", n)),
+    "print a tensor to memory": lambda n, loss: print(to_memory("step", (loss * 0 + n).long())),
     "log a text": lambda n, loss: LOG.info("step"),
     "log a number": lambda n, loss: LOG.warning("step %03d of %d", n, CALLS),
     "log by name": lambda n, loss: LOG.info("step %(n)d", {"n": n}),

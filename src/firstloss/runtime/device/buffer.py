@@ -37,6 +37,9 @@ def is_direct(value: Value) -> bool:
     return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
 
 
+# How often a buffer's state is read anew, since other threads change it.
+_TRIES = 1000
+
 _edits = threading.Lock()  # held while an edit is transferred to the device
 _last_edited: weakref.ref[DeviceBuffer] | None = None  # by the host
 
@@ -230,9 +233,9 @@ class DeviceBuffer:
     def array(self) -> jax.Array:
         """The content as an array of `value.shape`; waits for the materialization or first step that produces it."""
         dispatch.wait()
-        if (memory := self._memory) is not None:
-            return self._put(memory.content())
-        while True:  # other threads may be here too: read each attribute once
+        for _ in range(_TRIES):  # other threads may be here too: read each attribute once
+            if (memory := self._memory) is not None:
+                return self._put(memory.content())
             array, pending = self._array, self._pending
             if self._edited:
                 with _edits:
@@ -251,6 +254,7 @@ class DeviceBuffer:
             elif array is not None:
                 self.current = array if self._host is None else None
                 return array
+        raise AssertionError("a buffer without content is read, which its tensors have left")
 
     def with_array(self, use: Callable[[jax.Array], Any]) -> Any:
         """Return `use(array)`; repeated if another thread's step donates the array meanwhile."""

@@ -109,7 +109,9 @@ def _make_plain(storages: list[DeferredStorage]) -> None:
         with _without_gradients(tensors):
             for storage in storages:
                 leaves = list(filter(is_leaf, storage.alive()))
-                if any(map(_must_stay, leaves)):  # all of them do, which remain views of each other
+                # All of them do, which remain views of each other. A storage that its tensors have left, as after
+                # `resize_`, has no content.
+                if not leaves or any(map(_must_stay, leaves)):
                     continue
                 memory = storage.resident.memory(lasting=False)
                 for tensor in leaves:

@@ -25,7 +25,7 @@ from ..guards.recording import functions_of
 from .arguments import Arguments
 from .owners import Shared
 from .reads import READ, OutcomeChanged, check_outcomes
-from .request import MAX_RETRIES, RepeatableReads, Request
+from .request import MAX_RETRIES, Repeatable, Request, has_inputs
 from .retrace_reports import ADVICE, Reports, reasons
 from .traced_program import TracedProgram
 from .tracing import StepRaisedError, TraceObserver
@@ -288,7 +288,8 @@ class CacheEntries:
                 )
             return None
 
-        entry = self._traced(request, find, similar)
+        traced_before = [e.step.traced for entries in (self, *similar) for e in entries._entries]
+        entry = self._traced(request, find, similar, bool(places) or not any(map(has_inputs, traced_before)))
         traced = entry.step.traced
         if entry.step.is_for_one_call and not (traced.trace.reads or traced.trace.number_reads):
             return entry  # an optimizer's first step
@@ -413,20 +414,29 @@ class CacheEntries:
         request: Request,
         find: Callable[[TracedProgram], CompiledStep | None],
         similar: Sequence[CacheEntries] = (),
+        specialize_first: bool = False,
     ) -> CacheEntry:
+        """Trace the step.
+
+        Args:
+            specialize_first: whether to trace it without inputs first, where it may have some. If that trace shows that
+                its Python may not run twice at this call, it is the only one.
+        """
         earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
-        # The executed code is recorded when there is time: when the first loss has been returned, or if there is no
-        # later check.
-        records_code = bool(earlier or self._untraced) or not self._check or request.retried or self._reads_by_all
         draws = any(entry.moves_generators for entry in self._entries)
-        has_inputs = bool(self._places or request.arguments.varying or draws)
+        may_have = bool(self._places or request.arguments.varying or draws)
         untraced = any(entries._untraced and not entries._repeatable for entries in (self, *similar))
         if any(entry.traced_each_time is not None for entry in earlier) or untraced and not self._repeatable:
-            has_inputs = False  # its Python may not run twice at a call, and runs at each one anyway
-        inputs = self._inputs if has_inputs else (READ,) if READ in self._inputs else ()
+            may_have = False  # its Python may not run twice at a call, and runs at each one anyway
+        # The executed code is recorded when there is time, when the first loss has been returned; if there is no later
+        # check; and where it may be traced again, which depends on what it consumes.
+        records_code = bool(earlier or self._untraced or may_have) or not self._check or request.retried
+        records_code |= self._reads_by_all
+        wanted = self._inputs if may_have else (READ,) if READ in self._inputs else ()
         if not (self._repeatable or self._reads_by_all):
-            inputs = tuple(kind for kind in inputs if kind is not READ)
-        tried = inputs
+            wanted = tuple(kind for kind in wanted if kind is not READ)
+        then_inputs = specialize_first and may_have and not request.reads_by_all
+        inputs = tried = () if then_inputs else wanted
         shared: list[CompiledStep] = []
 
         def find_shared(traced: TracedProgram) -> CompiledStep | None:
@@ -437,20 +447,29 @@ class CacheEntries:
             observer = TraceObserver(request.roots(), self._functions, records_code)
             begin = time.perf_counter()
             try:
-                places = tuple(self._places.values()) if has_inputs and NUMBERS[0] in inputs else ()
+                places = tuple(self._places.values()) if may_have and NUMBERS[0] in inputs else ()
                 numbers = request.reads_by_all and (READ in tried or self._reads_by_all and READ not in self._inputs)
-                tries_reads = READ in self._inputs and READ not in tried
-                this = request._replace(places=places, inputs=inputs, reads_by_all=numbers, tries_reads=tries_reads)
+                then_reads = READ in self._inputs and READ not in tried
+                this = request._replace(
+                    places=places,
+                    inputs=inputs,
+                    reads_by_all=numbers,
+                    then_inputs=then_inputs,
+                    then_reads=then_reads,
+                )
                 compiled = this.compiled(observer, find_shared)
                 break
             except Shared:
                 raise
-            except RepeatableReads as repeatable:
-                self._repeatable = True
-                traced = repeatable.traced
-                values = [read.example for read in traced.trace.numbers.reads]
-                request = request._replace(values_read=values, specialized=traced)
-                inputs = tried = (*inputs, READ)
+            except Repeatable as repeatable:
+                then_inputs, traced = False, repeatable.traced
+                request = request._replace(specialized=traced)
+                inputs = tried = wanted
+                if traced.trace.number_reads:
+                    self._repeatable = True
+                    values = [read.example for read in traced.trace.numbers.reads]
+                    request = request._replace(values_read=values)
+                    inputs = tried = (*(kind for kind in wanted if kind is not READ), READ)
             except Exception as error:
                 self._held = frozenset(observer.snapshot.seen) if observer.has_run else None
                 if request.reads_by_all and isinstance(error, ValueReadError):

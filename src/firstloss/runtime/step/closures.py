@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
@@ -120,11 +122,12 @@ class _Closure:
 @replaces("builtins.print")
 def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """As `print`; in a traced step, tensors, numbers, texts and shapes are printed after each execution, when they have
-    values, and as they are at that call. Other objects are printed only as the step is traced."""
-    trace = session.trace
-    if not isinstance(trace, StepTrace):
+    values, and as they are at that call. Other objects are printed only as the step is traced; and to memory, at
+    once."""
+    trace, file = session.trace, kwargs.get("file")
+    if not isinstance(trace, StepTrace) or isinstance(sys.stdout if file is None else file, io.StringIO):
         original(*args, **kwargs)
-    elif any(map(_varies, args)) or trace.is_console(kwargs.get("file")) and all(map(_is_kept, args)):
+    elif any(map(_varies, args)) or trace.is_console(file) and all(map(_is_kept, args)):
         shown = [str(arg) if type(arg) is torch.Size else arg for arg in args]  # of which pytrees make tuples
         _Closure(original, checkpoint=False)(*shown, **kwargs)
     elif trace.prints:

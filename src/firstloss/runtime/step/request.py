@@ -43,7 +43,8 @@ class Request(NamedTuple):
     reads_by_all: bool = False  # whether it may read values which all processes of a mesh compute together
     values_read: Sequence[Any] = ()  # at a call whose outcomes were others than those of a compiled step
     retries: int = 0  # how often they were
-    tries_reads: bool = False  # whether numbers that it reads may become inputs at this call, if it can be traced again
+    then_inputs: bool = False  # whether what varies becomes an input at this call, if it can be traced again
+    then_reads: bool = False  # and whether what it reads does
     specialized: TracedProgram | None = None  # an abandoned trace of this call, specialized on all numbers and texts
 
     def roots(self) -> tuple[Any, ...]:
@@ -66,7 +67,7 @@ class Request(NamedTuple):
         with timeline.span("trace"):
             traced = tracing.trace_step(
                 self.step, self.arguments, self.backend, observer, self.places, self.inputs,
-                self._may_read(self.values_read),
+                self._may_read(self.values_read), prints=self.specialized is None,
             )  # fmt: skip
             try:
                 same = self._accept(traced, observer, find)
@@ -99,8 +100,8 @@ class Request(NamedTuple):
         """Check whether a trace can be used; returns an equivalent earlier step, if there is one.
 
         Raises:
-            InputNumberError: if it cannot, with these inputs.
-            RepeatableReads: if it has read numbers only, which may be inputs.
+            InputNumberError: if it cannot, with these inputs, but can be traced again without them.
+            Repeatable: if it has no inputs, but can be traced again, with them.
             TraceError: if it cannot.
         """
         self._refuse_twice(observer)
@@ -108,25 +109,30 @@ class Request(NamedTuple):
         if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
             raise InputNumberError
         if self._is_for_one_call(traced):
-            if _has_inputs(traced):  # nothing shows that its Python treats them as it does numbers
+            # Nothing shows that its Python treats them as it does numbers. What it has consumed is gone, though.
+            if has_inputs(traced) and not observer.has_consumed():
                 raise InputNumberError
-            if self.tries_reads and _reads_are_repeatable(traced, observer):
+            if self.then_reads and _reads_are_repeatable(traced, observer):
                 traced.trace.contents = None
-                raise RepeatableReads(traced)
+                raise Repeatable(traced)
             return None if self.reads else find(traced)
+        if self.then_inputs and traced.raised is None and _can_run_twice(traced, observer):
+            traced.trace.contents = None
+            raise Repeatable(traced)
         same = find(traced)
         self._prove_inputs(traced, same, observer)
         return same
 
     def _prove_inputs(self, traced: TracedProgram, same: CompiledStep | None, observer: TraceObserver) -> None:
-        """Check that the step's Python treats the numbers and texts that are inputs as it treats others.
+        """Check that the step's Python treats the numbers and texts that are inputs as it treats others, unless it has
+        consumed something, which another trace would not find.
 
         Raises:
             InputNumberError: if it does not, or if that cannot be found out.
         """
         contents = traced.trace.contents
         traced.trace.contents = None
-        if not _has_inputs(traced):
+        if not has_inputs(traced) or observer.has_consumed():
             return
         if traced.raised is not None:
             raise InputNumberError
@@ -217,7 +223,7 @@ def _where(read: Any) -> Any:
     return place.id if isinstance(place, Place) else read.__reduce__()[1] if type(read) is itemgetter else None
 
 
-def _has_inputs(traced: TracedProgram) -> bool:
+def has_inputs(traced: TracedProgram) -> bool:
     """Whether numbers or texts were inputs in its trace."""
     return bool(_inputs_of(traced))
 
@@ -247,8 +253,8 @@ def _reads_are_repeatable(traced: TracedProgram, observer: TraceObserver) -> boo
     return observer.records_code and not observer.guards.external_calls and _can_run_twice(traced, observer)
 
 
-class RepeatableReads(Exception):
-    """A step has read numbers only, and may be traced again at this call: with what it reads as inputs.
+class Repeatable(Exception):
+    """A step without inputs may be traced again at this call: with those that vary, and what it reads, as inputs.
 
     Attributes:
         traced: the trace, which has been abandoned.

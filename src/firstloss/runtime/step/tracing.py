@@ -98,6 +98,12 @@ class TraceObserver:
         self.recording.forget()
         return effects
 
+    def has_consumed(self) -> bool:
+        """Whether the step's Python has taken something from outside that a second run at this call would not find.
+        What C functions take, of files and queues, is known if `records_code`."""
+        taken = self.snapshot.consumed() is not None
+        return taken or not all(call.is_repeatable for call in self.recording.outside.calls.values())
+
     def restore_contents(self) -> bool:
         """Undo changes of arrays, buffers, the environment and generators; returns whether nothing else has changed."""
         restore_environment(self.snapshot.environment.before)
@@ -264,7 +270,7 @@ class _Trace:
             except Exception as error:
                 if direct_memory_access.is_unallocated(error):
                     raise
-                if self._runs_eagerly and _may_have_raised(error) and self._may_run_again():
+                if self._runs_eagerly and _may_have_raised(error) and not self._observer.has_consumed():
                     raise StepRaisedError(
                         f"{raised_at(error)}: this raises {type(error).__name__} while {self.name} is traced, and not "
                         f"when it runs: {_first_line(error)}."
@@ -289,11 +295,6 @@ class _Trace:
         backend.move_to_device(self.optimizers.schedule_state)
         backend.move_to_device(self.optimizers.state.new, behind=True)
         return placeholders, result, raised
-
-    def _may_run_again(self) -> bool:
-        """Whether what the step's Python has consumed so far can be restored, as far as that is known."""
-        asked = self._observer.recording.outside.calls.values()
-        return self._observer.snapshot.consumed() is None and all(call.is_repeatable for call in asked)
 
     def _collect(self, placeholders: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
         """Determine inputs and outputs: results, changed state, and side effects in Python, which are undone and
