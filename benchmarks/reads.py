@@ -34,6 +34,7 @@ def _llama(tiny):
     import torch
 
     fields = models.LLAMA_TINY if tiny else {**models.LLAMA_24_LAYERS, "hidden_size": 256, "intermediate_size": 704}
+    fields = {**fields, "use_cache": False}  # torch.compile would compile each layer by itself
     batch = torch.randint(fields["vocab_size"], (4, 64))
     return (lambda: models.llama(**fields)), (lambda call, x: call(input_ids=x, labels=x).loss), batch
 

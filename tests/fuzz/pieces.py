@@ -3,6 +3,8 @@
 # ruff: noqa: E501 - a line of a generated program is one line here
 from __future__ import annotations
 
+import textwrap
+
 from . import objects
 from .places import Place, place, variable
 from .program_builder import Draft, block
@@ -528,13 +530,27 @@ def advanced(d: Draft) -> None:
     d.setup.append(f"{s} = {init}")
     value = f"next({s})" + ("[0]" if init.startswith(("zip", "enum")) or "items()" in init else "")
     d.mid.append(
-        d.pick(
-            f"loss = loss * (1 + 0.1 * {value})",
-            f"gain = {value}\nloss = loss + gain * 0.01",
-            f"{value}",
-            f"if {value} > 2:\n    loss = loss * 0.5",
+        _from_some_call_on(
+            d,
+            d.pick(
+                f"loss = loss * (1 + 0.1 * {value})",
+                f"gain = {value}\nloss = loss + gain * 0.01",
+                f"{value}",
+                f"if {value} > 2:\n    loss = loss * 0.5",
+            ),
         )
     )
+
+
+def _from_some_call_on(d: Draft, lines: str) -> str:
+    """`lines`, perhaps from some call on only: nothing that has run until then tells what they take."""
+    if d.chance(0.6):
+        return lines
+    n = d.name("calls")
+    d.setup.append(f"{n} = [0]")
+    d.post.append(f"{n}[0] += 1")
+    condition = d.pick(f"{n}[0] > {d.rng.randint(0, 3)}", f"{n}[0] % {d.rng.randint(2, 4)} == 1", "len(x) == 4")
+    return f"if {condition}:\n{textwrap.indent(lines, '    ')}"
 
 
 def generator(d: Draft) -> None:
@@ -543,7 +559,7 @@ def generator(d: Draft) -> None:
     kind = d.pick("numbers", "send", "yields tensor")
     if kind == "numbers":
         d.top.append(f"def {f}():\n    gain = 1.0\n    while True:\n        yield gain\n        gain *= 0.9")
-        d.mid.append(f"loss = loss * next({g})")
+        d.mid.append(_from_some_call_on(d, f"loss = loss * next({g})"))
         d.setup.append(f"{g} = {f}()")
     elif kind == "send":
         d.top.append(
