@@ -187,8 +187,6 @@ _SHAPES: dict[str, Callable[[tuple[Any, ...]], list[Geometry]]] = {
     "aten.multi_margin_loss_backward.default": _like(1),
     "aten.multilabel_margin_loss_backward.default": _like(1),
     "aten._ctc_loss.Tensor": _ctc,
-    "aten._embedding_bag.default": _embedding_bag,
-    "aten._embedding_bag_forward_only.default": _embedding_bag,
     "aten._ctc_loss_backward.default": _like(1),
     "aten._ctc_loss_backward.Tensor": _like(1),
     "aten.fractional_max_pool3d_backward.default": _like(1),
@@ -203,13 +201,14 @@ _SHAPES: dict[str, Callable[[tuple[Any, ...]], list[Geometry]]] = {
 
 def _norm_in_eval(args: tuple[Any, ...]) -> list[Geometry]:
     """The result, and empty batch statistics, which a CPU's kernel does not compute."""
-    nothing = torch.empty(0, dtype=args[0].dtype, device="meta")
+    dtypes = [t.dtype for t in args[1:5] if isinstance(t, Tensor)] or [args[0].dtype]  # mixed, or the same
+    nothing = torch.empty(0, dtype=dtypes[0], device="meta")
     x = as_meta(args[0])
     out = torch.empty_like(x, memory_format=suggest_memory_format(x))
     return [geometry_of(out), geometry_of(nothing), geometry_of(nothing)]
 
 
-# The same outside of a trace, where the CPU's kernel will run instead of a lowering. (None: as the meta kernel.)
+# Operations whose results have other shapes on a CPU, in a trace or not. (None: as the meta kernel.)
 _CPU_SHAPES: dict[str, Callable[[tuple[Any, ...]], list[Geometry] | None]] = {
     "aten._native_batch_norm_legit_no_training.default": _norm_in_eval,
     "aten._native_batch_norm_legit.default": lambda args: None if args[5] else _norm_in_eval(args),
@@ -252,7 +251,7 @@ def _infer(call: OpCall) -> Outcome:
     if name in _SHAPES and session.trace is not None:
         with DisableTorchDispatch():
             return Outcome(list(_SHAPES[name](call.args)), None)
-    if name in _CPU_SHAPES and session.trace is None and call.device().type == "cpu":
+    if name in _CPU_SHAPES and call.device().type == "cpu":
         with DisableTorchDispatch():
             cpu = _CPU_SHAPES[name](call.args)
         if cpu is not None:

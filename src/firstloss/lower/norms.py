@@ -180,8 +180,7 @@ def _batch_norm(input, weight, bias, running_mean, running_var, training, moment
     y = (x - _by_channel(mean, x)) * _by_channel(rstd, x)
     y = y if weight is None else y * _by_channel(weight, x)
     y = y if bias is None else y + _by_channel(bias, x)
-    # In evaluation the saved tensors are unused: PyTorch's kernel leaves them empty, its meta kernel does not.
-    saved = (mean, rstd) if training else (lax.full_like(mean, 0),) * 2
+    saved = (mean, rstd) if training else (lax.full((0,), 0, input.dtype),) * 2  # unused: empty, as on a CPU
     return y, *saved, running_mean, running_var
 
 
