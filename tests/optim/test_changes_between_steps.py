@@ -311,6 +311,31 @@ DECOUPLED_DECAY = {
 }
 
 
+SECOND_NUMBERS = {
+    "SGD": (torch.optim.SGD, "weight_decay"),
+    "AdamW": (torch.optim.AdamW, "weight_decay"),
+    "Adam": (torch.optim.Adam, "weight_decay"),
+    "RMSprop": (torch.optim.RMSprop, "alpha"),
+}
+
+
+@pytest.mark.parametrize("calls", [(1, 3), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", SECOND_NUMBERS)
+def test_a_rate_that_is_a_tensor_becomes_a_number_after_another_has_changed(name, calls, backend):
+    """Then the same operations take the same number of scalars, of one dtype, but in another order."""
+    cls, key = SECOND_NUMBERS[name]
+
+    def between(n, run):
+        group = run.optimizer.param_groups[0]
+        if n == calls[0]:
+            group[key] = 0.07
+        if n == calls[1]:
+            group["lr"] = 0.03
+
+    close = CLOSE if name == "SGD" else {"rtol": 1e-6, "atol": 1e-6}  # counted in float32
+    check(backend, lambda parameters: cls(parameters, lr=torch.tensor(0.01)), between, close=close)
+
+
 @pytest.mark.parametrize("often", [1, 2])
 @pytest.mark.parametrize("name", DECOUPLED_DECAY)
 def test_a_rate_of_numpys_computes_in_its_own_precision(name, often, backend):

@@ -20,7 +20,7 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         if self.old is None and self.new is None:
-            return "the same operations, but another result is returned or kept"
+            return "the same operations, but on other inputs, or with other results returned or kept"
         return f"{_describe(self.old)} before, {_describe(self.new)} now"
 
 
@@ -35,17 +35,13 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
     """The first difference between two Programs; None if they are equivalent.
 
     Equivalent Programs have the same operations in the same order on the same values, the same constants, inputs of the
-    same names, shapes and dtypes, and outputs of the same names. Source lines are ignored.
+    same shapes and dtypes in the same order, and outputs of the same names. Source lines are ignored.
 
     Args:
         numbers: inputs of `new` that are numbers or NumPy arrays, with their values (None: any). In `old`, numbers may
-            be constants, and so may what `new` computes from them alone. The names of inputs are not compared then.
+            be constants, and so may what `new` computes from them alone. The order of inputs is not compared then.
     """
     match = _Correspondence(numbers or {})
-    pairs = zip(old.inputs.items(), new.inputs.items(), strict=False) if not numbers else ()
-    for (name, value), (other, counterpart) in pairs:
-        if name != other or not match.bind(value, counterpart):
-            break  # reporting the first node that uses it is more helpful
     rest = iter(old.nodes)
     a = next(rest, None)
     for b in new.nodes:
@@ -56,6 +52,9 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
     if a is not None:
         return Difference(a, None)
     if list(old.outputs) != list(new.outputs) or not match.all(old.outputs.values(), new.outputs.values()):
+        return Difference(None, None)
+    # Last, since the first node that uses another input is more helpful to report.
+    if not numbers and not match.same_order(old.inputs.values(), new.inputs.values()):
         return Difference(None, None)
     return None
 
@@ -117,6 +116,11 @@ class _Correspondence:
             return False
         self._counterparts[a] = b
         return True
+
+    def same_order(self, a: Iterable[Value], b: Iterable[Value]) -> bool:
+        """Whether inputs that are used are at the same positions."""
+        positions, others = ({value: i for i, value in enumerate(inputs)} for inputs in (a, b))
+        return all(positions.get(value) == others.get(other) for value, other in self._counterparts.items())
 
     def nodes(self, a: Node, b: Node) -> bool:
         (op, args), (other, counterparts) = _canonical(a), _canonical(b)

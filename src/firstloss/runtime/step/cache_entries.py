@@ -435,7 +435,7 @@ class CacheEntries:
         wanted = self._inputs if may_have else (READ,) if READ in self._inputs else ()
         if not (self._repeatable or self._reads_by_all):
             wanted = tuple(kind for kind in wanted if kind is not READ)
-        then_inputs = specialize_first and may_have and not request.reads_by_all
+        then_inputs = specialize_first and may_have and bool(wanted) and not request.reads_by_all
         inputs = tried = () if then_inputs else wanted
         shared: list[CompiledStep] = []
 

@@ -21,7 +21,7 @@ from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import disable_dynamo
 from ...errors import CaptureError, FirstlossError, MaterializeError, TraceError
 from ...interpreter import Undo, is_raised_by_handler
-from ...program.graph import Ref
+from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here, raised_at
 from ..backend import Backend
@@ -352,7 +352,11 @@ class _Trace:
             name: f"{read.text or 'read'} at {read.source}"
             for name, read in zip(names, trace.number_reads, strict=True)
         }
-        program = Program({value.label or "in": value for value in trace.inputs}, refs, notes)
+        inputs: dict[str, Value] = {}
+        for value in trace.inputs:  # two groups' rates are of one name
+            label = value.label or "in"
+            inputs[label if label not in inputs else f"{label}_{len(inputs)}"] = value
+        program = Program(inputs, refs, notes)
         if trace.cbfloat16:
             from ...lower import cbfloat16
 
