@@ -515,6 +515,39 @@ def test_branches_are_compiled_for_each_outcome():
         )  # Adam's rounding, 24 steps
 
 
+def test_a_step_of_many_outcomes_is_not_compiled_for_each(tmp_path, recwarn):
+    """As an adaptive solver, which accepts or halves its steps."""
+
+    def values(backend, steps):
+        model = fl.compile(nn.Linear(2, 2), backend)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[0.9, 0.3], [-0.4, 0.8]]))
+
+        @fl.trace
+        def solve(x):
+            time, step, total = 0.0, 0.5, 0
+            while time < 2.0:
+                change = model(x) * step
+                if change.abs().max() > 0.3:
+                    step *= 0.5
+                else:
+                    x, time, total, step = x + change, time + step, total + 1, step * 1.5
+            return x.sum() * total
+
+        return [
+            solve(torch.randn(2, 2, generator=torch.Generator().manual_seed(n))).item() for n in range(steps)
+        ], solve
+
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected, _ = values(fl.backend("CPU"), 30)
+        torch.manual_seed(0)
+        found, solve = values(fl.backend("XLA", artifact_dir=tmp_path), 30)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # XLA sums in another order
+    assert compiled_steps.compilations(solve) <= 4
+    assert any("decides otherwise" in str(warning.message) for warning in recwarn)
+
+
 def test_sums_of_numbers_are_pythons():
     total, losses = [0.0], []
 

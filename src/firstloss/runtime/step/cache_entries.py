@@ -43,6 +43,12 @@ _MAX_OUTCOMES = 8
 _MAX_UNUSED = 3
 _MAX_OUTCOMES_UNUSED = 1
 
+# How many steps that differ in their outcomes are compiled at first (one, if they have many outcomes, as an adaptive
+# solver's do), and after how many calls that fit one of them one more is.
+_OUTCOMES_AT_FIRST = 4
+_MANY_OUTCOMES = 16
+_CALLS_FOR_ONE_MORE = 8
+
 # How many entries, of different guards, are kept for one Program: a step that freezes weights at every third call, and
 # thaws them at the next, comes back to the same few states.
 _MAX_STATES = 4
@@ -156,6 +162,8 @@ class CacheEntries:
         self._untraced = UntracedCalls()
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         self._in_a_row = 0  # the number of calls in a row at which it was traced
+        self._for_outcomes = 0  # the number of steps compiled that have outcomes
+        self._fitted = 0  # the number of calls that one fitted
         # What its Python treats as it does the values; see `tracing.trace_step`.
         self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
         self._reads_by_all = False  # whether it has read values, on several processes
@@ -224,6 +232,7 @@ class CacheEntries:
         """Note that the step that was found has run."""
         if self._fitting is not None:
             self._in_vain = self._in_a_row = 0
+            self._fitted += 1
 
     def writes_untraced(self) -> ExternalWrites | None:
         """What records the writes that this call's trace has done, and the step's Python is about to do again; None if
@@ -252,9 +261,22 @@ class CacheEntries:
         """Whether a call that no step fits is run without a trace; see `UntracedCalls`."""
         if not request.reads:
             return False
-        if request.values_read and self._in_vain <= _MAX_OUTCOMES_UNUSED and len(self._entries) < _MAX_OUTCOMES:
-            return False
+        if request.values_read:
+            if self._outcomes_vary():
+                self._untraced.begin_late()
+                self.reports.report_in_vain(["what it reads decides otherwise"])
+            elif self._in_vain <= _MAX_OUTCOMES_UNUSED and len(self._entries) < _MAX_OUTCOMES:
+                return False
         return self._untraced.is_next()
+
+    def _outcomes_vary(self) -> bool:
+        """Whether too few calls have fitted the steps compiled so far, which differ in their outcomes, to compile one
+        more."""
+        if not self._entries:
+            return False
+        has_many = len(self._entries[0].step.traced.outcomes) > _MANY_OUTCOMES
+        most = 1 if has_many else _OUTCOMES_AT_FIRST
+        return self._for_outcomes >= most + self._fitted // _CALLS_FOR_ONE_MORE
 
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
@@ -493,6 +515,7 @@ class CacheEntries:
             self._inputs = tuple(kind for kind in self._inputs if kind in inputs or kind not in tried)
         if not compiled.is_for_one_call:
             self._in_vain = 0 if shared else self._in_vain + 1
+            self._for_outcomes += bool(compiled.traced.outcomes) and not shared
             self._fitting = None
         entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
         if entry.guards.unknown:
