@@ -16,6 +16,7 @@ from ...capture.python_generators import GENERATORS
 from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...program.compare import first_difference
+from ...program.source import here
 from ..guards.equality import same
 from ..guards.external_writes import ExternalWrites
 from ..guards.guard_set import GuardSet
@@ -502,6 +503,12 @@ class CacheEntries:
                     continue
                 if not inputs:
                     raise
+                if (consumed := observer.snapshot.consumed()) is not None:
+                    raise TraceError(
+                        f"{here()}: {self._name} consumes or changes {consumed}, and cannot be traced with the numbers "
+                        "and texts that vary as inputs, so that its Python would have to run twice at this call. Take "
+                        "from it before the step, and pass what was taken."
+                    ) from error
                 writes = observer.recording.writes.calls.values()
                 if writes and (READ in inputs or self._untraced):  # it reads values, and each trace writes
                     self.reports.report_written_twice(writes)
