@@ -20,7 +20,7 @@ FORMS += [
     "star",
 ]
 FORMS += ["numbers", "given dict", "given list", "given tensors", "given weights", "leaf argument", "same twice"]
-FORMS += ["given dict", "given tensors", "given object"]
+FORMS += ["given dict", "given tensors", "given object", "given anew"]
 
 
 def step(d: Draft, body: list[str], result: str) -> tuple[list[str], list[str], str]:
@@ -120,6 +120,8 @@ def step(d: Draft, body: list[str], result: str) -> tuple[list[str], list[str], 
             )
         case "given dict" | "given list" | "given tensors" | "given weights" | "leaf argument" | "same twice":
             return _given(d, body, result, traced)
+        case "given anew":
+            return _given_anew(d, body, result, traced)
         case "given object":
             owner = "class Kept:\n    def __init__(self):\n        self.h = torch.zeros(3)\n        self.n = 0"
             more = _late(body, result, "given.h = given.h * 0.5 + out.detach().mean(0)\ngiven.n += 1")
@@ -200,3 +202,17 @@ def _given(d: Draft, body: list[str], result: str, traced: Callable[..., str]) -
             more = "if h is y:\n    loss = loss.detach() * 2"
             call = d.pick("step(x, y, y)", "step(x, y, y if i % 2 else y.clone())", "step(x, y, y[:])")
             return [], [traced("def step(x, y, h):", body=_late(body, result, more))], call
+
+
+def _given_anew(d: Draft, body: list[str], result: str, traced: Callable[..., str]) -> tuple[list[str], list[str], str]:
+    """Steps that keep a container that is another at each call."""
+    pair = "class Pair(typing.NamedTuple):\n    a: object\n    b: object"
+    held = d.pick(
+        "(i, y)", "(i,)", "(f'sample {i}', 'a')", "((i, 0.5 * i), x)", "[(i,)]", "torch.Size([i, 2])",
+        "Pair(i, y)", "range(i)",
+    )  # fmt: skip
+    outer = d.pick("HELD", "(1, HELD)", "{'a': HELD}", "[HELD]", "Pair(HELD, i)")
+    part = d.pick("given", "(given, 1)", "{'given': given}", "[given, given]")
+    more = d.pick(f"kept.append({part})", f"kept[:] = [{part}]", f"kept.append({part})\nscale = 1 + 0.1 * len(given)")
+    step = traced("def step(x, y, given):", body=_late(body, result, more))
+    return [pair], ["kept = []", step], f"step(x, y, {outer.replace('HELD', held)})"

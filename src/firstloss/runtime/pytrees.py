@@ -213,14 +213,15 @@ def copied(original: Any, copy: Any, copies: dict[int, Any]) -> Any:
 
 
 def containers(structure: Any) -> Iterator[Any]:
-    """The containers that `flatten` flattens, and the dicts of their attributes: everything that can be mutated in
-    place, in an order that depends only on the structure."""
+    """The containers that `flatten` flattens, and the dicts of their attributes, in an order that depends only on the
+    structure. (Not `()`, of which Python has one.)"""
     kind: Any = namedtuple if isinstance(structure, tuple) and hasattr(structure, "_fields") else type(structure)
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is None:
         return
-    if not isinstance(structure, tuple):
+    if structure or not isinstance(structure, tuple):
         yield structure
+    if not isinstance(structure, tuple):
         attributes = getattr(structure, "__dict__", None)
         if type(attributes) is dict:
             yield attributes

@@ -105,7 +105,7 @@ class Arguments:
         strided = tuple([(i, stride) for i, (stride, dense) in enumerate(strides) if stride != dense])
         if alone and not shared and not strided and not self.itself and not self.gradients:
             return ()
-        pattern = (() if alone else _pattern(self.leaves), _pattern(self.containers()) if shared else (), strided)
+        pattern = (() if alone else _pattern(self.leaves), _pattern(self._mutable()) if shared else (), strided)
         return pattern, tuple(self.gradients), tuple([(i, ByIdentity(self.leaves[i])) for i in sorted(self.itself)])
 
     def _container_passed_twice(self) -> bool:
@@ -113,8 +113,12 @@ class Arguments:
         args, kwargs = self._args_and_kwargs
         if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
             return False
-        held = self.containers()
+        held = self._mutable()
         return len({id(container) for container in held}) < len(held)
+
+    def _mutable(self) -> list[Any]:
+        """The containers that can be mutated in place."""
+        return [container for container in self.containers() if not isinstance(container, tuple)]
 
     def as_given(self) -> tuple[Any, ...]:
         """The positional and keyword arguments as the caller has passed them, unless they are padded."""
@@ -142,7 +146,7 @@ class Arguments:
         return self.leaves[: self._count]
 
     def containers(self) -> list[Any]:
-        """The dicts, lists and objects that contain them; see `pytrees.containers`."""
+        """The dicts, lists, tuples and objects that contain them; see `pytrees.containers`."""
         if self._containers is None:
             self._containers = list(containers(self._args_and_kwargs))
         return self._containers
