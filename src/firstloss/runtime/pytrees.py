@@ -47,13 +47,18 @@ class BackReference(enum.Enum):
 def flatten(structure: Any) -> tuple[list[Any], Any]:
     """Like `pytree.tree_flatten`, but a `UserDict` (such as `transformers.BatchEncoding`) is a dict that keeps its
     type, and an object that is data is flattened by its attributes and items."""
-    leaves, spec = pytree.tree_flatten(structure)
+    leaves, spec = pytree.tree_flatten(structure, is_leaf=is_size)
     of_data = {kind for leaf in leaves for kind in _kinds_of_data(leaf)}
     if not of_data:
         return leaves, spec
     for kind in of_data:
         _register_mapping(kind) if issubclass(kind, UserDict) else _register_object(kind)
     return flatten(structure)
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a `torch.Size`, a leaf here: of PyTorch's pytrees it comes back as a plain tuple."""
+    return type(value) is torch.Size
 
 
 def flattened_attributes(value: Any) -> list[str]:
@@ -189,11 +194,11 @@ def copied(original: Any, copy: Any, copies: dict[int, Any]) -> Any:
         copies: by the id of a container in `original`, its copy.
     """
     names = flattened_attributes(original)
-    if not isinstance(original, (dict, list, tuple)) and not names:
+    if not isinstance(original, (dict, list, tuple)) and not names or is_size(original):
         return copy
     if isinstance(original, tuple):
         parts = [copied(a, b, copies) for a, b in zip(original, copy, strict=True)]
-        return type(copy)(*parts) if hasattr(copy, "_fields") else tuple(parts)
+        return type(copy)(*parts) if hasattr(copy, "_fields") else type(copy)(parts)
     if id(original) in copies:
         return copies[id(original)]
     copies[id(original)] = copy
@@ -217,7 +222,7 @@ def containers(structure: Any) -> Iterator[Any]:
     structure. (Not `()`, of which Python has one.)"""
     kind: Any = namedtuple if isinstance(structure, tuple) and hasattr(structure, "_fields") else type(structure)
     node = pytree.SUPPORTED_NODES.get(kind)
-    if node is None:
+    if node is None or is_size(structure):
         return
     if structure or not isinstance(structure, tuple):
         yield structure

@@ -15,7 +15,7 @@ import firstloss as fl
 
 from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, TrainerError
-from ..runtime.pytrees import flattened_attributes
+from ..runtime.pytrees import flattened_attributes, is_size
 from .interrupts import Interrupts
 from .loops import ValidationLoop
 from .pending_losses import AHEAD
@@ -98,7 +98,7 @@ class Averages:
             self._weights[name] = self._weights.get(name, 0) + samples
         if self._loop.metrics:
             inputs = (self._loop.metric_inputs or default_inputs)(batch, outputs["outputs"])
-            on_host = pytree.tree_map(_on_host, inputs)
+            on_host = pytree.tree_map(_on_host, inputs, is_leaf=is_size)
             for metric in self._loop.metrics.values():
                 metric.update(*on_host)
 

@@ -112,3 +112,55 @@ def test_a_container_of_an_argument_is_that_of_the_call(held):
             assert kept[name].last is kept[name].table[name] is kept[name].items[-1] is itself
     for name, values in passed.items():
         assert described(kept[name].items) == described(values), name
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (0, 3), (2, 3, 4)])
+def test_a_size_is_a_size_in_the_step(shape):
+    """Of PyTorch's pytrees it comes back as a plain tuple."""
+    fl.backend("XLA")
+    printed = []
+
+    @fl.step_closure
+    def note(size):
+        printed.append(size)
+
+    @fl.trace
+    def step(x, size, named):
+        note(size)
+        same = size is named["size"]
+        return x.new_ones(size) * size.numel(), f"{size}", type(size), same, {"kept": size}
+
+    for more in (1, 1, 3):
+        size = torch.Size((*shape, more))
+        ones, text, kind, same, kept = step(torch.ones(2), size, named={"size": size})
+        assert torch.equal(ones, torch.ones(size) * size.numel())
+        assert (text, kind, same) == (f"{size}", torch.Size, True) and kept["kept"] is printed[-1] is size
+
+
+def test_sizes_are_counted_as_one_argument():
+    """The names of the arguments after it are theirs."""
+    fl.backend("XLA")
+
+    @fl.trace(shapes=fl.Pad(values={"y": -100}))
+    def step(size, x, y):
+        return x + size[0], y + 0
+
+    for rows in (4, 3):
+        _, y = step(torch.Size((1, 2)), torch.zeros(rows), y=torch.zeros(rows, dtype=torch.long))
+    assert y.tolist() == [0, 0, 0, -100]
+
+
+@pytest.mark.filterwarnings("error::firstloss.errors.EagerStepWarning")
+def test_a_result_of_max_beside_a_list_that_is_passed_twice():
+    """Containers are copied then; it keeps its class."""
+    fl.backend("XLA")
+
+    @fl.trace
+    def step(first, second, largest):
+        first.append(1.0)
+        return largest.values * len(second)
+
+    held = [torch.ones(1)]
+    for n in (2.0, 3.0):
+        largest = torch.max(torch.full((2, 2), n), 0)
+        assert step(held, held, largest).tolist() == [n * len(held)] * 2

@@ -25,6 +25,7 @@ from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
 from ...program.source import Source, here
 from ..device.lazy_array import LazyArray, ready
+from ..pytrees import is_size
 from . import loop as loops
 
 P = ParamSpec("P")
@@ -112,7 +113,7 @@ class _Closure:
         return self if instance is None else functools.partial(self.__call__, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        call = ClosureCall(self, here(), *pytree.tree_flatten((args, kwargs)))
+        call = ClosureCall(self, here(), *pytree.tree_flatten((args, kwargs), is_leaf=is_size))
         if isinstance(session.trace, StepTrace):
             call.note(session.trace)
         else:
@@ -128,8 +129,7 @@ def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     if not isinstance(trace, StepTrace) or isinstance(sys.stdout if file is None else file, io.StringIO):
         original(*args, **kwargs)
     elif any(map(_varies, args)) or trace.is_console(file) and all(map(_is_kept, args)):
-        shown = [str(arg) if type(arg) is torch.Size else arg for arg in args]  # of which pytrees make tuples
-        _Closure(original, checkpoint=False)(*shown, **kwargs)
+        _Closure(original, checkpoint=False)(*args, **kwargs)
     elif trace.prints:
         trace.printed = True
         original(*args, **kwargs)
@@ -145,8 +145,7 @@ def log_later(original: Callable[..., None], self: logging.Logger, record: loggi
     fields = {name: value for name, value in vars(record).items() if name not in ("msg", "args", "exc_info")}
     if record.exc_info and record.exc_info[0]:  # as a text: an exception refers to frames, and to all that they hold
         fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
-    sizes = torch.Size in map(type, args)
-    if not sizes and all(map(_is_kept, [record.msg, *args, *fields.values()])):
+    if all(map(_is_kept, [record.msg, *args, *fields.values()])):
         _Closure(functools.partial(_log, functools.partial(original, self)), checkpoint=False)(
             {**fields, "msg": record.msg, "args": record.args}
         )
@@ -175,7 +174,7 @@ _KEPT = (str, bool, type(None), torch.Size, torch.dtype, torch.device)
 def _is_kept(arg: Any) -> bool:
     """Whether it is a tensor of the step, or immutable: guarded, or an input."""
     if type(arg) is tuple:
-        return all(type(item) is not torch.Size and _is_kept(item) for item in arg)
+        return all(map(_is_kept, arg))
     return type(arg) in _KEPT or is_plain_number(arg) or _varies(arg) or input_of(arg) is not None
 
 

@@ -15,7 +15,7 @@ from ...errors import GraphChangeWarning, NotTraceableError, ShapeError, TraceEr
 from ...program.graph import is_not_strided
 from ...program.source import here, warn
 from ..guards.kind import kind_of
-from ..pytrees import flatten
+from ..pytrees import flatten, is_size
 from .arguments import Arguments, ByIdentity
 
 
@@ -141,7 +141,7 @@ class Shapes:
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """For each leaf, the last key on the path to it that is a name: in the batch, or of the step's parameter."""
-        paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+        paths, _ = pytree.tree_flatten_with_path((args, kwargs), is_leaf=is_size)
         out = []
         for path, _ in paths:
             keys = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
