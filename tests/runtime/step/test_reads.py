@@ -564,6 +564,94 @@ def test_sums_of_numbers_are_pythons():
     assert total[0] == sum(losses) and all(type(loss) is float for loss in losses)
 
 
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
+class Counted:
+    def __init__(self):
+        self.count = 0
+
+
+def _in_a_variable(x):
+    count = 0
+
+    def add(n):
+        nonlocal count
+        count += n
+        return count
+
+    return add
+
+
+def _in_a_global(x):
+    globals()["_total"] = 0
+
+    def add(n):
+        global _total
+        _total += n
+        return _total
+
+    return add
+
+
+def _in_attributes_of(cls):
+    def make(x):
+        held = cls()
+
+        def add(n):
+            held.count += n
+            return held.count
+
+        return add
+
+    return make
+
+
+def _in_items_of(container, key):
+    def make(x):
+        held = container()
+
+        def add(n):
+            held[key] += n
+            return held[key]
+
+        return add
+
+    return make
+
+
+COUNTS = {
+    "a variable": _in_a_variable,
+    "a global variable": _in_a_global,
+    "an attribute": _in_attributes_of(Counted),
+    "a slot": _in_attributes_of(Slotted),
+    "a dict": _in_items_of(lambda: {"a": 1, "n": 0}, "n"),
+    "a list": _in_items_of(lambda: [1, 0, "a"], 1),
+}
+
+
+@pytest.mark.parametrize("where", COUNTS)
+def test_a_count_to_which_nothing_is_added_at_the_second_call(where):
+    """There the trace with inputs sets it, and the one without does not: it is the same object."""
+    add, expected, total = COUNTS[where](None), [], 0
+
+    @fl.trace
+    def step(x):
+        return add((x > 0).sum().item()), x * 2
+
+    counts = []
+    for n in (2, 0, 1, 3, 0, 2):
+        total += n
+        expected.append(total)
+        counts.append(step(torch.ones(4) - 2 * (torch.arange(4) >= n))[0])
+    assert counts == expected and all(type(count) is int for count in counts)
+    assert compiled_steps.compilations(step) == 1
+
+
 def test_a_step_with_repeatable_reads_is_compiled_at_its_second_call(monkeypatch):
     """The first, whose optimizer has no state yet, is computed by PyTorch's kernels; the third checks the second."""
     model = Model()

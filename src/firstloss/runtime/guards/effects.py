@@ -93,12 +93,13 @@ class Effects:
     def rebound(self, held: Any, old: Any, now: Any, put: Callable[[Any], Any]) -> None:
         """A place of `held`, which has another value `now`, or MISSING."""
         self.changed_ids.add(id(held))
-        make = always(functools.partial(put, MISSING)) if now is MISSING else self.putting(put, now)
+        make = always(functools.partial(put, MISSING)) if now is MISSING else self.putting(put, now, old)
         self.add(functools.partial(put, old), make)
 
-    def putting(self, put: Callable[[Any], Any], now: Any) -> Callable[[CallFrame], Bind]:
-        """Puts the value that the step has left: a new one at each call, if the step has made it."""
-        return setting(put, self.reconstructor.make(now))
+    def putting(self, put: Callable[[Any], Any], now: Any, before: Any = MISSING) -> Callable[[CallFrame], Bind]:
+        """Puts the value that the step has left in place of `before`: a new one at each call, if the step has made
+        it."""
+        return setting(put, self.reconstructor.make(now, before))
 
     def changed_container(self, container: Any) -> Make:
         """Note that the items of a container have changed; returns a function that finds it at each call."""

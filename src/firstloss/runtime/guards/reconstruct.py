@@ -16,7 +16,8 @@ from ...capture.tensor import DeferredTensor, Hooks
 from ...errors import TraceError
 from ...program.graph import Geometry, contiguous_stride, geometry_of, is_dense
 from ...program.source import here
-from .access import own_attributes
+from .access import MISSING, own_attributes
+from .equality import same
 from .guards import with_article
 from .kind import kind_of
 
@@ -83,7 +84,8 @@ class Reconstructor:
 
     Attributes:
         tensors: the traced tensors among the values, each once; `CallFrame.fresh` returns their values by index.
-        plain: the numbers, texts and classes among the values, as they are in the trace.
+        plain: the numbers, texts and classes among the values, as they are in the trace; not those that equal what they
+            replace, which another trace of the same call may not replace: a count to which a 0 is added.
         retrace_reason: a description of what cannot be recreated, so that the step has to be traced at each call.
     """
 
@@ -135,8 +137,8 @@ class Reconstructor:
         """Whether it stands for a container of arguments, which differs at each call."""
         return id(container) in self._arguments.containers
 
-    def make(self, value: Any) -> Make:
-        """A function that recreates `value` at each call."""
+    def make(self, value: Any, before: Any = MISSING) -> Make:
+        """A function that recreates `value` at each call; `before` is what it replaces."""
         if id(value) in self._arguments.containers:
             return self.container(value)
         cached = self._makes.get(id(value))
@@ -145,10 +147,10 @@ class Reconstructor:
         if type(value) in (torch.SymFloat, torch.SymInt):
             value = value.node.number()  # what C++ code has read, as by `super().item()`
         if (expression := input_of(value)) is not None:
-            self.plain.append(value_of(value))
+            self._note(value_of(value), before)
             return computed(expression)
         if type(value) in _PLAIN or isinstance(value, type):
-            self.plain.append(value)
+            self._note(value, before)
         kind = kind_of(type(value))
         if type(value) is UnavailableNumber:
             value.refuse()
@@ -161,6 +163,10 @@ class Reconstructor:
         box.append(new)
         self._makes[id(value)] = new
         return new
+
+    def _note(self, value: Any, before: Any) -> None:
+        if not same(value, before):
+            self.plain.append(value)
 
     # -- for kinds --
 
@@ -356,7 +362,7 @@ class NothingAgain(Reconstructor):
     def __init__(self) -> None:
         super().__init__(lambda tensor: False, lambda obj: True)
 
-    def make(self, value: Any) -> Make:
+    def make(self, value: Any, before: Any = MISSING) -> Make:
         return constant(value)
 
 

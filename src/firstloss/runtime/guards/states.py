@@ -60,9 +60,9 @@ class Table(State):
                 continue
             effects.undoes(functools.partial(delete, name) if old is MISSING else functools.partial(put, name, old))
             if holds_arguments:
-                effects.bindings.append(setting_in(container_of, name, make(now)))
+                effects.bindings.append(setting_in(container_of, name, make(now, old)))
             else:
-                effects.bindings.append(effects.putting(functools.partial(put, name), now))
+                effects.bindings.append(effects.putting(functools.partial(put, name), now, old))
         moved = list(table) != [*(n for n in before if n in table), *(n for n in table if n not in before)]
         removed = before.keys() - table.keys()
         if (moved or removed) and not isinstance(self.owner, type):
@@ -108,7 +108,7 @@ class Items(Table):
         if same_items(list(now), list(before)):  # rebound in place
             for key, value in now.items():
                 if value is not before[key]:
-                    effects.bindings.append(setting_in(container_of, key, make(value)))
+                    effects.bindings.append(setting_in(container_of, key, make(value, before[key])))
             return
         parts = [(make(key), make(value)) for key, value in now.items()]
         effects.bindings.append(
@@ -146,13 +146,12 @@ class Sequence(State):
             effects.bindings.append(lambda env: add(container, [part(env) for part in parts]))
             return
         container_of = effects.changed_container(container)
-        makes = [make(item) for item in now]
         if isinstance(container, list) and len(now) == len(before):
-            for i, part in enumerate(makes):
-                if now[i] is not before[i]:
-                    effects.bindings.append(setting_in(container_of, i, part))
+            for i, (item, old) in enumerate(zip(now, before, strict=True)):
+                if item is not old:
+                    effects.bindings.append(setting_in(container_of, i, make(item, old)))
             return
-        effects.bindings.append(self.repeating(effects, container_of, makes))
+        effects.bindings.append(self.repeating(effects, container_of, [make(item) for item in now]))
 
     def is_unchanged(self, now: list[Any]) -> bool:
         """Whether the container is the same as before, if these are its items now."""
@@ -278,7 +277,7 @@ class NameInModule(State):
         delete = functools.partial(delete_name, table, self.name, table.__delitem__)
         effects.undoes(functools.partial(put, self.before) if self.before is not MISSING else delete)
         make = effects.reconstructor.make
-        effects.bindings.append(setting(put, make(now)) if now is not MISSING else always(delete))
+        effects.bindings.append(setting(put, make(now, self.before)) if now is not MISSING else always(delete))
 
 
 class Content(State):
