@@ -106,8 +106,13 @@ def cut(
 
 
 def _in_front(calls: list[LoweredCall], values: Sequence[Value]) -> tuple[list[LoweredCall], int]:
-    """The calls in an order in which those that `values` need come first, and how many these are."""
+    """The calls in an order in which those that `values` need come first, as they were recorded, and how many these
+    are. (Steps that go on differently have them in one order, and the same function for them.)"""
     maker = {value: i for i, call in enumerate(calls) for value in call.outputs}
+    recorded: list[int] = []
+    for call in calls:  # a view for an output is of no node, and comes after what it views
+        viewed = maker.get(call.inputs[0]) if call.inputs else None
+        recorded.append(call.node.index if call.node is not None else -1 if viewed is None else recorded[viewed])
     needed: set[int] = set()
     todo = [maker[value] for value in values if value in maker]
     while todo:
@@ -115,7 +120,7 @@ def _in_front(calls: list[LoweredCall], values: Sequence[Value]) -> tuple[list[L
             needed.add(i)
             todo.extend(maker[value] for value in calls[i].inputs if value in maker)
     others = [call for i, call in enumerate(calls) if i not in needed]
-    return [*(calls[i] for i in sorted(needed)), *others], len(needed)
+    return [*(calls[i] for i in sorted(needed, key=recorded.__getitem__)), *others], len(needed)
 
 
 def _runs(calls: Sequence[LoweredCall], least_periods: int) -> list[Repeats]:

@@ -1,5 +1,6 @@
 """Steps whose Python reads values: each call does what eager PyTorch does."""
 
+import copy
 import io
 import logging
 import math
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import firstloss as fl
 from firstloss.errors import EagerStepWarning, ValueReadError
-from firstloss.runtime.step import tracing
+from firstloss.runtime.step import segmented, tracing
 from tests import compiled_steps, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::firstloss.errors.EagerStepWarning")
@@ -562,6 +563,67 @@ def test_sums_of_numbers_are_pythons():
         result = step(x)
         torch.testing.assert_close(result.clone(), min(1.0, 1.0 / abs(losses[-1])) * x, rtol=1e-6, atol=0)
     assert total[0] == sum(losses) and all(type(loss) is float for loss in losses)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.norm(self.first(x)), 0.5, self.training))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_comes_before_a_read_that_decides_otherwise_is_computed_once(draws, monkeypatch):
+    """The step for the other outcome goes on from there, with the same numbers and the same draws."""
+    taken, take = [], segmented.SegmentedRun.take_early
+
+    def take_early(run, *before):
+        missing = sum(slot is segmented._NOT_YET for slot in run._slots)
+        take(run, *before)
+        taken.append(missing - sum(slot is segmented._NOT_YET for slot in run._slots))
+
+    monkeypatch.setattr(segmented.SegmentedRun, "take_early", take_early)
+    torch.manual_seed(0)
+    model = Noisy().train(draws)
+    other = copy.deepcopy(model)
+    fl.compile(model, fl.current_backend())
+
+    def step_of(model, decide):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
+
+        def step(x, scale):
+            loss = model(x).square().mean() * scale
+            loss.backward()
+            norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+            factor = decide(norm)
+            for p in model.parameters():
+                p.grad.mul_(factor)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    scales = [1e-3, 20.0, 10.0, 1e-3, 30.0, 2e-3, 1e-3, 10.0, 1e-3, 20.0, 1e-3]
+    first = fl.trace(step_of(model, lambda norm: min(1.0, 0.1 / norm.item())))
+    second = fl.trace(step_of(other, lambda norm: (0.1 / norm).clamp(max=1.0)))  # the same, without a decision
+    found = []
+    for run in (first, second):
+        torch.manual_seed(3)
+        if run is second:
+            fl.compile(other, fl.backend("XLA"))
+        found.append(
+            [run(x, torch.tensor(scale)).item() for x, scale in zip((BATCHES * 2)[: len(scales)], scales, strict=True)]
+        )
+    assert compiled_steps.compilations(first) == 2
+    assert taken and all(count > 0 for count in taken)
+    torch.testing.assert_close(found[0], found[1], **CLOSE)
+    for ours, expected in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, expected, **CLOSE)
 
 
 class Slotted:

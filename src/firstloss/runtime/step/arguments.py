@@ -58,10 +58,12 @@ class Arguments:
         padded: the indices of leaves that are padded copies.
         varying: the indices of numbers and texts that are inputs, since they have been seen to change; with names.
         known: numbers that were computed for this call.
+        early: what another compiled step has computed at this call, up to a read that decided otherwise than in its
+            trace, with what its inputs were; see `SegmentedRun.take_early`.
     """
 
     __slots__ = (
-        "leaves", "spec", "gradients", "itself", "padded", "varying", "known", "_args_and_kwargs", "_count",
+        "leaves", "spec", "gradients", "itself", "padded", "varying", "known", "early", "_args_and_kwargs", "_count",
         "_containers",
     )  # fmt: skip
 
@@ -80,6 +82,7 @@ class Arguments:
         """
         self.varying: Mapping[int, str] = {} if varying is None else varying
         self.known: dict[Expression, Any] = {}
+        self.early: tuple[Any, list[Any]] | None = None
         self.leaves: list[Any] = list(leaves)
         self.spec: Any = spec
         self.padded: frozenset[int] = padded

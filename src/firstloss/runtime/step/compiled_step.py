@@ -33,7 +33,7 @@ from .bound_step import BoundStep, StepCall
 from .first_loss import BackgroundCompiledStep, KernelsFirstRun
 from .owners import Owner, Owners
 from .parameter_groups import GroupEntry
-from .reads import ComputedStep, check_outcomes
+from .reads import ComputedStep, OutcomeChanged, check_outcomes
 from .traced_program import TracedProgram, names_read
 
 if TYPE_CHECKING:
@@ -137,7 +137,12 @@ class CompiledStep(BoundStep):
                 key if key is not None else _no_seed(backend.mesh is None) if is_imported() else np.zeros(2, np.uint32)
             )
             begin = 0.0 if self._ran else timeline.current().now()
-            run = self._executable.begin(state, rest, seed)
+            run: Any = self._executable.begin(state, rest, seed)
+            has_run = self._ran and self._executable.ran
+            if has_run and arguments.early is not None:
+                before, inputs_before = arguments.early
+                run.take_early(before, self.inputs.described(state_owners, arguments), inputs_before)
+            arguments.early = None
 
             call = StepCall(arguments)
 
@@ -148,7 +153,12 @@ class CompiledStep(BoundStep):
                 numbers = traced.trace.numbers
                 self._note_numbers(arguments, traced.early, run.early())
                 if traced.early:
-                    check_outcomes(numbers, arguments.known)
+                    try:
+                        check_outcomes(numbers, arguments.known)
+                    except OutcomeChanged:
+                        if has_run:
+                            arguments.early = run, self.inputs.described(state_owners, arguments)
+                        raise
                 if numbers.draws is not None:
                     numbers.draws.commit(arguments.known)
 
@@ -157,7 +167,7 @@ class CompiledStep(BoundStep):
                     if buffer is not None:
                         buffer.lose(error)
 
-            first = not self._ran or not self._executable.ran
+            first = not has_run
             gradients = traced.gradients.now() if first else None
             results = dispatch.execute(run, state, commit, lose, check)[2]
             if first:
@@ -322,6 +332,7 @@ class Inputs:
         yet are moved there."""
         self._backend = backend
         self._owners = owners.inputs
+        self._read = owners.read
         self._argument_index = owners.arguments
         self._numbers = numbers
         self.where: dict[Value, Any] = {}
@@ -409,6 +420,18 @@ class Inputs:
         for buffer in buffers:
             if buffer is not None:
                 buffer.export_content()
+
+    def described(self, state_owners: Mapping[Value, Owner], arguments: Arguments) -> list[Any]:
+        """What the inputs are at this call, the state first: equal for the same input of another step."""
+        described: list[Any] = []
+        for value, owner in (*state_owners.items(), *((value, self._owners.get(value)) for value in self._read)):
+            number, index = self._numbers.get(value), self._argument_index.get(value)
+            if number is not None:
+                read = number.read(arguments.leaves, arguments.known)
+                described.append((value.dtype, repr(read)) if type(read) in (int, float, bool) else object())
+            else:
+                described.append(("argument", index) if index is not None else ("owner", id(owner)))
+        return described
 
     def same_shardings(self, other: Inputs) -> bool:
         """On a mesh: whether the inputs of an equivalent step have the same shardings."""

@@ -45,6 +45,13 @@ class Function(NamedTuple):
     result_order: tuple[int, ...]
     reused: int
 
+    def order(self) -> tuple[Any, ...]:
+        """With the segment's signature, all that its code depends on: the order of its arguments, which of the values
+        that it computes are its results, and the number of donated arguments."""
+        numbers = {value: i for i, value in enumerate(v for call in self.like.calls for v in call.outputs)}
+        results = tuple(numbers[self.like.outputs[i]] for i in self.result_order)
+        return self.argument_order, results, self.reused
+
 
 class CompiledFunctions:
     """The distinct functions of a step, as they become executables: lowered in order, compiled concurrently.
@@ -96,11 +103,10 @@ class CompiledFunctions:
         if not self._compiles or edges is not None and jax.process_count() > 1:  # processes share compiled functions
             return None
         function = self._functions[number]
-        numbers = {value: i for i, value in enumerate(v for call in function.like.calls for v in call.outputs)}
-        results = tuple(numbers[function.like.outputs[i]] for i in function.result_order)
-        order = (function.argument_order, results, function.reused)
         partitioning = () if edges is None else (edges.whole.mesh, edges.described(function.like))
-        entry = executable_cache.entry_of(f"{self._name}_{number}", function.like.signature, order, *partitioning)
+        entry = executable_cache.entry_of(
+            f"{self._name}_{number}", function.like.signature, function.order(), *partitioning
+        )
         if entry is not None:
             self._entries[number] = entry
         return entry

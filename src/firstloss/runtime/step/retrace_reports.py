@@ -66,7 +66,9 @@ class Reports:
             if read.text.startswith("float("):
                 instead = "write x.item() in place of float(x)"
             elif read.text.endswith(".item()"):
-                instead = "leave it a number, `print('loss', x.item())`, not a text of it; or read it in fl.step_closure"
+                instead = (
+                    "leave it a number, `print('loss', x.item())`, not a text of it; or read it in fl.step_closure"
+                )
             what = "reads a value that the step has computed"
             if read.kind == "generator":
                 what, instead = "draws from a generator of its own", "draw before the step, or omit `generator`"

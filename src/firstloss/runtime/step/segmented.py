@@ -214,6 +214,39 @@ class SegmentedRun:
         self._results: list[Any] | None = None  # in a first run: those that are there before the rest is compiled
         self.later: BackgroundWork | None = None  # in a first run: computes what comes after the loss
 
+    def take_early(self, before: SegmentedRun, inputs: Sequence[Any], inputs_before: Sequence[Any]) -> None:
+        """If another step has computed the same early segments at this call, take over their results. It does so up to
+        a read that decides otherwise than in its trace: this is the step for the other decision.
+
+        Args:
+            inputs, inputs_before: what the inputs of this step and of the other are, in the order of the slots.
+        """
+        step, other = self._step, before._step
+        if step._on_mesh or other._on_mesh or len(step._early) != len(other._early):
+            return
+        same: dict[int, int] = {}  # the other step's slots, by this one's
+
+        def is_same(slot: int, slot_before: int) -> bool:
+            if slot in same:
+                return same[slot] == slot_before
+            if slot < len(inputs) and slot_before < len(inputs_before):
+                return bool(inputs[slot] == inputs_before[slot_before])
+            pair = step._constants.get(slot), other._constants.get(slot_before)
+            return all(array is not None and array.size == 1 for array in pair) and np.array_equal(*pair)
+
+        for call, call_before in zip(step._early, other._early, strict=True):
+            function, function_before = step._functions[call.function], other._functions[call_before.function]
+            if function.like.signature != function_before.like.signature or function.order() != function_before.order():
+                return
+            if not all(map(is_same, call.reads, call_before.reads)):
+                return
+            same.update(zip(_filled(call), _filled(call_before), strict=True))
+        freed = {slot for call in step._early for slot in call.frees}
+        if any(before._slots[same[slot]] is None for slot in same.keys() - freed):
+            return
+        for slot, slot_before in same.items():
+            self._slots[slot] = before._slots[slot_before]
+
     def prepare(self) -> None:
         """Compile, and run what changes no state."""
         if not self._step.ran:
