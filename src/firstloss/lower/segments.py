@@ -120,7 +120,7 @@ def _in_front(calls: list[LoweredCall], values: Sequence[Value]) -> tuple[list[L
             needed.add(i)
             todo.extend(maker[value] for value in calls[i].inputs if value in maker)
     others = [call for i, call in enumerate(calls) if i not in needed]
-    return [*(calls[i] for i in sorted(needed, key=recorded.__getitem__)), *others], len(needed)
+    return [*(calls[i] for i in sorted(needed, key=lambda i: (recorded[i], i))), *others], len(needed)
 
 
 def _runs(calls: Sequence[LoweredCall], least_periods: int) -> list[Repeats]:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import pickle
+import sys
 import warnings
 
 import numpy as np
@@ -624,6 +625,29 @@ def test_what_comes_before_a_read_that_decides_otherwise_is_computed_once(draws,
     torch.testing.assert_close(found[0], found[1], **CLOSE)
     for ours, expected in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+def test_what_an_import_reads_is_not_what_the_step_does(tmp_path, monkeypatch):
+    """It reads files, once; the step is compiled, as any that keeps a number."""
+    (tmp_path / "imported_by_a_step.py").write_text("SCALE = 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    kept = []
+
+    @fl.trace
+    def step(x):
+        from imported_by_a_step import SCALE
+
+        loss = (x * SCALE).sum()
+        kept.append(loss.item())
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EagerStepWarning)
+        for x in BATCHES:
+            sys.modules.pop("imported_by_a_step", None)
+            assert step(x).item() == kept[-1]
+    assert compiled_steps.compilations(step) == 1
 
 
 class Slotted:

@@ -64,10 +64,11 @@ def _is_unknown(function: Any, module: str, frame: types.FrameType) -> bool:
 
 
 def _line_of(frame: types.FrameType | None) -> Source | None:
-    """The line of user code that makes the call of `frame`, through whatever library; None if the runtime makes it."""
+    """The line of user code that makes the call of `frame`, through whatever library; None if the runtime makes it, or
+    an import, which is done once."""
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
-        if is_runtime(name) or frame.f_code.co_filename.startswith(PACKAGE):
+        if is_runtime(name) or name.startswith("importlib._bootstrap") or frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if not is_closed(name) and not is_installed(name):
             return Source(frame.f_code.co_filename, frame.f_lineno)
