@@ -214,7 +214,7 @@ class SegmentedRun:
         self._results: list[Any] | None = None  # in a first run: those that are there before the rest is compiled
         self.later: BackgroundWork | None = None  # in a first run: computes what comes after the loss
 
-    def take_early(self, before: SegmentedRun, inputs: Sequence[Any], inputs_before: Sequence[Any]) -> None:
+    def take_early(self, before: Any, inputs: Sequence[Any], inputs_before: Sequence[Any]) -> None:
         """If another step has computed the same early segments at this call, take over their results. It does so up to
         a read that decides otherwise than in its trace: this is the step for the other decision.
 
@@ -222,7 +222,7 @@ class SegmentedRun:
             inputs, inputs_before: what the inputs of this step and of the other are, in the order of the slots.
         """
         step, other = self._step, before._step
-        if step._on_mesh or other._on_mesh or len(step._early) != len(other._early):
+        if not isinstance(other, SegmentedStep) or step._on_mesh or len(step._early) != len(other._early):
             return
         same: dict[int, int] = {}  # the other step's slots, by this one's
 
