@@ -78,7 +78,9 @@ def in_step() -> Iterator[None]:
     if thread in _running:  # a step that another one calls
         yield
         return
-    if _steps >= _STEPS and _used and (not are_other_threads() or _others_wait()):
+    # Exchanged tensors have other nodes for their gradients: without the hooks of C++ by which DDP reduces them.
+    may_be_reduced = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if _steps >= _STEPS and _used and not may_be_reduced and (not are_other_threads() or _others_wait()):
         _make_plain([storage for ref in _used if (storage := ref()) is not None])
     _steps += 1
     _used.clear()
