@@ -8,11 +8,13 @@ and are not affected.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..errors import MaterializeError, TraceError
@@ -68,3 +70,14 @@ def _of_constructor(line: str) -> MaterializeError:
 def _anchor() -> torch.Tensor:
     with DisableTorchDispatch():
         return torch.empty(0, requires_grad=True)
+
+
+@contextlib.contextmanager
+def with_autograd() -> Iterator[None]:
+    """Enable autograd, also within an operation that is already below it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(enable_reentrant_dispatch())
+        except RuntimeError:  # not within an operation
+            pass
+        yield

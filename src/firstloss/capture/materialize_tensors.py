@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 
 from .. import timeline
 from ..compat.torch_names import (
@@ -26,6 +24,7 @@ from ..interpreter import Uninterrupted
 from ..program.graph import Value
 from ..program.source import here
 from . import conjugate_views
+from .autograd_boundary import with_autograd
 from .distributed import parts_of
 from .storage_swap import become, like
 from .tensor import DeferredStorage, DeferredTensor, becoming_real, is_pending, keep_other_threads_out
@@ -267,17 +266,6 @@ def _views_and_bases(tensors: list[DeferredTensor]) -> list[tuple[DeferredTensor
     ]
 
 
-@contextlib.contextmanager
-def _with_autograd() -> Iterator[None]:
-    """Enable autograd, also within an operation that is already below it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(enable_reentrant_dispatch())
-        except RuntimeError:  # not within an operation
-            pass
-        yield
-
-
 def _is_cut_off(view: torch.Tensor) -> bool:
     """Whether gradients of a view do not reach its base: it is a view of one made in no_grad mode."""
     node = view.grad_fn
@@ -288,7 +276,7 @@ def _is_cut_off(view: torch.Tensor) -> bool:
 
 def _make_real_view(tensor: DeferredTensor, base: torch.Tensor, is_computed: bool) -> None:
     """Make `tensor` a real view of `base`, as in eager PyTorch, with its autograd metadata."""
-    with _with_autograd(), DisableTorchDispatch(), torch.set_grad_enabled(is_computed):
+    with with_autograd(), DisableTorchDispatch(), torch.set_grad_enabled(is_computed):
         if is_computed and _is_cut_off(tensor):
             with torch.no_grad():
                 base = base.view_as(base)

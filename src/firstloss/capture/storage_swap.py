@@ -15,6 +15,7 @@ from ..program.source import here
 from . import session
 from .autograd_boundary import without_history
 from .exported_memory import overlapping_storages, record_exported_memory
+from .gradient_nodes import exchanged
 from .tensor import DeferredStorage, DeferredTensor, Hooks, is_leaf, materialize_views, on_backend, to_host
 
 Tensor = torch.Tensor
@@ -81,6 +82,11 @@ def like(tensor: Tensor, real: Tensor, is_computed: bool, line: str) -> Tensor:
 
 def become(tensor: Tensor, other: Tensor) -> None:
     """Make `tensor` what `other` is, in place; keeps `requires_grad`, gradient, hooks and attributes."""
+    with exchanged(tensor, other):
+        _become(tensor, other)
+
+
+def _become(tensor: Tensor, other: Tensor) -> None:
     leaf = is_leaf(tensor)
     requires_grad, grad = tensor.requires_grad, tensor.grad if leaf else None
     hooks = hook_tables(tensor) if leaf else {}

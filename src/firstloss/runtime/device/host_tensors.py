@@ -27,11 +27,11 @@ from ...capture.tensor import (
     on_backend,
 )
 from ...compat.python_names import frames_of_threads
-from ...compat.torch_names import HOOK_TABLES, DisableTorchDispatch, InferenceMode, use_count
+from ...compat.torch_names import DisableTorchDispatch, InferenceMode, use_count
 from ...errors import MaterializeError
 from ...interpreter import Uninterrupted
 from ...program.graph import Geometry, geometry_of
-from .placement import become_resident, move_to_device, redirect_gradients
+from .placement import become_resident, move_to_device
 
 # The modules of Python's in which threads wait.
 _WAITING = ("threading", "queue", "selectors", "multiprocessing.connection", "concurrent.futures.thread", "subprocess")
@@ -151,11 +151,8 @@ def _become_plain(tensor: DeferredTensor, storage: DeferredStorage, memory: torc
     geometry = geometry_of(tensor)
     with DisableTorchDispatch():
         new = like(tensor, tensor._ref().view(memory).detach(), False, "")
-    redirect_gradients(tensor)
     with contextlib.suppress(MaterializeError):  # C++ code holds a weak reference to it: it stays as it is
         become(tensor, new)
-        if tensor.requires_grad:
-            setattr(new, HOOK_TABLES[1], {})  # gradients that arrive there are redirected to `tensor`, whose hooks run
         ref = _PlainTensor(tensor, _forget)
         ref.storage, ref.geometry, ref.among = storage, geometry, _plain
         _plain.append(ref)

@@ -10,21 +10,14 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from ... import interpreter, timeline
 from ...capture.exported_memory import record_exported_memory, storage_at
+from ...capture.gradient_nodes import exchanged
 from ...capture.recorder import DeferredStorage
 from ...capture.storage_swap import hook_tables, set_hook_tables, share_memory
 from ...capture.tensor import DeferredTensor, Hooks, disable_first_use
-from ...compat.torch_names import (
-    HOOK_TABLES,
-    PARAMETER_FLAG,
-    DisableTorchDispatch,
-    storage_address,
-    swap_tensor_impl,
-    use_count,
-)
+from ...compat.torch_names import PARAMETER_FLAG, DisableTorchDispatch, storage_address, swap_tensor_impl
 from ...engine.cpu_engine import materialize_values
 from ...errors import BackendError
 from ...program.graph import FileValue, Geometry, Ref, Value, dense_count, geometry_of
@@ -285,7 +278,6 @@ def become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: Ge
     new: Any
     if leaf:
         new = DeferredTensor.wrap(storage, *geometry)
-        redirect_gradients(tensor)
     else:
         with torch.enable_grad():
             new = _Moved.apply(tensor, storage, geometry)
@@ -296,17 +288,16 @@ def become_resident(tensor: torch.Tensor, storage: DeferredStorage, geometry: Ge
     attributes = dict(tensor.__dict__)
     if grad is not None:
         tensor.grad = None
-    tensor.__class__ = DeferredTensor
-    tensor.__dict__.clear()
-    tensor.__dict__.update({**attributes, **new.__dict__})
-    swap_tensor_impl(tensor, new)
-    storage.tensors[:] = [ref for ref in storage.tensors if ref() is not new]
-    storage.add(tensor)
-    if grad is not None:
-        tensor.grad = grad
-    set_hook_tables(tensor, hooks)
-    if leaf and requires_grad:
-        setattr(new, HOOK_TABLES[1], {})  # gradients that arrive there are redirected to `tensor`, whose hooks run
+    with exchanged(tensor, new):
+        tensor.__class__ = DeferredTensor
+        tensor.__dict__.clear()
+        tensor.__dict__.update({**attributes, **new.__dict__})
+        swap_tensor_impl(tensor, new)
+        storage.tensors[:] = [ref for ref in storage.tensors if ref() is not new]
+        storage.add(tensor)
+        if grad is not None:
+            tensor.grad = grad
+        set_hook_tables(tensor, hooks)
 
 
 def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -314,23 +305,6 @@ def _gradient_of_a_result(tensor: torch.Tensor) -> torch.Tensor | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return tensor.grad
-
-
-def redirect_gradients(weight: torch.Tensor) -> None:
-    """Make graphs that end in the tensor now behind the Python object `weight` continue to its successor."""
-    if not weight.requires_grad or use_count(weight)() < 2:
-        return
-    try:
-        accumulator = get_gradient_edge(weight).node
-    except AssertionError:  # a view of a weight that did not require a gradient then: no graph ends there
-        return
-
-    def redirect(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
-        if grads[0] is not None:
-            get_gradient_edge(weight).node(grads[0])  # type: ignore[operator]
-        return (None,)
-
-    accumulator.register_prehook(redirect)
 
 
 class _Moved(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...capture.autograd_boundary import is_returned
+from ...capture.gradient_nodes import HeldNodes
 from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
@@ -83,7 +84,8 @@ class GuardSet:
         """
         self.numbers = numbers
         self._weights = [t for t in self._tensors if t.requires_grad]
-        self._hooked = _hooks(self._weights)
+        self._nodes = HeldNodes()
+        self._hooked = self._hooks()
         self._facts = _facts(self._with_facts)
 
     def release(self) -> None:
@@ -115,7 +117,7 @@ class GuardSet:
             now = guard.read()
             if now is not guard.expected and not same(guard.expected, now):
                 differences.append(guard.change(now))
-        if _hooks(self._weights) != self._hooked:
+        if self._hooks() != self._hooked:
             differences.append(Change("the hooks of a tensor", "register_hook", None, None))
         if self._with_facts and (facts := _facts(self._with_facts)) != self._facts:
             differences += _changed_facts(self._facts, facts)
@@ -125,6 +127,10 @@ class GuardSet:
             held = [guard.held for guard in self._guards]
             self._watch = native.Watch(held[: self._count], held[self._count :])
         return differences
+
+    def _hooks(self) -> list[Any]:
+        """All hooks of weights that autograd calls."""
+        return _hooks(self._weights) + self._nodes.hooks(self._weights)
 
     def _changed_numbers(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> list[Change]:
         """Input numbers of another type, those whose values the step has branched on, and those from which it cannot
