@@ -55,6 +55,7 @@ def _forget(ref: _PlainTensor) -> None:
 _steps = 0  # since the last that was traced or compiled
 _used: set[weakref.ref[DeferredStorage]] = set()  # by the last of them, as deferred tensors
 _plain: list[_PlainTensor] = []
+_ids: set[int] = set()  # of these tensors and their storages, which may be gone, and their ids given to others
 _holders: dict[int, weakref.ref[torch.Tensor]] = {}  # weights that stay deferred, whose gradients may be plain, by id
 _running: set[int] = set()  # the threads that run such a step
 
@@ -66,8 +67,10 @@ def are_in_use() -> bool:
 
 def are_among(tensors: Iterable[object]) -> bool:
     """Whether some of `tensors`, or their storages, are plain now."""
-    ids = {id(held) for ref in _plain for held in (ref(), ref.storage)}
-    return any(id(tensor) in ids for tensor in tensors)
+    ids = set(map(id, tensors))
+    if ids.isdisjoint(_ids):
+        return False
+    return any(id(held) in ids for ref in _plain for held in (ref(), ref.storage) if held is not None)
 
 
 @contextlib.contextmanager
@@ -156,6 +159,7 @@ def _become_plain(tensor: DeferredTensor, storage: DeferredStorage, memory: torc
         ref = _PlainTensor(tensor, _forget)
         ref.storage, ref.geometry, ref.among = storage, geometry, _plain
         _plain.append(ref)
+        _ids.update((id(tensor), id(storage)))
 
 
 def end() -> None:
@@ -170,6 +174,7 @@ def end() -> None:
     with becoming_real, Uninterrupted(), InferenceMode(False), torch.no_grad():
         plain = [(ref(), ref.storage, ref.geometry) for ref in _plain]
         _plain.clear()
+        _ids.clear()
         moved = []
         holders = [tensor for ref in _holders.values() if (tensor := ref()) is not None]
         _holders.clear()

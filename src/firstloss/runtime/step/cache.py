@@ -176,6 +176,9 @@ class StepCache:
         # Models of other threads are reachable as well, and their gradients come and go while these trace.
         with session.tracing:
             versions = self._fitting(setting, weights := self._parameters(backend), request)
+            before = self.kinds.get((setting, weights))
+            if versions is None and before is not None and self._runs_untraced(before, request):
+                return None
             if versions is None:
                 self._seen, known = None, weights
                 weights = self._parameters(backend)
@@ -186,13 +189,18 @@ class StepCache:
                 new = CacheEntries(self._name, self._refuse, self._check)
                 versions = self.kinds.setdefault((setting, weights), new)
                 self._forget_some()
-            self._entries = versions
-            if not fits and (self._wrote_twice and request.reads or versions.runs_untraced(request)):
+            if not fits and versions is not before and self._runs_untraced(versions, request):
                 return None
+            self._entries = versions
             similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)
             compiled = self._found = versions.step(request, similar)
         return compiled
+
+    def _runs_untraced(self, entries: CacheEntries, request: Request) -> bool:
+        """Whether a call that none of `entries`, for its kind of call, fits is run without a trace."""
+        self._entries = entries
+        return self._wrote_twice and request.reads or entries.runs_untraced(request)
 
     @property
     def latest(self) -> CompiledStep | None:

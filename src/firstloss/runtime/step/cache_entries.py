@@ -324,7 +324,7 @@ class CacheEntries:
                 self._for_one_call = entry.step
                 self.reports.report_compiled_reads([*trace.reads, *trace.number_reads], entry.seconds)
             elif trace.reads or entry.records_code and not self._repeatable or READ not in self._inputs:
-                self.reports.report_reads([*trace.reads, *trace.number_reads])
+                self.reports.report_reads([*trace.reads, *trace.number_reads], entry.seconds)
             return entry
         if traced.raised is not None:  # it may not raise the next time
             return entry

@@ -58,8 +58,12 @@ class Reports:
                 f"same. {ADVICE}"
             )
 
-    def report_reads(self, reads: Iterable[ValueRequest]) -> None:
-        """Report that the step runs eagerly, since it has read values."""
+    def report_reads(self, reads: Iterable[ValueRequest], seconds: float) -> None:
+        """Report that the step runs eagerly, since it has read values.
+
+        Args:
+            seconds: what this call has taken.
+        """
         for read in reads:
             text = f"`{read.text}`" if read.text else "this line"
             instead = "compute with the tensor (torch.where(condition, a, b)), return it, or read it in fl.step_closure"
@@ -77,7 +81,7 @@ class Reports:
                 warn(
                     EagerStepWarning(
                         f"{read.source}: {text} {what}, so {self._name} is not compiled: its Python runs at each call, "
-                        f"by PyTorch's kernels. To have it compiled, "
+                        f"by PyTorch's kernels (in {seconds:.2g} s, with a trace this time). To have it compiled, "
                         f'{instead}; fl.trace(reads="refuse") makes it an error.'
                     )
                 )
