@@ -134,14 +134,14 @@ def _node_of(weight: torch.Tensor) -> Any:
         return None
     with with_autograd(), InferenceMode(False), DisableTorchDispatch():
         if frozen:
-            weight.requires_grad_(True)
+            torch.Tensor.requires_grad_(weight, True)
         try:
             return get_gradient_edge(weight).node
         except AssertionError:  # a view of a weight that did not require a gradient then: no graph ends there
             return None
         finally:
             if frozen:
-                weight.requires_grad_(False)
+                torch.Tensor.requires_grad_(weight, False)  # not ours, which materializes views
 
 
 def _followed_after(weight: torch.Tensor) -> _Followed | None:
