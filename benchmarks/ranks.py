@@ -73,19 +73,23 @@ def run(work: str, argument: str, world: int, threads: int = 1) -> Taken:
             )
             for rank in range(world)
         ]
-        _wait(ranks, folder, "ready", lambda: None)
-        base = peak = sum(_pss(rank.pid) for rank in ranks)
+        try:
+            _wait(ranks, folder, "ready", lambda: None)
+            base = peak = sum(_pss(rank.pid) for rank in ranks)
 
-        def look() -> None:
-            nonlocal peak
-            peak = max(peak, sum(_pss(rank.pid) for rank in ranks))
+            def look() -> None:
+                nonlocal peak
+                peak = max(peak, sum(_pss(rank.pid) for rank in ranks))
 
-        open(os.path.join(folder, "go"), "w").close()
-        _wait(ranks, folder, "done", look)
-        look()
-        open(os.path.join(folder, "measured"), "w").close()
-        failed = [rank.returncode for rank in ranks if rank.wait()]
-        assert not failed, failed
+            open(os.path.join(folder, "go"), "w").close()
+            _wait(ranks, folder, "done", look)
+            look()
+            open(os.path.join(folder, "measured"), "w").close()
+            failed = [rank.returncode for rank in ranks if rank.wait()]
+            assert not failed, failed
+        finally:
+            for rank in ranks:
+                rank.kill()  # those that wait for one that has ended
         said = []
         for rank in range(world):
             with open(os.path.join(folder, f"said-{rank}.json"), encoding="utf-8") as file:

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import firstloss as fl
+from firstloss.engine import plan
 from firstloss.engine.cpu_engine import materialize_whole
 from firstloss.engine.reader import Reader, WholeValueCache
 from firstloss.engine.sampler import StreamSampler
@@ -80,7 +81,19 @@ def by_erfinv():
     return torch.empty(300, 300).uniform_(-0.9, 0.9).erfinv_().mul_(0.02)
 
 
+def experts():
+    """As transformers joins the matrices of experts that a checkpoint has one by one."""
+    gates, ups = ([normal((40, 60)) for _ in range(3)] for _ in range(2))
+    return torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)
+
+
+def one_above_the_other():
+    return torch.cat([normal((30, 50)), torch.empty(0), normal((70, 50)), torch.ones(21, 50)], dim=-2).mul_(0.5)
+
+
 CUTTABLE = {
+    "experts": experts,
+    "one above the other": one_above_the_other,
     "truncated": truncated,
     "by erfinv": by_erfinv,
     "normal": lambda: normal((1000, 100)),
@@ -146,6 +159,38 @@ def test_a_range_matches_the_slice_of_the_whole(name, data):
         out = torch.empty(end - begin, dtype=value.dtype)
         reader.window(value, begin, end, out)
         assert torch.equal(out, expected.reshape(-1)[begin:end])
+
+
+@st.composite
+def joins(draw, shape=None, depth=2):
+    """A function that joins tensors of random shapes, which may be joined from others."""
+    if shape is None:
+        shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=2))) + (draw(st.integers(20, 40)),)
+    if depth == 0 or (kind := draw(st.sampled_from(["leaf", "cat", "stack"]))) == "leaf":
+        return lambda: normal(shape)
+    dim = draw(st.integers(0, len(shape) - 1))
+    if kind == "stack" and shape[dim]:
+        parts = [draw(joins(shape[:dim] + shape[dim + 1 :] or (1,), depth - 1)) for _ in range(shape[dim])]
+        return lambda: torch.stack([part() for part in parts], dim).reshape(shape)
+    cut = draw(st.integers(0, shape[dim]))
+    sizes = [(*shape[:dim], n, *shape[dim + 1 :]) for n in (cut, shape[dim] - cut)]
+    parts = [draw(joins(size, depth - 1)) for size in sizes]
+    return lambda: torch.cat([part() for part in parts], dim - len(shape))
+
+
+@settings(max_examples=150)
+@given(make=joins(), data=st.data(), row=st.sampled_from([1, 1 << 10]))
+def test_a_range_of_joined_tensors_matches_the_slice_of_the_whole(make, data, row):
+    expected, tensor = both(make)
+    value = tensor._ref().value
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan, "_MIN_ROW", row)  # shorter rows are joined in the whole
+        reader = Reader(WholeValueCache(materialize_whole))
+        begin = data.draw(st.integers(0, value.numel))
+        end = data.draw(st.integers(begin, value.numel))
+        out = torch.empty(end - begin)
+        reader.window(value, begin, end, out)
+    assert torch.equal(out, expected.reshape(-1)[begin:end])
 
 
 @pytest.mark.parametrize("name", [*CUTTABLE, *WHOLE])

@@ -112,6 +112,19 @@ def test_nothing_is_read_before_it_is_needed(saved, source, load, read):
         assert torch.equal(model.state_dict()[name], weight.to(model[0].weight.dtype)), name
 
 
+def test_a_part_of_joined_tensors_reads_its_own_bytes(saved, read):
+    """As a rank of FSDP2 does with experts that a checkpoint has one by one."""
+    expected, folder = saved
+    with fl.deferred():
+        state = opened(folder)
+        matrices = [state[f"{number}.weight"] for number in range(6)]
+        joined = torch.cat([torch.stack(matrices[:3]), torch.stack(matrices[3:])], dim=1)
+        part = joined[1:2].clone()
+    fl.materialize_tensor(part)
+    assert torch.equal(part[0], torch.cat([expected[1].weight, expected[4].weight]))
+    assert sum(read) == part.nbytes == 2 * expected[1].weight.nbytes
+
+
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_weights_can_be_loaded_after_the_block(saved, source, read):
     expected, folder = saved

@@ -16,6 +16,7 @@ from ..rng import words_drawn
 
 _MAX_STEPS = 64  # recipes with more are made whole
 _MAX_DEPTH = 8
+_MIN_ROW = 1 << 10  # elements that are consecutive in a tensor that is joined with others
 
 
 class RangeStep(NamedTuple):
@@ -162,8 +163,14 @@ def _step(value: Value, node: Node, depth: int) -> RangeStep | None:
             return None
         return RangeStep(kind, node, (), partial)
     if isinstance(kind, Copy) and kind.dim is not None:
-        same_dtype = all(ref.dtype == value.dtype for ref in kind.sources)
-        return RangeStep(kind, node, (), False) if same_dtype else None
+        if depth == 0 or any(ref.dtype != value.dtype for ref in kind.sources):
+            return None
+        partial = partial and all(
+            math.prod(ref.size[kind.dim :]) >= _MIN_ROW and _is_flat(ref) and _is_shallow(ref.value, depth - 1)
+            for ref in kind.sources
+            if math.prod(ref.size)
+        )
+        return RangeStep(kind, node, (), partial)
     if isinstance(kind, Copy):
         operands: tuple[Any, ...] = kind.sources
     else:

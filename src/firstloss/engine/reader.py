@@ -235,6 +235,9 @@ class Reader:
             self._edit(kind, first, last, count, into)
 
     def _copy(self, copy: Copy, first: int, last: int, count: int, into: torch.Tensor) -> None:
+        if copy.dim is not None and last - first < count:
+            self._copy_joined(copy, copy.dim, first, last, into)
+            return
         if copy.dim is not None:
             into, at = into.view(copy.target.size), 0
             for source in copy.sources:
@@ -251,6 +254,19 @@ class Reader:
             self.window(source.value, source.offset + first, source.offset + last, into)
         else:
             into.copy_(self._operand(source, first, last, count))
+
+    def _copy_joined(self, copy: Copy, dim: int, first: int, last: int, into: torch.Tensor) -> None:
+        """Elements [first, last) of several sources that are joined along `dim`: rows of each by turns."""
+        sources = [(source, math.prod(source.size[dim:])) for source in copy.sources if math.prod(source.size)]
+        row = math.prod(copy.target.size[dim:])
+        for number in range(first // row, (last - 1) // row + 1):
+            at = number * row
+            for source, length in sources:
+                low, high = max(first, at), min(last, at + length)
+                if low < high:
+                    begin = source.offset + number * length + low - at
+                    self.window(source.value, begin, begin + high - low, into[low - first : high - first])
+                at += length
 
     def _edit(self, edit: Pointwise, first: int, last: int, count: int, into: torch.Tensor) -> None:
         if last - first == count:

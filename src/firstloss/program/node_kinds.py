@@ -174,8 +174,10 @@ def _classify(node: Node) -> Kind:
     op: Any = node.op
     if op in _FILLS:
         return _fill(node, target)
-    if op is aten.cat.default:
-        return Copy(target, tuple(node.args[0]), node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0))
+    if op in (aten.cat.default, aten.stack.default):
+        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % max(len(target.size), 1)
+        sources = node.args[0] if op is aten.cat.default else [_unsqueezed(ref, dim) for ref in node.args[0]]
+        return Copy(target, tuple(sources), dim)
     if op.overloadpacket in _COPIES:
         source = node.args[1] if op.overloadpacket is aten.copy_ else node.args[0]
         return Copy(target, (source,), None) if type(source) is Ref else _OPAQUE
@@ -184,6 +186,13 @@ def _classify(node: Node) -> Kind:
         exact = exact and node.kwargs.get("alpha", 1) == 1
         return Pointwise(target, op, node.args, node.kwargs, exact, in_place)
     return _OPAQUE
+
+
+def _unsqueezed(ref: Ref, dim: int) -> Ref:
+    """`ref` with a dimension of size 1 before `dim`."""
+    stride = ref.size[dim] * ref.stride[dim] if dim < len(ref.size) else 1
+    size, strides = ((*old[:dim], new, *old[dim:]) for old, new in ((ref.size, 1), (ref.stride, stride)))
+    return ref._replace(size=size, stride=strides)
 
 
 def _fill(node: Node, target: Ref) -> Kind:
