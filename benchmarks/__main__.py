@@ -36,6 +36,8 @@ FIGURES = (
     "step_speed",
     "construct_on_ranks",
     "load_checkpoint",
+    "load_experts",
+    "zero_partitions",
     "sweep_constructors",
     "meta_idiom",
 )

@@ -82,7 +82,9 @@ def in_file(tensor: torch.Tensor) -> FileValue | None:
     location = _FileRange(file, address - mapping.begin + mapping.offset, str(here()))
     label = f"bytes from {location.offset:,} on in {mapping.path}"
     read = functools.partial(_read, location, tensor.dtype)
-    return FileValue.read_by_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
+    value = FileValue.read_by_range(tuple(tensor.shape), tensor.stride(), tensor.dtype, read, label)
+    value.origin = (mapping.path, *file.stamp[2:], location.offset)  # as other hosts see a shared file
+    return value
 
 
 _open_files: weakref.WeakValueDictionary[tuple[str, tuple[int, ...]], _OpenFile] = weakref.WeakValueDictionary()

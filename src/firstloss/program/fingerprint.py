@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from .graph import Ref, Value, slice_for
+from .graph import FileValue, Ref, Value, slice_for
 
 
 def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
     """A hexadecimal hash of the content of `refs` and of `extra`, on this machine with this version of PyTorch.
 
-    Recipes are hashed without running them: operations, stream positions, and the bytes of constants.
+    Recipes are hashed without running them: operations, stream positions, and the bytes of constants. What is read
+    from a mapped file is told by the file's path, size and time.
     """
     wanted = list(refs)
     digest = hashlib.sha256()
@@ -28,7 +29,9 @@ def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
         if value not in names:
             names[value] = f"%{len(names)}"
             update(names[value], value.shape, value.stride, str(value.dtype))
-            if value.real is not None:
+            if isinstance(value, FileValue) and value.origin is not None:
+                update(value.origin)
+            elif value.real is not None:
                 _hash_tensor(digest, value.real)
         return names[value]
 

@@ -291,9 +291,14 @@ _recent: deque[torch.Tensor] = deque(maxlen=2)  # keeps the last contents of fil
 
 
 class FileValue(Value):
-    """A constant in a file: `read` returns its content, with the Value's layout."""
+    """A constant in a file: `read` returns its content, with the Value's layout.
 
-    __slots__ = ("_read", "_read_box", "_read_range", "_follows", "_weak", "_lock")
+    Attributes:
+        origin: what tells its content apart from any other without reading it, if something does: the file's path, size
+            and time, and the place in it.
+    """
+
+    __slots__ = ("origin", "_read", "_read_box", "_read_range", "_follows", "_weak", "_lock")
 
     def __init__(
         self,
@@ -304,6 +309,7 @@ class FileValue(Value):
         label: str,
         read_box: ReadBox | None = None,
     ) -> None:
+        self.origin: tuple[object, ...] | None = None
         self._read = read
         self._read_box = read_box
         self._read_range: ReadRange | None = None
