@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 import firstloss as fl
 from tests import tiny_llama
 from tests.integrations import example_ranks
-from tests.integrations.one_line import needs, run_ranks
+from tests.integrations.one_line import needs, run, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::firstloss.errors.NotMaterializedWarning")
 
@@ -343,6 +344,56 @@ def test_transformers_tensor_parallel(tmp_path):
         seeded(model, config).save_pretrained(tmp_path / name)
     folders = [str(tmp_path / name) for name in models]
     run_ranks(EXAMPLE, 2, "tensor parallel", *folders, "distribute", str(tmp_path / "without a head"))
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+SFT = """
+import json, sys
+import tests.conftest
+import torch, transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from trl import SFTConfig, SFTTrainer
+from tests.integrations.test_libraries import llama
+how, folder = sys.argv[1:]
+words = Tokenizer(models.WordLevel({"<pad>": 0, **{f"w{n}": n for n in range(1, 64)}}, "<pad>"))
+tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="w1")
+rows = Dataset.from_dict({"input_ids": [list(range(1 + n, 9 + n)) for n in range(32)]}).to_iterable_dataset()
+options = {}
+if how == "adapter":
+    from peft import LoraConfig
+    options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+trainer = SFTTrainer(
+    folder if how == "path" else transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    SFTConfig(
+        folder + "/out", use_cpu=True, bf16=False, max_steps=4, per_device_train_batch_size=4, logging_steps=1,
+        report_to=[], save_strategy="no", dataset_kwargs={"skip_prepare_dataset": True}, learning_rate=1e-3,
+    ),
+    train_dataset=rows, processing_class=tokenizer, **options,
+)
+deferred = "firstloss" in sys.modules and sys.modules["firstloss"].is_deferred(trainer.model)
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+weights = {name: p.detach().double().sum().item() for name, p in trainer.model.named_parameters()}
+print(json.dumps({"deferred": deferred, "losses": losses, "weights": weights}))
+"""
+
+
+@pytest.mark.parametrize("how", ["path", "model", "adapter"])
+def test_trl_by_firstloss_run(tmp_path, how):
+    needs("trl", "datasets", "peft", "accelerate")
+    from transformers import LlamaForCausalLM
+
+    seeded(LlamaForCausalLM, llama()).save_pretrained(tmp_path)
+    (tmp_path / "sft.py").write_text(SFT)
+    found = []
+    for by in ((), ("-m", "firstloss", "run")):
+        printed = run([*by, str(tmp_path / "sft.py"), how, str(tmp_path)])
+        found.append(json.loads(next(line for line in printed.splitlines() if line.startswith('{"deferred"'))))
+    plain, deferred = found
+    assert not plain.pop("deferred") and deferred.pop("deferred")
+    assert plain == deferred and len(plain["losses"]) == 4
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
