@@ -8,7 +8,8 @@ has the number's value, and remembers the expression by which it was computed. W
 - as an argument of an operation on tensors it becomes an input of the Program, whose value each call computes on the
   host, in Python's own arithmetic, exactly as eager PyTorch would;
 - a comparison (`if step > warmup`) gives an ordinary bool, and a guard on it;
-- anything else (`int(x)`, an index, a format) gives what the number itself would, and a guard on the value: the step is
+- an f-string that is only printed is made anew at each call (`printed_texts.py`);
+- anything else (`int(x)`, an index) gives what the number itself would, and a guard on the value: the step is
   *specialized* on it.
 
 What the step leaves in Python (`self.iteration += 1`) is computed anew at each call.
@@ -28,7 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..compat.python_names import getframe
 from ..program.graph import Ref
+from .printed_texts import is_for_print, mark
 from .python_generators import Draws
 
 NUMBERS = (float, int, np.floating, np.integer)
@@ -124,6 +127,7 @@ class InputNumbers:
         self._known: dict[tuple[Any, ...], Expression] = {}
         self.is_open = True  # while the step is being traced
         self.draws: Draws | None = None
+        self.printed: list[Expression] = []  # texts of numbers, by their marks; see `printed_texts.py`
         self.reads: dict[Expression, Ref] = {}
         self.by_ref: dict[Ref, Expression] = {}  # the same
         self.outcomes: dict[Expression, Any] = {}
@@ -422,6 +426,16 @@ class _InputNumber:
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         return self
 
+    def __format__(self, spec: str) -> str:
+        is_printed = self.node.numbers.is_open and is_for_print(getframe(1))
+        return self.printed(spec) if is_printed else format(self.node.specialized(), spec)
+
+    def printed(self, spec: str) -> str:
+        """What stands for its text in what is printed; see `printed_texts.py`."""
+        numbers = self.node.numbers
+        numbers.printed.append(self.node.apply(format, spec)[1])
+        return mark(len(numbers.printed) - 1)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.node.specialized().__reduce_ex__(protocol)
 
@@ -446,7 +460,6 @@ _CONVERSIONS: dict[str, Callable[..., Any]] = {
     "complex": complex,
     "str": str,
     "repr": repr,
-    "format": format,
 }
 for _name, _combine in _CONVERSIONS.items():
     setattr(_InputNumber, f"__{_name}__", _converted(_combine))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .input_numbers import Expression, InputNumbers, is_input_number, plain
+from .printed_texts import pieces
 
 TEXTS = (str, bytes)
 
@@ -56,6 +57,20 @@ def text_of(text: InputText) -> Any:
     """The text, on which the step depends from now on."""
     text._numbers.guard(text._expression, text._text)
     return text._text
+
+
+def printed(text: Any, numbers: InputNumbers) -> Any:
+    """A text in which marks stand for numbers, as an input text; any other value as it is."""
+    parts: list[Any] = [numbers.printed[part] if type(part) is int else part for part in pieces(text)]
+    if not parts:
+        return text
+    expression = numbers.computed(_joined, tuple(parts))
+    expression.example = _joined(*[part.example if type(part) is Expression else part for part in parts])
+    return InputText(expression.example, expression, numbers)
+
+
+def _joined(*parts: str) -> str:
+    return "".join(parts)
 
 
 def input_of(value: Any) -> Expression | None:

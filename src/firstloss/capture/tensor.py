@@ -17,6 +17,7 @@ import torch
 
 from ..compat import patches
 from ..compat.locks import fork_safe_lock
+from ..compat.python_names import getframe
 from ..compat.torch_names import (
     PARAMETER_FLAG,
     DisableTorchDispatch,
@@ -33,6 +34,8 @@ from ..program.source import here
 from . import distributed, session
 from .conjugate_bits import lazy_bits
 from .exported_memory import record_exported_memory
+from .input_numbers import is_input_number
+from .printed_texts import is_for_print
 
 Tensor = torch.Tensor
 
@@ -399,6 +402,9 @@ class DeferredTensor(Tensor):
         return repr(torch.nn.Parameter(real, self.requires_grad) if is_parameter(self) else real)
 
     def __format__(self, spec: str) -> str:
+        if session.trace is not None and not self.dim() and not is_parameter(self) and is_for_print(getframe(1)):
+            number: Any = self.item()
+            return number.printed(spec) if is_input_number(number) else format(number, spec)
         return format(Hooks.value_of(self), spec)
 
 

@@ -372,6 +372,11 @@ def _replaced(name: str, original: Any, replacement: Any) -> Any:
     return known[2]
 
 
+def is_replacement(name: str, function: Any) -> bool:
+    """Whether `function` takes the place of `name` at present."""
+    return any(new is function for *_, new in _installed.get(name, ()))
+
+
 def _wrapper(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a traced step prints and logs: at each call what eager PyTorch prints, once, whether it is compiled or not."""
 
+import builtins
 import contextlib
 import io
 import logging
@@ -8,9 +9,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import firstloss as fl
+from tests import scale
 from tests.compiled_steps import compilations
 
 pytestmark = [
@@ -55,6 +59,21 @@ def to_memory(*args):
     return file.getvalue()
 
 
+class HOLDER:
+    log = LOG
+    info = str.title
+
+
+def in_memory(n):
+    file = io.StringIO()
+    print(f"step {n:03d}", file=file)
+    return file.getvalue()
+
+
+def not_printing(text, print=len):
+    builtins.print(text, print(f"{text}"))
+
+
 WRITES = {
     "print a text": lambda n, loss: print("step"),
     "print a number": lambda n, loss: print("step", n, sep="=", end=";\n"),
@@ -65,6 +84,17 @@ WRITES = {
     "print NumPy's numbers": lambda n, loss: print("step", np.float64(0.5), np.int32(n)),
     "print a formatted text": lambda n, loss: print(f"step {n:03d}"),
     "print a value": lambda n, loss: print(f"{(loss * 0 + n).item():.2f}"),
+    "print values": lambda n, loss: print(f"step {n:03d}: {(loss * 0 + n).item():>8.2f}", end=f" of {n}\n"),
+    "print values as they are": lambda n, loss: print(f"{n}", f"{(loss * 0 + n).item()}", "step", sep=f" {n} "),
+    "print texts of texts": lambda n, loss: print(f"step {f'{n:.1f}':>8}{n!r:>4}{n:{n + 3}d}" + f"{n:+d}"),
+    "print the value of a tensor": lambda n, loss: print(f"{n} {loss * 0 + n:>8.2f} {(loss * 0 + n).long()}", "step"),
+    "print a padded text": lambda n, loss: print(f"step {f'{n:.1f}':>8} {f'of {(loss * 0 + n).item():.1f}'!r:>12}"),
+    "print a text that is kept": lambda n, loss: print(text := f"step {n:03d}", len(text), text[-2:]),
+    "print a text of a function": lambda n, loss: print(f"step {str.upper(f'{n:x}')}", min(f"{n}", "3")),
+    "print one or the other": lambda n, loss: print(f"step {n}" if n % 2 else f"{n:.3f}"),
+    "print a formatted text to stderr": lambda n, loss: print(f"step {n}", file=sys.stderr),
+    "print a formatted text to memory": lambda n, loss: print(in_memory(n)),
+    "print by another function": lambda n, loss: not_printing(f"step {10**n}"),
     "print to memory": lambda n, loss: print(to_memory("step", n)),
     "print a tensor to memory": lambda n, loss: print(to_memory("step", (loss * 0 + n).long())),
     "log a text": lambda n, loss: LOG.info("step"),
@@ -72,6 +102,10 @@ WRITES = {
     "log by name": lambda n, loss: LOG.info("step %(n)d", {"n": n}),
     "log a tensor": lambda n, loss: LOG.info("step %d: %.1f", n, loss * 0 + n),
     "log a formatted text": lambda n, loss: LOG.error(f"step {n:03d}"),
+    "log values in a text": lambda n, loss: LOG.info(f"step {n}: {loss * 0 + n:.2f} %d", n),
+    "log by an attribute": lambda n, loss: HOLDER.log.error(f"step {n}", exc_info=False),
+    "log a text below the level": lambda n, loss: LOG.debug(f"step {n}"),
+    "no logger": lambda n, loss: LOG.info(HOLDER.info(f"step {n}")),
     "log a value": lambda n, loss: LOG.info("value %.1f", (loss * 0 + n).item()),
     "log below the level": lambda n, loss: LOG.debug("step %d", n),
     "log more": lambda n, loss: LOG.info("step", extra={"number": n, "value": (loss * 0 + n).long()}),
@@ -118,7 +152,17 @@ def test_each_call_writes_what_eager_pytorch_writes(write, fails, by_kernels, tm
     assert written.err.count("step") == expected.err.count("step")
 
 
-@pytest.mark.parametrize("write", [WRITES["log a tensor"], WRITES["both"]], ids=["log a tensor", "both"])
+COMPILED = [
+    "log a tensor",
+    "both",
+    "print a formatted text",
+    "print a value",
+    "print values",
+    "print values as they are",
+]
+
+
+@pytest.mark.parametrize("write", [WRITES[name] for name in COMPILED], ids=COMPILED)
 def test_a_step_that_logs_is_compiled(write, tmp_path, capsys):
     expected, _ = output(fl.backend("CPU"), write, "never", capsys)
     written, step = output(fl.backend("XLA", artifact_dir=tmp_path), write, "never", capsys)
@@ -138,3 +182,66 @@ def test_what_is_redirected_in_the_step_goes_there(tmp_path, capsys):
     capsys.readouterr()
     assert step(torch.ones(1, 2)) == model(torch.ones(1, 2)).sum() * 5
     assert capsys.readouterr().out == ""
+
+
+@st.composite
+def _printing(draw):
+    """A call of `print`, as text, of f-strings of `n`, a number that varies, `v`, one that is read, and others."""
+
+    def piece(depth):
+        value = draw(
+            st.sampled_from(["n", "v", "x", "n + 0.5", "v * 2", "-n", "round(v, 2)", "fixed", "int(v)", "n % 3"])
+        )
+        kinds = ["plain", "spec", "text", "nested", "repr", "called", "chosen"]
+        kind = draw(st.sampled_from(kinds if depth else kinds[:3]))
+        if kind == "text":
+            return draw(st.sampled_from(["loss ", "{{}} ", "%d ", "\\u00e9 "]))
+        if kind == "repr":
+            return "{" + value + draw(st.sampled_from(["!r}", "!s}", "=}"]))
+        if kind == "nested":
+            return "{" + text(depth - 1, "'") + draw(st.sampled_from(["}", ":>12}"]))
+        if kind == "called":
+            return "{" + draw(st.sampled_from(["len", "str.upper", "repr"])) + f"({text(depth - 1, chr(39))})" + "}"
+        if kind == "chosen":
+            return "{" + f"{value} if n > 2 else {value}" + "}"
+        return "{" + value + ("}" if kind == "plain" else draw(st.sampled_from([":.3f}", ":>10.2e}", ":{width}.1f}"])))
+
+    def text(depth, quote):
+        return f"f{quote}{''.join(piece(depth) for _ in range(draw(st.integers(1, 3))))}{quote}"
+
+    texts = [text(1, '"') for _ in range(draw(st.integers(1, 3)))]
+    if draw(st.booleans()):
+        texts.append(draw(st.sampled_from(["n", "v", "'x'", "*[n, 'y']", f"({text(0, chr(34))}, n)"])))
+    texts += draw(st.sampled_from([[], ['end=f"{n} ;\\n"'], ["sep='|'"], ["file=sys.stdout"]]))
+    return f"print({', '.join(texts)})"
+
+
+@pytest.mark.optimized
+@settings(max_examples=scale.of(25, 400), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(call=_printing())
+def test_f_strings_are_printed_as_by_eager_pytorch(call, by_kernels, capsys):
+    try:
+        code = compile(f"def write(n, v, x, width=9, fixed=2.5): {call}", "<printing>", "exec")
+    except SyntaxError:  # what only Python 3.12 takes
+        assume(False)
+    names = {"sys": sys}
+    exec(code, names)
+
+    def run(traced):
+        state = {"n": 0}
+
+        def step(x):
+            state["n"] += 1
+            total = x.sum() + state["n"] * 0.25
+            names["write"](state["n"], total.item(), total)
+            return total
+
+        step = fl.trace(step) if traced else step
+        if traced:
+            fl.backend("XLA")
+        capsys.readouterr()
+        for number in range(4):
+            step(torch.full((2,), float(number)))
+        return capsys.readouterr().out
+
+    assert run(True) == run(False)

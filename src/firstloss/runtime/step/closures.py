@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from ...capture import session
 from ...capture.constant_folding import known_value
 from ...capture.input_numbers import Expression, is_input_number, is_plain_number
-from ...capture.input_texts import input_of
+from ...capture.input_texts import InputText, input_of, printed, text_of
 from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredTensor, Hooks
@@ -126,9 +127,16 @@ def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     values, and as they are at that call. Other objects are printed only as the step is traced; and to memory, at
     once."""
     trace, file = session.trace, kwargs.get("file")
-    if not isinstance(trace, StepTrace) or isinstance(sys.stdout if file is None else file, io.StringIO):
+    if not isinstance(trace, StepTrace):
         original(*args, **kwargs)
-    elif any(map(_varies, args)) or trace.is_console(file) and all(map(_is_kept, args)):
+        return
+    given = [*args, *kwargs.values()]
+    args = tuple([printed(arg, trace.numbers) for arg in args])
+    kwargs = {name: printed(option, trace.numbers) for name, option in kwargs.items()}
+    has_marks = not all(map(operator.is_, given, (*args, *kwargs.values())))
+    if isinstance(sys.stdout if file is None else file, io.StringIO):
+        original(*map(_read, args), **{name: _read(option) for name, option in kwargs.items()})
+    elif has_marks or any(map(_varies, args)) or trace.is_console(file) and all(map(_is_kept, args)):
         _Closure(original, checkpoint=False)(*args, **kwargs)
     elif trace.prints:
         trace.printed = True
@@ -141,6 +149,7 @@ def log_later(original: Callable[..., None], self: logging.Logger, record: loggi
     if not isinstance(session.trace, StepTrace) or record.name.partition(".")[0] in _OF_RUNTIME:
         original(self, record)
         return
+    record.msg = printed(record.msg, session.trace.numbers)
     args = list(record.args.values()) if isinstance(record.args, Mapping) else list(record.args or ())
     fields = {name: value for name, value in vars(record).items() if name not in ("msg", "args", "exc_info")}
     if record.exc_info and record.exc_info[0]:  # as a text: an exception refers to frames, and to all that they hold
@@ -150,6 +159,7 @@ def log_later(original: Callable[..., None], self: logging.Logger, record: loggi
             {**fields, "msg": record.msg, "args": record.args}
         )
     else:
+        record.msg = _read(record.msg)
         original(self, record)
 
 
@@ -162,6 +172,11 @@ def _log(handle: Callable[[logging.LogRecord], None], fields: dict[str, Any]) ->
     now = logging.LogRecord("", 0, "", 0, "", None, None)
     record.created, record.msecs, record.relativeCreated = now.created, now.msecs, now.relativeCreated
     handle(record)
+
+
+def _read(arg: Any) -> Any:
+    """An argument of what is printed at once."""
+    return text_of(arg) if type(arg) is InputText else arg
 
 
 def _varies(arg: Any) -> bool:

@@ -71,7 +71,7 @@ class Reports:
                 instead = "write x.item() in place of float(x)"
             elif read.text.endswith(".item()"):
                 instead = (
-                    "leave it a number, `print('loss', x.item())`, not a text of it; or read it in fl.step_closure"
+                    "print it at once, `print(f'{x.item():.3f}')`, leave it a number, or read it in fl.step_closure"
                 )
             what = "reads a value that the step has computed"
             if read.kind == "generator":
