@@ -953,9 +953,11 @@ def reads(d: Draft) -> None:
             place_of.append(f"if {predicate}:\n    {then}")
         else:
             kept = d.name("log")
-            d.setup.append(f"{kept} = []")
+            d.setup.append(f"{kept} = []\n{kept}_file = types.SimpleNamespace(write={kept}.append)")
             place_of.append(
                 d.pick(
+                    f"print(f'{{loss:.3f}} of {{len(x)}}', file={kept}_file)",
+                    f"print('loss', f'{{loss.item():>9.4f}}', end=f'{{out.detach().mean().item():.2f}}', file={kept}_file)",
                     f"{kept}.append(out.detach()[out.detach() > 0])",
                     f"{kept}.append(torch.where(out.detach() > 0))",
                     f"{kept}.append(f'{{loss.item():.3f}}')",
