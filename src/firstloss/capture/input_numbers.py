@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -126,6 +127,7 @@ class InputNumbers:
         self.inputs: dict[tuple[Expression, torch.dtype], Any] = {}
         self._known: dict[tuple[Any, ...], Expression] = {}
         self.is_open = True  # while the step is being traced
+        self.thread = threading.get_ident()  # that traces it
         self.draws: Draws | None = None
         self.printed: list[Expression] = []  # texts of numbers, by their marks; see `printed_texts.py`
         self.reads: dict[Expression, Ref] = {}
@@ -427,7 +429,8 @@ class _InputNumber:
         return self
 
     def __format__(self, spec: str) -> str:
-        is_printed = self.node.numbers.is_open and is_for_print(getframe(1))
+        numbers = self.node.numbers
+        is_printed = numbers.is_open and numbers.thread == threading.get_ident() and is_for_print(getframe(1))
         return self.printed(spec) if is_printed else format(self.node.specialized(), spec)
 
     def printed(self, spec: str) -> str:

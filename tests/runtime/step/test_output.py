@@ -5,6 +5,7 @@ import contextlib
 import io
 import logging
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -59,6 +60,12 @@ def to_memory(*args):
     return file.getvalue()
 
 
+def in_a_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 class HOLDER:
     log = LOG
     info = str.title
@@ -103,6 +110,7 @@ WRITES = {
     "log a tensor": lambda n, loss: LOG.info("step %d: %.1f", n, loss * 0 + n),
     "log a formatted text": lambda n, loss: LOG.error(f"step {n:03d}"),
     "log values in a text": lambda n, loss: LOG.info(f"step {n}: {loss * 0 + n:.2f} %d", n),
+    "log texts of values": lambda n, loss: LOG.info("step %s %s", f"{n}", f"{(loss * 0 + n).item():.1f}"),
     "log by an attribute": lambda n, loss: HOLDER.log.error(f"step {n}", exc_info=False),
     "log a text below the level": lambda n, loss: LOG.debug(f"step {n}"),
     "no logger": lambda n, loss: LOG.info(HOLDER.info(f"step {n}")),
@@ -182,6 +190,16 @@ def test_what_is_redirected_in_the_step_goes_there(tmp_path, capsys):
     capsys.readouterr()
     assert step(torch.ones(1, 2)) == model(torch.ones(1, 2)).sum() * 5
     assert capsys.readouterr().out == ""
+
+
+def test_another_thread_prints_numbers_as_they_are(by_kernels, tmp_path, capsys):
+    written, _ = output(
+        fl.backend("XLA", artifact_dir=tmp_path),
+        lambda n, loss: in_a_thread(lambda: print(f"{n:.1f}")),
+        "never",
+        capsys,
+    )
+    assert {*written.out.split()} == {f"{n}.0" for n in range(1, CALLS + 1)}
 
 
 @st.composite

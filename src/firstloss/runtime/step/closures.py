@@ -146,20 +146,25 @@ def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
 @replaces("logging.Logger.handle")
 def log_later(original: Callable[..., None], self: logging.Logger, record: logging.LogRecord) -> None:
     """As `Logger.handle`; in a traced step, what consists of tensors, numbers and texts is logged after it has run."""
-    if not isinstance(session.trace, StepTrace) or record.name.partition(".")[0] in _OF_RUNTIME:
+    if not isinstance(session.trace, StepTrace):
         original(self, record)
         return
     record.msg = printed(record.msg, session.trace.numbers)
+    if isinstance(record.args, tuple):
+        record.args = tuple([printed(arg, session.trace.numbers) for arg in record.args])
     args = list(record.args.values()) if isinstance(record.args, Mapping) else list(record.args or ())
     fields = {name: value for name, value in vars(record).items() if name not in ("msg", "args", "exc_info")}
     if record.exc_info and record.exc_info[0]:  # as a text: an exception refers to frames, and to all that they hold
         fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
-    if all(map(_is_kept, [record.msg, *args, *fields.values()])):
+    is_of_runtime = record.name.partition(".")[0] in _OF_RUNTIME
+    if not is_of_runtime and all(map(_is_kept, [record.msg, *args, *fields.values()])):
         _Closure(functools.partial(_log, functools.partial(original, self)), checkpoint=False)(
             {**fields, "msg": record.msg, "args": record.args}
         )
     else:
         record.msg = _read(record.msg)
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_read, record.args))
         original(self, record)
 
 
