@@ -21,17 +21,16 @@ _MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
 
 # What instructions take from the stack; some take as many more as their argument says.
 _TAKEN = {
-    **dict.fromkeys("LOAD_CONST LOAD_SMALL_INT LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_BORROW LOAD_DEREF".split(), 0),
+    **dict.fromkeys("LOAD_CONST LOAD_SMALL_INT LOAD_FAST LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_DEREF".split(), 0),
     **dict.fromkeys("LOAD_NAME LOAD_GLOBAL PUSH_NULL PRECALL KW_NAMES NOP EXTENDED_ARG CACHE BUILD_TUPLE".split(), 0),
-    **dict.fromkeys("BUILD_STRING BUILD_LIST".split(), 0),
+    **dict.fromkeys("BUILD_STRING BUILD_LIST LOAD_FAST_BORROW LOAD_FAST_BORROW_LOAD_FAST_BORROW".split(), 0),
     **dict.fromkeys("LOAD_ATTR LOAD_METHOD UNARY_NEGATIVE UNARY_INVERT CONVERT_VALUE FORMAT_SIMPLE".split(), 1),
     **dict.fromkeys("BINARY_OP BINARY_SUBSCR FORMAT_WITH_SPEC CALL".split(), 2),
     **dict.fromkeys("BINARY_SLICE CALL_KW".split(), 3),
 }
 _COUNTED = ("BUILD_STRING", "BUILD_TUPLE", "BUILD_LIST", "CALL", "CALL_KW")
-
-
-_NAMES = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_DEREF")
+_NAMES = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF")
+_CALLS = ("CALL", "CALL_KW")
 _LOGGING = ("debug", "info", "warning", "error", "critical", "exception")
 
 
@@ -89,9 +88,11 @@ def _called_with(code: CodeType, offset: int) -> tuple[str, ...] | None:
         if taken > above and one.opname == "BUILD_STRING":
             above = 0
         elif taken > above:
-            is_argument = one.opname in ("CALL", "CALL_KW") and above < count + (one.opname == "CALL_KW")
+            is_argument = one.opname in _CALLS and above < count + (one.opname == "CALL_KW")
             return _names_called(instructions, one) if is_argument else None
-        else:
+        elif one.opname in _CALLS:
+            above += 1 - taken
+        elif one.opname != "PRECALL":  # of Python 3.11, whose effect belongs to CALL's
             above += dis.stack_effect(one.opcode, one.arg, jump=False)
     return None
 
@@ -101,12 +102,9 @@ def _names_called(instructions: list[dis.Instruction], call: dis.Instruction) ->
     at = call.positions
     if at is None or at.lineno is None or at.col_offset is None:  # as by `python -X no_debug_ranges`
         return None
-    begin = at.lineno, at.col_offset
-    here = [one for one in instructions if one.positions and (one.positions.lineno, one.positions.col_offset) == begin]
-    here = [one for one in here if one.opname not in ("PUSH_NULL", "PRECALL", "KW_NAMES", "EXTENDED_ARG", "CACHE")]
-    *loads, last = here
-    if last is not call or not loads or not loads[0].opname.startswith(_NAMES):
-        return None
-    if any(one.opname not in ("LOAD_ATTR", "LOAD_METHOD") for one in loads[1:]):
-        return None
-    return tuple([one.argval for one in loads])
+    begin, before = (at.lineno, at.col_offset), (one for one in instructions if one.offset < call.offset)
+    here = [one for one in before if one.positions and (one.positions.lineno, one.positions.col_offset) == begin]
+    loads = [one for one in here if one.positions != at and one.opname not in ("PUSH_NULL", "EXTENDED_ARG", "CACHE")]
+    are_names = [one.opname in ("LOAD_ATTR", "LOAD_METHOD") for one in loads]
+    are_names[:1] = [loads[0].opname in _NAMES] if loads else [False]
+    return tuple([one.argval for one in loads]) if all(are_names) else None

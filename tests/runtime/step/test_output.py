@@ -66,6 +66,12 @@ def in_a_thread(function):
     thread.join()
 
 
+def statements(n, loss):
+    print(f"step {n}: {loss * 0 + n:.2f}", file=sys.stdout)
+    if n:
+        LOG.info(f"step {(loss * 0 + n).item()} %s", f"of {n:.1f}")
+
+
 class HOLDER:
     log = LOG
     info = str.title
@@ -95,6 +101,7 @@ WRITES = {
     "print values as they are": lambda n, loss: print(f"{n}", f"{(loss * 0 + n).item()}", "step", sep=f" {n} "),
     "print texts of texts": lambda n, loss: print(f"step {f'{n:.1f}':>8}{n!r:>4}{n:{n + 3}d}" + f"{n:+d}"),
     "print the value of a tensor": lambda n, loss: print(f"{n} {loss * 0 + n:>8.2f} {(loss * 0 + n).long()}", "step"),
+    "statements": statements,
     "print a padded text": lambda n, loss: print(f"step {f'{n:.1f}':>8} {f'of {(loss * 0 + n).item():.1f}'!r:>12}"),
     "print a text that is kept": lambda n, loss: print(text := f"step {n:03d}", len(text), text[-2:]),
     "print a text of a function": lambda n, loss: print(f"step {str.upper(f'{n:x}')}", min(f"{n}", "3")),
