@@ -127,7 +127,7 @@ class InputNumbers:
         self.inputs: dict[tuple[Expression, torch.dtype], Any] = {}
         self._known: dict[tuple[Any, ...], Expression] = {}
         self.is_open = True  # while the step is being traced
-        self.thread = threading.get_ident()  # that traces it
+        self.thread: int = threading.get_ident()  # that traces it
         self.draws: Draws | None = None
         self.printed: list[Expression] = []  # texts of numbers, by their marks; see `printed_texts.py`
         self.reads: dict[Expression, Ref] = {}
