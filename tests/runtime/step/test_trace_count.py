@@ -6,6 +6,7 @@ which costs a hundred times as much as a step.
 
 import collections
 import functools
+import itertools
 import logging
 import random
 import time
@@ -24,7 +25,7 @@ from firstloss.runtime.guards.native import native
 from firstloss.runtime.step import cache_entries
 from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
 from firstloss.trainer.loggers import ProgressLogger
-from tests import small_training
+from tests import compiled_steps, small_training
 from tests.tiny_llama import llama
 
 STEPS = 200
@@ -682,3 +683,57 @@ def test_the_trainer_does_not_retrace(tmp_path, traced):
     trainer.fit(data)
     assert len(keeps.logged) >= STEPS // 5
     assert len(traced) == ONCE
+
+
+class Adaptive(torch.optim.Optimizer):
+    """An optimizer with state as Prodigy, D-Adaptation and Nero have it, of which each trait can be left out."""
+
+    def __init__(self, parameters, traits):
+        super().__init__(parameters, {"lr": 0.01, "d": 1.0})
+        self.traits = traits
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            total = 0.0
+            for p in group["params"]:
+                state = self.state[p]
+                if "step" not in state:
+                    state["step"] = 0
+                    state["momentum"] = torch.zeros_like(p)
+                    if "asks at first" in self.traits and p.any():
+                        state["before"] = p.clone()
+                state["momentum"].mul_(0.9).add_(p.grad, alpha=group["d"])
+                if "reads" in self.traits:
+                    total += state["momentum"].abs().sum().item()
+                p.sub_(state["momentum"] * group["lr"])
+                if "counts" in self.traits:
+                    p.mul_(1 - 0.01 / (state["step"] + 1))
+                state["step"] += 1
+            if "adapts" in self.traits:
+                group["d"] = min(group["d"] * 1.01, 1 / (total + 0.1))
+
+
+TRAITS = ["asks at first", "reads", "counts", "adapts"]
+
+
+@pytest.mark.parametrize("traits", [t for n in range(5) for t in itertools.combinations(TRAITS, n)], ids=", ".join)
+def test_an_optimizer_that_counts_and_adapts_to_what_it_reads(traits):
+    def run(backend, trace):
+        model, optimizer, compiled = build(backend, lambda parameters: Adaptive(parameters, traits))
+
+        @trace
+        def step(x):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return [step(x).item() for x in batches(10)], step
+
+    expected, _ = run(fl.backend("CPU"), lambda step: step)
+    losses, step = run(fl.backend("XLA"), fl.trace)
+    # Sums of float32 in another order, ten times
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    assert compiled_steps.compilations(step) <= 3

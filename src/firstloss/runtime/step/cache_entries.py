@@ -283,9 +283,10 @@ class CacheEntries:
         """Trace the step, because no entry's guards hold."""
         last = self._entries[0] if self._entries else None
         outdated = last is not None and last.step.outdated()
-        why = [] if last is None or outdated else last.changes(request.arguments)
+        changes = [] if last is None else last.changes(request.arguments)
+        why = [] if outdated else changes
         in_groups = last.step.traced.optimizers.groups.changes() if outdated and last is not None else []
-        changed = [change.place for change in (*why, *in_groups) if change.place is not None]
+        changed = [change.place for change in (*changes, *in_groups) if change.place is not None]
         places = {place.id: place for place in changed if place.id not in self._places}
         self._places |= places
         twin: list[CacheEntry] = []
@@ -314,11 +315,12 @@ class CacheEntries:
         traced_before = [e.step.traced for entries in (self, *similar) for e in entries._entries]
         entry = self._traced(request, find, similar, bool(places) or not any(map(has_inputs, traced_before)))
         traced = entry.step.traced
+        if entry.records_code:
+            self._repeatable = entry.traced_each_time is None and not entry.writes
         if entry.step.is_for_one_call and not (traced.trace.reads or traced.trace.number_reads):
             return entry  # an optimizer's first step
         if entry.step.is_for_one_call:
             self._untraced.begin()
-            self._repeatable = entry.records_code and entry.traced_each_time is None and not entry.writes
             trace = traced.trace
             if not request.reads:
                 self._for_one_call = entry.step
@@ -335,7 +337,7 @@ class CacheEntries:
                 runs = self._runs_untraced_from_now_on(request)
                 self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
-        if self._in_vain > most and request.reads and last is not None:
+        if self._in_vain > most and not (places and self._inputs) and request.reads and last is not None:
             self._untraced.begin_at_once()
             self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
@@ -448,12 +450,13 @@ class CacheEntries:
         earlier = [*self._entries[:1], *(entry for entries in similar for entry in entries._entries[:1])]
         draws = any(entry.moves_generators for entry in self._entries)
         may_have = bool(self._places or request.arguments.varying or draws)
-        untraced = any(entries._untraced and not entries._repeatable for entries in (self, *similar))
-        if any(entry.traced_each_time is not None for entry in earlier) or untraced and not self._repeatable:
+        untraced = [entries for entries in (self, *similar) if entries._untraced]
+        is_known = self._repeatable or all(entries._repeatable for entries in untraced)
+        if any(entry.traced_each_time is not None for entry in earlier) or not is_known:
             may_have = False  # its Python may not run twice at a call, and runs at each one anyway
         # The executed code is recorded when there is time, when the first loss has been returned; if there is no later
         # check; and where it may be traced again, which depends on what it consumes.
-        records_code = bool(earlier or self._untraced or may_have) or not self._check or request.retried
+        records_code = bool(earlier or untraced or may_have) or not self._check or request.retried
         records_code |= self._reads_by_all
         wanted = self._inputs if may_have else (READ,) if READ in self._inputs else ()
         if not (self._repeatable or self._reads_by_all):
