@@ -63,6 +63,10 @@ class UnwrittenWeightsWarning(UserWarning):
     """As `UnwrittenWeightsError`, where only a warning was asked for."""
 
 
+class RankDependentWeightsWarning(UserWarning):
+    """Each rank has drawn weights for itself, so that their values depend on the number of ranks."""
+
+
 class SaveError(FirstlossError, OSError):
     """Weights could not be written to disk."""
 

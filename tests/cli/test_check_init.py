@@ -55,11 +55,11 @@ def test_wrong_weights_are_named_with_their_classes(capsys):
     assert "2 of 6 tensors are not what the constructor makes; first scale: unwritten" in captured.err
 
 
-def test_what_is_computed_from_unwritten_weights_has_other_values(capsys):
+def test_what_is_computed_from_unwritten_weights_is_unwritten_too(capsys):
     assert cli.main(["check-init", "targets_of_check_init:Derived", "--arg", "width=6"]) == 1
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line for line in lines[:-1]}
-    assert sorted(rows) == ["norm.bias", "norm.weight", "scale"] and "other values" in rows["scale"]
+    assert sorted(rows) == ["norm.bias", "norm.weight", "scale"] and "unwritten" in rows["scale"]
     assert rows["norm.weight"].split()[1:3] == ["6", "unwritten"]
     assert lines[-1].startswith("on the meta device, then to_empty() and model.init_weights(): 3 of 6 tensors")
 
@@ -67,6 +67,16 @@ def test_what_is_computed_from_unwritten_weights_has_other_values(capsys):
 def test_what_is_right_is_said(capsys):
     assert cli.main(["check-init", "targets_of_check_init:Initialized"]) == 0
     assert capsys.readouterr().out.startswith("on the meta device, then to_empty() and model.init_weights(): 0 of 6")
+
+
+def test_what_each_rank_draws_for_itself(capsys):
+    assert cli.main(["check-init", "targets_of_check_init:Initialized", "--ranks", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in found["drawn_by_rank"]}
+    assert sorted(rows) == ["layer.bias", "layer.weight"] and not found["wrong"]
+    assert rows["layer.weight"]["shape"] == [2, 4] and rows["layer.weight"]["class"].startswith("Linear at ")
+    assert cli.main(["check-init", "targets_of_check_init:Initialized", "--ranks", "3"]) == 0
+    assert "2x4  each of 3 ranks draws its own part" in capsys.readouterr().out
 
 
 def test_a_target_that_is_no_module(capsys):

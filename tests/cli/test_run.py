@@ -23,12 +23,24 @@ LOADS = {
     "AutoModel": "transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)",
     "a new head": "transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)",
     "from_config": "transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))",
+    "ms-swift": "as_ms_swift_does(transformers.AutoModelForCausalLM, folder)",
 }
 
 SCRIPT = (
     HEAD
     + """
 import transformers
+
+def as_ms_swift_does(auto_class, *args):
+    original = transformers.PreTrainedModel.from_pretrained.__func__
+    def from_pretrained(cls, *args, **kwargs):
+        return original(cls, *args, **kwargs)
+    transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    try:
+        return auto_class.from_pretrained(*args)
+    finally:
+        transformers.PreTrainedModel.from_pretrained = classmethod(original)
+
 folder = sys.argv[1]
 torch.manual_seed(0)
 model = LOAD

@@ -12,6 +12,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss import errors
+from tests.init.distributed import on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,15 @@ OPERATIONS = {
     "from other rows": lambda w: w[:2].copy_(w[2:4].clone()),
     "other memory": lambda w: w[:3].copy_(torch.empty(3, 4)),
     "rounded": lambda w: w.copy_(w.to(torch.bfloat16)),
+    "itself": lambda w: w.copy_(w),
+    "a row for all": lambda w: w.copy_(w[2].clone()),
+    "doubled": lambda w: w.copy_(w * 2),
+    "first rows from others": lambda w: w[:2].copy_((w[2:4] + w[4:]).abs()),
+    "a row from all": lambda w: w[:1].copy_(w.sum(0, keepdim=True).sum(1, keepdim=True)),
+    "normalized": lambda w: w.div_(w.norm() + 1),
+    "normalized rows": lambda w: w[3].div_(w[3].abs().max() + 1),
+    "an index of itself": lambda w: w.index_put_((torch.tensor([1]),), w.sum()),
+    "lists": lambda w: torch._foreach_copy_([w[:2], w[2:3]], [torch.ones(2, 4), w[3:4].clone()]),
     "stacked": lambda w: w.copy_(torch.stack([torch.ones(6, 2), torch.zeros(6, 2)], 2).reshape(6, 4)),
     "orthogonal": lambda w: nn.init.orthogonal_(w),
     "truncated": lambda w: nn.init.trunc_normal_(w),
@@ -205,3 +215,8 @@ def test_sharded_models(one_rank):
     assert os.path.basename(next(w for w in check.unwritten if w.name == "angles").read.file) == os.path.basename(
         __file__
     )
+
+
+@pytest.mark.timeout(0)  # `on_ranks` has a time limit of its own
+def test_weights_that_each_rank_draws_for_itself():
+    on_ranks(2, "tests.init.rank_draws_ranks:find", "tests.init.rank_draws_ranks:warn")

@@ -20,9 +20,9 @@ from . import session
 # Operations of c10d that leave the tensors of one process as they are, and that copy their second argument to the first
 # one.
 _IN_PLACE = {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "barrier"}
-_COPYING = {"allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_", "gather_", "scatter_",
-            "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "alltoall_",
-            "alltoall_base_"}  # fmt: skip
+COPYING = {"allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_", "gather_", "scatter_",
+           "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "alltoall_",
+           "alltoall_base_"}  # fmt: skip
 # Those that return only the work, without the tensors.
 _RETURN_WORK = {"allreduce_coalesced_", "reduce_", "barrier", "gather_", "allgather_into_tensor_coalesced_",
                 "reduce_scatter_tensor_coalesced_", "alltoall_base_"}  # fmt: skip
@@ -39,10 +39,10 @@ def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     namespace, _, name = op.name().partition(".")[0].partition("::")
     values = (*args, *kwargs.values())
-    if namespace == "c10d" and name in _IN_PLACE | _COPYING:
+    if namespace == "c10d" and name in _IN_PLACE | COPYING:
         boxed = next(v for v in values if isinstance(v, torch.ScriptObject) and "ProcessGroup" in str(v))
         _refuse_many(op, torch.distributed.ProcessGroup.unbox(boxed).size())
-        if name in _COPYING:
+        if name in COPYING:
             for target, source in zip(_tensors(args[0]), _tensors(args[1]), strict=True):
                 if target is not source:
                     target.copy_(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TargetError, UnwrittenWeightsError
@@ -19,6 +20,13 @@ EXAMPLE = "firstloss check-init torch.nn:Transformer --arg d_model=64"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="also shard it over N ranks, as by fully_shard, and name the weights of which each draws its own part",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the seed of both (default 0)")
 
 
@@ -59,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
             why = f"{found.elements:,} of {tensor.numel():,} elements unwritten"
         wrong.append({"name": name, "shape": list(tensor.shape), "why": why, "class": found.owner if found else owner})
     result = {"target": wanted.text, "initialization": how, "tensors": len(expected), "wrong": wrong}
+    if args.ranks > 1:
+        result["drawn_by_rank"] = drawn_by_rank(wanted, args)
     if args.json:
         output.print_json(result)
     else:
@@ -89,6 +99,37 @@ def initialize(model: torch.nn.Module) -> str:
         return "reset_parameters() of each module"
 
 
+def drawn_by_rank(wanted: target.Target, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each weight that ranks draw for themselves, if the model is sharded before it is initialized."""
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import firstloss as fl
+
+    from ..compat.torch_names import FakeStore
+
+    warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # on CPUs; the numbers are not used
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
+    try:
+        with fl.check_init("report") as check:
+            with torch.device("meta"):
+                model = wanted()
+            numbers = {p for p in model.parameters() if p.dim() == 0}  # which it cannot shard
+            fully_shard(model, mesh=init_device_mesh("cpu", (args.ranks,)), ignored_params=numbers)
+            model.to_empty(device="cpu")
+            torch.manual_seed(args.seed + 1)
+            initialize(model)
+    finally:
+        distributed.destroy_process_group()
+    why = f"each of {args.ranks} ranks draws its own part"
+    return [
+        {"name": weight.name, "shape": list(weight.shape), "why": why, "class": weight.owner}
+        for weight in check.drawn_by_rank
+    ]
+
+
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, including those that are not saved."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -98,14 +139,14 @@ def _print(result: dict[str, Any]) -> None:
     console = output.console()
     rows = [
         (row["name"], "x".join(map(str, row["shape"])) or "a number", row["why"], row["class"])
-        for row in result["wrong"]
+        for row in [*result["wrong"], *result.get("drawn_by_rank", ())]
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         console.print("  ".join(cells).rstrip(), markup=False, soft_wrap=True)
     console.print(
-        f"on the meta device, then to_empty() and {result['initialization']}: {len(rows)} of {result['tensors']} "
-        "tensors differ from construction and the same initialization on a CPU",
+        f"on the meta device, then to_empty() and {result['initialization']}: {len(result['wrong'])} of "
+        f"{result['tensors']} tensors differ from construction and the same initialization on a CPU",
         soft_wrap=True,
     )

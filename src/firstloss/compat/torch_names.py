@@ -97,6 +97,16 @@ NAMES = {
         "Keeps a storage's address from being used again",
         "`firstloss.check_init`",
     ),
+    "default_store": Name(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "Compares ranks without a collective, for which all would have to wait",
+        "`firstloss.check_init` on several ranks",
+    ),
+    "FakeStore": Name(
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "Its module registers the backend whose processes exist by name only",
+        "`firstloss check-init --ranks`",
+    ),
     "TorchDispatchMode": Name(
         "torch.utils._python_dispatch.TorchDispatchMode", "Sees every operation of a capture", _EVERYTHING
     ),

@@ -2,7 +2,8 @@
 
 Memory from `to_empty` or `torch.empty` holds whatever was there before. A dispatch mode follows which elements of such
 memory have been written since, and who reads others; at the end the parameters and buffers among them are named.
-Reductions, products and the like of unwritten elements are reads; copies and casts of them are unwritten, too.
+Reductions, products and the like of unwritten elements are reads; copies and casts of them are unwritten, too. So is
+what is computed from them without gradients, as initialization does.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import gc
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.ops import aten
 
+from ..capture.collectives import COPYING
 from ..capture.op_call import Traits, is_composite, traits_of
 from ..compat.torch_names import (
     OpOverload,
     StorageWeakRef,
     TorchDispatchMode,
     buffers_of,
+    current_graph_task_id,
     local_tensor_or,
     parameters_of,
     pytree,
@@ -30,8 +33,9 @@ from ..compat.torch_names import (
     storage_address,
     unsaved_buffers_of,
 )
-from ..errors import CaptureError, UnwrittenWeightsError, UnwrittenWeightsWarning
+from ..errors import CaptureError, RankDependentWeightsWarning, UnwrittenWeightsError, UnwrittenWeightsWarning
 from ..program.source import Source, here, warn
+from .rank_draws import Draws, RankDrawnWeight
 
 # These hand out memory as it is.
 _HAND_OUT = {
@@ -53,8 +57,17 @@ _COPY = {
     aten._foreach_copy_.default, aten.contiguous.default,
 }  # fmt: skip
 
+# Of these, those that copy each element to the same place.
+_COPY_EACH = _COPY - {aten.cat.default, aten.stack.default}
+
+# The pattern of what is computed from other elements than those at the same place.
+_NONE = torch.zeros((), dtype=torch.bool)
+
 # These write all elements of each tensor in their first argument, a list.
 _FILL_LISTS = {aten._foreach_zero_.default, aten._foreach_copy_.default}
+
+# Collectives that overwrite the tensors in their first argument; `broadcast_` does, except on one rank.
+_RECEIVE = {*COPYING, "allgather_coalesced_", "recv_", "recv_any_source_"}
 
 # These write some elements of their first argument: which, the same operation says if this argument is true.
 _WRITE_SOME = {
@@ -130,32 +143,40 @@ class _Memory:
         self._part(tensor).fill_(True)
         return False
 
-    def write_some(self, op: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """`op` has written those elements of `tensor` that its arguments say."""
+    def write_some(
+        self, op: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], is_written: bool
+    ) -> None:
+        """`op` has written those elements of `tensor` that its arguments say, or copied unwritten ones to them."""
         names = [argument.name for argument in schema_of(op).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         if tensor.itemsize != self._itemsize or given.get("accumulate"):
             return
         self._begin()
         value = given[_WRITE_SOME[op]]
-        true = torch.ones_like(value, dtype=torch.bool) if isinstance(value, torch.Tensor) else True
-        op(**given | {names[0]: self._part(tensor), _WRITE_SOME[op]: true})
+        pattern = torch.full_like(value, is_written, dtype=torch.bool) if torch.is_tensor(value) else is_written
+        op(**given | {names[0]: self._part(tensor), _WRITE_SOME[op]: pattern})
 
     def write_all(self) -> None:
-        """All elements have been written, as far as is known until the next call of `copy`."""
+        """All elements have been written, as far as is known until the next call of `spoil`."""
         self._begin()
         assert self._written is not None
         self._written.fill_(True)
 
-    def copy(self, tensor: torch.Tensor, source: torch.Tensor, memory: _Memory) -> None:
-        """Elements of `source` were copied to `tensor`: its elements are as unwritten as those; all of them, where it
-        is not known which (`torch.cat`)."""
+    def pattern(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Which elements of `tensor` have been written."""
+        if self._written is None or tensor.itemsize != self._itemsize:
+            return torch.zeros(tensor.shape, dtype=torch.bool)
+        return self._part(tensor).clone()
+
+    def spoil(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Elements of `tensor` were computed from others: those are unwritten for which `source`, their pattern, has
+        False; all, if it is not known which they were computed from."""
         self._begin()
         part = self._part(tensor)
-        if memory._written is None or source.numel() != tensor.numel() or tensor.itemsize != self._itemsize:
+        try:
+            part.logical_and_(source)
+        except RuntimeError:  # another shape, or a view with another dtype
             part.fill_(False)
-        else:
-            part.copy_(memory._part(source).expand_as(part) if source.shape != part.shape else memory._part(source))
 
     def _begin(self) -> None:
         if self._written is None:
@@ -172,6 +193,8 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.memory: dict[int, _Memory] = {}  # by the storage's address
+        self.draws = Draws()
+        self._most = 1000
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -187,9 +210,10 @@ class _Watch(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        if not self.memory and func not in _HAND_OUT:
+        traits = traits_of(func)
+        if not (self.memory or self.draws or func in _HAND_OUT or traits.random is not None):
             return func(*args, **kwargs)
-        return self._follow(func, traits_of(func), args, kwargs)
+        return self._follow(func, traits, args, kwargs)
 
     def _follow(self, op: OpOverload, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = [
@@ -198,46 +222,64 @@ class _Watch(TorchDispatchMode):
             for tensor in _tensors(kwargs.get(position) if isinstance(position, str) else args[position])
         ]
         fills = traits.fill or traits.out or op in _FILL_LISTS
-        garbage: tuple[torch.Tensor, _Memory] | None = None  # that it copies
-        if not traits.view and op not in _READ_NOTHING:
-            ids = set(map(id, written)) if fills or op in _WRITE_SOME else set()
-            for tensor in _tensors((args, kwargs)):
-                memory = None if id(tensor) in ids else self._of(tensor)
-                if memory is not None and memory.unwritten(tensor):
-                    if op in _COPY:
-                        garbage = tensor, memory
-                    else:
-                        memory.read = memory.read or here()
+        if traits.namespace == "c10d" and _receives(op, args):
+            written, fills = _tensors(args[0]), True
+        read = [] if traits.view or op in _READ_NOTHING else _tensors((args, kwargs))
+        if fills or op in _WRITE_SOME:
+            for tensor in written if read else ():
+                del read[next(i for i, other in enumerate(read) if other is tensor)]  # copy_ may read it, too
+        garbage = []  # what it copies or computes from
+        for tensor in read:
+            memory = self._of(tensor)
+            if memory is not None and memory.unwritten(tensor):
+                if op not in _COPY:
+                    memory.read = memory.read or here()
+                if op in _COPY or traits.namespace != "c10d" and _initializes(traits, read):
+                    garbage.append((tensor, memory, memory.pattern(tensor)))
         result = op(*args, **kwargs)
+        self.draws.follow(traits, fills, read, written, [] if written or op in _READ_NOTHING else _tensors(result))
         if op in _HAND_OUT:
             self._hand_out(result, here())
-        elif garbage is not None:
-            for tensor in written or _tensors(result):
-                self._copied(tensor, *garbage, is_new=not written)
         elif op in _WRITE_SOME:
             for tensor in written:
                 memory = self._of(tensor)
                 if memory is not None:
-                    memory.write_some(op, tensor, args, kwargs)
-        elif fills:
-            for tensor in written:
-                memory = self._of(tensor)
-                if memory is not None and memory.write(tensor):
-                    del self.memory[_address(tensor)]
+                    memory.write_some(op, tensor, args, kwargs, is_written=not garbage)
+        elif fills or garbage:
+            elementwise = op in _COPY_EACH or torch.Tag.pointwise in op.tags
+            for number, tensor in enumerate(written or _tensors(result)):
+                of_it = [g for g in garbage if op not in _FILL_LISTS or g[0] is args[1][number]]
+                sources = [(memory, pattern if elementwise else _NONE) for _, memory, pattern in of_it]
+                self._compute(tensor, sources, is_new=fills or not written)
         return result
 
     def _hand_out(self, tensor: torch.Tensor, line: Source) -> None:
         if _is_plain(type(tensor)) and tensor.device.type != "meta" and tensor.layout is torch.strided:
             self.memory[_address(tensor)] = _Memory(tensor, line)
+        if len(self.memory) > self._most:
+            self._forget()
+            self._most = max(1000, 2 * len(self.memory))
 
-    def _copied(self, tensor: torch.Tensor, source: torch.Tensor, memory: _Memory, is_new: bool) -> None:
-        """Elements of `source`, some of which are unwritten, have been copied to `tensor`."""
-        if self._of(tensor) is None:
-            self._hand_out(tensor, memory.line)
-            if not is_new and (new := self._of(tensor)) is not None:
-                new.write_all()
-        if (new := self._of(tensor)) is not None:
-            new.copy(tensor, source, memory)
+    def _forget(self) -> None:
+        """Forget memory that is gone."""
+        self.memory = {address: memory for address, memory in self.memory.items() if not memory.storage.expired()}
+
+    def _compute(self, tensor: torch.Tensor, sources: list[tuple[_Memory, torch.Tensor]], is_new: bool) -> None:
+        """`tensor` has been computed from tensors in these memories, with these patterns, some of whose elements are
+        unwritten; if it `is_new`, from nothing else."""
+        if self._of(tensor) is None and sources:
+            self._hand_out(tensor, sources[0][0].line)
+            if (memory := self._of(tensor)) is not None:
+                memory.write_all()
+        if (memory := self._of(tensor)) is None:
+            return
+        if is_new and memory.write(tensor):
+            if not sources:
+                del self.memory[_address(tensor)]
+                return
+            memory.write_all()
+        for _, pattern in sources:
+            memory.spoil(tensor, pattern)
 
     def _of(self, tensor: torch.Tensor) -> _Memory | None:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -246,17 +288,40 @@ class _Watch(TorchDispatchMode):
 
     def unwritten(self) -> list[UnwrittenWeight]:
         """The unwritten parameters and buffers of all modules that exist, each once."""
-        self.memory = {address: memory for address, memory in self.memory.items() if not memory.storage.expired()}
-        found: dict[int, UnwrittenWeight] = {}
-        for root in _outermost_modules() if self.memory else ():
+        self._forget()
+        found = []
+        for name, kind, owner, tensor in self.weights() if self.memory else ():
+            local = local_tensor_or(tensor, tensor)
+            memory = self._of(local)
+            elements = 0 if memory is None else memory.unwritten(local)
+            if memory is not None and elements:
+                found.append(UnwrittenWeight(name, kind, owner, tuple(local.shape), elements, memory.line, memory.read))
+        return found
+
+    @staticmethod
+    def weights() -> Iterator[tuple[str, str, str, torch.Tensor]]:
+        """Name, kind, owner and tensor of the parameters and buffers of all modules that exist, each once."""
+        found: set[int] = set()
+        for root in _outermost_modules():
             for name, owner, kind, tensor in _weights_of(root):
-                memory = self._of(tensor)
-                elements = 0 if memory is None else memory.unwritten(tensor)
-                if memory is not None and elements and id(tensor) not in found:
-                    found[id(tensor)] = UnwrittenWeight(
-                        name, kind, _described_class(owner), tuple(tensor.shape), elements, memory.line, memory.read
-                    )
-        return list(found.values())
+                if id(tensor) not in found:
+                    found.add(id(tensor))
+                    yield name, kind, _described_class(owner), tensor
+
+
+def _initializes(traits: Traits, read: list[torch.Tensor]) -> bool:
+    """Whether what is computed now may be an initial value, rather than an activation, a gradient or an update."""
+    if traits.is_foreach or current_graph_task_id() != -1:
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read))
+
+
+def _receives(op: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether a collective overwrites the tensors in its first argument, on this rank."""
+    name = schema_of(op).name.partition("::")[2]
+    if name == "broadcast_":
+        return args[2] != torch.distributed.ProcessGroup.unbox(args[1]).rank()
+    return name in _RECEIVE
 
 
 def _is_plain(kind: type) -> bool:
@@ -280,7 +345,7 @@ def _outermost_modules() -> list[nn.Module]:
 
 
 def _weights_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
-    """Name, module, kind and memory on this rank of all parameters and buffers."""
+    """Name, module, kind and tensor of all parameters and buffers."""
     for prefix, module in root.named_modules():
         before = f"{prefix}." if prefix else ""
         parameters, buffers = parameters_of(module), buffers_of(module)
@@ -288,17 +353,18 @@ def _weights_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Te
         kinds |= dict.fromkeys(unsaved_buffers_of(module), "non-persistent buffer")
         for name, tensor in (*parameters.items(), *buffers.items()):
             if tensor is not None:
-                yield before + name, module, kinds[name], local_tensor_or(tensor, tensor)
+                yield before + name, module, kinds[name], tensor
 
 
 def _described_class(module: nn.Module) -> str:
     """The name of a module's class, and its line."""
-    kind = type(module)
-    try:
-        file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
-    except (OSError, TypeError):  # defined in a console
-        return kind.__qualname__
-    return f"{kind.__qualname__} at {file}:{line}"
+    for kind in type(module).__mro__:
+        try:
+            if issubclass(kind, nn.Module):  # not FSDP2's, which has been put in front
+                return f"{kind.__qualname__} at {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]}"
+        except (OSError, TypeError):  # made by FSDP2, or defined in a console
+            continue
+    return type(module).__qualname__
 
 
 def check_init(action: str = "raise") -> InitCheck:
@@ -320,11 +386,14 @@ def check_init(action: str = "raise") -> InitCheck:
 
     Args:
         action: what to do at the end of the block if there are any: "raise" an `UnwrittenWeightsError`, "warn" with an
-            `UnwrittenWeightsWarning`, or only "report" them in `unwritten`.
+            `UnwrittenWeightsWarning`, or only "report" them in `unwritten`. Unless it is "report", weights whose
+            values depend on the number of ranks are a `RankDependentWeightsWarning`.
 
     Returns:
         A context manager; after the block, its `unwritten` has the weights, each with the line that has handed out its
-        memory, the first line that has read it, and the class that should have written it.
+        memory, the first line that has read it, and the class that should have written it. Its `drawn_by_rank` has
+        those that each rank has drawn for itself, with the line; to compare whole weights, a rank waits for the next
+        one to leave its block, a minute at most.
 
     Raises:
         CaptureError: inside `fl.deferred()`, where nothing is computed; for another `action`.
@@ -339,12 +408,14 @@ class InitCheck:
 
     Attributes:
         unwritten: after the block, the unwritten parameters and buffers.
+        drawn_by_rank: after the block, those whose values depend on the number of ranks.
     """
 
     def __init__(self, action: str) -> None:
         self._action = action
         self._watch = _Watch()
         self.unwritten: list[UnwrittenWeight] = []
+        self.drawn_by_rank: list[RankDrawnWeight] = []
 
     def __enter__(self) -> InitCheck:
         from ..capture import session
@@ -357,9 +428,16 @@ class InitCheck:
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
         self._watch.__exit__(kind, *exception)
         self.unwritten = self._watch.unwritten()
+        if kind is None:
+            self.drawn_by_rank = self._watch.draws.found(self._watch.weights())
         self._watch.memory.clear()
-        if self.unwritten and kind is None and self._action != "report":
-            message = _message(self.unwritten)
+        self._watch.draws.clear()
+        if kind is not None or self._action == "report":
+            return
+        if self.drawn_by_rank:
+            warn(RankDependentWeightsWarning(_message(self.drawn_by_rank, *_BY_RANK)))
+        if self.unwritten:
+            message = _message(self.unwritten, *_UNWRITTEN)
             if self._action == "raise":
                 raise UnwrittenWeightsError(message)
             warn(UnwrittenWeightsWarning(message))
@@ -367,18 +445,23 @@ class InitCheck:
 
 _MOST_LINES = 20
 
+# What is said of weights, and what to do.
+_UNWRITTEN = (
+    "hold whatever was in their memory before",
+    "Write each of them where the module's class initializes its weights, or construct with firstloss.deferred_init in "
+    "place of the meta device, which needs no such code.",
+)
+_BY_RANK = (
+    "have values that depend on the number of ranks, since each rank draws its own",
+    "Draw whole weights and cut them: construct with firstloss.deferred_init, shard, and call "
+    "firstloss.materialize_module, which computes each rank's part alone.",
+)
 
-def _message(unwritten: list[UnwrittenWeight]) -> str:
-    """The message of the error."""
-    lines = [f"  {weight}" for weight in unwritten[:_MOST_LINES]]
-    more = len(unwritten) - len(lines)
+
+def _message(weights: Sequence[UnwrittenWeight] | Sequence[RankDrawnWeight], what: str, advice: str) -> str:
+    """The message of the error or the warning."""
+    lines = [f"  {weight}" for weight in weights[:_MOST_LINES]]
+    more = len(weights) - len(lines)
     if more:
         lines.append(f"  and {more:,} more")
-    return "\n".join(
-        [
-            f"{len(unwritten):,} parameters and buffers hold whatever was in their memory before:",
-            *lines,
-            "Write each of them where the module's class initializes its weights, or construct with "
-            "firstloss.deferred_init in place of the meta device, which needs no such code.",
-        ]
-    )
+    return "\n".join([f"{len(weights):,} parameters and buffers {what}:", *lines, advice])
