@@ -10,6 +10,7 @@ from tests.init.distributed import on_ranks
 RANKS = "tests.init.dtensor_ranks"
 ORDER = "tests.init.dtensor_order"
 DOCS = "tests.init.dtensor_docs"
+RESHARDING = "tests.init.resharding_ranks"
 ON_ANY = ["one_fill_each", "fsdp", "hsdp", "tensor_parallel", "placements", "initialisers_after_sharding"]
 ON = {
     1: [],
@@ -37,6 +38,14 @@ def test_shards_match_slices_of_one_process(world, tmp_path):
 def test_what_is_drawn_does_not_depend_on_what_was_done_before(order):
     """Processes of their own, since Firstloss's handling of DTensors stays."""
     on_ranks(2, f"{ORDER}:{order}", fresh=True)
+
+
+@pytest.mark.timeout(0)
+def test_a_run_goes_on_over_another_number_of_ranks(tmp_path):
+    """Each rank reads its rows of distributed checkpoints, of safetensors with an index and of torch.save's files."""
+    on_ranks(4, f"{RESHARDING}:begin:{tmp_path}")
+    on_ranks(2, f"{RESHARDING}:go_on:{tmp_path}")
+    on_ranks(8, f"{RESHARDING}:go_on:{tmp_path}")
 
 
 def test_a_process_that_fails_is_named():
