@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capture.op_call import Traits
-from ..compat.torch_names import StorageWeakRef, default_store, local_tensor_or, storage_address
+from ..compat.torch_names import StorageWeakRef, default_store, local_tensor_or
 from ..program.source import Source, here
+from .memories import Memories, address, has_memory
 
 # How long a rank waits for the next one to leave its block, in seconds.
 _PATIENCE = 60
@@ -48,7 +49,7 @@ class RankDrawnWeight(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    storage: StorageWeakRef  # which also keeps its address from being used again
+    storage: StorageWeakRef
     bytes: int  # that were drawn together
     line: Source
 
@@ -57,8 +58,7 @@ class Draws:
     """Which memory holds numbers that were drawn for it, rather than for a larger tensor that was cut."""
 
     def __init__(self) -> None:
-        self._memory: dict[int, _Drawn] = {}  # by the storage's address
-        self._most = 1000
+        self._memory: Memories[_Drawn] = Memories()
 
     def __bool__(self) -> bool:
         return bool(self._memory)
@@ -87,32 +87,23 @@ class Draws:
         if not self._memory or traits.view or traits.namespace == "c10d" and not fills:
             return
         copied = [] if traits.namespace == "c10d" else read
-        source = next((tensor for tensor in copied if self._holds_all_of(tensor)), None)
-        line = self._memory[_address(source)].line if source is not None else None
+        source = next((tensor for tensor in copied if self._whole(tensor) is not None), None)
+        drawn = None if source is None else self._whole(source)
         for tensor in written if fills else results:
-            if self._holds_all_of(tensor):
-                del self._memory[_address(tensor)]
+            if self._whole(tensor) is not None:
+                del self._memory[address(tensor)]
             is_activation = not written and tensor.requires_grad
-            if source is not None and tensor.numel() == source.numel() and not is_activation:
-                self._draw(tensor, line or here())
+            if source is not None and drawn is not None and tensor.numel() == source.numel() and not is_activation:
+                self._draw(tensor, drawn.line)
 
     def _draw(self, tensor: torch.Tensor, line: Source) -> None:
-        if tensor.layout is torch.strided and tensor.device.type != "meta":
-            storage = StorageWeakRef(tensor.untyped_storage())
-            self._memory[_address(tensor)] = _Drawn(storage, tensor.nbytes, line)
-        if len(self._memory) > self._most:
-            self._memory = {key: drawn for key, drawn in self._memory.items() if not drawn.storage.expired()}
-            self._most = max(1000, 2 * len(self._memory))
+        if has_memory(tensor):
+            self._memory.put(tensor, _Drawn(StorageWeakRef(tensor.untyped_storage()), tensor.nbytes, line))
 
-    def _holds_all_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` has all numbers that were drawn together, not a part of them."""
-        drawn = self._of(tensor)
-        return drawn is not None and tensor.nbytes >= drawn.bytes
-
-    def _of(self, tensor: torch.Tensor) -> _Drawn | None:
-        if not self._memory or tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return None
-        return self._memory.get(_address(tensor))
+    def _whole(self, tensor: torch.Tensor) -> _Drawn | None:
+        """What is known of a tensor that has all numbers that were drawn together; None if it has a part of them."""
+        drawn = self._memory.of(tensor)
+        return drawn if drawn is not None and tensor.nbytes >= drawn.bytes else None
 
     def found(self, weights: Iterable[tuple[str, str, str, torch.Tensor]]) -> list[RankDrawnWeight]:
         """The weights among those of these names, kinds, owners and tensors whose values depend on the number of ranks.
@@ -122,7 +113,7 @@ class Draws:
         found, whole = [], []
         for name, kind, owner, tensor in weights if self._memory else ():
             local = local_tensor_or(tensor, tensor)
-            if (drawn := self._of(local)) is None:
+            if (drawn := self._memory.of(local)) is None:
                 continue
             weight = RankDrawnWeight(name, kind, owner, tuple(local.shape), drawn.line, "")
             if (how := _sharding(tensor)) is not None:
@@ -133,10 +124,6 @@ class Draws:
 
     def clear(self) -> None:
         self._memory.clear()
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return storage_address(tensor.untyped_storage())
 
 
 def _sharding(tensor: torch.Tensor) -> str | None:

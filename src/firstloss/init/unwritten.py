@@ -30,11 +30,11 @@ from ..compat.torch_names import (
     parameters_of,
     pytree,
     schema_of,
-    storage_address,
     unsaved_buffers_of,
 )
 from ..errors import CaptureError, RankDependentWeightsWarning, UnwrittenWeightsError, UnwrittenWeightsWarning
 from ..program.source import Source, here, warn
+from .memories import Memories, address, has_memory
 from .rank_draws import Draws, RankDrawnWeight
 
 # These hand out memory as it is.
@@ -113,7 +113,7 @@ class _Memory:
 
     def __init__(self, tensor: torch.Tensor, line: Source) -> None:
         storage = tensor.untyped_storage()
-        self.storage = StorageWeakRef(storage)  # which also keeps its address from being used again
+        self.storage = StorageWeakRef(storage)
         self.line = line
         self.read: Source | None = None
         self._itemsize = tensor.itemsize
@@ -192,9 +192,8 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory: dict[int, _Memory] = {}  # by the storage's address
+        self.memory: Memories[_Memory] = Memories()
         self.draws = Draws()
-        self._most = 1000
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -230,7 +229,7 @@ class _Watch(TorchDispatchMode):
                 del read[next(i for i, other in enumerate(read) if other is tensor)]  # copy_ may read it, too
         garbage = []  # what it copies or computes from
         for tensor in read:
-            memory = self._of(tensor)
+            memory = self.memory.of(tensor)
             if memory is not None and memory.unwritten(tensor):
                 if op not in _COPY:
                     memory.read = memory.read or here()
@@ -242,7 +241,7 @@ class _Watch(TorchDispatchMode):
             self._hand_out(result, here())
         elif op in _WRITE_SOME:
             for tensor in written:
-                memory = self._of(tensor)
+                memory = self.memory.of(tensor)
                 if memory is not None:
                     memory.write_some(op, tensor, args, kwargs, is_written=not garbage)
         elif fills or garbage:
@@ -254,45 +253,33 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _hand_out(self, tensor: torch.Tensor, line: Source) -> None:
-        if _is_plain(type(tensor)) and tensor.device.type != "meta" and tensor.layout is torch.strided:
-            self.memory[_address(tensor)] = _Memory(tensor, line)
-        if len(self.memory) > self._most:
-            self._forget()
-            self._most = max(1000, 2 * len(self.memory))
-
-    def _forget(self) -> None:
-        """Forget memory that is gone."""
-        self.memory = {address: memory for address, memory in self.memory.items() if not memory.storage.expired()}
+        if _is_plain(type(tensor)) and has_memory(tensor):
+            self.memory.put(tensor, _Memory(tensor, line))
 
     def _compute(self, tensor: torch.Tensor, sources: list[tuple[_Memory, torch.Tensor]], is_new: bool) -> None:
         """`tensor` has been computed from tensors in these memories, with these patterns, some of whose elements are
         unwritten; if it `is_new`, from nothing else."""
-        if self._of(tensor) is None and sources:
+        if self.memory.of(tensor) is None and sources:
             self._hand_out(tensor, sources[0][0].line)
-            if (memory := self._of(tensor)) is not None:
+            if (memory := self.memory.of(tensor)) is not None:
                 memory.write_all()
-        if (memory := self._of(tensor)) is None:
+        if (memory := self.memory.of(tensor)) is None:
             return
         if is_new and memory.write(tensor):
             if not sources:
-                del self.memory[_address(tensor)]
+                del self.memory[address(tensor)]
                 return
             memory.write_all()
         for _, pattern in sources:
             memory.spoil(tensor, pattern)
 
-    def _of(self, tensor: torch.Tensor) -> _Memory | None:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            return None
-        return self.memory.get(_address(tensor))
-
     def unwritten(self) -> list[UnwrittenWeight]:
         """The unwritten parameters and buffers of all modules that exist, each once."""
-        self._forget()
+        self.memory.forget()
         found = []
         for name, kind, owner, tensor in self.weights() if self.memory else ():
             local = local_tensor_or(tensor, tensor)
-            memory = self._of(local)
+            memory = self.memory.of(local)
             elements = 0 if memory is None else memory.unwritten(local)
             if memory is not None and elements:
                 found.append(UnwrittenWeight(name, kind, owner, tuple(local.shape), elements, memory.line, memory.read))
@@ -326,10 +313,6 @@ def _receives(op: OpOverload, args: tuple[Any, ...]) -> bool:
 
 def _is_plain(kind: type) -> bool:
     return not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return storage_address(tensor.untyped_storage())
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
