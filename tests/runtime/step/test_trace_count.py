@@ -686,10 +686,10 @@ def test_the_trainer_does_not_retrace(tmp_path, traced):
 
 
 class Adaptive(torch.optim.Optimizer):
-    """An optimizer with state as Prodigy, D-Adaptation and Nero have it, of which each trait can be left out."""
+    """An optimizer with state as Nero and D-Adaptation have it, of which each trait can be left out."""
 
     def __init__(self, parameters, traits):
-        super().__init__(parameters, {"lr": 0.01, "d": 1.0})
+        super().__init__(parameters, {"lr": 0.01})
         self.traits = traits
 
     @torch.no_grad()
@@ -703,22 +703,25 @@ class Adaptive(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(p)
                     if "asks at first" in self.traits and p.any():
                         state["before"] = p.clone()
-                state["momentum"].mul_(0.9).add_(p.grad, alpha=group["d"])
+                state["momentum"].mul_(0.9).add_(p.grad)
                 if "reads" in self.traits:
                     total += state["momentum"].abs().sum().item()
                 p.sub_(state["momentum"] * group["lr"])
                 if "counts" in self.traits:
                     p.mul_(1 - 0.01 / (state["step"] + 1))
                 state["step"] += 1
-            if "adapts" in self.traits:
-                group["d"] = min(group["d"] * 1.01, 1 / (total + 0.1))
+            group["total"] = total
 
 
-TRAITS = ["asks at first", "reads", "counts", "adapts"]
+TRAITS = ["asks at first", "reads", "counts"]
 
 
-@pytest.mark.parametrize("traits", [t for n in range(5) for t in itertools.combinations(TRAITS, n)], ids=", ".join)
-def test_an_optimizer_that_counts_and_adapts_to_what_it_reads(traits):
+@pytest.mark.parametrize("traits", [t for n in range(4) for t in itertools.combinations(TRAITS, n)], ids=", ".join)
+def test_an_optimizer_that_reads_and_counts(traits, monkeypatch):
+    traces = []
+    trace = cache_entries.CacheEntries._traced
+    monkeypatch.setattr(cache_entries.CacheEntries, "_traced", lambda *a, **k: traces.append(1) or trace(*a, **k))
+
     def run(backend, trace):
         model, optimizer, compiled = build(backend, lambda parameters: Adaptive(parameters, traits))
 
@@ -730,10 +733,15 @@ def test_an_optimizer_that_counts_and_adapts_to_what_it_reads(traits):
             optimizer.zero_grad()
             return loss
 
-        return [step(x).item() for x in batches(10)], step
+        losses = []
+        for number, x in enumerate(batches(10)):
+            if number == 5:
+                traces.clear()
+            losses.append(step(x).item())
+        return losses, step
 
     expected, _ = run(fl.backend("CPU"), lambda step: step)
     losses, step = run(fl.backend("XLA"), fl.trace)
     # Sums of float32 in another order, ten times
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
-    assert compiled_steps.compilations(step) <= 3
+    assert compiled_steps.compilations(step) <= 3 and not traces

@@ -283,10 +283,9 @@ class CacheEntries:
         """Trace the step, because no entry's guards hold."""
         last = self._entries[0] if self._entries else None
         outdated = last is not None and last.step.outdated()
-        changes = [] if last is None else last.changes(request.arguments)
-        why = [] if outdated else changes
+        why = [] if last is None or outdated else last.changes(request.arguments)
         in_groups = last.step.traced.optimizers.groups.changes() if outdated and last is not None else []
-        changed = [change.place for change in (*changes, *in_groups) if change.place is not None]
+        changed = [change.place for change in (*why, *in_groups) if change.place is not None]
         places = {place.id: place for place in changed if place.id not in self._places}
         self._places |= places
         twin: list[CacheEntry] = []
@@ -337,7 +336,7 @@ class CacheEntries:
                 runs = self._runs_untraced_from_now_on(request)
                 self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
-        if self._in_vain > most and not (places and self._inputs) and request.reads and last is not None:
+        if self._in_vain > most and request.reads and last is not None:
             self._untraced.begin_at_once()
             self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
