@@ -58,7 +58,8 @@ def interpret(
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        inner = _called_by(eqn)
+        called = called_by(eqn)
+        inner = called and called.jaxpr
         results: Sequence[T]
         if is_kept(eqn):
             results = operands[:1]
@@ -70,12 +71,12 @@ def interpret(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _called_by(eqn: Any) -> jex.Jaxpr | None:
+def called_by(eqn: Any) -> jex.ClosedJaxpr | None:
     """The jaxpr that an equation calls once with its own operands, if any."""
     if eqn.primitive.name in ("while", "scan", "cond"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         called = eqn.params.get(name)
         if called is not None:
-            return getattr(called, "jaxpr", called)
+            return called if isinstance(called, jex.ClosedJaxpr) else jex.ClosedJaxpr(called, ())
     return None

@@ -41,7 +41,7 @@ def use_compilation_cache(directory: str | None) -> None:
     compilation_cache.reset_cache()
 
 
-def compile_options(on_mesh: bool = False) -> dict[str, Any]:
+def compile_options(on_mesh: bool = False, same_run: bool = False) -> dict[str, Any]:
     """XLA options that differ from the defaults.
 
     On a CPU: let XLA see, before it copies a donated weight, that the backward pass has read it before the optimizer
@@ -49,16 +49,21 @@ def compile_options(on_mesh: bool = False) -> dict[str, Any]:
     scratch memory (by default, to run more of them concurrently, it is 1.5 times as much).
     On a mesh of CPU devices: LLVM's optimization level 2, not 3, which takes a fifth less processor time to compile;
     the steps are as fast, since most of their time is synchronization between devices.
+    For the same run on any mesh: no merging of equal subexpressions across the pass over the logical shards, which
+    comes out otherwise where there is one device. (With it, weights of a Llama differed between one device and two.)
     On a GPU: deterministic results, if PyTorch has been asked for them.
     """
     if not on_cpu():
-        return {"xla_gpu_exclude_nondeterministic_ops": True} if torch.are_deterministic_algorithms_enabled() else {}
+        deterministic = same_run or torch.are_deterministic_algorithms_enabled()
+        return {"xla_gpu_exclude_nondeterministic_ops": True} if deterministic else {}
     options: dict[str, Any] = {
         "xla_cpu_copy_insertion_use_region_analysis": True,
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     }
     if on_mesh and _LEVEL not in os.environ.get("XLA_FLAGS", ""):  # else the user has said which
         options[_LEVEL] = 2
+    if same_run:
+        options["xla_disable_hlo_passes"] = "cse"
     return options
 
 

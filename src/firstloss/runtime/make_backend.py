@@ -34,6 +34,7 @@ def backend(
     name: str | Backend | None = None,
     *,
     mesh: Any = None,
+    same_run: int | None = None,
     cluster_config: ClusterConfig | None = None,
     artifact_dir: str | os.PathLike[str] | None = _ARTIFACTS,
     compile_dir: str | os.PathLike[str] | None = None,
@@ -59,6 +60,9 @@ def backend(
             `{"fsdp": 4, "tp": 2}`, over JAX's devices in order. The batch is sharded over axes named data, dp, fsdp or
             the like (`docs/meshes.md`). None: one device. A `jax.sharding.AbstractMesh` has no devices: use
             it with `validate_only`, to plan steps (`step.plan(batch)`).
+        same_run: compute each step by so many logical shards of its batch, 8 for example, whatever the mesh, so that
+            losses and weights are the same, bit for bit, on any mesh whose devices divide them (`docs/meshes.md`).
+            None: as XLA divides it; meshes differ in last digits.
         cluster_config: the same as `mesh={"data": cluster_config.num_csx}`, plus the number of loader workers.
         artifact_dir: a folder for files that are reused between runs, and for those of a `DataExecutor`.
         compile_dir: where compiled executables are cached; by default "compiled" in `artifact_dir`, or, if none is
@@ -87,7 +91,9 @@ def backend(
     }
     if first_loss not in (None, "eager", "compiled"):
         raise BackendError(f"first_loss={first_loss!r}: write 'eager' or 'compiled'.")
-    given = {"mesh": mesh, "cluster_config": cluster_config, "artifact_dir": artifact_dir, **only}
+    if same_run is not None and (type(same_run) is not int or same_run < 1 or same_run & (same_run - 1)):
+        raise BackendError(f"same_run={same_run!r}: write the number of logical shards, a power of two, such as 8.")
+    given = {"mesh": mesh, "same_run": same_run, "cluster_config": cluster_config, "artifact_dir": artifact_dir, **only}
     dropped = [word for word, value in given.items() if value not in (None, False) and type(value) is not _Default]
     artifact_dir = _ARTIFACTS if artifact_dir is None else artifact_dir
     for word in ("compile_only", "validate_only"):
@@ -118,6 +124,8 @@ def backend(
         malloc_settings.map_arrays()
         if mesh is None and cluster_config is not None and cluster_config.num_csx > 1:
             mesh = {"data": cluster_config.num_csx}
+        if mesh is None and same_run is not None:
+            mesh = {"data": 1}
         # Import everything that the first step needs, so that it need not wait; JAX is deferred until the first loss
         # has been returned, if that does not need it. Garbage collection is paused: going through the modules of
         # PyTorch and transformers would take as long as the import.
@@ -134,7 +142,7 @@ def backend(
         if mesh is not None:
             from .mesh.mesh import Mesh
 
-            devices = Mesh(mesh, put_off=not lazy_jax.is_imported())
+            devices = Mesh(mesh, put_off=not lazy_jax.is_imported(), same_run=same_run)
         if devices is not None and not (devices.is_there or validate_only):
             raise BackendError(
                 "an AbstractMesh has no devices to run on. Pass validate_only=True to plan steps for it, or the sizes "
@@ -164,6 +172,8 @@ def backend(
             warn(UnusedAcceleratorWarning(unused))
         lazy_jax.set_compilation_cache(str(folder) if cache_folder.prepare(folder) else None)
         lowering_markers.set_folder(lowered if cache_folder.prepare(lowered) else None)
+    elif kind in EAGER and same_run is not None:
+        raise BackendError(f'backend {name!r} computes steps as they are written, so same_run has no effect. Use "XLA".')
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in EAGER:

@@ -58,15 +58,16 @@ class Mesh:
         axes: sizes of its axes by name.
         data: the axes over which the batch is sharded.
         whole: the sharding of replicated arrays.
+        same_run: the number of logical shards of each step (`lower/logical_shards.py`); None: XLA partitions it.
     """
 
-    def __init__(self, mesh: Any, put_off: bool = False) -> None:
+    def __init__(self, mesh: Any, put_off: bool = False, same_run: int | None = None) -> None:
         """
         Args:
             put_off: do not ask JAX for the devices yet. `mesh` must be sizes of axes.
 
         Raises:
-            BackendError: if JAX has too few devices.
+            BackendError: if JAX has too few devices, or their number does not divide `same_run`.
             ShardingError: if `mesh` is not a mesh.
         """
         self._shardings: dict[shardings.Spec, MeshSharding] = {}
@@ -75,9 +76,17 @@ class Mesh:
         self._source = here()
         if not put_off:
             self.devices  # noqa: B018 - raises where there are none
-        self.data: tuple[str, ...] = tuple(axis for axis in self.axes if axis in shardings.DATA_AXES)
+        count = math.prod(self.axes.values())
+        if same_run is not None and same_run % count:
+            raise BackendError(
+                f"{self._source}: a mesh of {self.axes} has {count} devices, which do not divide the {same_run} logical "
+                f"shards of same_run={same_run}. Use {_divisors(same_run)} devices."
+            )
+        self.same_run: int | None = same_run
+        is_data = (lambda axis: True) if same_run is not None else shardings.DATA_AXES.__contains__
+        self.data: tuple[str, ...] = tuple(filter(is_data, self.axes))
         self.whole: MeshSharding = self._sharding(())
-        self._ways = math.prod(self.axes[axis] for axis in self.data)
+        self._ways = same_run or math.prod(self.axes[axis] for axis in self.data)
         self._warned: set[tuple[int, ...]] = set()
 
     @functools.cached_property
@@ -199,6 +208,11 @@ def _spec_of_memory(ref: Ref, spec: shardings.Spec) -> shardings.Spec | None:
     if len(value.shape) == 1 and is_contiguous(ref.size, ref.stride) and not any(spec[1:]):
         return spec[:1]
     return None
+
+
+def _divisors(count: int) -> str:
+    *others, last = (str(n) for n in range(1, count + 1) if count % n == 0)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _jax_mesh(mesh: Any, source: Source) -> Any:

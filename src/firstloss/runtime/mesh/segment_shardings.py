@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,10 @@ class Edges:
 
     Attributes:
         cut: the segments; those of the same function have equally sharded inputs and outputs.
+        same_run: whether it computes by logical shards; see `same_run.py`.
     """
+
+    same_run = False
 
     def __init__(
         self,
@@ -87,6 +90,17 @@ class Edges:
             return None
         known = {value: self.placed(value) for value in (*segment.inputs, *segment.outputs) if isinstance(value, Value)}
         return gathers_of(segment, known, self._axes)
+
+    def divided(
+        self,
+        segment: Segment,
+        run: Callable[..., tuple[Any, ...]],
+        inputs: Sequence[Value | int],
+        outputs: Sequence[Value],
+    ) -> Callable[..., tuple[Any, ...]]:
+        """`run`, which computes `outputs` of a segment from a seed and its `inputs`, as it is divided over the devices:
+        by XLA."""
+        return run
 
     def described(self, segment: Segment) -> tuple[Any, ...]:
         """All that decides how a segment is partitioned, besides what it computes and the mesh."""

@@ -126,7 +126,8 @@ class CompiledFunctions:
     def _compile(self, number: int, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
             entry = self._entries.get(number)
-            options = compile_options(on_mesh=self._edges is not None)
+            edges = self._edges
+            options = compile_options(on_mesh=edges is not None, same_run=edges is not None and edges.same_run)
             if entry is not None:
                 if isinstance(lowered, executable_cache.Entry):
                     compiled = entry.load()
@@ -191,17 +192,20 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
                 step.append(step_key(seed))
             return jax.random.fold_in(step[0], arrays[draw])
 
-        if gathers is None or edges is None:
-            run_calls(with_fused_updates(segment.calls, outputs), arrays, key_of)
+        if edges is None or edges.same_run:
+            run_calls(segment.calls if edges else with_fused_updates(segment.calls, outputs), arrays, key_of)
+        elif gathers is None:
+            run_calls(segment.calls, arrays, key_of)
         else:
             run_gathered(gathers, arrays, key_of, edges.whole.mesh)
         return tuple(arrays[value] for value in outputs)
 
     gathers = None if edges is None else edges.gathers(segment)
-    run.__name__ = name
     with x64(), aten.within(edges is None and on_cpu()):
         options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
-        jitted = jax.jit(run, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
+        step = run if edges is None else edges.divided(segment, run, inputs, outputs)
+        step.__name__ = name  # type: ignore[attr-defined]
+        jitted = jax.jit(step, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
         seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=None if edges is None else edges.whole)
         return jitted.lower(seed, *(_shape(value, edges) for value in inputs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ...program.graph import Value
 from ...program.program import Program
 from ..backend import Backend
 from ..lazy_jax import on_cpu
+from ..mesh.same_run import SameRunEdges
 from ..mesh.segment_shardings import Edges
 from .compiled_step import Inputs
 from .segmented import SegmentedStep
@@ -73,6 +75,8 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
     changed, _, (new, created, names) = groups = traced.groups
     separate = _apart(program, dict(zip(new, changed, strict=True)))
     least_periods = segments.LEAST_PERIODS_ON_CPU if mesh is None and on_cpu() else 2
+    if mesh is not None and mesh.same_run is not None:  # a logical shard goes through all layers before the next
+        least_periods = sys.maxsize
     pieces = cut(program, names, separate, traced.early, least_periods)
     edges = None
     if mesh is not None:
@@ -80,7 +84,8 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
         if mesh.result_sharding() is not None:
             outputs |= dict.fromkeys(names, mesh.result_sharding())
         sharding_of = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
-        edges = Edges(pieces, mesh, inputs.where, traced.owners.arguments, sharding_of)
+        kind = Edges if mesh.same_run is None else SameRunEdges
+        edges = kind(pieces, mesh, inputs.where, traced.owners.arguments, sharding_of)
         pieces = edges.cut
     return Segmentation(pieces, groups, edges)
 
