@@ -126,7 +126,7 @@ def _squeeze(factors: _Factors, eqn: Any, operands: list[list[int]], results: li
 def _reshape(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
     """Of merged or split dimensions, the first one: a shard of it is a shard of all of them together."""
     (before,), (after,) = _shapes(eqn.invars), _shapes(eqn.outvars)
-    old = [position for position, size in enumerate(before) if size != 1]
+    old = [position for position in eqn.params["dimensions"] or range(len(before)) if before[position] != 1]
     new = [position for position, size in enumerate(after) if size != 1]
     if 0 in before:
         return
@@ -216,6 +216,22 @@ def _conv_general_dilated(factors: _Factors, eqn: Any, operands: list[list[int]]
         factors.same(data[numbers.lhs_spec[1]], kernel[numbers.rhs_spec[1]])  # the input channels
 
 
+def _stack(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """All dimensions but the new one."""
+    axis = eqn.params["axis"]
+    for operand in operands:
+        for dim, to in zip(operand, [*results[0][:axis], *results[0][axis + 1 :]], strict=True):
+            factors.same(dim, to)
+
+
+def _unstack(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
+    """All dimensions but the one that is taken apart."""
+    axis = eqn.params["axis"]
+    for result in results:
+        for dim, to in zip([*operands[0][:axis], *operands[0][axis + 1 :]], result, strict=True):
+            factors.same(dim, to)
+
+
 def _one_by_one(factors: _Factors, eqn: Any, operands: list[list[int]], results: list[list[int]]) -> None:
     """Each result corresponds to the operand at the same position."""
     for operand, result in zip(operands, results, strict=True):
@@ -232,6 +248,8 @@ _RULES = {
     "transpose": _transpose,
     "reshape": _reshape,
     "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
     "dot_general": _dot_general,
     "gather": _gather,
     "conv_general_dilated": _conv_general_dilated,

@@ -192,10 +192,12 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
                 step.append(step_key(seed))
             return jax.random.fold_in(step[0], arrays[draw])
 
-        if edges is None or edges.same_run:
-            run_calls(segment.calls if edges else with_fused_updates(segment.calls, outputs), arrays, key_of)
+        if edges is None:
+            run_calls(with_fused_updates(segment.calls, outputs), arrays, key_of)
         elif gathers is None:
-            run_calls(segment.calls, arrays, key_of)
+            for number, call in enumerate(segment.calls):
+                with jax.named_scope(str(number)):  # by which `SameRunEdges` finds its line
+                    run_calls([call], arrays, key_of)
         else:
             run_gathered(gathers, arrays, key_of, edges.whole.mesh)
         return tuple(arrays[value] for value in outputs)
