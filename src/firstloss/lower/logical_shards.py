@@ -15,8 +15,9 @@ The function is cut by its jaxpr: which dimensions of operands and results belon
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from .jaxprs import called_by
 from .sharding_rules import rule_of_equation
 
 Params = dict[str, Any]
+Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes of the mesh that shard it; (): whole
 
 
 class Operation(NamedTuple):
@@ -39,8 +41,9 @@ class Operation(NamedTuple):
         results: the numbers of the results.
         is_cut: whether it is computed for each logical shard.
         add: if each logical shard's results are terms of a whole one, how two are added.
-        draws: whether its first operand is a random key, which is then another for each logical shard.
-        line: of the user's code.
+        equation: which it is.
+        specs, out_specs: if it is computed of weights where they are kept, on each device of its own shards, the
+            shardings of its operands and results.
     """
 
     bind: Callable[..., Sequence[Any]]
@@ -49,8 +52,9 @@ class Operation(NamedTuple):
     results: tuple[int, ...]
     is_cut: bool
     add: Callable[[Any, Any], Any] | None = None
-    draws: bool = False
-    line: str = ""
+    equation: _Equation | None = None
+    specs: tuple[Spec, ...] = ()
+    out_specs: tuple[Spec, ...] = ()
 
 
 class CutFunction(NamedTuple):
@@ -66,6 +70,7 @@ class CutFunction(NamedTuple):
         between: the operations on whole values before each pass, and after the last.
         gathered: the cut values that are made whole after each pass, and the numbers of the whole ones.
         lines: for each of the last, the line that needs it whole.
+        reduced: the sums over logical shards of which each device keeps only a shard, and how they are sharded.
     """
 
     shards: int
@@ -78,6 +83,7 @@ class CutFunction(NamedTuple):
     between: list[list[Operation]]
     gathered: list[dict[int, int]]
     lines: dict[int, str]
+    reduced: dict[int, Spec]
 
 
 # -- how a primitive is computed piece by piece ------------------------------------------------------------------------
@@ -87,10 +93,12 @@ class _Request(NamedTuple):
     """An equation that is to be cut into `shards` along a factor.
 
     Attributes:
+        params: its parameters, maybe cut along another factor already.
         at, to: for each operand and result the dimension of that factor, or None.
     """
 
     eqn: Any
+    params: Params
     at: tuple[int | None, ...]
     to: tuple[int | None, ...]
     shards: int
@@ -112,7 +120,7 @@ def _unless(*names: str) -> _Cut:
 
     def cut(request: _Request) -> Params | None:
         for name in names:
-            dims = request.eqn.params[name]
+            dims = request.params[name]
             if request.at[0] in (dims if isinstance(dims, (tuple, list)) else (dims,)):
                 return None
         return {}
@@ -124,13 +132,13 @@ def _new_shape(name: str) -> _Cut:
     """The parameter `name` is the result's shape."""
 
     def cut(request: _Request) -> Params | None:
-        return {name: request.local(request.eqn.params[name], request.to[0]), "sharding": None}
+        return {name: request.local(request.params[name], request.to[0]), "sharding": None}
 
     return cut
 
 
 def _slice(request: _Request) -> Params | None:
-    params, (dim, *_) = request.eqn.params, request.at
+    params, (dim, *_) = request.params, request.at
     size = request.eqn.invars[0].aval.shape[dim]
     if params["start_indices"][dim] or params["limit_indices"][dim] != size:
         return None
@@ -141,11 +149,11 @@ def _slice(request: _Request) -> Params | None:
 
 def _pad(request: _Request) -> Params | None:
     (dim, *_) = request.at
-    return {} if dim is not None and request.eqn.params["padding_config"][dim] == (0, 0, 0) else None
+    return {} if dim is not None and request.params["padding_config"][dim] == (0, 0, 0) else None
 
 
 def _dynamic_slice(request: _Request) -> Params | None:
-    dim, sizes = request.at[0], request.eqn.params["slice_sizes"]
+    dim, sizes = request.at[0], request.params["slice_sizes"]
     if dim is None or sizes[dim] != request.eqn.invars[0].aval.shape[dim]:
         return None
     return {"slice_sizes": request.local(sizes, dim)}
@@ -163,7 +171,7 @@ def _top_k(request: _Request) -> Params | None:
 
 def _window(request: _Request) -> Params | None:
     """Windows over other dimensions."""
-    params, dim = request.eqn.params, request.at[0]
+    params, dim = request.params, request.at[0]
     if dim is None:
         return None
     sizes = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1}
@@ -171,7 +179,7 @@ def _window(request: _Request) -> Params | None:
 
 
 def _gather(request: _Request) -> Params | None:
-    params = request.eqn.params
+    params = request.params
     numbers, sizes, dim = params["dimension_numbers"], params["slice_sizes"], request.at[0]
     if dim is None or dim in numbers.operand_batching_dims:
         return {}
@@ -184,12 +192,12 @@ def _scatter(request: _Request) -> Params | None:
     base, indices, updates = request.at
     if base is None:
         return {} if request.eqn.primitive.name in _SUMS else None
-    batching = base in request.eqn.params["dimension_numbers"].operand_batching_dims
+    batching = base in request.params["dimension_numbers"].operand_batching_dims
     return {} if updates is not None and (indices is not None) == batching else None
 
 
 def _convolution(request: _Request) -> Params | None:
-    params, numbers = request.eqn.params, request.eqn.params["dimension_numbers"]
+    params, numbers = request.params, request.params["dimension_numbers"]
     if request.to[0] is None:  # the input channels, which are summed
         return {} if params["feature_group_count"] == 1 else None
     is_batch = request.at[0] == numbers.lhs_spec[0] and request.at[1] is None
@@ -197,15 +205,15 @@ def _convolution(request: _Request) -> Params | None:
 
 
 def _split(request: _Request) -> Params | None:
-    return {} if request.at[0] != request.eqn.params["axis"] else None
+    return {} if request.at[0] != request.params["axis"] else None
 
 
 def _random_bits(request: _Request) -> Params | None:
-    return {"shape": request.local(request.eqn.params["shape"], request.to[0])}
+    return {"shape": request.local(request.params["shape"], request.to[0])}
 
 
 def _iota(request: _Request) -> Params | None:
-    params = request.eqn.params
+    params = request.params
     if request.to[0] == params["dimension"]:
         return None
     return {"shape": request.local(params["shape"], request.to[0]), "sharding": None}
@@ -282,12 +290,20 @@ class _Equation(NamedTuple):
         atoms = (*zip(self.eqn.invars, at, strict=True), *zip(self.eqn.outvars, to, strict=True))
         if any(dim is not None and atom.aval.shape[dim] % shards for atom, dim in atoms):
             return None
-        return _Request(self.eqn, tuple(at), tuple(to), shards)
+        return _Request(self.eqn, self.eqn.params, tuple(at), tuple(to), shards)
 
     def factor(self, number: int, dim: int) -> int:
         """The factor of a dimension of operand `number`, or, from -1 downwards, of a result."""
         rule = rule_of_equation(self.eqn)
         return (rule.operands[number] if number >= 0 else rule.results[-number - 1])[dim]
+
+
+def _params(request: _Request) -> Params | None:
+    """The parameters that change for one logical shard; None if it cannot be cut so."""
+    name = request.eqn.primitive.name
+    if name not in _CUTS or name not in _SUMS and None in request.to:
+        return None
+    return _CUTS[name](request)
 
 
 def cut(closed: Any, inputs_cut: Sequence[int | None], shards: int, lines: Sequence[str] = ()) -> CutFunction:
@@ -389,22 +405,10 @@ class _Cutter:
         cut_operands.sort(key=lambda n: -self._flat.shapes[equation.operands[n]].size)
         found = []
         for number in cut_operands:
-            request = equation.along(
-                equation.factor(number, self._dims[equation.operands[number]]), self._shards
-            )
-            if request is not None and self._params(request) is not None:
+            request = equation.along(equation.factor(number, self._dims[equation.operands[number]]), self._shards)
+            if request is not None and _params(request) is not None:
                 found.append(request)
         return next((r for r in found if None not in r.to), next(iter(found), None))
-
-    def _params(self, request: _Request) -> Params | None:
-        name = request.eqn.primitive.name
-        if name not in _CUTS or name not in _SUMS and None in request.to:
-            return None
-        if name == "random_bits" and request.at != (None,):
-            return None
-        if all(dim is None for dim in request.to) and name not in _SUMS:
-            return None
-        return _CUTS[name](request)
 
     def _gather(self, value: int, line: str) -> None:
         if value not in self._whole:
@@ -439,7 +443,7 @@ class _Cutter:
             request = equation.along(equation.factor(-number - 1, dim), self._shards)
             if request is None or any(d is not None and set((t,)) != d for t, d in zip(request.to, read, strict=True)):
                 return None
-            if None in request.to or self._params(request) is None:
+            if None in request.to or _params(request) is None:
                 return None
             self._dims.update(zip(equation.results, request.to, strict=True))
             return request
@@ -462,6 +466,7 @@ class _Cutter:
             [[] for _ in range(count + 2)],
             [{} for _ in range(count + 1)],
             self._lines,
+            {},
         )
         of_whole = {whole: value for value, whole in self._whole.items()}
         for operation, loop in zip(operations, loops, strict=True):
@@ -480,8 +485,7 @@ class _Cutter:
         def gathered(values: Iterable[int]) -> Iterator[Operation]:
             for value in values:
                 if (whole := gathers.pop(value, None)) is not None:
-                    line = self._lines[whole]
-                    yield Operation(_nothing, (value,), (self._dims[value],), (whole,), True, line=line)
+                    yield Operation(_nothing, (value,), (self._dims[value],), (whole,), True)
 
         yield from gathered(self._flat.inputs)
         for equation, request in zip(self._equations, self._requests, strict=True):
@@ -490,27 +494,28 @@ class _Cutter:
 
     def _operation(self, equation: _Equation, request: _Request | None) -> Iterator[Operation]:
         eqn, operands = equation.eqn, list(equation.operands)
-        bind = _binder(eqn, None if request is None else self._params(request))
+        bind = _binder(eqn, None if request is None else _params(request))
         cuts: tuple[int | None, ...] = (None,) * len(operands) if request is None else request.at
         for n, operand in enumerate(operands):
             if operand in self._dims and self._dims[operand] != cuts[n]:
                 operands[n] = self._whole[operand]
         if request is None:
-            yield Operation(bind, tuple(operands), cuts, equation.results, False, line=equation.line)
+            yield Operation(bind, tuple(operands), cuts, equation.results, False, None, equation)
             return
         name = eqn.primitive.name
         if None not in request.to:
-            draws = name == "random_bits"
-            yield Operation(bind, tuple(operands), cuts, equation.results, True, None, draws, equation.line)
+            yield Operation(bind, tuple(operands), cuts, equation.results, True, None, equation)
         elif not name.startswith("scatter"):
-            yield Operation(bind, tuple(operands), cuts, equation.results, True, _SUMS[name], line=equation.line)
+            yield Operation(bind, tuple(operands), cuts, equation.results, True, _SUMS[name], equation)
         else:  # each logical shard adds to zeros, and the sum is added to what there was
             base, (result,) = operands[0], equation.results
             aval = self._flat.shapes[result]
             zeros, total = self._flat.new(aval), self._flat.new(aval)
             yield Operation(lambda aval=aval: (jnp.zeros(aval.shape, aval.dtype),), (), (), (zeros,), False)
-            yield Operation(bind, (zeros, *operands[1:]), cuts, (total,), True, _SUMS[name], line=equation.line)
-            yield Operation(lambda a, b: (lax.add(a, b),), (base, total), (None, None), (result,), False)
+            yield Operation(bind, (zeros, *operands[1:]), cuts, (total,), True, _SUMS[name], equation)
+            (add,) = jax.make_jaxpr(lax.add)(aval, aval).eqns
+            added = _Equation(add, (base, total), (result,), equation.line)
+            yield Operation(_binder(add, None), (base, total), (None, None), (result,), False, None, added)
 
     def _loops(self, operations: Sequence[Operation]) -> list[int]:
         """For each operation, the pass over the logical shards in which it is computed, or, if it is of whole values,
@@ -571,7 +576,9 @@ def _channels_last(data: Any, kernel: Any, params: Params) -> Any:
     data = lax.transpose(data, (batch, *space, channels))
     kernel = lax.transpose(kernel, (*window, in_, out))
     last = len(space) + 1
-    dims = lax.ConvDimensionNumbers((0, last, *range(1, last)), (last, last - 1, *range(last - 1)), (0, last, *range(1, last)))
+    dims = lax.ConvDimensionNumbers(
+        (0, last, *range(1, last)), (last, last - 1, *range(last - 1)), (0, last, *range(1, last))
+    )
     result = lax.conv_general_dilated(
         data,
         kernel,
@@ -588,55 +595,179 @@ def _channels_last(data: Any, kernel: Any, params: Params) -> Any:
     return lax.transpose(result, [order.index(dim) for dim in range(len(order))])
 
 
+# -- where whole values are kept -----------------------------------------------------------------------------------
+
+
+def place(
+    function: CutFunction, inputs: Sequence[Spec], outputs: Sequence[Spec], axes: Mapping[str, int]
+) -> CutFunction:
+    """Compute what follows from weights alone, as an optimizer's update does, on each device for the shards of the
+    weights that it keeps.
+
+    Args:
+        inputs, outputs: how the arguments and results are sharded over the mesh; `()` for those that are whole or cut.
+        axes: the sizes of the mesh's axes.
+    """
+    placed = {value: spec for value, spec in zip(function.inputs, inputs, strict=True) if any(spec)}
+    operations = [operation for operations in function.between for operation in operations]
+    placements: list[Operation | None] = []
+    for operation in operations:
+        found = _placed(operation, placed, False, axes)
+        placements.append(found)
+        if found is not None:
+            placed.update(zip(found.results, found.out_specs, strict=True))
+    read: dict[int, set[Spec]] = {}  # for each whole value, how it is read
+    for value, spec in zip(function.outputs, outputs, strict=True):
+        read.setdefault(value, set()).add(spec)
+    for operation in itertools.chain.from_iterable(function.loops):
+        for value in operation.operands:
+            read.setdefault(value, set()).add(())
+    for n in reversed(range(len(operations))):
+        found, operation = placements[n], operations[n]
+        if found is None:
+            wanted = {value: next(iter(read[value])) for value in operation.results if len(read.get(value, ())) == 1}
+            if len(wanted) == len(operation.results):
+                found = placements[n] = _placed(operation, wanted, True, axes)
+        for number, value in enumerate(operation.operands):
+            read.setdefault(value, set()).add(() if found is None else found.specs[number])
+    sums = {v for loop in function.loops for operation in loop if operation.add is not None for v in operation.results}
+    reduced = {value: next(iter(read[value])) for value in sums if len(read.get(value, ())) == 1}
+    done = iter(operation if found is None else found for operation, found in zip(operations, placements, strict=True))
+    between = [[next(done) for _ in group] for group in function.between]
+    return function._replace(between=between, reduced={value: spec for value, spec in reduced.items() if any(spec)})
+
+
+def _placed(
+    operation: Operation, specs: Mapping[int, Spec], of_results: bool, axes: Mapping[str, int]
+) -> Operation | None:
+    """An operation as it is computed for shards, given the shardings of some operands, or of all results; None if it
+    cannot be."""
+    equation = operation.equation
+    if equation is None:
+        return None
+    atoms = operation.results if of_results else operation.operands
+    shapes = [atom.aval.shape for atom in (equation.eqn.outvars if of_results else equation.eqn.invars)]
+    known = [n for n, value in enumerate(atoms) if any(specs.get(value, ()))]
+    if not known:
+        return None
+    first = max(known, key=lambda n: math.prod(shapes[n]))
+    spec = specs[atoms[first]]
+    params: Params = equation.eqn.params
+    operand_specs = [[()] * len(atom.aval.shape) for atom in equation.eqn.invars]
+    result_specs = [[()] * len(atom.aval.shape) for atom in equation.eqn.outvars]
+    for dim, names in enumerate(spec):
+        if not names:
+            continue
+        shards = math.prod(axes[name] for name in names)
+        request = equation.along(equation.factor(-first - 1 if of_results else first, dim), shards)
+        if request is None or None in request.to:
+            return None
+        changed = _params(request._replace(params=params))
+        if changed is None or equation.eqn.primitive.name == "random_bits":
+            return None
+        params = {**params, **changed}
+        for found, sides in ((request.at, operand_specs), (request.to, result_specs)):
+            for side, position in zip(sides, found, strict=True):
+                if position is not None:
+                    side[position] = names
+    ins, outs = tuple(map(tuple, operand_specs)), tuple(map(tuple, result_specs))
+    if of_results and any(specs[value] != out for value, out in zip(operation.results, outs, strict=True)):
+        return None
+    return operation._replace(bind=_binder(equation.eqn, params), specs=ins, out_specs=outs)
+
+
 # -- running it on devices ---------------------------------------------------------------------------------------------
 
 
-def run(function: CutFunction, operands: Sequence[Any], axes: tuple[str, ...], devices: int, more: Any) -> list[Any]:
-    """Compute the function on one of `devices`, inside a `shard_map` over the mesh's `axes`.
+def run(
+    function: CutFunction,
+    operands: Sequence[Any],
+    inputs: Sequence[Spec],
+    outputs: Sequence[Spec],
+    axes: Mapping[str, int],
+    more: Any,
+) -> list[Any]:
+    """Compute the function on one device of a mesh, inside a `shard_map` over all its axes.
 
     Args:
         operands: its arguments; of those that are cut, the device's logical shards.
+        inputs, outputs: as in `place`.
+        axes: the sizes of the mesh's axes.
         more: a number that is 0, which the compiler does not know: XLA would compile a pass over one logical shard
             otherwise than one over several.
 
     Returns:
         Its results; of those that are cut, the device's logical shards.
     """
-    return _Run(function, axes, devices, more).results(operands)
+    return _Run(function, axes, more).results(operands, inputs, outputs)
 
 
 class _Run:
-    def __init__(self, function: CutFunction, axes: tuple[str, ...], devices: int, more: Any) -> None:
+    def __init__(self, function: CutFunction, axes: Mapping[str, int], more: Any) -> None:
         self._function = function
-        self._axes = axes
-        self._devices = devices
+        self._sizes = axes
+        self._axes = tuple(axes)
         self._more = more
-        self._own = function.shards // devices
-        self._first = lax.axis_index(axes) * self._own
+        self._own = function.shards // math.prod(axes.values())
+        self._first = lax.axis_index(self._axes) * self._own
         self._whole: dict[int, Any] = {number: jnp.asarray(value) for number, value in function.constants.items()}
+        self._kept: dict[
+            int, tuple[Spec, Any]
+        ] = {}  # of values that are sharded, the shardings and this device's shards
         self._pieces: dict[int, Any] = {}  # of cut values, this device's logical shards, stacked
 
-    def results(self, operands: Sequence[Any]) -> list[Any]:
+    def results(self, operands: Sequence[Any], inputs: Sequence[Spec], outputs: Sequence[Spec]) -> list[Any]:
         function = self._function
-        for value, operand in zip(function.inputs, operands, strict=True):
+        for value, operand, spec in zip(function.inputs, operands, inputs, strict=True):
             if value in function.dims:
                 pieces = _stacked(operand, function.dims[value], self._own)
-                if self._own == 1:
-                    pieces = lax.concatenate([pieces, pieces], 0)
-                self._pieces[value] = pieces
+                # With a single one, XLA would compile the pass otherwise.
+                self._pieces[value] = lax.concatenate([pieces, pieces], 0) if self._own == 1 else pieces
             else:
-                self._whole[value] = operand
+                self._keep(value, spec, operand)
         used_after = self._used_after()
         for number, operations in enumerate(function.between):
             for operation in operations:
-                results = operation.bind(*(self._whole[value] for value in operation.operands))
-                self._whole.update(zip(operation.results, results, strict=True))
+                specs = operation.specs or ((),) * len(operation.operands)
+                results = operation.bind(*map(self._shard_of, operation.operands, specs))
+                for value, result, spec in zip(
+                    operation.results, results, operation.out_specs or [()] * len(results), strict=True
+                ):
+                    self._keep(value, spec, result)
             if number < len(function.loops):
                 self._pass(number, used_after[number])
         return [
-            _joined(self._pieces[value][: self._own], function.dims[value]) if value in function.dims else self._whole[value]
-            for value in function.outputs
+            _joined(self._pieces[value][: self._own], function.dims[value])
+            if value in function.dims
+            else self._shard_of(value, spec)
+            for value, spec in zip(function.outputs, outputs, strict=True)
         ]
+
+    def _keep(self, value: int, spec: Spec, array: Any) -> None:
+        if any(spec):
+            self._kept[value] = spec, array
+        else:
+            self._whole[value] = array
+
+    def _shard_of(self, value: int, spec: Spec) -> Any:
+        """This device's shard of a whole value."""
+        if value in self._kept and self._kept[value][0] == spec:
+            return self._kept[value][1]
+        array = self._whole_of(value)
+        for dim, names in enumerate(spec):
+            if names:
+                size = array.shape[dim] // math.prod(self._sizes[name] for name in names)
+                array = lax.dynamic_slice_in_dim(array, lax.axis_index(names) * size, size, dim)
+        return array
+
+    def _whole_of(self, value: int) -> Any:
+        if value not in self._whole:
+            spec, array = self._kept[value]
+            for dim, names in enumerate(spec):
+                if names:
+                    array = lax.all_gather(array, names, axis=dim, tiled=True)
+            self._whole[value] = array
+        return self._whole[value]
 
     def _used_after(self) -> list[set[int]]:
         """For each pass, the cut values that are used after it."""
@@ -666,7 +797,9 @@ class _Run:
             return jnp.zeros((max(2, self._own), *shape), aval.dtype)
 
         stacks = [pieces_of(value) for value in kept]
-        sums = [[jnp.zeros(function.shapes[v].shape, function.shapes[v].dtype) for v, _ in terms] for _ in range(levels)]
+        sums = [
+            [jnp.zeros(function.shapes[v].shape, function.shapes[v].dtype) for v, _ in terms] for _ in range(levels)
+        ]
 
         def body(i: Any, carry: Any) -> Any:
             stacks, sums = carry
@@ -680,8 +813,10 @@ class _Run:
 
         stacks, sums = lax.fori_loop(0, self._own + self._more, body, (stacks, sums))
         self._pieces.update(zip(kept, stacks, strict=True))
-        totals = self._over_devices(sums[-1] if terms else [], adds)
-        self._whole.update(zip((value for value, _ in terms), totals, strict=True))
+        specs = [function.reduced.get(value, ()) for value, _ in terms]
+        totals = self._over_devices(sums[-1] if terms else [], adds, specs)
+        for (value, _), spec, total in zip(terms, specs, totals, strict=True):
+            self._keep(value, spec, total)
         for value, whole in function.gathered[number].items():
             dim = function.dims[value]
             pieces = lax.all_gather(self._pieces[value][: self._own], self._axes, tiled=True)
@@ -694,7 +829,7 @@ class _Run:
 
         def read(value: int, dim: int | None) -> Any:
             if dim is None or value not in function.dims:
-                whole = self._whole[value]
+                whole = self._whole_of(value)
                 if dim is None:
                     return whole
                 size = whole.shape[dim] // function.shards
@@ -705,22 +840,61 @@ class _Run:
 
         for operation in operations:
             operands = list(map(read, operation.operands, operation.cuts))
-            if operation.draws:
+            equation = operation.equation
+            if equation is not None and equation.eqn.primitive.name == "random_bits":  # another key for each
                 operands[0] = jax.random.fold_in(operands[0], shard)
             env.update(zip(operation.results, operation.bind(*operands), strict=True))
         return env
 
-    def _over_devices(self, totals: list[Any], adds: Sequence[Callable[[Any, Any], Any]]) -> list[Any]:
-        """Add the devices' sums, in the tree of which each device's is a branch."""
+    def _over_devices(
+        self, totals: list[Any], adds: Sequence[Callable[[Any, Any], Any]], specs: Sequence[Spec]
+    ) -> list[Any]:
+        """Add the devices' sums in a binary tree of which each device's is a branch; of those that are sharded, each
+        device exchanges only the half with its shard."""
         totals = list(lax.optimization_barrier(tuple(totals)))
-        distance = 1
-        while distance < self._devices:
-            pairs = [(i, i ^ distance) for i in range(self._devices)]
-            others = [lax.ppermute(total, self._axes, pairs) for total in totals]
-            totals = [add(a, b) for add, a, b in zip(adds, totals, others, strict=True)]  # a + b is b + a in all bits
-            totals = list(lax.optimization_barrier(tuple(totals)))
-            distance *= 2
-        return totals
+        shapes = [total.shape for total in totals]
+        totals = [total.reshape(self._halved(total.shape, spec)) for total, spec in zip(totals, specs, strict=True)]
+        distance, devices = 1, math.prod(self._sizes.values())
+        for axis in reversed(self._axes):
+            for bit in range(self._sizes[axis].bit_length() - 1):
+                own = (lax.axis_index(axis) >> bit) & 1
+                pairs = [(i, i ^ distance) for i in range(devices)]
+                for n, (add, spec) in enumerate(zip(adds, specs, strict=True)):
+                    kept = sent = totals[n]
+                    if (place := self._place_of(axis, bit, spec, shapes[n])) is not None:
+                        kept, sent = (lax.dynamic_slice_in_dim(kept, k, 1, place) for k in (own, 1 - own))
+                    # In all bits, a + b is b + a.
+                    totals[n] = add(kept, lax.ppermute(sent, self._axes, pairs))
+                totals = list(lax.optimization_barrier(tuple(totals)))
+                distance *= 2
+        return [
+            total.reshape(
+                tuple(size // math.prod(self._sizes[n] for n in names) for size, names in zip(shape, spec, strict=True))
+            )
+            if any(spec)
+            else total.reshape(shape)
+            for total, shape, spec in zip(totals, shapes, specs, strict=True)
+        ]
+
+    def _halved(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
+        """The shape with a dimension of 2 for each bit of the number of a shard, before the dimension that is sharded."""
+        out: list[int] = []
+        for dim, size in enumerate(shape):
+            bits = [2] * sum(self._sizes[name].bit_length() - 1 for name in spec[dim]) if any(spec) else []
+            out += [*bits, size >> len(bits)]
+        return tuple(out)
+
+    def _place_of(self, axis: str, bit: int, spec: Spec, shape: Sequence[int]) -> int | None:
+        """The dimension of `_halved` that a bit of the device's place on an axis decides; None if it does not."""
+        place = 0
+        for dim in range(len(shape) if any(spec) else 0):
+            for name in spec[dim]:
+                bits = self._sizes[name].bit_length() - 1
+                if name == axis:
+                    return place + bits - 1 - bit
+                place += bits
+            place += 1
+        return None
 
 
 def _added(

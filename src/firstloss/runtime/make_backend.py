@@ -173,7 +173,9 @@ def backend(
         lazy_jax.set_compilation_cache(str(folder) if cache_folder.prepare(folder) else None)
         lowering_markers.set_folder(lowered if cache_folder.prepare(lowered) else None)
     elif kind in EAGER and same_run is not None:
-        raise BackendError(f'backend {name!r} computes steps as they are written, so same_run has no effect. Use "XLA".')
+        raise BackendError(
+            f'backend {name!r} computes steps as they are written, so same_run has no effect. Use "XLA".'
+        )
     elif kind in EAGER and (mesh is not None or cluster_config is not None and cluster_config.num_csx > 1):
         raise BackendError(f'backend {name!r} runs on one device. For a mesh use "XLA".')
     elif kind in EAGER:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...lower import logical_shards
 from ...lower.dtypes import to_jax
 from ...lower.segments import Cut, Segment
+from ...lower.sharding import Spec
 from ...program.graph import Value
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
@@ -61,15 +62,29 @@ class SameRunEdges(Edges):
         function = logical_shards.cut(closed, [None, *dims], self._mesh.same_run, lines)
         out_dims = [function.dims.get(number) for number in function.outputs]
         self._dims.update((value, dim) for value, dim in zip(outputs, out_dims, strict=True) if dim is not None)
-        specs = [PartitionSpec() if dim is None else self._along(dim).spec for dim in (None, *dims)]
-        results = tuple(PartitionSpec() if dim is None else self._along(dim).spec for dim in out_dims)
-        devices = self.whole.mesh
+        ins = [(), *map(self._kept, inputs, dims)]
+        outs = list(map(self._kept, outputs, out_dims))
+        axes = self._mesh.axes
+        function = logical_shards.place(function, ins, outs, axes)
 
         def local(seed: Any, *operands: Any) -> tuple[Any, ...]:
             more = (seed[1] >> 31).astype(np.int32)  # 0: no run takes so many steps
-            return tuple(logical_shards.run(function, (seed, *operands), devices.axis_names, devices.size, more))
+            return tuple(logical_shards.run(function, (seed, *operands), ins, outs, axes, more))
 
-        return jax.shard_map(local, mesh=devices, in_specs=tuple(specs), out_specs=results, check_vma=False)
+        return jax.shard_map(
+            local,
+            mesh=self.whole.mesh,
+            in_specs=tuple(map(self._partition, (None, *dims), ins)),
+            out_specs=tuple(map(self._partition, out_dims, outs)),
+            check_vma=False,
+        )
+
+    def _kept(self, value: Value | int, dim: int | None) -> Spec:
+        """How a value is sharded that is not cut."""
+        return () if dim is not None or isinstance(value, int) else self.placed(value).spec
+
+    def _partition(self, dim: int | None, spec: Spec) -> PartitionSpec:
+        return PartitionSpec(*(names or None for names in spec)) if dim is None else self._along(dim).spec
 
     def described(self, segment: Segment) -> tuple[Any, ...]:
         return "same run", self._mesh.same_run, *super().described(segment)
