@@ -708,21 +708,20 @@ class _Run:
         self._sizes = axes
         self._axes = tuple(axes)
         self._more = more
-        self._own = function.shards // math.prod(axes.values())
-        self._first = lax.axis_index(self._axes) * self._own
+        self._devices = math.prod(axes.values())
+        self._own = function.shards // self._devices
         self._whole: dict[int, Any] = {number: jnp.asarray(value) for number, value in function.constants.items()}
         self._kept: dict[
             int, tuple[Spec, Any]
         ] = {}  # of values that are sharded, the shardings and this device's shards
-        self._pieces: dict[int, Any] = {}  # of cut values, this device's logical shards, stacked
+        self._batch: dict[int, Any] = {}  # of arguments that are cut, all logical shards, stacked
+        self._pieces: dict[int, Any] = {}  # of other cut values, this device's logical shards, stacked
 
     def results(self, operands: Sequence[Any], inputs: Sequence[Spec], outputs: Sequence[Spec]) -> list[Any]:
         function = self._function
         for value, operand, spec in zip(function.inputs, operands, inputs, strict=True):
             if value in function.dims:
-                pieces = _stacked(operand, function.dims[value], self._own)
-                # With a single one, XLA would compile the pass otherwise.
-                self._pieces[value] = lax.concatenate([pieces, pieces], 0) if self._own == 1 else pieces
+                self._batch[value] = self._gathered(_stacked(operand, function.dims[value], self._own), 0, self._axes)
             else:
                 self._keep(value, spec, operand)
         used_after = self._used_after()
@@ -737,11 +736,28 @@ class _Run:
             if number < len(function.loops):
                 self._pass(number, used_after[number])
         return [
-            _joined(self._pieces[value][: self._own], function.dims[value])
-            if value in function.dims
-            else self._shard_of(value, spec)
+            self._own_rows(value) if value in function.dims else self._shard_of(value, spec)
             for value, spec in zip(function.outputs, outputs, strict=True)
         ]
+
+    def _gathered(self, array: Any, dim: int, axes: tuple[str, ...]) -> Any:
+        """The devices' arrays, concatenated along `dim`."""
+        count = math.prod(self._sizes[name] for name in axes)
+        return lax.all_gather(array, axes, axis=dim, tiled=True) if count > 1 else array
+
+    def _all_pieces(self, value: int) -> Any:
+        """All logical shards of a cut value, stacked."""
+        if value in self._batch:
+            return self._batch[value]
+        pieces = self._pieces[value][: self._own]
+        by_device = self._gathered(pieces, 0, self._axes).reshape(self._devices, self._own, *pieces.shape[1:])
+        return jnp.swapaxes(by_device, 0, 1).reshape(self._function.shards, *pieces.shape[1:])
+
+    def _own_rows(self, value: int) -> Any:
+        """This device's part of a cut value, which begins with the rows after those of the device before."""
+        pieces = self._all_pieces(value)
+        own = lax.dynamic_slice_in_dim(pieces, lax.axis_index(self._axes) * self._own, self._own)
+        return _joined(own, self._function.dims[value])
 
     def _keep(self, value: int, spec: Spec, array: Any) -> None:
         if any(spec):
@@ -762,12 +778,14 @@ class _Run:
 
     def _whole_of(self, value: int) -> Any:
         if value not in self._whole:
-            spec, array = self._kept[value]
-            for dim, names in enumerate(spec):
-                if names:
-                    array = lax.all_gather(array, names, axis=dim, tiled=True)
-            self._whole[value] = array
+            self._whole[value] = self._gathered_shards(*self._kept[value])
         return self._whole[value]
+
+    def _gathered_shards(self, spec: Spec, array: Any) -> Any:
+        for dim, names in enumerate(spec):
+            if names:
+                array = self._gathered(array, dim, names)
+        return array
 
     def _used_after(self) -> list[set[int]]:
         """For each pass, the cut values that are used after it."""
@@ -796,10 +814,14 @@ class _Run:
             shape[function.dims[value]] //= function.shards
             return jnp.zeros((max(2, self._own), *shape), aval.dtype)
 
+        specs = [function.reduced.get(value, ()) for value, _ in terms]
+
+        def zeros(value: int, spec: Spec) -> Any:
+            aval = function.shapes[value]
+            return jnp.zeros(self._shard_shape(aval.shape, spec), aval.dtype)
+
         stacks = [pieces_of(value) for value in kept]
-        sums = [
-            [jnp.zeros(function.shapes[v].shape, function.shapes[v].dtype) for v, _ in terms] for _ in range(levels)
-        ]
+        sums = [[zeros(value, spec) for (value, _), spec in zip(terms, specs, strict=True)] for _ in range(levels)]
 
         def body(i: Any, carry: Any) -> Any:
             stacks, sums = carry
@@ -808,34 +830,44 @@ class _Run:
                 lax.dynamic_update_index_in_dim(stack, computed[value], i, 0)
                 for stack, value in zip(stacks, kept, strict=True)
             ]
-            new = list(lax.optimization_barrier(tuple(computed[value] for value, _ in terms)))
+            new = self._over_devices([computed[value] for value, _ in terms], adds, specs)
             return stacks, _added(sums, new, adds, i)
 
         stacks, sums = lax.fori_loop(0, self._own + self._more, body, (stacks, sums))
         self._pieces.update(zip(kept, stacks, strict=True))
-        specs = [function.reduced.get(value, ()) for value, _ in terms]
-        totals = self._over_devices(sums[-1] if terms else [], adds, specs)
-        for (value, _), spec, total in zip(terms, specs, totals, strict=True):
+        for (value, _), spec, total in zip(terms, specs, sums[-1] if terms else (), strict=True):
             self._keep(value, spec, total)
         for value, whole in function.gathered[number].items():
-            dim = function.dims[value]
-            pieces = lax.all_gather(self._pieces[value][: self._own], self._axes, tiled=True)
-            self._whole[whole] = _joined(pieces, dim)
+            self._whole[whole] = _joined(self._all_pieces(value), function.dims[value])
+
+    def _shard_shape(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
+        """The shape of a device's shard of a whole value."""
+        ways = [math.prod(self._sizes[name] for name in names) for names in spec or [()] * len(shape)]
+        return tuple(size // n for size, n in zip(shape, ways, strict=True))
 
     def _shard(self, operations: Sequence[Operation], i: Any) -> dict[int, Any]:
         """Compute `operations` for this device's logical shard `i`."""
         function, env = self._function, dict[int, Any]()
-        shard = self._first + i
+        shard = i * self._devices + lax.axis_index(self._axes)
+
+        def whole_of(value: int) -> Any:
+            if value in self._whole:
+                return self._whole[value]
+            # Gathered for each operation that reads it, not to be kept from the forward pass to the backward pass; and
+            # in the pass, not to be kept from one logical shard to the next.
+            spec, array = self._kept[value]
+            return lax.optimization_barrier(self._gathered_shards(spec, lax.optimization_barrier((array, i))[0]))
 
         def read(value: int, dim: int | None) -> Any:
             if dim is None or value not in function.dims:
-                whole = self._whole_of(value)
+                whole = whole_of(value)
                 if dim is None:
                     return whole
                 size = whole.shape[dim] // function.shards
                 return lax.dynamic_slice_in_dim(whole, shard * size, size, dim)
             if value not in env:
-                env[value] = lax.dynamic_index_in_dim(self._pieces[value], i, 0, keepdims=False)
+                pieces, at = (self._batch[value], shard) if value in self._batch else (self._pieces[value], i)
+                env[value] = lax.dynamic_index_in_dim(pieces, at, 0, keepdims=False)
             return env[value]
 
         for operation in operations:
@@ -854,11 +886,11 @@ class _Run:
         totals = list(lax.optimization_barrier(tuple(totals)))
         shapes = [total.shape for total in totals]
         totals = [total.reshape(self._halved(total.shape, spec)) for total, spec in zip(totals, specs, strict=True)]
-        distance, devices = 1, math.prod(self._sizes.values())
+        distance = 1
         for axis in reversed(self._axes):
             for bit in range(self._sizes[axis].bit_length() - 1):
                 own = (lax.axis_index(axis) >> bit) & 1
-                pairs = [(i, i ^ distance) for i in range(devices)]
+                pairs = [(i, i ^ distance) for i in range(self._devices)]
                 for n, (add, spec) in enumerate(zip(adds, specs, strict=True)):
                     kept = sent = totals[n]
                     if (place := self._place_of(axis, bit, spec, shapes[n])) is not None:
@@ -868,11 +900,7 @@ class _Run:
                 totals = list(lax.optimization_barrier(tuple(totals)))
                 distance *= 2
         return [
-            total.reshape(
-                tuple(size // math.prod(self._sizes[n] for n in names) for size, names in zip(shape, spec, strict=True))
-            )
-            if any(spec)
-            else total.reshape(shape)
+            total.reshape(self._shard_shape(shape, spec))
             for total, shape, spec in zip(totals, shapes, specs, strict=True)
         ]
 
