@@ -198,8 +198,9 @@ def _scatter(request: _Request) -> Params | None:
 
 def _convolution(request: _Request) -> Params | None:
     params, numbers = request.params, request.params["dimension_numbers"]
-    if request.to[0] is None:  # the input channels, which are summed
-        return {} if params["feature_group_count"] == 1 else None
+    if request.to[0] is None:
+        of_channels = request.at == (numbers.lhs_spec[1], numbers.rhs_spec[1])  # which are summed
+        return {} if of_channels and params["feature_group_count"] == 1 else None
     is_batch = request.at[0] == numbers.lhs_spec[0] and request.at[1] is None
     return {} if is_batch and params["batch_group_count"] == 1 else None
 
@@ -258,6 +259,9 @@ _CUTS: dict[str, _Cut] = {
     "random_bits": _random_bits,
 }
 
+# Those with results that have dimensions which no operand has.
+_MAKERS = {"broadcast_in_dim", "iota", "random_bits"}
+
 # How the results of logical shards are joined, if the cut dimension is not one of the result's.
 _SUMS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("reduce_sum", "dot_general", "conv_general_dilated", "scatter-add", "scatter_add"), lax.add),
@@ -302,6 +306,8 @@ def _params(request: _Request) -> Params | None:
     """The parameters that change for one logical shard; None if it cannot be cut so."""
     name = request.eqn.primitive.name
     if name not in _CUTS or name not in _SUMS and None in request.to:
+        return None
+    if name not in _MAKERS and all(dim is None for dim in request.at):
         return None
     return _CUTS[name](request)
 
@@ -707,7 +713,7 @@ class _Run:
         self._function = function
         self._sizes = axes
         self._axes = tuple(axes)
-        self._more = more
+        self._more = jnp.asarray(more)
         self._devices = math.prod(axes.values())
         self._own = function.shards // self._devices
         self._whole: dict[int, Any] = {number: jnp.asarray(value) for number, value in function.constants.items()}
@@ -729,6 +735,8 @@ class _Run:
             for operation in operations:
                 specs = operation.specs or ((),) * len(operation.operands)
                 results = operation.bind(*map(self._shard_of, operation.operands, specs))
+                if operation.equation is not None and operation.equation.eqn.primitive.name == "mul":
+                    results = list(map(self._rounded, results))
                 for value, result, spec in zip(
                     operation.results, results, operation.out_specs or [()] * len(results), strict=True
                 ):
@@ -787,6 +795,16 @@ class _Run:
                 array = self._gathered(array, dim, names)
         return array
 
+    def _rounded(self, result: Any) -> Any:
+        """A result, as it is after its last rounding. A processor can add a product that is not rounded yet; whether
+        the compiler lets it, and which product of `a * b + c * d`, depends on shapes and on what is computed where,
+        which are others on each mesh. It does not add what it does not know to be a product."""
+        if not jnp.issubdtype(result.dtype, jnp.floating):
+            return result
+        word = jnp.dtype(f"int{8 * result.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(result, word)
+        return lax.bitcast_convert_type(bits ^ self._more.astype(word), result.dtype)
+
     def _used_after(self) -> list[set[int]]:
         """For each pass, the cut values that are used after it."""
         function = self._function
@@ -830,7 +848,7 @@ class _Run:
                 lax.dynamic_update_index_in_dim(stack, computed[value], i, 0)
                 for stack, value in zip(stacks, kept, strict=True)
             ]
-            new = self._over_devices([computed[value] for value, _ in terms], adds, specs)
+            new = self._over_devices([self._rounded(computed[value]) for value, _ in terms], adds, specs)
             return stacks, _added(sums, new, adds, i)
 
         stacks, sums = lax.fori_loop(0, self._own + self._more, body, (stacks, sums))
@@ -864,10 +882,10 @@ class _Run:
                 if dim is None:
                     return whole
                 size = whole.shape[dim] // function.shards
-                return lax.dynamic_slice_in_dim(whole, shard * size, size, dim)
+                return lax.optimization_barrier(lax.dynamic_slice_in_dim(whole, shard * size, size, dim))
             if value not in env:
                 pieces, at = (self._batch[value], shard) if value in self._batch else (self._pieces[value], i)
-                env[value] = lax.dynamic_index_in_dim(pieces, at, 0, keepdims=False)
+                env[value] = lax.optimization_barrier(lax.dynamic_index_in_dim(pieces, at, 0, keepdims=False))
             return env[value]
 
         for operation in operations:
