@@ -1,6 +1,6 @@
 """PyTorch's own samples, cut into logical shards along each dimension of each argument, against the same rule uncut.
 
-    python -m tests.lower.cut_samples --limit 4       # a table, on standard output
+python -m tests.lower.cut_samples --limit 4       # a table, on standard output
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class CutCall:
                 )
 
 
-def cuts_of(op: Any, dtype: torch.dtype, limit: int, fitting: Callable[[CutCall], bool] = lambda cut: True) -> list[CutCall]:
+def cuts_of(
+    op: Any, dtype: torch.dtype, limit: int, fitting: Callable[[CutCall], bool] = lambda cut: True
+) -> list[CutCall]:
     """The operations of an operation's samples, in every way in which one argument can be cut, compared."""
     recorded, _ = record_samples(op, dtype, limit, True)
     calls = {key_of(call): call for calls in recorded for call in calls}

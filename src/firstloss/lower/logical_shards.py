@@ -262,6 +262,18 @@ _CUTS: dict[str, _Cut] = {
 # Those with results that have dimensions which no operand has.
 _MAKERS = {"broadcast_in_dim", "iota", "random_bits"}
 
+# Those with the same bits whatever the shape of the shard, since they are rounded once, element by element, or not at
+# all. (In which order XLA sums a shard, and how it computes an exponential of it, depends on the shard's shape.)
+_EXACT = set(
+    """
+    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p div eq floor ge gt
+    integer_pow iota is_finite le lt max min mul ne neg not optimization_barrier or pad reduce_precision reshape rev
+    round select_n shift_left shift_right_arithmetic shift_right_logical sign slice split sqrt square squeeze stack
+    stop_gradient sub transpose unstack xor
+    """.split()
+)
+_PRODUCTS = {"mul", "square", "integer_pow", "div"}  # a quotient may be computed as a product
+
 # How the results of logical shards are joined, if the cut dimension is not one of the result's.
 _SUMS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("reduce_sum", "dot_general", "conv_general_dilated", "scatter-add", "scatter_add"), lax.add),
@@ -649,7 +661,7 @@ def _placed(
     """An operation as it is computed for shards, given the shardings of some operands, or of all results; None if it
     cannot be."""
     equation = operation.equation
-    if equation is None:
+    if equation is None or equation.eqn.primitive.name not in _EXACT:
         return None
     atoms = operation.results if of_results else operation.operands
     shapes = [atom.aval.shape for atom in (equation.eqn.outvars if of_results else equation.eqn.invars)]
@@ -669,7 +681,7 @@ def _placed(
         if request is None or None in request.to:
             return None
         changed = _params(request._replace(params=params))
-        if changed is None or equation.eqn.primitive.name == "random_bits":
+        if changed is None:
             return None
         params = {**params, **changed}
         for found, sides in ((request.at, operand_specs), (request.to, result_specs)):
@@ -735,7 +747,7 @@ class _Run:
             for operation in operations:
                 specs = operation.specs or ((),) * len(operation.operands)
                 results = operation.bind(*map(self._shard_of, operation.operands, specs))
-                if operation.equation is not None and operation.equation.eqn.primitive.name == "mul":
+                if operation.equation is not None and operation.equation.eqn.primitive.name in _PRODUCTS:
                     results = list(map(self._rounded, results))
                 for value, result, spec in zip(
                     operation.results, results, operation.out_specs or [()] * len(results), strict=True
@@ -795,6 +807,13 @@ class _Run:
                 array = self._gathered(array, dim, names)
         return array
 
+    def _apart(self, array: Any) -> Any:
+        """`array`, compiled apart from what is before it: what one logical shard computes is compiled alike on any
+        mesh, wherever its operands come from. The compiler does not know which branch is taken."""
+        if not array.ndim or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+            return array
+        return lax.cond(self._more == 0, lambda array: array, jnp.zeros_like, array)
+
     def _rounded(self, result: Any) -> Any:
         """A result, as it is after its last rounding. A processor can add a product that is not rounded yet; whether
         the compiler lets it, and which product of `a * b + c * d`, depends on shapes and on what is computed where,
@@ -848,7 +867,7 @@ class _Run:
                 lax.dynamic_update_index_in_dim(stack, computed[value], i, 0)
                 for stack, value in zip(stacks, kept, strict=True)
             ]
-            new = self._over_devices([self._rounded(computed[value]) for value, _ in terms], adds, specs)
+            new = self._over_devices([self._apart(computed[value]) for value, _ in terms], adds, specs)
             return stacks, _added(sums, new, adds, i)
 
         stacks, sums = lax.fori_loop(0, self._own + self._more, body, (stacks, sums))
@@ -874,18 +893,18 @@ class _Run:
             # Gathered for each operation that reads it, not to be kept from the forward pass to the backward pass; and
             # in the pass, not to be kept from one logical shard to the next.
             spec, array = self._kept[value]
-            return lax.optimization_barrier(self._gathered_shards(spec, lax.optimization_barrier((array, i))[0]))
+            return self._gathered_shards(spec, lax.optimization_barrier((array, i))[0])
 
         def read(value: int, dim: int | None) -> Any:
             if dim is None or value not in function.dims:
                 whole = whole_of(value)
                 if dim is None:
-                    return whole
+                    return self._apart(whole)
                 size = whole.shape[dim] // function.shards
-                return lax.optimization_barrier(lax.dynamic_slice_in_dim(whole, shard * size, size, dim))
+                return self._apart(lax.dynamic_slice_in_dim(whole, shard * size, size, dim))
             if value not in env:
                 pieces, at = (self._batch[value], shard) if value in self._batch else (self._pieces[value], i)
-                env[value] = lax.optimization_barrier(lax.dynamic_index_in_dim(pieces, at, 0, keepdims=False))
+                env[value] = self._apart(lax.dynamic_index_in_dim(pieces, at, 0, keepdims=False))
             return env[value]
 
         for operation in operations:
