@@ -459,7 +459,7 @@ class _Cutter:
             (dim,) = dims
             assert dim is not None
             request = equation.along(equation.factor(-number - 1, dim), self._shards)
-            if request is None or any(d is not None and set((t,)) != d for t, d in zip(request.to, read, strict=True)):
+            if request is None or any(d is not None and {t} != d for t, d in zip(request.to, read, strict=True)):
                 return None
             if None in request.to or _params(request) is None:
                 return None
@@ -942,7 +942,7 @@ class _Run:
         ]
 
     def _halved(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
-        """The shape with a dimension of 2 for each bit of the number of a shard, before the dimension that is sharded."""
+        """The shape with a dimension of 2 for each bit of a shard's number, before the dimension that is sharded."""
         out: list[int] = []
         for dim, size in enumerate(shape):
             bits = [2] * sum(self._sizes[name].bit_length() - 1 for name in spec[dim]) if any(spec) else []
@@ -998,10 +998,47 @@ def _joined(pieces: Any, dim: int) -> Any:
     return moved.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
-def cost(function: CutFunction) -> Counter[str]:
-    """The bytes of the values that are gathered whole, by the line that needs them so."""
-    out: Counter[str] = Counter()
-    for whole in itertools.chain.from_iterable(gathered.values() for gathered in function.gathered):
-        aval = function.shapes[whole]
-        out[function.lines[whole]] += aval.size * aval.dtype.itemsize
-    return out
+class Cost(NamedTuple):
+    """What a device does for a placed function because it is computed by logical shards.
+
+    Attributes:
+        passes: over its logical shards.
+        sent: bytes that it sends.
+        gathered: bytes of cut values that are gathered whole, by the lines that need them so.
+    """
+
+    passes: int
+    sent: float
+    gathered: dict[str, int]
+
+
+def cost(function: CutFunction, inputs: Sequence[Spec], axes: Mapping[str, int]) -> Cost:
+    """The cost of a function that `place` has returned; `inputs` and `axes` as there."""
+    devices = math.prod(axes.values())
+    specs = {**dict(zip(function.inputs, inputs, strict=True)), **function.reduced}
+    sent, gathered = 0.0, Counter[str]()
+
+    def size(value: int) -> int:
+        return function.shapes[value].size * function.shapes[value].dtype.itemsize
+
+    def ways(spec: Spec) -> int:
+        return math.prod(axes[name] for names in spec for name in names)
+
+    def gathers(operation: Operation) -> float:
+        read = operation.specs or ((),) * len(operation.operands)
+        moved = (v for v, spec in zip(operation.operands, read, strict=True) if specs.get(v, spec) != spec)
+        return sum(size(v) * (1 - 1 / ways(specs[v])) for v in moved if v not in function.dims)
+
+    for operation in itertools.chain.from_iterable(function.between):
+        sent += gathers(operation)
+        specs.update(zip(operation.results, operation.out_specs, strict=False))
+    for operation in itertools.chain.from_iterable(function.loops):
+        exchanged = 0.0
+        for value in operation.results if operation.add is not None else ():
+            n = ways(specs.get(value, ()))
+            exchanged += size(value) * ((1 - 1 / n) + math.log2(devices / n) / n)
+        sent += (gathers(operation) + exchanged) * function.shards / devices
+    for whole in itertools.chain.from_iterable(values.values() for values in function.gathered):
+        sent += size(whole) * (1 - 1 / devices)
+        gathered[function.lines[whole]] += size(whole)
+    return Cost(len(function.loops), sent, dict(gathered))

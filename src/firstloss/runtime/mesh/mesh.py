@@ -79,7 +79,7 @@ class Mesh:
         count = math.prod(self.axes.values())
         if same_run is not None and same_run % count:
             raise BackendError(
-                f"{self._source}: a mesh of {self.axes} has {count} devices, which do not divide the {same_run} logical "
+                f"{self._source}: the {count} devices of the mesh {self.axes} do not divide the {same_run} logical "
                 f"shards of same_run={same_run}. Use {_divisors(same_run)} devices."
             )
         self.same_run: int | None = same_run
@@ -148,10 +148,10 @@ class Mesh:
         if shape[0] % self._ways:
             if shape[0] > 1 and shape not in self._warned:
                 self._warned.add(shape)
+                how = "sharded over {} devices" if self.same_run is None else "cut into {} logical shards"
                 warnings.warn(
-                    f"a batch of shape {list(shape)} cannot be sharded over {self._ways} devices, so each computes all "
-                    "of "
-                    f"it. Make its first dimension a multiple of {self._ways} (drop_last=True for a loader's last).",
+                    f"a batch of shape {list(shape)} cannot be {how.format(self._ways)}, so each device computes all "
+                    f"of it. Make its first dimension a multiple of {self._ways} (drop_last=True for a loader's last).",
                     stacklevel=2,
                 )
             return self.whole

@@ -1,4 +1,4 @@
-"""The segments of a step that is the same run on any mesh: computed by logical shards, rather than as XLA divides it."""
+"""Steps that are the same run on any mesh: computed by logical shards, not as XLA's partitioner divides them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...lower import logical_shards
 from ...lower.dtypes import to_jax
+from ...lower.logical_shards import Cost, CutFunction
 from ...lower.segments import Cut, Segment
 from ...lower.sharding import Spec
 from ...program.graph import Value
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
-from .segment_shardings import Edges
+from .segment_shardings import Edges, spec_of
+
+Compute = Callable[..., tuple[Any, ...]]  # of a seed, two uint32, and arrays
 
 
 class SameRunEdges(Edges):
-    """As `Edges`, for a mesh with `same_run`: arrays are whole, cut along their batch, or where weights are kept."""
+    """As `Edges`, for a mesh with `same_run`: values are cut along the batch, or are where they are kept.
+
+    Attributes:
+        costs: of the segments that have been divided, by their function numbers.
+    """
 
     same_run = True
 
@@ -34,60 +41,99 @@ class SameRunEdges(Edges):
     ) -> None:
         self.whole = mesh.whole.named
         self.cut = cut
+        self.costs: dict[int, Cost] = {}
         self._mesh = mesh
         self._gathers = False
         self._of_batch: set[Value] = set()
         self._shardings = {value: named(sharding) for value, sharding in (*given.items(), *wanted.items())}
-        # The dimension along which a value is cut into logical shards.
-        self._dims = {v: 0 for v in given if v in batch and self._shardings[v].spec == self._along(0).spec}
-        self._functions: dict[int, logical_shards.CutFunction] = {}
-
-    def _along(self, dim: int) -> NamedSharding:
-        """The sharding of what is cut along `dim`."""
-        return NamedSharding(self.whole.mesh, PartitionSpec(*(None,) * dim, self._mesh.data))
+        self._dims = {v: 0 for v in given if v in batch and is_cut(self._shardings[v], mesh)}
 
     def divided(
-        self,
-        segment: Segment,
-        run: Callable[..., tuple[Any, ...]],
-        inputs: Sequence[Value | int],
-        outputs: Sequence[Value],
-    ) -> Callable[..., tuple[Any, ...]]:
-        """`run` by logical shards."""
-        assert self._mesh.same_run is not None
-        lines = [str(call.node.source) if call.node is not None else "" for call in segment.calls]
-        with x64():
-            closed = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((2,), np.uint32), *map(_shape, inputs))
+        self, segment: Segment, run: Compute, inputs: Sequence[Value | int], outputs: Sequence[Value]
+    ) -> Compute:
         dims = [self._dims.get(value) if isinstance(value, Value) else None for value in inputs]
-        function = logical_shards.cut(closed, [None, *dims], self._mesh.same_run, lines)
+        lines = [str(call.node.source) if call.node is not None else "" for call in segment.calls]
+        function = cut_step(run, list(map(_shape, inputs)), dims, self._mesh, lines)
         out_dims = [function.dims.get(number) for number in function.outputs]
-        self._dims.update((value, dim) for value, dim in zip(outputs, out_dims, strict=True) if dim is not None)
-        ins = [(), *map(self._kept, inputs, dims)]
-        outs = list(map(self._kept, outputs, out_dims))
-        axes = self._mesh.axes
-        function = logical_shards.place(function, ins, outs, axes)
+        for value, dim in zip(outputs, out_dims, strict=True):
+            if dim is not None:
+                self._dims[value] = dim
+                self._shardings.setdefault(value, _along(dim, self._mesh))
+        ins = [() if dim is not None else self._kept(value) for value, dim in zip(inputs, dims, strict=True)]
+        outs = [() if dim is not None else self._kept(value) for value, dim in zip(outputs, out_dims, strict=True)]
+        placed = logical_shards.place(function, [(), *ins], outs, self._mesh.axes)
+        self.costs[segment.function] = logical_shards.cost(placed, [(), *ins], self._mesh.axes)
+        return divided(placed, ins, outs, self._mesh)
 
-        def local(seed: Any, *operands: Any) -> tuple[Any, ...]:
-            more = (seed[1] >> 31).astype(np.int32)  # 0: no run takes so many steps
-            return tuple(logical_shards.run(function, (seed, *operands), ins, outs, axes, more))
-
-        return jax.shard_map(
-            local,
-            mesh=self.whole.mesh,
-            in_specs=tuple(map(self._partition, (None, *dims), ins)),
-            out_specs=tuple(map(self._partition, out_dims, outs)),
-            check_vma=False,
-        )
-
-    def _kept(self, value: Value | int, dim: int | None) -> Spec:
-        """How a value is sharded that is not cut."""
-        return () if dim is not None or isinstance(value, int) else self.placed(value).spec
-
-    def _partition(self, dim: int | None, spec: Spec) -> PartitionSpec:
-        return PartitionSpec(*(names or None for names in spec)) if dim is None else self._along(dim).spec
+    def _kept(self, value: Value | int) -> Spec:
+        return () if isinstance(value, int) else self.placed(value).spec
 
     def described(self, segment: Segment) -> tuple[Any, ...]:
         return "same run", self._mesh.same_run, *super().described(segment)
+
+
+def is_cut(sharding: NamedSharding, mesh: Mesh) -> bool:
+    """Whether a batch is sharded so that it is cut into logical shards."""
+    return sharding.spec == _along(0, mesh).spec
+
+
+def _along(dim: int, mesh: Mesh) -> NamedSharding:
+    """The sharding of what is cut along `dim`."""
+    return NamedSharding(mesh.devices, PartitionSpec(*(None,) * dim, mesh.data))
+
+
+def cut_step(
+    run: Compute, shapes: Sequence[jax.ShapeDtypeStruct], dims: Sequence[int | None], mesh: Mesh, lines: Sequence[str]
+) -> CutFunction:
+    """`run`, cut into the logical shards of a mesh with `same_run`.
+
+    Args:
+        shapes: of its arrays.
+        dims: along which these are cut; None: whole.
+        lines: as for `logical_shards.cut`.
+    """
+    assert mesh.same_run is not None
+    with x64():
+        closed = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((2,), np.uint32), *shapes)
+    return logical_shards.cut(closed, [None, *dims], mesh.same_run, lines)
+
+
+def divided(function: CutFunction, inputs: Sequence[Spec], outputs: Sequence[Spec], mesh: Mesh) -> Compute:
+    """A cut and placed function of a seed and arrays, computed by all devices of a mesh.
+
+    Args:
+        inputs, outputs: how its arrays and results are sharded; `()` for those that are whole or cut.
+    """
+    ins = [(), *inputs]
+
+    def local(seed: Any, *operands: Any) -> tuple[Any, ...]:
+        more = (seed[1] >> 31).astype(np.int32)  # 0: no run takes so many steps
+        return tuple(logical_shards.run(function, (seed, *operands), ins, outputs, mesh.axes, more))
+
+    def partition(value: int, spec: Spec) -> PartitionSpec:
+        dim = function.dims.get(value)
+        return PartitionSpec(*(names or None for names in spec)) if dim is None else _along(dim, mesh).spec
+
+    return jax.shard_map(
+        local,
+        mesh=mesh.devices,
+        in_specs=tuple(map(partition, function.inputs, ins)),
+        out_specs=tuple(map(partition, function.outputs, outputs)),
+        check_vma=False,
+    )
+
+
+def read(run: Compute, arrays: Sequence[jax.Array], are_batches: Sequence[bool], mesh: Mesh) -> Compute:
+    """`run`, which computes one value of a step from `arrays`, computed by logical shards."""
+    dims = [
+        0 if batch and is_cut(array.sharding, mesh) else None for array, batch in zip(arrays, are_batches, strict=True)
+    ]
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    specs = [
+        () if dim is not None else spec_of(array.sharding, array.ndim) for array, dim in zip(arrays, dims, strict=True)
+    ]
+    function = logical_shards.place(cut_step(run, shapes, dims, mesh, ()), [(), *specs], [()], mesh.axes)
+    return divided(function, specs, [()], mesh)
 
 
 def _shape(value: Value | int) -> jax.ShapeDtypeStruct:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -178,7 +178,8 @@ def step_key(seed: Any) -> Any:
     return jax.random.fold_in(jax.random.key(seed[0]), seed[1])
 
 
-def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
+def computation(function: Function, edges: Edges | None) -> Callable[..., tuple[Any, ...]]:
+    """What a function computes from a seed and its arguments, as it is divided over the devices."""
     segment = function.like
     inputs = [segment.inputs[i] for i in function.argument_order]
     outputs = [segment.outputs[i] for i in function.result_order]
@@ -203,9 +204,16 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
         return tuple(arrays[value] for value in outputs)
 
     gathers = None if edges is None else edges.gathers(segment)
+    return run if edges is None else edges.divided(segment, run, inputs, outputs)
+
+
+def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
+    segment = function.like
+    inputs = [segment.inputs[i] for i in function.argument_order]
+    outputs = [segment.outputs[i] for i in function.result_order]
     with x64(), aten.within(edges is None and on_cpu()):
         options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
-        step = run if edges is None else edges.divided(segment, run, inputs, outputs)
+        step = computation(function, edges)
         step.__name__ = name  # type: ignore[attr-defined]
         jitted = jax.jit(step, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
         seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=None if edges is None else edges.whole)

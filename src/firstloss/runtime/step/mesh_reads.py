@@ -1,4 +1,5 @@
-"""Values that a step's Python reads while it is traced on a mesh of several processes, of which none has all weights.
+"""Values that a step's Python reads while it is traced on a mesh of several processes, of which none has all weights,
+or on one with `same_run`, where they must not depend on how many processes there are.
 
 All processes trace the same step, so they come to the same read: what it needs is compiled and run by all of them.
 """
@@ -55,7 +56,8 @@ class MeshContents:
                 arrays = [self._array(each, inputs[each]) for each in read]
             # A thread of its own has no dispatch modes, no trace, and nobody who records what it calls.
             with ThreadPoolExecutor(1, thread_name_prefix="firstloss-read") as pool:
-                future = pool.submit(_run, program, read, arrays, self._seed(), self._mesh)
+                batches = list(map(self._trace.is_argument, read))
+                future = pool.submit(_run, program, read, arrays, batches, self._seed(), self._mesh)
             try:
                 self._known[value] = future.result()
             except LoweringError as error:
@@ -79,13 +81,16 @@ class MeshContents:
 _compiled: dict[str, Any] = {}  # by the digest of a module's text
 
 
-def _run(program: Program, read: list[Value], arrays: list[Any], seed: np.ndarray, mesh: Mesh) -> torch.Tensor:
+def _run(
+    program: Program, read: list[Value], arrays: list[Any], are_batches: list[bool], seed: np.ndarray, mesh: Mesh
+) -> torch.Tensor:
     """Compute a Program's output, by all processes."""
     import jax
 
     from ...lower import aten
     from ...lower.program import lower, unsupported
     from ..jax_support import compile_options, to_host, x64
+    from ..mesh import same_run as same_run_mesh
     from ..mesh.mesh import named
     from ..mesh.peers import peers_of
     from ..mesh.sharded_arrays import readable
@@ -94,21 +99,23 @@ def _run(program: Program, read: list[Value], arrays: list[Any], seed: np.ndarra
     if unsupported(program):
         raise LoweringError("it has operations that have no lowering")
 
-    def run(seed: Any, *operands: Any) -> Any:
-        return lower(program, dict(zip(read, operands, strict=True)), step_key(seed))["read"]
+    def compute(seed: Any, *operands: Any) -> Any:
+        return (lower(program, dict(zip(read, operands, strict=True)), step_key(seed))["read"],)
 
-    whole = named(mesh.whole)
-    run.__name__ = "read"
+    whole, same_run = named(mesh.whole), mesh.same_run is not None
     with x64(), aten.within(False):
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays]
         word = jax.ShapeDtypeStruct((2,), np.uint32, sharding=whole)
+        run = same_run_mesh.read(compute, arrays, are_batches, mesh) if same_run else compute
+        run.__name__ = "read"  # type: ignore[attr-defined]
         lowered = jax.jit(run, out_shardings=whole).lower(word, *shapes)
         digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if digest not in _compiled:
-            options, peers = compile_options(on_mesh=True), peers_of(whole.mesh)
+            options, peers = compile_options(on_mesh=True, same_run=same_run), peers_of(whole.mesh)
             if peers is None:
                 _compiled[digest] = lowered.compile(options)
             else:
                 peers.agree("read", digest)
                 _compiled[digest] = peers.compile(0, "read", lowered, options, whole.mesh.devices)
-        return to_host(readable(_compiled[digest](jax.device_put(seed, whole), *arrays))).clone()
+        (value,) = _compiled[digest](jax.device_put(seed, whole), *arrays)
+        return to_host(readable(value)).clone()

@@ -84,6 +84,27 @@ class Seconds:
     sending: list[float]
 
 
+class SameRunCost(NamedTuple):
+    """What `same_run` takes in place of the plan's own computation and communication.
+
+    Attributes:
+        shards: the logical shards of a step.
+        passes: how often a device goes through its logical shards.
+        sent: bytes that each device sends, weights and sums.
+        gathered: bytes of values of the batch that each device gathers whole, by the lines that need them so.
+    """
+
+    shards: int
+    passes: int
+    sent: float
+    gathered: dict[str, int]
+
+    def __str__(self) -> str:
+        text = f"{self.shards} logical shards in {self.passes} passes, sends {self.sent:,.0f} bytes"
+        whole = [f"gathers {size:,} bytes of the batch for {line or 'it'}" for line, size in self.gathered.items()]
+        return "; ".join([text.replace(" in 1 passes", " in 1 pass"), *whole])
+
+
 @dataclass
 class StepPlan:
     """The resources of one call of a step on each device.
@@ -97,6 +118,7 @@ class StepPlan:
         live: bytes of segments' outputs for others or for the next step, at each run.
         peak: bytes at the peak, by role; `gradients` are those that are live then.
         peak_part: the index in `parts` of the segment that runs at the peak.
+        same_run: for a backend with `same_run`, what this takes instead; all else is of the step as XLA divides it.
     """
 
     axes: dict[str, int]
@@ -107,6 +129,7 @@ class StepPlan:
     live: list[int] = field(default_factory=list)
     peak: dict[str, int] = field(default_factory=dict)
     peak_part: int = 0
+    same_run: SameRunCost | None = None
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.axes.items())
@@ -121,6 +144,8 @@ class StepPlan:
                 "" if row["count"] == 1 else f" in {row['count']}",
             )
             rows.append((name, f"sends {row['sent']:,.0f} bytes{times}"))
+        if self.same_run is not None:
+            rows.append(("as the same run", str(self.same_run)))
         width = max(len(name) for name, _ in rows)
         return "\n".join([head, *(f"  {name:{width}}  {text}" for name, text in rows)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,19 +18,22 @@ from ...capture.recorder import DeferredStorage
 from ...errors import BackendError
 from ...init import shardings
 from ...interpreter import Undo, paused_until
+from ...lower import aten
 from ...lower.estimate import Jaxprs, local_bytes, work_of
 from ...lower.segments import Segment
 from ...lower.sharding import ArraySharding, Axes
 from ...program.graph import Value
 from ..backend import Backend
+from ..jax_support import x64
 from ..mesh.mesh import SMALL, Mesh
+from ..mesh.same_run import SameRunEdges
 from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
 from .compiled_step import Inputs
-from .functions import Function, functions_of
+from .functions import Function, computation, functions_of
 from .owners import Owner, storage_or_itself
-from .plan import PlannedArray, PlannedPart, StepPlan
+from .plan import PlannedArray, PlannedPart, SameRunCost, StepPlan
 from .reads import READ, AssumedNumbers, Reads
 from .segmentation import Segmentation, segment_step
 from .traced_program import TracedProgram
@@ -45,7 +49,10 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
         )
     with traced_only(step, arguments, backend, Reads(AssumedNumbers, runs_eagerly=False)) as traced:
         inputs = Inputs(backend, traced.owners, traced.numbers)
-        return _Planner(traced, segment_step(traced, inputs, backend), inputs, backend).plan()
+        plan = _Planner(traced, segment_step(traced, inputs, backend, same_run=False), inputs, backend).plan()
+        if backend.mesh is not None and backend.mesh.same_run is not None:
+            plan.same_run = _same_run(traced, segment_step(traced, inputs, backend), backend.mesh.same_run)
+        return plan
 
 
 @contextmanager
@@ -67,6 +74,22 @@ def traced_only(
             yield traced
         finally:
             tracing.abandon(traced, observer)
+
+
+def _same_run(traced: TracedProgram, parts: Segmentation, shards: int) -> SameRunCost:
+    """What it costs to compute a step by logical shards."""
+    outputs, edges = parts.cut.outputs, parts.edges
+    names = {outputs[name] for group in parts.groups.outputs for name in group}
+    functions = functions_of(parts.cut.segments, {}, names, edges, parts.cut.early)
+    with x64(), aten.within(False):
+        for function in functions.values():
+            computation(function, edges)
+    assert isinstance(edges, SameRunEdges)
+    costs = [edges.costs[segment.function] for segment in parts.cut.segments]
+    gathered: Counter[str] = Counter()
+    for cost in costs:
+        gathered.update(cost.gathered)
+    return SameRunCost(shards, sum(c.passes for c in costs), sum(c.sent for c in costs), dict(gathered))
 
 
 def names_of(traced: TracedProgram, backend: Backend) -> dict[Value, str]:

@@ -69,13 +69,18 @@ class Segmentation(NamedTuple):
     edges: Edges | None
 
 
-def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Segmentation:
-    """Cut a step, and find the shardings of the arrays that cross the cuts."""
+def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend, same_run: bool = True) -> Segmentation:
+    """Cut a step, and find the shardings of the arrays that cross the cuts.
+
+    Args:
+        same_run: whether it is computed by logical shards if the backend says so, not as XLA divides it.
+    """
     program, mesh = traced.program, backend.mesh
     changed, _, (new, created, names) = groups = traced.groups
     separate = _apart(program, dict(zip(new, changed, strict=True)))
     least_periods = segments.LEAST_PERIODS_ON_CPU if mesh is None and on_cpu() else 2
-    if mesh is not None and mesh.same_run is not None:  # a logical shard goes through all layers before the next
+    same_run = same_run and mesh is not None and mesh.same_run is not None
+    if same_run:  # a logical shard goes through all layers before the next
         least_periods = sys.maxsize
     pieces = cut(program, names, separate, traced.early, least_periods)
     edges = None
@@ -84,7 +89,7 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
         if mesh.result_sharding() is not None:
             outputs |= dict.fromkeys(names, mesh.result_sharding())
         sharding_of = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
-        kind = Edges if mesh.same_run is None else SameRunEdges
+        kind = SameRunEdges if same_run else Edges
         edges = kind(pieces, mesh, inputs.where, traced.owners.arguments, sharding_of)
         pieces = edges.cut
     return Segmentation(pieces, groups, edges)
