@@ -165,6 +165,17 @@ def _dynamic_update_slice(request: _Request) -> Params | None:
     return {} if base is not None and base == update and shapes[0][base] == shapes[1][base] else None
 
 
+def _batched(count: Callable[[Params], int]) -> _Cut:
+    """Along all dimensions but so many last ones."""
+
+    def cut(request: _Request) -> Params | None:
+        last = [atom.aval.ndim - count(request.params) for atom in request.eqn.invars]
+        dims = zip(request.at, last, strict=True)
+        return {} if all(dim is not None and dim < end for dim, end in dims) else None
+
+    return cut
+
+
 def _top_k(request: _Request) -> Params | None:
     return {} if request.at[0] != request.eqn.invars[0].aval.ndim - 1 else None
 
@@ -221,12 +232,12 @@ def _iota(request: _Request) -> Params | None:
 
 
 _ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
-    igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-    optimization_barrier or polygamma population_count pow random_gamma_grad real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh xor zeta
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
+    floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul
+    ne neg nextafter not optimization_barrier or polygamma population_count pow random_gamma_grad real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
 """.split()
 
 _CUTS: dict[str, _Cut] = {
@@ -256,6 +267,8 @@ _CUTS: dict[str, _Cut] = {
         ),
         _window,
     ),
+    **dict.fromkeys(("cholesky", "triangular_solve"), _batched(lambda params: 2)),
+    "fft": _batched(lambda params: len(params["fft_lengths"])),
     "random_bits": _random_bits,
 }
 
@@ -266,10 +279,10 @@ _MAKERS = {"broadcast_in_dim", "iota", "random_bits"}
 # all. (In which order XLA sums a shard, and how it computes an exponential of it, depends on the shard's shape.)
 _EXACT = set(
     """
-    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy copy_p div eq floor ge gt
-    integer_pow iota is_finite le lt max min mul ne neg not optimization_barrier or pad reduce_precision reshape rev
-    round select_n shift_left shift_right_arithmetic shift_right_logical sign slice split sqrt square squeeze stack
-    stop_gradient sub transpose unstack xor
+    abs add add_any and bitcast_convert_type broadcast_in_dim ceil clamp concatenate convert_element_type copy
+    copy_p div eq floor ge gt integer_pow iota is_finite le lt max min mul ne neg not optimization_barrier or pad
+    reduce_precision reshape rev round select_n shift_left shift_right_arithmetic shift_right_logical sign slice
+    split sqrt square squeeze stack stop_gradient sub transpose unstack xor
     """.split()
 )
 _PRODUCTS = {"mul", "square", "integer_pow", "div"}  # a quotient may be computed as a product
@@ -747,7 +760,8 @@ class _Run:
             for operation in operations:
                 specs = operation.specs or ((),) * len(operation.operands)
                 results = operation.bind(*map(self._shard_of, operation.operands, specs))
-                if operation.equation is not None and operation.equation.eqn.primitive.name in _PRODUCTS:
+                name = "" if operation.equation is None else operation.equation.eqn.primitive.name
+                if name not in _EXACT or name in _PRODUCTS:
                     results = list(map(self._rounded, results))
                 for value, result, spec in zip(
                     operation.results, results, operation.out_specs or [()] * len(results), strict=True
@@ -794,11 +808,11 @@ class _Run:
             if names:
                 size = array.shape[dim] // math.prod(self._sizes[name] for name in names)
                 array = lax.dynamic_slice_in_dim(array, lax.axis_index(names) * size, size, dim)
-        return array
+        return self._apart(array) if any(spec) else array
 
     def _whole_of(self, value: int) -> Any:
         if value not in self._whole:
-            self._whole[value] = self._gathered_shards(*self._kept[value])
+            self._whole[value] = self._apart(self._gathered_shards(*self._kept[value]))
         return self._whole[value]
 
     def _gathered_shards(self, spec: Spec, array: Any) -> Any:
@@ -875,7 +889,7 @@ class _Run:
         for (value, _), spec, total in zip(terms, specs, sums[-1] if terms else (), strict=True):
             self._keep(value, spec, total)
         for value, whole in function.gathered[number].items():
-            self._whole[whole] = _joined(self._all_pieces(value), function.dims[value])
+            self._whole[whole] = self._apart(_joined(self._all_pieces(value), function.dims[value]))
 
     def _shard_shape(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
         """The shape of a device's shard of a whole value."""

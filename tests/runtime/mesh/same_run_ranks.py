@@ -1,4 +1,6 @@
-"""One of several processes that train with `same_run`: python same_run_ranks.py FOLDER PORT RANK COUNT DEVICES BEGIN END.
+"""One of COUNT processes that train with `same_run`.
+
+    python same_run_ranks.py FOLDER PORT RANK COUNT DEVICES BEGIN END
 
 It goes on from the checkpoint of step BEGIN in FOLDER, unless BEGIN is 0, and saves one at END. The order of batches is
 the run's, whatever the number of processes. It prints its losses and a digest of all its state as a line of JSON.

@@ -42,6 +42,7 @@ class SameRunEdges(Edges):
         self.whole = mesh.whole.named
         self.cut = cut
         self.costs: dict[int, Cost] = {}
+        self._divided: dict[int, Compute] = {}
         self._mesh = mesh
         self._gathers = False
         self._of_batch: set[Value] = set()
@@ -51,6 +52,8 @@ class SameRunEdges(Edges):
     def divided(
         self, segment: Segment, run: Compute, inputs: Sequence[Value | int], outputs: Sequence[Value]
     ) -> Compute:
+        if (known := self._divided.get(segment.function)) is not None:
+            return known
         dims = [self._dims.get(value) if isinstance(value, Value) else None for value in inputs]
         lines = [str(call.node.source) if call.node is not None else "" for call in segment.calls]
         function = cut_step(run, list(map(_shape, inputs)), dims, self._mesh, lines)
@@ -63,7 +66,8 @@ class SameRunEdges(Edges):
         outs = [() if dim is not None else self._kept(value) for value, dim in zip(outputs, out_dims, strict=True)]
         placed = logical_shards.place(function, [(), *ins], outs, self._mesh.axes)
         self.costs[segment.function] = logical_shards.cost(placed, [(), *ins], self._mesh.axes)
-        return divided(placed, ins, outs, self._mesh)
+        computed = self._divided[segment.function] = divided(placed, ins, outs, self._mesh)
+        return computed
 
     def _kept(self, value: Value | int) -> Spec:
         return () if isinstance(value, int) else self.placed(value).spec

@@ -66,6 +66,10 @@ class CompiledFunctions:
         self._compiles = compiles
         self.digest: str = executable_cache.digest_of(function.like.signature for function in functions.values())
         self._functions = functions
+        if edges is not None and edges.same_run and len(functions) > 1:  # how one is cut depends on those before
+            with x64(), aten.within(False):
+                for function in functions.values():
+                    computation(function, edges)
         self._todo = dict(functions)
         self._held: dict[int, Any] = {}
         self._entries: dict[int, executable_cache.Entry] = {}
@@ -212,8 +216,8 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
     inputs = [segment.inputs[i] for i in function.argument_order]
     outputs = [segment.outputs[i] for i in function.result_order]
     with x64(), aten.within(edges is None and on_cpu()):
-        options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
         step = computation(function, edges)
+        options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
         step.__name__ = name  # type: ignore[attr-defined]
         jitted = jax.jit(step, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
         seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=None if edges is None else edges.whole)

@@ -1,0 +1,250 @@
+"""Steps with `same_run` on meshes of one to eight devices of one CPU, run by test_mesh.py in a separate process."""
+
+import hashlib
+import math
+import warnings
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
+from torch import nn  # noqa: E402
+
+import firstloss as fl  # noqa: E402
+from firstloss.errors import BackendError  # noqa: E402
+from firstloss.lower import logical_shards  # noqa: E402
+
+MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"data": 4}, {"fsdp": 8}, {"dp": 2, "fsdp": 4}, {"fsdp": 4, "tp": 2}]
+STEPS = 4
+
+
+class Words(nn.Module):
+    """Embeddings, normalization over the batch, dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(103, 64)
+        self.up = nn.Linear(64, 132)
+        self.norm = nn.BatchNorm1d(132)
+        self.down = nn.Linear(132, 64)
+
+    def forward(self, tokens):
+        x = self.norm(self.up(self.embed(tokens)).transpose(1, 2)).relu()
+        return F.dropout(self.down(x.transpose(1, 2)), 0.2, self.training) @ self.embed.weight.T
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(103, 48)
+        layer = nn.TransformerEncoderLayer(48, 4, 96, 0.1, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.layers(self.embed(tokens), mask, is_causal=True) @ self.embed.weight.T
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, 2, 1)
+        self.norm = nn.BatchNorm2d(16)
+        self.grouped = nn.Conv2d(16, 32, 3, 1, 1, groups=4)
+        self.last = nn.Linear(32, 103)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.norm(self.first(x)).relu(), 2)
+        return self.last(F.group_norm(self.grouped(x), 4).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(103, 32)
+        self.lstm = nn.LSTM(32, 48, batch_first=True)
+
+    def forward(self, tokens):
+        return F.pad(self.lstm(self.embed(tokens))[0], (0, 55))
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Products of weights in the update, as in Muon."""
+
+    def __init__(self, parameters):
+        super().__init__(list(parameters), {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            update = p.grad
+            if p.ndim == 2:
+                update = update / (update.norm() + 1e-7)
+                for _ in range(2):
+                    update = 1.5 * update - 0.5 * update @ update.T @ update
+            p.sub_(update, alpha=self.param_groups[0]["lr"])
+
+
+def contrastive(out, target):
+    """Each row against each other row of the batch."""
+    rows = F.normalize(out.flatten(1)[:, :64], dim=1)
+    return F.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def masked(out, target):
+    """The mean over some of the positions, of which each row has others."""
+    return F.cross_entropy(out.flatten(0, -2), target.flatten(), ignore_index=3, label_smoothing=0.1)
+
+
+CASES = {
+    "words": (Words, masked, adamw, {}),
+    "words, clipped, accumulated": (Words, masked, adamw, {"clip": 0.5, "accumulate": 2}),
+    "words in bfloat16": (Words, masked, adamw, {"dtype": torch.bfloat16}),
+    "words, autocast": (Words, masked, adamw, {"autocast": True}),
+    "words, momentum": (Words, masked, lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, nesterov=True), {}),
+    "words, orthogonal": (Words, masked, lambda model: Orthogonal(model.parameters()), {}),
+    "words, read": (Words, masked, adamw, {"read": True}),
+    "attention": (Attention, masked, adamw, {}),
+    "attention in bfloat16": (Attention, masked, adamw, {"dtype": torch.bfloat16, "clip": 1.0}),
+    "contrastive": (Attention, contrastive, adamw, {}),
+    "images": (Images, masked, adamw, {}),
+    "images in bfloat16": (Images, masked, adamw, {"dtype": torch.bfloat16}),
+    "recurrent": (Recurrent, masked, adamw, {}),
+    "an odd batch": (Words, masked, adamw, {"rows": 12}),
+}
+
+
+def train(case, mesh, folder, same_run=8):
+    """The losses of some steps, and a digest of all weights and of the optimizer's state after them."""
+    make, loss_of, optimizer_of, options = CASES[case]
+    backend = fl.backend("XLA", mesh=mesh, same_run=same_run, artifact_dir=str(folder), first_loss="compiled")
+    torch.manual_seed(0)
+    with backend.device:
+        model = make().to(options.get("dtype", torch.float32))
+    if mesh == MESHES[-1] and make is Words:
+        fl.shard(model, {"up.weight": ("tp", "fsdp"), "down.bias": ("tp",)})
+    compiled = fl.compile(model, backend)
+    optimizer = optimizer_of(model)
+    seen = []
+
+    @fl.trace
+    def step(x, y):
+        with torch.autocast("cpu", torch.bfloat16, options.get("autocast", False)):
+            loss = loss_of(compiled(x), y)
+        loss.backward()
+        if "clip" in options:
+            nn.utils.clip_grad_norm_(model.parameters(), options["clip"])
+        if not options.get("read") or loss.item() > 4.7:
+            optimizer.step()
+        seen.append(1)
+        optimizer.zero_grad()
+        return loss
+
+    generator = torch.Generator().manual_seed(0)
+    losses, rows = [], options.get("rows", 16)
+    for _ in range(STEPS):
+        y = torch.randint(103, (rows, 8), generator=generator)
+        x = y
+        if make is Images:
+            x, y = torch.randn(rows, 3, 24, 24, generator=generator), y[:, 0]
+            x = x.to(options.get("dtype", torch.float32))
+        losses.append(step(x, y).item())
+    states = [model.state_dict(), *(optimizer.state[p] for p in model.parameters())]
+    digest = hashlib.sha256()
+    for state in states:
+        for tensor in state.values():
+            content = fl.materialize_tensor(tensor).detach().contiguous().reshape(-1)
+            digest.update(content.view(torch.uint8).numpy().tobytes())
+    return losses, digest.hexdigest()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_mesh_gives_the_same_bits(case, tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a batch of shape")
+        expected = train(case, MESHES[0], tmp_path)
+        for mesh in MESHES[1:]:
+            assert train(case, mesh, tmp_path) == expected, mesh
+        plain, digest = train(case, MESHES[0], tmp_path, same_run=None)
+    assert np.isfinite(plain).all() and digest != expected[1]
+    if CASES[case][0] in (Recurrent, Images):  # those of the others draw, each logical shard numbers of its own
+        # Sums are in another order, which training amplifies; half precision rounds each term of a sum.
+        assert expected[0] == pytest.approx(plain, rel=2e-2 if "bfloat16" in case else 2e-4)
+
+
+def test_without_it_meshes_differ(tmp_path):
+    one, eight = (train("attention", mesh, tmp_path, same_run=None) for mesh in ({"fsdp": 1}, {"fsdp": 8}))
+    assert one[0] != eight[0] and one[0] == pytest.approx(eight[0], rel=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_sums_over_devices_are_one_tree_however_they_are_sharded(data):
+    """Each device keeps its shard of the sum over all logical shards, or all of it."""
+    sizes = data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= 8))
+    axes = dict(zip("abc", sizes, strict=False))
+    names = data.draw(st.permutations(list(axes)))
+    cut_at = data.draw(st.integers(0, len(names)))
+    spec = (tuple(names[:cut_at]), tuple(names[cut_at : data.draw(st.integers(cut_at, len(names)))]))
+    shape = [math.prod(axes[name] for name in dim) * data.draw(st.integers(1, 3)) for dim in spec]
+    x = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
+    fours = (x[::2] + x[1::2]).reshape(2, 2, *shape)
+    expected = (fours[0][0] + fours[0][1]) + (fours[1][0] + fours[1][1])
+    made = logical_shards.cut(jax.make_jaxpr(lambda x: x.sum(0) * 2)(x), [0], 8)
+    placed = logical_shards.place(made, [()], [spec], axes)
+    assert bool(placed.reduced) == any(spec)
+    mesh = jax.make_mesh(sizes, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    run = jax.shard_map(
+        lambda more, x: logical_shards.run(placed, [x], [()], [spec], axes, more)[0],
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(tuple(axes))),
+        out_specs=PartitionSpec(*(dim or None for dim in spec)),
+        check_vma=False,
+    )
+    assert np.array_equal(jax.jit(run)(0, x), 2 * expected)
+
+
+def test_the_plan_says_what_it_costs(tmp_path):
+    backend = fl.backend("XLA", mesh={"fsdp": 8}, same_run=8, artifact_dir=str(tmp_path))
+    with backend.device:
+        model = nn.Linear(64, 64)
+    compiled = fl.compile(model, backend)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @fl.trace
+    def step(x):
+        out = compiled(x)
+        out.square().mean().backward()
+        optimizer.step()
+        return out.sort(0).values
+
+    plan = step.plan(torch.zeros(16, 64))
+    assert plan.same_run.shards == 8 and plan.same_run.passes == 1
+    # The weight is gathered for one product; of its gradient each device sends all but its shard.
+    weight, bias, out = 64 * 64 * 4, 64 * 4, 16 * 64 * 4
+    assert plan.same_run.sent == 2 * weight * 7 / 8 + 3 * bias + out * 7 / 8
+    assert list(plan.same_run.gathered.values()) == [16 * 64 * 4]
+    assert "same_run_cases.py" in str(plan) and "8 logical shards in 1 pass, sends" in str(plan)
+    with pytest.raises(BackendError, match="cannot be lowered as one module for a backend with same_run"):
+        step.lower(torch.zeros(16, 64)).as_text()
+
+
+def test_meshes_that_do_not_divide_it_are_refused():
+    with pytest.raises(BackendError, match=r"the 3 devices .* do not divide the 8 .* Use 1, 2, 4 or 8 devices"):
+        fl.backend("XLA", mesh={"fsdp": 3}, same_run=8)
+    for wrong in (6, 0, True, "8"):
+        with pytest.raises(BackendError, match="a power of two, such as 8"):
+            fl.backend("XLA", same_run=wrong)
+    with pytest.raises(BackendError, match="same_run has no effect"):
+        fl.backend("CPU", same_run=8)
