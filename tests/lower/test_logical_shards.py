@@ -108,6 +108,22 @@ def test_what_cannot_be_cut_is_computed_from_the_whole(name):
     np.testing.assert_allclose(result, jax.jit(lambda x: function(jnp.tanh(x)))(x), rtol=1e-5, atol=1e-5)
 
 
+def test_a_batch_that_is_not_first_is_cut_where_it_is_merged():
+    """The logical shards then follow each other several times, as in attention over (time, batch, features)."""
+
+    def loss(w, x):
+        rows = (x.reshape(-1, 6) @ w).reshape(5, 4, 2, 3)
+        heads = rows.transpose(1, 2, 0, 3).reshape(8, 5, 3)
+        mixed = jax.nn.softmax(heads @ heads.swapaxes(1, 2)) @ heads
+        return (mixed.reshape(4, 2, 5, 3).transpose(2, 0, 1, 3).reshape(20, 6) ** 2).sum(), rows.reshape(-1, 6)
+
+    arrays = [normal(6, 6), normal(5, 4, 6)]
+    made, results = cut_and_run(lambda w, x: jax.grad(loss, has_aux=True)(w, x), arrays, [None, 1])
+    assert sum(map(len, made.gathered)) == 1  # the second result, whose rows are no shards of it
+    for result, expected in zip(results, jax.grad(loss, has_aux=True)(*arrays), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_random_numbers_belong_to_the_logical_shard():
     """Each has numbers of its own, also where the same are drawn for a whole value."""
     key = jax.random.key(0)

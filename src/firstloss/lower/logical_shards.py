@@ -32,12 +32,25 @@ Params = dict[str, Any]
 Spec = tuple[tuple[str, ...], ...]  # for each dimension the axes of the mesh that shard it; (): whole
 
 
+class Along(NamedTuple):
+    """How a value is cut into logical shards.
+
+    Attributes:
+        dim: the dimension.
+        outer: how often the logical shards follow each other in it: more than once if the batch was not the first of
+            the dimensions that were merged to it.
+    """
+
+    dim: int
+    outer: int = 1
+
+
 class Operation(NamedTuple):
     """An operation of the cut function, on values by their numbers.
 
     Attributes:
         bind: computes the results from the operands.
-        cuts: for each operand the dimension along which it is read in logical shards; None: whole.
+        cuts: for each operand how it is read in logical shards; None: whole.
         results: the numbers of the results.
         is_cut: whether it is computed for each logical shard.
         add: if each logical shard's results are terms of a whole one, how two are added.
@@ -48,7 +61,7 @@ class Operation(NamedTuple):
 
     bind: Callable[..., Sequence[Any]]
     operands: tuple[int, ...]
-    cuts: tuple[int | None, ...]
+    cuts: tuple[Along | None, ...]
     results: tuple[int, ...]
     is_cut: bool
     add: Callable[[Any, Any], Any] | None = None
@@ -63,7 +76,7 @@ class CutFunction(NamedTuple):
     Attributes:
         shards: the number of logical shards.
         inputs, outputs: the numbers of its arguments and results.
-        dims: for each value that is cut, along which dimension.
+        dims: for each value that is cut, how.
         shapes: of each value, whole, with its dtype.
         constants: the values that are known.
         loops: the operations of each pass over the logical shards.
@@ -76,7 +89,7 @@ class CutFunction(NamedTuple):
     shards: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    dims: dict[int, int]
+    dims: dict[int, Along]
     shapes: list[Any]
     constants: dict[int, Any]
     loops: list[list[Operation]]
@@ -95,6 +108,7 @@ class _Request(NamedTuple):
     Attributes:
         params: its parameters, maybe cut along another factor already.
         at, to: for each operand and result the dimension of that factor, or None.
+        outer: of the operands and of the results, as in `Along`.
     """
 
     eqn: Any
@@ -102,6 +116,17 @@ class _Request(NamedTuple):
     at: tuple[int | None, ...]
     to: tuple[int | None, ...]
     shards: int
+    outer: tuple[int, int] = (1, 1)
+
+    @property
+    def operands(self) -> tuple[Along | None, ...]:
+        """How the operands are cut."""
+        return tuple(None if dim is None else Along(dim, self.outer[0]) for dim in self.at)
+
+    @property
+    def results(self) -> tuple[Along | None, ...]:
+        """How the results are cut."""
+        return tuple(None if dim is None else Along(dim, self.outer[1]) for dim in self.to)
 
     def local(self, shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
         """The shape of one logical shard."""
@@ -310,21 +335,46 @@ class _Equation(NamedTuple):
     results: tuple[int, ...]
     line: str
 
-    def along(self, factor: int, shards: int) -> _Request | None:
-        """It, to be cut along a factor, if it can be."""
-        rule = rule_of_equation(self.eqn)
+    def along(self, number: int, along: Along, shards: int) -> _Request | None:
+        """It, to be cut as operand `number` is cut, or, from -1 downwards, a result; None if it cannot be."""
+        eqn = self.eqn
+        if eqn.primitive.name == "reshape":
+            (before,), (after,) = eqn.invars, eqn.outvars
+            order = eqn.params["dimensions"] or range(before.aval.ndim)
+            permuted = [before.aval.shape[dim] for dim in order]
+            if number >= 0:
+                found = _regrouped(permuted, Along(list(order).index(along.dim), along.outer), after.aval.shape, shards)
+                outer = along, found
+            else:
+                found = _regrouped(after.aval.shape, along, permuted, shards)
+                outer = found and Along(order[found.dim], found.outer), along
+            operand, result = outer
+            if operand is None or result is None:
+                return None
+            return _Request(eqn, eqn.params, (operand.dim,), (result.dim,), shards, (operand.outer, result.outer))
+        rule = rule_of_equation(eqn)
+        dims = rule.operands[number] if number >= 0 else rule.results[-number - 1]
+        factor = dims[along.dim]
         if any(dims.count(factor) > 1 for dims in (*rule.operands, *rule.results)):
             return None
         at, to = ([dims.index(factor) if factor in dims else None for dims in side] for side in rule)
-        atoms = (*zip(self.eqn.invars, at, strict=True), *zip(self.eqn.outvars, to, strict=True))
-        if any(dim is not None and atom.aval.shape[dim] % shards for atom, dim in atoms):
+        atoms = (*zip(eqn.invars, at, strict=True), *zip(eqn.outvars, to, strict=True))
+        if len({atom.aval.shape[dim] for atom, dim in atoms if dim is not None} | {0}) > 2:
+            return None  # a slice, for example
+        if any(dim is not None and atom.aval.shape[dim] % (along.outer * shards) for atom, dim in atoms):
             return None
-        return _Request(self.eqn, self.eqn.params, tuple(at), tuple(to), shards)
+        return _Request(eqn, eqn.params, tuple(at), tuple(to), shards, (along.outer, along.outer))
 
-    def factor(self, number: int, dim: int) -> int:
-        """The factor of a dimension of operand `number`, or, from -1 downwards, of a result."""
-        rule = rule_of_equation(self.eqn)
-        return (rule.operands[number] if number >= 0 else rule.results[-number - 1])[dim]
+
+def _regrouped(before: Sequence[int], along: Along, after: Sequence[int], shards: int) -> Along | None:
+    """How the dimensions `after` a reshape are cut. In memory, the logical shards follow each other as often as before,
+    which must be within one dimension."""
+    times = math.prod(before[: along.dim]) * along.outer
+    for dim in reversed(range(len(after))):
+        outer, rest = divmod(times, math.prod(after[:dim]))
+        if not rest and outer and after[dim] and after[dim] % (outer * shards) == 0:
+            return Along(dim, outer)
+    return None
 
 
 def _params(request: _Request) -> Params | None:
@@ -408,11 +458,14 @@ class _Cutter:
     def __init__(self, flat: _Flat, inputs_cut: Sequence[int | None], shards: int) -> None:
         self._flat = flat
         self._shards = shards
-        self._dims = {number: dim for number, dim in zip(flat.inputs, inputs_cut, strict=True) if dim is not None}
+        self._dims = {n: Along(dim) for n, dim in zip(flat.inputs, inputs_cut, strict=True) if dim is not None}
         self._whole: dict[int, int] = {}  # of cut values that are read whole, the whole ones
         self._lines: dict[int, str] = {}
         self._equations = flat.needed()
         self._requests = self._forward()
+        for output in flat.outputs:
+            if output in self._dims and self._dims[output].outer > 1:
+                self._gather(output, "")
         self._backward()
 
     # -- which values are cut --
@@ -424,9 +477,9 @@ class _Cutter:
             request = self._request(equation)
             requests.append(request)
             if request is not None:
-                self._dims.update((v, d) for v, d in zip(equation.results, request.to, strict=True) if d is not None)
+                self._dims.update((v, d) for v, d in zip(equation.results, request.results, strict=True) if d)
             for number, operand in enumerate(equation.operands):
-                if operand in self._dims and (request is None or request.at[number] != self._dims[operand]):
+                if operand in self._dims and (request is None or request.operands[number] != self._dims[operand]):
                     self._gather(operand, equation.line)
         return requests
 
@@ -436,7 +489,7 @@ class _Cutter:
         cut_operands.sort(key=lambda n: -self._flat.shapes[equation.operands[n]].size)
         found = []
         for number in cut_operands:
-            request = equation.along(equation.factor(number, self._dims[equation.operands[number]]), self._shards)
+            request = equation.along(number, self._dims[equation.operands[number]], self._shards)
             if request is not None and _params(request) is not None:
                 found.append(request)
         return next((r for r in found if None not in r.to), next(iter(found), None))
@@ -448,10 +501,10 @@ class _Cutter:
 
     def _backward(self) -> None:
         """Cut what is whole and is only read in logical shards, along one dimension: masks, positions, random draws."""
-        read_along: dict[int, set[int | None]] = {}
+        read_along: dict[int, set[Along | None]] = {}
 
         def note(equation: _Equation, request: _Request | None) -> None:
-            at = (None,) * len(equation.operands) if request is None else request.at
+            at = (None,) * len(equation.operands) if request is None else request.operands
             for operand, dim in zip(equation.operands, at, strict=True):
                 read_along.setdefault(operand, set()).add(dim)
 
@@ -463,7 +516,7 @@ class _Cutter:
                 self._requests[n] = self._wanted(equation, [read_along.get(v) for v in equation.results])
             note(equation, self._requests[n])
 
-    def _wanted(self, equation: _Equation, read: Sequence[set[int | None] | None]) -> _Request | None:
+    def _wanted(self, equation: _Equation, read: Sequence[set[Along | None] | None]) -> _Request | None:
         for number, dims in enumerate(read):
             if dims is None:
                 continue
@@ -471,12 +524,12 @@ class _Cutter:
                 return None
             (dim,) = dims
             assert dim is not None
-            request = equation.along(equation.factor(-number - 1, dim), self._shards)
-            if request is None or any(d is not None and {t} != d for t, d in zip(request.to, read, strict=True)):
+            request = equation.along(-number - 1, dim, self._shards)
+            if request is None or any(d is not None and {t} != d for t, d in zip(request.results, read, strict=True)):
                 return None
             if None in request.to or _params(request) is None:
                 return None
-            self._dims.update(zip(equation.results, request.to, strict=True))
+            self._dims.update((v, d) for v, d in zip(equation.results, request.results, strict=True) if d)
             return request
         return None
 
@@ -489,7 +542,7 @@ class _Cutter:
         function = CutFunction(
             self._shards,
             self._flat.inputs,
-            self._flat.outputs,
+            tuple(self._whole[v] if v in self._dims and self._dims[v].outer > 1 else v for v in self._flat.outputs),
             self._dims,
             self._flat.shapes,
             self._flat.constants,
@@ -526,7 +579,7 @@ class _Cutter:
     def _operation(self, equation: _Equation, request: _Request | None) -> Iterator[Operation]:
         eqn, operands = equation.eqn, list(equation.operands)
         bind = _binder(eqn, None if request is None else _params(request))
-        cuts: tuple[int | None, ...] = (None,) * len(operands) if request is None else request.at
+        cuts: tuple[Along | None, ...] = (None,) * len(operands) if request is None else request.operands
         for n, operand in enumerate(operands):
             if operand in self._dims and self._dims[operand] != cuts[n]:
                 operands[n] = self._whole[operand]
@@ -690,8 +743,8 @@ def _placed(
         if not names:
             continue
         shards = math.prod(axes[name] for name in names)
-        request = equation.along(equation.factor(-first - 1 if of_results else first, dim), shards)
-        if request is None or None in request.to:
+        request = equation.along(-first - 1 if of_results else first, Along(dim), shards)
+        if request is None or None in request.to or request.outer != (1, 1):
             return None
         changed = _params(request._replace(params=params))
         if changed is None:
@@ -752,7 +805,8 @@ class _Run:
         function = self._function
         for value, operand, spec in zip(function.inputs, operands, inputs, strict=True):
             if value in function.dims:
-                self._batch[value] = self._gathered(_stacked(operand, function.dims[value], self._own), 0, self._axes)
+                pieces = _stacked(operand, function.dims[value], self._own)
+                self._batch[value] = self._gathered(pieces, 0, self._axes)
             else:
                 self._keep(value, spec, operand)
         used_after = self._used_after()
@@ -862,7 +916,7 @@ class _Run:
         def pieces_of(value: int) -> Any:
             aval = function.shapes[value]
             shape = list(aval.shape)
-            shape[function.dims[value]] //= function.shards
+            shape[function.dims[value].dim] //= function.shards
             return jnp.zeros((max(2, self._own), *shape), aval.dtype)
 
         specs = [function.reduced.get(value, ()) for value, _ in terms]
@@ -909,13 +963,14 @@ class _Run:
             spec, array = self._kept[value]
             return self._gathered_shards(spec, lax.optimization_barrier((array, i))[0])
 
-        def read(value: int, dim: int | None) -> Any:
-            if dim is None or value not in function.dims:
+        def read(value: int, along: Along | None) -> Any:
+            if along is None or value not in function.dims:
                 whole = whole_of(value)
-                if dim is None:
+                if along is None:
                     return self._apart(whole)
-                size = whole.shape[dim] // function.shards
-                return self._apart(lax.dynamic_slice_in_dim(whole, shard * size, size, dim))
+                pieces = _opened(whole, along, function.shards)
+                piece = lax.dynamic_slice_in_dim(pieces, shard, 1, along.dim + 1)
+                return self._apart(_closed(piece, along))
             if value not in env:
                 pieces, at = (self._batch[value], shard) if value in self._batch else (self._pieces[value], i)
                 env[value] = self._apart(lax.dynamic_index_in_dim(pieces, at, 0, keepdims=False))
@@ -998,18 +1053,30 @@ def _added(
     return lax.switch(complete, [joining(count) for count in range(len(sums))], sums, terms)
 
 
-def _stacked(array: Any, dim: int, count: int) -> Any:
-    """`array`, cut along `dim` into `count` pieces, stacked."""
-    shape = array.shape
-    pieces = array.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
-    return jnp.moveaxis(pieces, dim, 0)
+def _opened(array: Any, along: Along, count: int) -> Any:
+    """`array`, its cut dimension replaced by three: how often, of `count` logical shards, and the rest."""
+    shape, (dim, outer) = array.shape, along
+    return array.reshape(*shape[:dim], outer, count, shape[dim] // (outer * count), *shape[dim + 1 :])
 
 
-def _joined(pieces: Any, dim: int) -> Any:
+def _closed(array: Any, along: Along) -> Any:
+    """The inverse of `_opened`."""
+    shape, dim = array.shape, along.dim
+    return array.reshape(*shape[:dim], math.prod(shape[dim : dim + 3]), *shape[dim + 3 :])
+
+
+def _stacked(array: Any, along: Along, count: int) -> Any:
+    """`array`, cut into `count` logical shards, stacked."""
+    pieces = jnp.moveaxis(_opened(array, along, count), along.dim + 1, 0)
+    shape, dim = pieces.shape, along.dim + 1
+    return pieces.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+
+
+def _joined(pieces: Any, along: Along) -> Any:
     """The inverse of `_stacked`."""
-    moved = jnp.moveaxis(pieces, 0, dim)
-    shape = moved.shape
-    return moved.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+    shape, (dim, outer) = pieces.shape[1:], along
+    opened = pieces.reshape(len(pieces), *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    return _closed(jnp.moveaxis(opened, 0, dim + 1), along)
 
 
 class Cost(NamedTuple):

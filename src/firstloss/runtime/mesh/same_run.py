@@ -57,7 +57,7 @@ class SameRunEdges(Edges):
         dims = [self._dims.get(value) if isinstance(value, Value) else None for value in inputs]
         lines = [str(call.node.source) if call.node is not None else "" for call in segment.calls]
         function = cut_step(run, list(map(_shape, inputs)), dims, self._mesh, lines)
-        out_dims = [function.dims.get(number) for number in function.outputs]
+        out_dims = [function.dims[number].dim if number in function.dims else None for number in function.outputs]
         for value, dim in zip(outputs, out_dims, strict=True):
             if dim is not None:
                 self._dims[value] = dim
@@ -115,8 +115,8 @@ def divided(function: CutFunction, inputs: Sequence[Spec], outputs: Sequence[Spe
         return tuple(logical_shards.run(function, (seed, *operands), ins, outputs, mesh.axes, more))
 
     def partition(value: int, spec: Spec) -> PartitionSpec:
-        dim = function.dims.get(value)
-        return PartitionSpec(*(names or None for names in spec)) if dim is None else _along(dim, mesh).spec
+        along = function.dims.get(value)
+        return PartitionSpec(*(names or None for names in spec)) if along is None else _along(along.dim, mesh).spec
 
     return jax.shard_map(
         local,
