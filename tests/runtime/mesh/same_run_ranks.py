@@ -2,26 +2,43 @@
 
     python same_run_ranks.py FOLDER PORT RANK COUNT DEVICES BEGIN END
 
-It goes on from the checkpoint of step BEGIN in FOLDER, unless BEGIN is 0, and saves one at END. The order of batches is
-the run's, whatever the number of processes. It prints its losses and a digest of all its state as a line of JSON.
+It goes on from the checkpoint of step BEGIN in FOLDER, unless BEGIN is 0, and saves one at each second step and at END.
+The order of batches is the run's, whatever the number of processes. With a further argument KILLED, the last process is
+killed in the middle of that step. It prints its losses, a digest of all its state, and how many functions it has
+compiled, as a line of JSON.
 """
 
 import hashlib
 import json
+import os
+import signal
 import sys
+import threading
 
 import jax
 
 folder, port, rank, count, devices, begin, end = sys.argv[1], *map(int, sys.argv[2:8])
+killed = int(sys.argv[8]) if len(sys.argv) > 8 and rank == count - 1 else None
 jax.config.update("jax_num_cpu_devices", devices)
-if count > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", num_processes=count, process_id=rank)
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
+
+if count > 1:
+    fl.distributed.initialize(f"localhost:{port}", count, rank, heartbeat=10)
+
+lower, compiled_here = jax.stages.Lowered.compile, []
+
+
+def counting(lowered, *options):
+    if "@jit_step" in lowered.as_text() and threading.current_thread().name != "firstloss-ahead":
+        compiled_here.append(lowered)
+    return lower(lowered, *options)
+
+
+jax.stages.Lowered.compile = counting
 
 
 class Net(nn.Module):
@@ -39,7 +56,7 @@ class Net(nn.Module):
 
 
 torch.manual_seed(0)
-backend = fl.backend("XLA", mesh={"fsdp": count * devices}, same_run=8, artifact_dir=f"{folder}/artifacts{rank}")
+backend = fl.backend("XLA", mesh={"fsdp": count * devices}, same_run=8, artifact_dir=f"{folder}/artifacts")
 with backend.device:
     model = Net()
 compiled = fl.compile(model, backend)
@@ -65,15 +82,19 @@ def step(tokens):
 generator = torch.Generator().manual_seed(7)
 batches = [torch.randint(0, 500, (16, 4), generator=generator) for _ in range(end)][begin:]
 losses = []
-for batch in batches:
+for number, batch in enumerate(batches, begin):
     rows = len(batch) // count
     if count > 1:  # each process reads its own rows
         batch = fl.distributed.global_batch(batch[rank * rows : (rank + 1) * rows])
+    if number == killed:
+        threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGKILL)).start()
     losses.append(step(batch).item().hex())
-state = {name: part.state_dict() for name, part in parts.items()}
-fl.save(state, f"{folder}/{end}")
+    if number == begin:
+        steps_compiled = len(compiled_here)
+    if (number + 1) % 2 == 0 or number + 1 == end:
+        fl.save({name: part.state_dict() for name, part in parts.items()}, f"{folder}/{number + 1}")
 digest = hashlib.sha256()
 for weight in model.state_dict().values():
     whole = fl.distributed.gather(weight)
     digest.update(whole.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-print(json.dumps({"losses": losses, "digest": digest.hexdigest()}))
+print(json.dumps({"losses": losses, "digest": digest.hexdigest(), "compiled": steps_compiled}))

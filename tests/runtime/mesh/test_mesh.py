@@ -1,7 +1,8 @@
-"""Meshes, in processes with eight devices: the cases are in mesh_cases.py, deep_cases.py and plan_cases.py."""
+"""Meshes, in processes with eight devices: the cases are in mesh_cases.py and others."""
 
 import json
 import os
+import signal
 import socket
 from pathlib import Path
 from subprocess import PIPE
@@ -13,7 +14,7 @@ from tests import forked, scale
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cases", ["mesh_cases.py", "deep_cases.py", "plan_cases.py"])
+@pytest.mark.parametrize("cases", ["mesh_cases.py", "deep_cases.py", "plan_cases.py", "same_run_cases.py"])
 def test_cases_with_eight_devices_pass(cases, request):
     cases = os.path.join(os.path.dirname(__file__), cases)
     without = [part for plugin in ("cacheprovider", "unraisableexception") for part in ("-p", f"no:{plugin}")]
@@ -125,3 +126,29 @@ def test_a_deep_model_resumes_with_other_counts_of_processes_and_devices(tmp_pat
         for reference, mine in zip(reversed(expected), reversed(losses), strict=False):
             # Sums are in another order on a mesh. Measured: up to 1e-6.
             assert mine is None or mine == pytest.approx(reference, rel=1e-5), name
+
+
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_with_fewer_processes_as_if_nothing_had_happened(tmp_path):
+    """Of four processes one is killed in the middle of a step; two go on from the last checkpoint, with executables
+    that had been compiled ahead, and then one with eight devices: the same bits as of one device that never stopped."""
+
+    def together(count, devices, begin, end, *killed):
+        port = free_port()
+        return [
+            start(tmp_path, port, rank, "same_run_ranks.py", count, devices, begin, end, *killed)
+            for rank in range(count)
+        ]
+
+    ranks = together(4, 1, 0, 8, 3)
+    messages = [process.communicate(timeout=280)[1] for process in ranks]
+    assert ranks[-1].returncode == -signal.SIGKILL
+    for process, message in zip(ranks[:-1], messages, strict=False):
+        assert process.returncode not in (0, None), message[-2000:]
+    assert not (tmp_path / "4").exists()
+    two = [result(process) for process in together(2, 1, 2, 4)]
+    assert two[0] == two[1] and two[0]["compiled"] == 0
+    (eight,) = map(result, together(1, 8, 4, 6))
+    (one,) = map(result, together(1, 1, 0, 6))
+    assert one["losses"][2:] == two[0]["losses"] + eight["losses"]
+    assert one["digest"] == eight["digest"]

@@ -185,6 +185,25 @@ class Mesh:
     def _sharding(self, spec: shardings.Spec) -> MeshSharding:
         return self._shardings.setdefault(spec, MeshSharding(self, spec))
 
+    def of_half_the_processes(self) -> Mesh | None:
+        """The mesh of the first half of the processes, with the first axis that it halves; None if that is no mesh of
+        several."""
+        import jax
+
+        devices = self.devices.devices
+        processes = sorted({device.process_index for device in devices.flat})
+        half = processes[: len(processes) // 2]
+        for axis, size in enumerate(devices.shape):
+            fewer = devices.take(range(size // 2), axis)
+            if len(half) > 1 and {device.process_index for device in fewer.flat} == set(half):
+                return Mesh(jax.sharding.Mesh(fewer, self.devices.axis_names), same_run=self.same_run)
+        return None
+
+    def like(self, sharding: MeshSharding | NamedSharding) -> MeshSharding:
+        """The sharding with the same spec on this mesh."""
+        spec = named(sharding).spec
+        return self._sharding(tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in spec))
+
     def result_sharding(self) -> MeshSharding | None:
         """The sharding of results: with several processes replicated, so that each can read them; None: as computed."""
         return self.whole if process_count() > 1 else None

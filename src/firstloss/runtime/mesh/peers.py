@@ -74,7 +74,7 @@ class Peers:
             BackendError: if process 0 has lowered another computation.
         """
         client, key = self._client, f"{self._step}/function{number}"
-        text = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        text = _digest(lowered)
         if self._index == 0:
             pieces: list[bytes] = []
             try:
@@ -149,6 +149,15 @@ def _compiled(lowered: Any, options: dict[str, Any], devices: np.ndarray, text: 
         with contextlib.suppress(OSError), atomic_write(path) as file:
             file.write(packed)
     return compiled, packed
+
+
+def compile_for_others(lowered: Any, options: dict[str, Any], devices: np.ndarray) -> None:
+    """Compile into the compilation cache folder, unless it is there."""
+    _compiled(lowered, options, devices, _digest(lowered))
+
+
+def _digest(lowered: Any) -> str:
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
 class _Reads(threading.local):

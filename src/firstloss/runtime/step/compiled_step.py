@@ -433,6 +433,21 @@ class Inputs:
                 described.append(("argument", index) if index is not None else ("owner", id(owner)))
         return described
 
+    @property
+    def mesh(self) -> Mesh | None:
+        """The backend's mesh."""
+        return self._backend.mesh
+
+    def on(self, mesh: Mesh) -> dict[Value, Any]:
+        """The sharding of each input as it would be on another mesh."""
+        return {value: self._sharding_on(mesh, value) for value in self.where}
+
+    def _sharding_on(self, mesh: Mesh, value: Value) -> Any:
+        owner = self._owners[value]
+        if isinstance(owner, DeferredStorage) and value not in self._numbers:
+            return mesh.storage_sharding(owner)
+        return self._sharding(value, mesh)
+
     def same_shardings(self, other: Inputs) -> bool:
         """On a mesh: whether the inputs of an equivalent step have the same shardings."""
         from ..mesh.mesh import named

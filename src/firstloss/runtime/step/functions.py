@@ -22,7 +22,7 @@ from ...program.graph import Value
 from ..device.executable_calls import direct
 from ..jax_support import compile_options, on_cpu, x64
 from ..mesh.gathers import run_gathered
-from ..mesh.peers import peers_of
+from ..mesh.peers import compile_for_others, peers_of
 from ..mesh.segment_shardings import Edges
 from . import executable_cache
 
@@ -175,6 +175,14 @@ class CompiledFunctions:
             _log.info(notice)
             if not _log.isEnabledFor(logging.INFO) and sys.stderr.isatty():
                 print(notice, file=sys.stderr)
+
+
+def keep_compiled(name: str, functions: Mapping[int, Function], edges: Edges) -> None:
+    """Compile a step's functions into the compilation cache folder, for the processes of another mesh."""
+    options = compile_options(on_mesh=True, same_run=edges.same_run)
+    for number, function in functions.items():
+        with timeline.span("compile ahead"), x64():
+            compile_for_others(_lowered(f"{name}_{number}", function, edges), options, edges.whole.mesh.devices)
 
 
 def step_key(seed: Any) -> Any:

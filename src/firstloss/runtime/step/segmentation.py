@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Mapping
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import jax
 
 from ... import timeline
 from ...errors import LoweringError
@@ -17,11 +22,15 @@ from ...program.graph import Value
 from ...program.program import Program
 from ..backend import Backend
 from ..lazy_jax import on_cpu
+from ..mesh.mesh import Mesh
 from ..mesh.same_run import SameRunEdges
 from ..mesh.segment_shardings import Edges
 from .compiled_step import Inputs
+from .functions import functions_of, keep_compiled
 from .segmented import SegmentedStep
 from .traced_program import Groups, TracedProgram
+
+E = TypeVar("E", bound=Edges)
 
 
 def refuse_unsupported(traced: TracedProgram) -> None:
@@ -53,7 +62,37 @@ def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: b
     with timeline.span("lower"):
         parts = segment_step(traced, inputs, backend)
     compiles = not backend.validate_only
-    return SegmentedStep(traced.name, parts.cut, *parts.groups, parts.edges, compiles, behind, traced.early)
+    step = SegmentedStep(traced.name, parts.cut, *parts.groups, parts.edges, compiles, behind, traced.early)
+    if compiles and isinstance(parts.edges, SameRunEdges):
+        compile_ahead(traced, inputs, parts)
+    return step
+
+
+def compile_ahead(traced: TracedProgram, inputs: Inputs, parts: Segmentation) -> None:
+    """In process 0 of several, compile the step in the background for half as many, which may have to go on with it:
+    they find the executables in the compilation cache folder, if it is theirs, too.
+
+    The shardings of weights on that mesh are those that a new run would have; if some are not, it compiles as usual.
+    """
+    mesh = inputs.mesh
+    smaller = None if mesh is None or jax.process_index() else mesh.of_half_the_processes()
+    if smaller is None:
+        return
+    by_spec = {name: smaller.like(sharding) for name, sharding in traced.outputs.where.items()}
+    where = inputs.on(smaller)
+    edges = edges_on(smaller, traced, parts.cut, where, by_spec, SameRunEdges)
+    changed, _, (new, created, names) = parts.groups
+    outputs = parts.cut.outputs
+    renewed = dict(zip(changed, (outputs[name] for name in new), strict=True))
+    results = {outputs[name] for name in (*new, *created, *names)}
+    functions = functions_of(parts.cut.segments, renewed, results, edges, parts.cut.early)
+
+    def work() -> None:
+        with suppress(AttributeError, OSError):  # other systems have no priorities of threads
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        keep_compiled(traced.name, functions, edges)
+
+    threading.Thread(target=work, name="firstloss-ahead").start()
 
 
 class Segmentation(NamedTuple):
@@ -76,7 +115,7 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend, same_r
         same_run: whether it is computed by logical shards if the backend says so, not as XLA divides it.
     """
     program, mesh = traced.program, backend.mesh
-    changed, _, (new, created, names) = groups = traced.groups
+    changed, _, (new, _, names) = groups = traced.groups
     separate = _apart(program, dict(zip(new, changed, strict=True)))
     least_periods = segments.LEAST_PERIODS_ON_CPU if mesh is None and on_cpu() else 2
     same_run = same_run and mesh is not None and mesh.same_run is not None
@@ -85,14 +124,27 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend, same_r
     pieces = cut(program, names, separate, traced.early, least_periods)
     edges = None
     if mesh is not None:
-        outputs = {**dict(zip(new, (inputs.where[v] for v in changed), strict=True)), **traced.outputs.where}
-        if mesh.result_sharding() is not None:
-            outputs |= dict.fromkeys(names, mesh.result_sharding())
-        sharding_of = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
-        kind = SameRunEdges if same_run else Edges
-        edges = kind(pieces, mesh, inputs.where, traced.owners.arguments, sharding_of)
+        edges = edges_on(mesh, traced, pieces, inputs.where, traced.outputs.where, SameRunEdges if same_run else Edges)
         pieces = edges.cut
     return Segmentation(pieces, groups, edges)
+
+
+def edges_on(
+    mesh: Mesh, traced: TracedProgram, pieces: Cut, where: Mapping[Value, Any], made: Mapping[str, Any], kind: type[E]
+) -> E:
+    """The shardings of the arrays that cross the cuts on a mesh.
+
+    Args:
+        where: those of the inputs.
+        made: by name, those of the outputs that are made.
+        kind: how it is divided.
+    """
+    changed, _, (new, _, names) = traced.groups
+    outputs = {**dict(zip(new, (where[value] for value in changed), strict=True)), **made}
+    if mesh.result_sharding() is not None:
+        outputs |= dict.fromkeys(names, mesh.result_sharding())
+    sharding_of = {pieces.outputs[name]: sharding for name, sharding in outputs.items()}
+    return kind(pieces, mesh, where, traced.owners.arguments, sharding_of)
 
 
 def _apart(program: Program, renewed: Mapping[str, Value]) -> set[str]:
