@@ -73,7 +73,7 @@ class Entry:
     """
 
     def __init__(self, folder: Path, key: str, devices: Sequence[jax.Device] | None = None) -> None:
-        """`devices`: those of a mesh, in its order."""
+        """`devices`: on which it runs, in a mesh's order."""
         self.path: Path = folder / f"{key}.executable"
         self.found: bool = self.path.exists()
         self._devices = devices
@@ -149,8 +149,9 @@ def entry_of(
     digest = hashlib.sha256(_environment())
     options = compile_options(on_mesh=mesh is not None)
     digest.update(repr((settings, by_pytorch, sorted(options.items()))).encode())
-    devices = None if mesh is None else list(mesh.devices.flat)
-    if mesh is not None and devices is not None:
+    # Otherwise JAX would load it for all devices, where it has several.
+    devices = [jax.config.jax_default_device or jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
+    if mesh is not None:
         kinds = [(device.id, device.process_index, device.device_kind) for device in devices]
         types = [str(kind) for kind in mesh.axis_types]
         digest.update(repr((mesh.axis_names, mesh.devices.shape, types, kinds, jax.device_count())).encode())
