@@ -466,24 +466,3 @@ def test_weights_are_whole_on_each_replica(mesh, parts, one_device, tmp_path):
     assert shards == {(1000 // parts, 64)}
     average = array_of(run.optimizer.state[run.model.embed.weight]["exp_avg"])
     assert {shard.data.shape for shard in average.addressable_shards} == {(1000 // parts, 64)}
-
-
-def test_a_second_start_on_one_of_several_devices(tmp_path):
-    """The executable that is loaded is for one device, as the one that was compiled."""
-
-    def losses():
-        fl.backend("XLA", artifact_dir=str(tmp_path), first_loss="compiled")
-        torch.manual_seed(0)
-        with fl.backend().device:
-            model = nn.Linear(8, 4)
-        compiled = fl.compile(model, fl.backend())
-
-        @fl.trace
-        def step(x):
-            return compiled(x).square().mean()
-
-        return [step(torch.ones(2, 8)).item() for _ in range(2)]
-
-    first = losses()
-    assert list(tmp_path.rglob("*.executable"))
-    assert losses() == first
