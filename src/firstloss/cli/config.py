@@ -56,6 +56,7 @@ class ConfiguredTrainer(Trainer):
         device: str = "XLA",
         artifact_dir: str | None = None,
         mesh: dict[str, int] | None = None,
+        same_run: int | None = None,
         cluster_config: ClusterConfig | None = None,
         model_dir: str = "./model_dir",
         precision: Precision | MixedPrecision = Precision(),  # noqa: B008  (for --print_config; never modified)
@@ -75,6 +76,7 @@ class ConfiguredTrainer(Trainer):
             device: "XLA", "CPU" or "GPU".
             artifact_dir: where compiled steps are cached; by default "artifacts" in `model_dir`.
             mesh: the device mesh, for example {fsdp: 8}.
+            same_run: the number of logical shards by which steps are computed, for the same run on any mesh.
             cluster_config: data parallelism and loader workers under the references' names: {num_csx: 8,
                 num_workers_per_csx: 2}.
             model_dir: the run folder.
@@ -89,6 +91,7 @@ class ConfiguredTrainer(Trainer):
             backend=fl.backend(
                 device,
                 mesh=mesh,
+                same_run=same_run,
                 cluster_config=cluster_config,
                 artifact_dir=artifact_dir or os.path.join(model_dir, "artifacts"),
             ),

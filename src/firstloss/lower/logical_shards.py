@@ -342,14 +342,15 @@ class _Equation(NamedTuple):
             (before,), (after,) = eqn.invars, eqn.outvars
             order = eqn.params["dimensions"] or range(before.aval.ndim)
             permuted = [before.aval.shape[dim] for dim in order]
+            operand, result = along, along
             if number >= 0:
-                found = _regrouped(permuted, Along(list(order).index(along.dim), along.outer), after.aval.shape, shards)
-                outer = along, found
+                moved = Along(list(order).index(along.dim), along.outer)
+                found = _regrouped(permuted, moved, after.aval.shape, shards)
+                result = found or along
             else:
                 found = _regrouped(after.aval.shape, along, permuted, shards)
-                outer = found and Along(order[found.dim], found.outer), along
-            operand, result = outer
-            if operand is None or result is None:
+                operand = Along(order[found.dim], found.outer) if found else along
+            if found is None:
                 return None
             return _Request(eqn, eqn.params, (operand.dim,), (result.dim,), shards, (operand.outer, result.outer))
         rule = rule_of_equation(eqn)
@@ -737,8 +738,8 @@ def _placed(
     first = max(known, key=lambda n: math.prod(shapes[n]))
     spec = specs[atoms[first]]
     params: Params = equation.eqn.params
-    operand_specs = [[()] * len(atom.aval.shape) for atom in equation.eqn.invars]
-    result_specs = [[()] * len(atom.aval.shape) for atom in equation.eqn.outvars]
+    operand_specs: list[list[tuple[str, ...]]] = [[()] * len(atom.aval.shape) for atom in equation.eqn.invars]
+    result_specs: list[list[tuple[str, ...]]] = [[()] * len(atom.aval.shape) for atom in equation.eqn.outvars]
     for dim, names in enumerate(spec):
         if not names:
             continue
@@ -911,7 +912,7 @@ class _Run:
         kept = [v for operation in operations for v in operation.results if v in function.dims and v in used_after]
         terms = [(v, op.add) for op in operations if op.add is not None for v in op.results]
         adds = [add for _, add in terms]
-        levels = self._own.bit_length()
+        levels = max(1, self._own.bit_length() - 1)
 
         def pieces_of(value: int) -> Any:
             aval = function.shapes[value]
@@ -936,11 +937,11 @@ class _Run:
                 for stack, value in zip(stacks, kept, strict=True)
             ]
             new = self._over_devices([self._apart(computed[value]) for value, _ in terms], adds, specs)
-            return stacks, _added(sums, new, adds, i)
+            return stacks, _added(sums, new, adds, i, self._own)
 
         stacks, sums = lax.fori_loop(0, self._own + self._more, body, (stacks, sums))
         self._pieces.update(zip(kept, stacks, strict=True))
-        for (value, _), spec, total in zip(terms, specs, sums[-1] if terms else (), strict=True):
+        for (value, _), spec, total in zip(terms, specs, sums[0] if terms else (), strict=True):
             self._keep(value, spec, total)
         for value, whole in function.gathered[number].items():
             self._whole[whole] = self._apart(_joined(self._all_pieces(value), function.dims[value]))
@@ -1032,25 +1033,27 @@ class _Run:
 
 
 def _added(
-    sums: list[list[Any]], terms: list[Any], adds: Sequence[Callable[[Any, Any], Any]], i: Any
+    sums: list[list[Any]], terms: list[Any], adds: Sequence[Callable[[Any, Any], Any]], i: Any, count: int
 ) -> list[list[Any]]:
-    """Add the terms of logical shard `i` to those before it, in a binary tree. `sums[k]` are the sums of the last
-    complete branch of 2^k shards."""
+    """Add the terms of logical shard `i` to those before it, in a binary tree of `count` shards. `sums[k]` are the sums
+    of the last complete branch of 2^k shards; in the end, `sums[0]` are those of all."""
     if not terms:
         return sums
-    if len(sums) == 1:
+    if count == 1:
         return [terms]
 
-    def joining(count: int) -> Callable[..., list[list[Any]]]:
+    def joining(levels: int) -> Callable[..., list[list[Any]]]:
+        place = levels % len(sums)  # the whole tree takes the place of its first branch, which is no longer needed
+
         def join(sums: list[list[Any]], terms: list[Any]) -> list[list[Any]]:
-            for level in range(count):
+            for level in range(levels):
                 terms = [add(a, b) for add, a, b in zip(adds, sums[level], terms, strict=True)]
-            return [*sums[:count], terms, *sums[count + 1 :]]
+            return [*sums[:place], terms, *sums[place + 1 :]]
 
         return join
 
     complete = lax.population_count(i ^ (i + 1)) - 1  # how many branches shard i completes: the ones that i ends in
-    return lax.switch(complete, [joining(count) for count in range(len(sums))], sums, terms)
+    return lax.switch(complete, [joining(levels) for levels in range(len(sums) + 1)], sums, terms)
 
 
 def _opened(array: Any, along: Along, count: int) -> Any:

@@ -50,7 +50,8 @@ def compile_options(on_mesh: bool = False, same_run: bool = False) -> dict[str, 
     On a mesh of CPU devices: LLVM's optimization level 2, not 3, which takes a fifth less processor time to compile;
     the steps are as fast, since most of their time is synchronization between devices.
     For the same run on any mesh: no merging of equal subexpressions across the pass over the logical shards, which
-    comes out otherwise where there is one device. (With it, weights of a Llama differed between one device and two.)
+    comes out otherwise where there is one device (with it, weights of a Llama differed between one device and two); and
+    nothing is moved out of the pass, where it would take memory during the whole of it.
     On a GPU: deterministic results, if PyTorch has been asked for them.
     """
     if not on_cpu():
@@ -63,7 +64,8 @@ def compile_options(on_mesh: bool = False, same_run: bool = False) -> dict[str, 
     if on_mesh and _LEVEL not in os.environ.get("XLA_FLAGS", ""):  # else the user has said which
         options[_LEVEL] = 2
     if same_run:
-        options["xla_disable_hlo_passes"] = "cse"
+        kept = "while-loop-invariant-code-motion", "while-loop-expensive-invariant-code-motion"
+        options["xla_disable_hlo_passes"] = ",".join(("cse", *kept))
     return options
 
 

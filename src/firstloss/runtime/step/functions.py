@@ -226,7 +226,7 @@ def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
     with x64(), aten.within(edges is None and on_cpu()):
         step = computation(function, edges)
         options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}
-        step.__name__ = name  # type: ignore[attr-defined]
+        step.__name__ = name
         jitted = jax.jit(step, donate_argnums=tuple(range(1, 1 + function.reused)), **options)
         seed = jax.ShapeDtypeStruct((2,), np.uint32, sharding=None if edges is None else edges.whole)
         return jitted.lower(seed, *(_shape(value, edges) for value in inputs))

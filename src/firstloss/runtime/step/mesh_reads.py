@@ -107,7 +107,7 @@ def _run(
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays]
         word = jax.ShapeDtypeStruct((2,), np.uint32, sharding=whole)
         run = same_run_mesh.read(compute, arrays, are_batches, mesh) if same_run else compute
-        run.__name__ = "read"  # type: ignore[attr-defined]
+        run.__name__ = "read"
         lowered = jax.jit(run, out_shardings=whole).lower(word, *shapes)
         digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if digest not in _compiled:
