@@ -19,6 +19,7 @@ FIGURES = (
     "guards",
     "deep_layers",
     "mesh_compile",
+    "same_run",
     "first_loss_ways",
     "traced_loop",
     "reads",
