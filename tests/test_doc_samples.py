@@ -196,6 +196,8 @@ def step(batch):
 
 assert step(torch.ones(8, 8)).item() > 0
 <sample>
+assert backend.mesh.same_run == 8
+<sample>
 assert backend.mesh.devices.size == 8
 """,
     "docs/plan.md": """

@@ -174,7 +174,8 @@ def test_any_mesh_gives_the_same_bits(case, tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a batch of shape")
         expected = train(case, MESHES[0], tmp_path)
-        for mesh in MESHES[1:]:
+        others, turn = MESHES[1:], list(CASES).index(case)
+        for mesh in others if case == "words" else (others[turn % 5], others[(turn + 2) % 5]):
             assert train(case, mesh, tmp_path) == expected, mesh
         plain, digest = train(case, MESHES[0], tmp_path, same_run=None)
     assert np.isfinite(plain).all() and digest != expected[1]
