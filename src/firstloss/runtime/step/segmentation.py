@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,20 +64,20 @@ def segmented(traced: TracedProgram, inputs: Inputs, backend: Backend, behind: b
     compiles = not backend.validate_only
     step = SegmentedStep(traced.name, parts.cut, *parts.groups, parts.edges, compiles, behind, traced.early)
     if compiles and isinstance(parts.edges, SameRunEdges):
-        compile_ahead(traced, inputs, parts)
+        step.when_run = compile_ahead(traced, inputs, parts)
     return step
 
 
-def compile_ahead(traced: TracedProgram, inputs: Inputs, parts: Segmentation) -> None:
-    """In process 0 of several, compile the step in the background for half as many, which may have to go on with it:
-    they find the executables in the compilation cache folder, if it is theirs, too.
+def compile_ahead(traced: TracedProgram, inputs: Inputs, parts: Segmentation) -> Callable[[], None] | None:
+    """In process 0 of several: what compiles the step in the background for half as many, which may have to go on with
+    it. They find the executables in the compilation cache folder, if it is theirs, too.
 
     The shardings of weights on that mesh are those that a new run would have; if some are not, it compiles as usual.
     """
     mesh = inputs.mesh
     smaller = None if mesh is None or jax.process_index() else mesh.of_half_the_processes()
     if smaller is None:
-        return
+        return None
     by_spec = {name: smaller.like(sharding) for name, sharding in traced.outputs.where.items()}
     where = inputs.on(smaller)
     edges = edges_on(smaller, traced, parts.cut, where, by_spec, SameRunEdges)
@@ -92,7 +92,7 @@ def compile_ahead(traced: TracedProgram, inputs: Inputs, parts: Segmentation) ->
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         keep_compiled(traced.name, functions, edges)
 
-    threading.Thread(target=work, name="firstloss-ahead").start()
+    return threading.Thread(target=work, name="firstloss-ahead").start
 
 
 class Segmentation(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +93,7 @@ class SegmentedStep:
                 start_waiting_materializations()
             self._lower_first()
         self.ran = False
+        self.when_run: Callable[[], None] | None = None  # called once, after the first run has been dispatched
 
     def _lower_first(self) -> None:
         """Lower the functions that the loss needs."""
@@ -262,6 +263,9 @@ class SegmentedRun:
         if self._results is None:
             self._run(self._step._calls)
             self._step.ran = True
+            if (then := self._step.when_run) is not None:
+                self._step.when_run = None
+                then()
         else:
             self._run_rest_in_background(self._results)
 
