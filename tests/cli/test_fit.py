@@ -237,7 +237,7 @@ def test_print_config_shows_every_key(capsys):
         main(["fit", "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"].keys() | {"backend"} == set(inspect.signature(Trainer).parameters) | {
-        "artifact_dir", "mesh", "cluster_config"
+        "artifact_dir", "mesh", "same_run", "cluster_config"
     }  # fmt: skip
     assert printed["trainer"]["loop"].keys() == TrainingLoop.__dataclass_fields__.keys()
     assert printed["trainer"]["checkpoint"] == dataclasses.asdict(Checkpoint())

@@ -44,12 +44,15 @@ _PATCHED = [(cls, "forward") for cls in (nn.Linear, nn.Tanh, nn.Sequential, nn.L
 _PATCHED += [(nn.functional, "linear"), (torch.Tensor, "mean")]
 
 
-# The backend on which programs are traced: "XLA"; "MESH", a mesh of two devices, which XLA_FLAGS has to make; or "GPU",
-# where steps are replayed as on a GPU, by the kernels of this CPU.
+# The backend on which programs are traced: "XLA"; "MESH", a mesh of two devices, which XLA_FLAGS has to make; "SAME
+# RUN", the same with `same_run`, compared bit for bit with one device, too; or "GPU", where steps are replayed as on a
+# GPU, by the kernels of this CPU.
 TRACED = os.environ.get("FIRSTLOSS_FUZZ_BACKEND", "XLA")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "XLA": {"artifact_dir": _ARTIFACTS},
     "MESH": {"artifact_dir": _ARTIFACTS, "mesh": {"fsdp": 2}},
+    "SAME RUN": {"artifact_dir": _ARTIFACTS, "mesh": {"fsdp": 2}, "same_run": 2},
+    "SAME RUN, ONE DEVICE": {"artifact_dir": _ARTIFACTS, "mesh": {"fsdp": 1}, "same_run": 2},
 }
 
 
@@ -72,6 +75,13 @@ def check(source: str, traceback: bool = False) -> Outcome:
         traced = _run(source, TRACED)
         with _settled():
             compare(eager, traced, MODULE)
+        if TRACED == "SAME RUN":
+            two, one = (_run(source, name) for name in (TRACED, "SAME RUN, ONE DEVICE"))
+            try:
+                with _settled():
+                    compare(one, two, MODULE, tolerance=0)
+            except Difference as difference:
+                return Outcome(DIFFERS, f"between one device and two: {_line(difference)}")
     except Difference as difference:
         if traceback:
             print_exc()
