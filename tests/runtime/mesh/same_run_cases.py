@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec  # noqa: E402
 from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
-from firstloss.errors import BackendError  # noqa: E402
+from firstloss.errors import BackendError, TraceError  # noqa: E402
 from firstloss.lower import logical_shards  # noqa: E402
 
 MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"data": 4}, {"fsdp": 8}, {"dp": 2, "fsdp": 4}, {"fsdp": 4, "tp": 2}]
@@ -140,9 +140,10 @@ def train(case, mesh, folder, same_run=8):
 
     @fl.trace
     def step(x, y):
-        with torch.autocast("cpu", torch.bfloat16, options.get("autocast", False)):
-            loss = loss_of(compiled(x), y)
-        loss.backward()
+        for part in range(parts := options.get("accumulate", 1)):
+            with torch.autocast("cpu", torch.bfloat16, options.get("autocast", False)):
+                loss = loss_of(compiled(x[part::parts]), y[part::parts]) / parts
+            loss.backward()
         if "clip" in options:
             nn.utils.clip_grad_norm_(model.parameters(), options["clip"])
         if not options.get("read") or loss.item() > 4.7:
@@ -249,3 +250,28 @@ def test_meshes_that_do_not_divide_it_are_refused():
             fl.backend("XLA", same_run=wrong)
     with pytest.raises(BackendError, match="same_run has no effect"):
         fl.backend("CPU", same_run=8)
+
+
+def small_step(tmp_path, used):
+    backend = fl.backend("XLA", same_run=8, artifact_dir=str(tmp_path))
+    with backend.device:
+        model = nn.Linear(4, 3)
+    compiled = fl.compile(model, backend)
+
+    @fl.trace
+    def step(x):
+        return used(compiled(x), x)
+
+    return step(torch.ones(8, 4))
+
+
+def test_a_step_that_would_consume_twice_is_refused(tmp_path):
+    """Its Python reads a value, which takes a second run, and has taken from a generator."""
+    scales = iter([1.0, 0.5, 0.25])
+    with pytest.raises(TraceError, match="consumes or changes an? .*, and reads a value"):
+        small_step(tmp_path, lambda out, x: out.sum() * next(scales) * (x.sum().item() > 0))
+
+
+def test_sparse_tensors_are_refused(tmp_path):
+    with pytest.raises(TraceError, match=r"same_run_cases.py:\d+: the step computes with a tensor of the layout"):
+        small_step(tmp_path, lambda out, x: out.sum() + x.to_sparse().to_dense().mean())

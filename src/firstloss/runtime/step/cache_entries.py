@@ -500,6 +500,12 @@ class CacheEntries:
                 if request.reads_by_all and isinstance(error, ValueReadError):
                     if READ in tried or READ not in self._inputs:
                         raise
+                    if (consumed := observer.snapshot.consumed()) is not None:
+                        raise TraceError(
+                            f"{here()}: {self._name} consumes or changes {consumed}, and reads a value, for which its "
+                            "Python would have to run twice at this call on this backend. Take from it before the "
+                            "step, and pass what was taken."
+                        ) from error
                     inputs = tried = (*inputs, READ)
                     records_code = self._reads_by_all = True
                     continue

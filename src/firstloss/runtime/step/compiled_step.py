@@ -15,9 +15,10 @@ from ...capture import session
 from ...capture.exported_memory import record_exported_memory
 from ...capture.input_numbers import NumberInput
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...errors import BackendError
+from ...errors import BackendError, TraceError
 from ...interpreter import Undo
 from ...program.graph import Value
+from ...program.source import here
 from ..backend import Backend
 from ..device import dispatch
 from ..device.buffer import DeviceBuffer, mesh_sharding, replace_arrays
@@ -396,6 +397,11 @@ class Inputs:
         elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
             array = self._argument(owner._storage.resident)
         elif sharding is not None:
+            if owner.layout is not torch.strided:
+                raise TraceError(
+                    f"{here()}: the step computes with a tensor of the layout {owner.layout}, which devices of a mesh "
+                    "do not have. Keep it dense, and multiply or torch.where with its mask."
+                )
             return to_device_later(owner, sharding)
         else:  # a copy, since the caller may write to the tensor while the step runs
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
