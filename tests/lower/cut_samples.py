@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import torch
 
-from firstloss.lower import logical_shards
+from firstloss.lower import logical_shards, shard_passes
 from tests.op_db import op_db
 
 from .harness import Check, assert_same, to_tensor
@@ -46,7 +46,7 @@ class CutCall:
     def run(self, arrays: Sequence[Any], more: Any) -> list[Any]:
         whole: list[Any] = [()] * len(arrays)
         outs: list[Any] = [()] * len(self.function.outputs)
-        return logical_shards.run(self.function, arrays, whole, outs, {}, more)
+        return shard_passes.run(self.function, arrays, whole, outs, {}, more)
 
     def compare(self, results: Sequence[Any], uncut: Sequence[Any]) -> None:
         for actual, expected, leaf in zip(results, uncut, self.check.leaves, strict=True):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from firstloss.lower import logical_shards
+from firstloss.lower import logical_shards, shard_passes
 from tests.op_db import op_db
 
 from .cut_samples import SHARDS, cuts_of
@@ -39,7 +39,7 @@ def cut_and_run(function, arrays, dims, shards=SHARDS):
     made = logical_shards.cut(closed, dims, shards)
     whole = [()] * len(arrays)
     outs = [()] * len(made.outputs)
-    results = jax.jit(lambda more, *arrays: logical_shards.run(made, arrays, whole, outs, {}, more))(0, *arrays)
+    results = jax.jit(lambda more, *arrays: shard_passes.run(made, arrays, whole, outs, {}, more))(0, *arrays)
     return made, results
 
 

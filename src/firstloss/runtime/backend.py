@@ -127,6 +127,11 @@ class Backend:
         object.__setattr__(self, name, value)
 
     @property
+    def same_run(self) -> int | None:
+        """The number of logical shards of its steps; None if XLA divides them."""
+        return None if self.mesh is None else self.mesh.same_run
+
+    @property
     def is_csx(self) -> bool:
         """Whether it compiles ahead of time: "XLA", also called "CSX"."""
         return self.is_xla

@@ -169,7 +169,7 @@ class LoweredStep:
     def _shardings(self, traced: TracedProgram) -> Any:
         if self._backend.mesh is None:
             return None
-        if self._backend.mesh.same_run is not None:
+        if self._backend.same_run is not None:
             raise BackendError(
                 f"{self._name} cannot be lowered as one module for a backend with same_run, whose steps are computed "
                 "by logical shards. Lower it on a backend without same_run."

@@ -19,7 +19,7 @@ from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.errors import BackendError, TraceError  # noqa: E402
-from firstloss.lower import logical_shards  # noqa: E402
+from firstloss.lower import logical_shards, shard_passes  # noqa: E402
 
 MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"data": 4}, {"fsdp": 8}, {"dp": 2, "fsdp": 4}, {"fsdp": 4, "tp": 2}]
 STEPS = 4
@@ -208,7 +208,7 @@ def test_sums_over_devices_are_one_tree_however_they_are_sharded(data):
     assert bool(placed.reduced) == any(spec)
     mesh = jax.make_mesh(sizes, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
     run = jax.shard_map(
-        lambda more, x: logical_shards.run(placed, [x], [()], [spec], axes, more)[0],
+        lambda more, x: shard_passes.run(placed, [x], [()], [spec], axes, more)[0],
         mesh=mesh,
         in_specs=(PartitionSpec(), PartitionSpec(tuple(axes))),
         out_specs=PartitionSpec(*(dim or None for dim in spec)),

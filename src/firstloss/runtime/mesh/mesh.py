@@ -51,6 +51,11 @@ def named(sharding: MeshSharding | NamedSharding) -> NamedSharding:
     return sharding.named if isinstance(sharding, MeshSharding) else sharding
 
 
+def axes_of_dims(entries: Iterable[Any]) -> shardings.Spec:
+    """The entries of a PartitionSpec, each as a tuple of axes."""
+    return tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
 class Mesh:
     """Devices with named axes, and the shardings of arrays on them.
 
@@ -201,8 +206,7 @@ class Mesh:
 
     def like(self, sharding: MeshSharding | NamedSharding) -> MeshSharding:
         """The sharding with the same spec on this mesh."""
-        spec = named(sharding).spec
-        return self._sharding(tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in spec))
+        return self._sharding(axes_of_dims(named(sharding).spec))
 
     def result_sharding(self) -> MeshSharding | None:
         """The sharding of results: with several processes replicated, so that each can read them; None: as computed."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...lower import logical_shards
+from ...lower import logical_shards, shard_passes
 from ...lower.dtypes import to_jax
 from ...lower.logical_shards import Cost, CutFunction
 from ...lower.segments import Cut, Segment
@@ -62,10 +62,10 @@ class SameRunEdges(Edges):
             if dim is not None:
                 self._dims[value] = dim
                 self._shardings.setdefault(value, _along(dim, self._mesh))
-        ins = [() if dim is not None else self._kept(value) for value, dim in zip(inputs, dims, strict=True)]
+        ins = [(), *(() if dim is not None else self._kept(value) for value, dim in zip(inputs, dims, strict=True))]
         outs = [() if dim is not None else self._kept(value) for value, dim in zip(outputs, out_dims, strict=True)]
-        placed = logical_shards.place(function, [(), *ins], outs, self._mesh.axes)
-        self.costs[segment.function] = logical_shards.cost(placed, [(), *ins], self._mesh.axes)
+        placed = logical_shards.place(function, ins, outs, self._mesh.axes)
+        self.costs[segment.function] = logical_shards.cost(placed, ins, self._mesh.axes)
         computed = self._divided[segment.function] = divided(placed, ins, outs, self._mesh)
         return computed
 
@@ -106,13 +106,12 @@ def divided(function: CutFunction, inputs: Sequence[Spec], outputs: Sequence[Spe
     """A cut and placed function of a seed and arrays, computed by all devices of a mesh.
 
     Args:
-        inputs, outputs: how its arrays and results are sharded; `()` for those that are whole or cut.
+        inputs, outputs: how the seed and its arrays, and its results, are sharded; `()` if they are whole or cut.
     """
-    ins = [(), *inputs]
 
     def local(seed: Any, *operands: Any) -> tuple[Any, ...]:
         more = (seed[1] >> 31).astype(np.int32)  # 0: no run takes so many steps
-        return tuple(logical_shards.run(function, (seed, *operands), ins, outputs, mesh.axes, more))
+        return tuple(shard_passes.run(function, (seed, *operands), inputs, outputs, mesh.axes, more))
 
     def partition(value: int, spec: Spec) -> PartitionSpec:
         along = function.dims.get(value)
@@ -121,7 +120,7 @@ def divided(function: CutFunction, inputs: Sequence[Spec], outputs: Sequence[Spe
     return jax.shard_map(
         local,
         mesh=mesh.devices,
-        in_specs=tuple(map(partition, function.inputs, ins)),
+        in_specs=tuple(map(partition, function.inputs, inputs)),
         out_specs=tuple(map(partition, function.outputs, outputs)),
         check_vma=False,
     )
@@ -133,10 +132,9 @@ def read(run: Compute, arrays: Sequence[jax.Array], are_batches: Sequence[bool],
         0 if batch and is_cut(array.sharding, mesh) else None for array, batch in zip(arrays, are_batches, strict=True)
     ]
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    specs = [
-        () if dim is not None else spec_of(array.sharding, array.ndim) for array, dim in zip(arrays, dims, strict=True)
-    ]
-    function = logical_shards.place(cut_step(run, shapes, dims, mesh, ()), [(), *specs], [()], mesh.axes)
+    kept = (() if d is not None else spec_of(array.sharding, array.ndim) for array, d in zip(arrays, dims, strict=True))
+    specs = [(), *kept]
+    function = logical_shards.place(cut_step(run, shapes, dims, mesh, ()), specs, [()], mesh.axes)
     return divided(function, specs, [()], mesh)
 
 

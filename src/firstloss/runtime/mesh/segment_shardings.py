@@ -14,7 +14,7 @@ from ...lower.segments import Cut, Segment
 from ...lower.sharding import ArraySharding, Spec, propagate, read_rules
 from ...program.graph import Value
 from ..jax_support import x64
-from .mesh import Mesh, MeshSharding, named
+from .mesh import Mesh, MeshSharding, axes_of_dims, named
 
 
 class Edges:
@@ -117,5 +117,4 @@ class Edges:
 def spec_of(sharding: MeshSharding | NamedSharding, dims: int) -> Spec:
     """For each of `dims` dimensions, the axes over which it is sharded."""
     spec = named(sharding).spec
-    entries = (*spec, *(None,) * (dims - len(spec)))
-    return tuple(() if not e else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+    return axes_of_dims((*spec, *(None,) * (dims - len(spec))))

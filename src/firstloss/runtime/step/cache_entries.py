@@ -500,23 +500,22 @@ class CacheEntries:
                 if request.reads_by_all and isinstance(error, ValueReadError):
                     if READ in tried or READ not in self._inputs:
                         raise
-                    if (consumed := observer.snapshot.consumed()) is not None:
-                        raise TraceError(
-                            f"{here()}: {self._name} consumes or changes {consumed}, and reads a value, for which its "
-                            "Python would have to run twice at this call on this backend. Take from it before the "
-                            "step, and pass what was taken."
-                        ) from error
+                    self._check_consumed(
+                        observer,
+                        "reads a value, for which its Python would have to run twice at this call on this backend",
+                        error,
+                    )
                     inputs = tried = (*inputs, READ)
                     records_code = self._reads_by_all = True
                     continue
                 if not inputs:
                     raise
-                if (consumed := observer.snapshot.consumed()) is not None:
-                    raise TraceError(
-                        f"{here()}: {self._name} consumes or changes {consumed}, and cannot be traced with the numbers "
-                        "and texts that vary as inputs, so that its Python would have to run twice at this call. Take "
-                        "from it before the step, and pass what was taken."
-                    ) from error
+                self._check_consumed(
+                    observer,
+                    "cannot be traced with the numbers and texts that vary as inputs, so that its Python would have to "
+                    "run twice at this call",
+                    error,
+                )
                 writes = observer.recording.writes.calls.values()
                 if writes and (READ in inputs or self._untraced):  # it reads values, and each trace writes
                     self.reports.report_written_twice(writes)
@@ -538,3 +537,15 @@ class CacheEntries:
             if len(self._functions) > _MAX_FUNCTIONS:
                 entry.guards.unknown = []
         return entry
+
+    def _check_consumed(self, observer: TraceObserver, why: str, error: Exception) -> None:
+        """Check that a trace that failed has consumed nothing, before the step is traced once more at this call.
+
+        Raises:
+            TraceError: if it has.
+        """
+        if (consumed := observer.snapshot.consumed()) is not None:
+            raise TraceError(
+                f"{here()}: {self._name} consumes or changes {consumed}, and {why}. Take from it before the step, and "
+                "pass what was taken."
+            ) from error

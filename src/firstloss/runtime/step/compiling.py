@@ -58,7 +58,7 @@ def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -
         return None
     if backend.compile_only or backend.validate_only or process_count() > 1:  # each process has only some shards
         return None
-    if backend.mesh is not None and backend.mesh.same_run is not None:  # PyTorch takes sums in another order
+    if backend.same_run is not None:  # PyTorch takes sums in another order
         return None
     device = on_gpu.device()
     if device is not None and backend.mesh is not None:  # no GPU has whole weights

@@ -45,6 +45,14 @@ class Function(NamedTuple):
     result_order: tuple[int, ...]
     reused: int
 
+    def arguments(self) -> list[Value | int]:
+        """The first segment's inputs in argument order."""
+        return [self.like.inputs[i] for i in self.argument_order]
+
+    def results(self) -> list[Value]:
+        """The first segment's outputs in result order."""
+        return [self.like.outputs[i] for i in self.result_order]
+
     def order(self) -> tuple[Any, ...]:
         """With the segment's signature, all that its code depends on: the order of its arguments, which of the values
         that it computes are its results, and the number of donated arguments."""
@@ -193,8 +201,7 @@ def step_key(seed: Any) -> Any:
 def computation(function: Function, edges: Edges | None) -> Callable[..., tuple[Any, ...]]:
     """What a function computes from a seed and its arguments, as it is divided over the devices."""
     segment = function.like
-    inputs = [segment.inputs[i] for i in function.argument_order]
-    outputs = [segment.outputs[i] for i in function.result_order]
+    inputs, outputs = function.arguments(), function.results()
 
     def run(seed: Any, *operands: Any) -> tuple[Any, ...]:
         arrays: dict[Any, Any] = dict(zip(inputs, operands, strict=True))
@@ -220,9 +227,7 @@ def computation(function: Function, edges: Edges | None) -> Callable[..., tuple[
 
 
 def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
-    segment = function.like
-    inputs = [segment.inputs[i] for i in function.argument_order]
-    outputs = [segment.outputs[i] for i in function.result_order]
+    inputs, outputs = function.arguments(), function.results()
     with x64(), aten.within(edges is None and on_cpu()):
         step = computation(function, edges)
         options: dict[str, Any] = {} if edges is None else {"out_shardings": tuple(map(edges.of, outputs))}

@@ -31,7 +31,7 @@ from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
 from .compiled_step import Inputs
-from .functions import Function, computation, functions_of
+from .functions import Function, computation
 from .owners import Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, SameRunCost, StepPlan
 from .reads import READ, AssumedNumbers, Reads
@@ -50,8 +50,8 @@ def plan_step(step: Callable[..., Any], arguments: Arguments, backend: Backend) 
     with traced_only(step, arguments, backend, Reads(AssumedNumbers, runs_eagerly=False)) as traced:
         inputs = Inputs(backend, traced.owners, traced.numbers)
         plan = _Planner(traced, segment_step(traced, inputs, backend, same_run=False), inputs, backend).plan()
-        if backend.mesh is not None and backend.mesh.same_run is not None:
-            plan.same_run = _same_run(traced, segment_step(traced, inputs, backend), backend.mesh.same_run)
+        if backend.same_run is not None:
+            plan.same_run = _same_run(segment_step(traced, inputs, backend), backend.same_run)
         return plan
 
 
@@ -76,13 +76,11 @@ def traced_only(
             tracing.abandon(traced, observer)
 
 
-def _same_run(traced: TracedProgram, parts: Segmentation, shards: int) -> SameRunCost:
+def _same_run(parts: Segmentation, shards: int) -> SameRunCost:
     """What it costs to compute a step by logical shards."""
-    outputs, edges = parts.cut.outputs, parts.edges
-    names = {outputs[name] for group in parts.groups.outputs for name in group}
-    functions = functions_of(parts.cut.segments, {}, names, edges, parts.cut.early)
+    edges = parts.edges
     with x64(), aten.within(False):
-        for function in functions.values():
+        for function in parts.functions(edges).values():
             computation(function, edges)
     assert isinstance(edges, SameRunEdges)
     costs = [edges.costs[segment.function] for segment in parts.cut.segments]
@@ -111,8 +109,7 @@ class _Planner:
         outputs = parts.cut.outputs
         names = {outputs[name] for group in parts.groups.outputs for name in group}
         self._persistent = {*names, *parts.groups.state, *parts.groups.read}  # live before or after the step
-        renewed = {old: outputs[name] for old, name in zip(parts.groups.state, parts.groups.outputs[0], strict=True)}
-        self._functions = functions_of(self._segments, renewed, names, parts.edges, parts.cut.early)
+        self._functions = parts.functions(parts.edges)
         self._jaxprs: Jaxprs = {}
 
     def plan(self) -> StepPlan:

@@ -26,7 +26,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.same_run import SameRunEdges
 from ..mesh.segment_shardings import Edges
 from .compiled_step import Inputs
-from .functions import functions_of, keep_compiled
+from .functions import Function, functions_of, keep_compiled
 from .segmented import SegmentedStep
 from .traced_program import Groups, TracedProgram
 
@@ -81,11 +81,7 @@ def compile_ahead(traced: TracedProgram, inputs: Inputs, parts: Segmentation) ->
     by_spec = {name: smaller.like(sharding) for name, sharding in traced.outputs.where.items()}
     where = inputs.on(smaller)
     edges = edges_on(smaller, traced, parts.cut, where, by_spec, SameRunEdges)
-    changed, _, (new, created, names) = parts.groups
-    outputs = parts.cut.outputs
-    renewed = dict(zip(changed, (outputs[name] for name in new), strict=True))
-    results = {outputs[name] for name in (*new, *created, *names)}
-    functions = functions_of(parts.cut.segments, renewed, results, edges, parts.cut.early)
+    functions = parts.functions(edges)
 
     def work() -> None:
         with suppress(AttributeError, OSError):  # other systems have no priorities of threads
@@ -107,6 +103,13 @@ class Segmentation(NamedTuple):
     groups: Groups
     edges: Edges | None
 
+    def functions(self, edges: Edges | None) -> dict[int, Function]:
+        """Its distinct functions on a mesh."""
+        outputs = self.cut.outputs
+        renewed = {old: outputs[name] for old, name in zip(self.groups.state, self.groups.outputs[0], strict=True)}
+        results = {outputs[name] for group in self.groups.outputs for name in group}
+        return functions_of(self.cut.segments, renewed, results, edges, self.cut.early)
+
 
 def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend, same_run: bool = True) -> Segmentation:
     """Cut a step, and find the shardings of the arrays that cross the cuts.
@@ -118,7 +121,7 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend, same_r
     changed, _, (new, _, names) = groups = traced.groups
     separate = _apart(program, dict(zip(new, changed, strict=True)))
     least_periods = segments.LEAST_PERIODS_ON_CPU if mesh is None and on_cpu() else 2
-    same_run = same_run and mesh is not None and mesh.same_run is not None
+    same_run = same_run and backend.same_run is not None
     if same_run:  # a logical shard goes through all layers before the next
         least_periods = sys.maxsize
     pieces = cut(program, names, separate, traced.early, least_periods)
