@@ -31,7 +31,7 @@ def view_lazily(op: OpOverload, computed_by: OpOverload, args: tuple[Any, ...], 
     if not isinstance(source, torch.Tensor):  # a number that a formula of PyTorch's has wrapped: in `x * 2j`'s backward
         source = Hooks.dispatch(aten.scalar_tensor.default, (source,), {"dtype": torch.complex128})
     if session.trace is None and (type(source) is not DeferredTensor or on_backend(source)):
-        real = to_real(source, lasting=True, writable=True) if type(source) is DeferredTensor else source
+        real = to_real(source, writable=True) if type(source) is DeferredTensor else source
         with DisableTorchDispatch():
             return op(real, **kwargs)
     storage = storage_of(source)

@@ -513,7 +513,7 @@ def to_real(tensor: DeferredTensor, lasting: bool = False, writable: bool = Fals
             return tensor
         if is_pending(tensor):
             return Hooks.materialize(tensor) if session.depth or alone else Hooks.materialize_all(tensor)
-    if writable and not tensor._storage.resident.in_host_memory:
+    if writable and not tensor._storage.resident.can_export(lasting):
         raise ElsewhereError(
             f"{here()}: the memory of this tensor is on another device, or sharded over a mesh, so it cannot be "
             "exported for writing. Use a copy, tensor.detach().clone(), and write it back with tensor.copy_(...)."
@@ -527,21 +527,21 @@ def _is_off_host(tensor: DeferredTensor) -> bool:
     return session.trace is None and on_backend(tensor) and not tensor._storage.resident.in_host_memory
 
 
-def to_host(tensor: DeferredTensor, alone: bool = False) -> Tensor:
+def to_host(tensor: DeferredTensor) -> Tensor:
     """Like `to_real`; returns a copy if the memory is not on this host."""
     if not _is_off_host(tensor):
-        return to_real(tensor, alone=alone)
+        return to_real(tensor)
     real = Hooks.value_of(tensor)
     return real.requires_grad_() if tensor.requires_grad else real
 
 
 def _numpy(tensor: Any) -> Any:
-    """The tensor's memory as an array; a read-only copy if it is not on this host."""
-    off_host = _is_off_host(tensor)
-    real = to_host(tensor, alone=True)
+    """The tensor's memory as an array; a read-only copy if other processes hold parts of it."""
+    is_copy = _is_off_host(tensor) and not tensor._storage.resident.can_export(lasting=False)
+    real = to_host(tensor) if is_copy else to_real(tensor, alone=True)
     with DisableTorchDispatch():  # else, in a step, its detach() would be recorded
         array = real.numpy()
-    if off_host:
+    if is_copy:
         array.flags.writeable = False
     return array
 

@@ -287,24 +287,34 @@ def test_weights_can_be_read_and_edited(tmp_path):
 
 
 def test_memory_past_the_dispatcher(tmp_path):
-    """Copies of the current values: they stay valid and cannot be written, or writing raises an error."""
+    """Arrays are the weights' memory while they are held; storages and addresses are of copies that stay valid."""
     from safetensors.torch import load_file, save_file
 
     run = Run(tmp_path, {"fsdp": 8}, {})
     run.train(0, 1)
-    for kind in (lambda t: t, lambda t: t.t(), lambda t: t[3:, ::2], lambda t: t[0, 0], lambda t: t[5]):
-        weight = kind(run.model.up.weight.detach())
-        for array in (weight.numpy(), np.asarray(weight), weight.numpy(force=True)):
-            assert np.array_equal(array, weight.clone())
-            with pytest.raises(ValueError, match="read-only"):
-                array[...] = 0
-        for take in (torch.from_dlpack, np.from_dlpack, torch.utils.dlpack.to_dlpack, lambda t: t.share_memory_()):
-            with pytest.raises(ElsewhereError, match="copy_"):
-                take(weight)
-    array, expected = run.model.up.weight.detach().numpy(), run.model.up.weight.detach().clone()
+    up = run.model.up.weight
+    takes = (np.asarray, lambda t: t.numpy(force=True), torch.from_dlpack, np.from_dlpack)
+    for kind in (lambda t: t, lambda t: t.t(), lambda t: t[3:, ::2], lambda t: t[:1, 0], lambda t: t[5]):
+        for number, take in enumerate(takes):
+            memory = take(kind(up.detach()))
+            assert np.array_equal(memory, kind(up).detach().clone())
+            memory[...] = number
+            assert (kind(up) == number).all()
+        with pytest.raises(ElsewhereError, match="copy_"):
+            kind(up.detach()).share_memory_()
+    array, expected = up.detach().numpy(), up.detach().clone()
+    run.train(1, 2)
+    assert np.array_equal(array, up.detach().clone()) and not np.array_equal(array, expected)  # as after the step
+    array[:] = expected
+    assert torch.equal(up.detach().clone(), expected)
+    address_before = array.ctypes.data
+    run.train(2, 3)
+    assert up.detach().numpy().ctypes.data == address_before and not np.array_equal(array, expected)
+    del array, memory
+    run.train(3, 4)
+    assert not up._storage.resident.is_exported  # no step copies it any more
     storage, address = run.model.up.weight.untyped_storage(), run.model.up.weight.data_ptr()
-    run.train(1, 3)
-    assert np.array_equal(array, expected)  # as it was when taken
+    run.train(4, 5)
     assert run.model.up.weight.data_ptr() == address
     view = torch.empty(0).set_(storage, 0, (256, 64), (64, 1))
     assert torch.equal(view, run.model.up.weight.detach().clone())

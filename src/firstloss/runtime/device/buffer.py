@@ -16,7 +16,7 @@ from ...compat.torch_names import DisableTorchDispatch, InferenceMode
 from ...engine.huge_pages import allocate_huge
 from ...errors import StateLostError
 from ...program.graph import FileValue, Value, contiguous_stride, is_contiguous
-from ..lazy_jax import on_cpu
+from ..lazy_jax import on_cpu, process_count
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
 from .lazy_array import LazyArray, ready
@@ -103,27 +103,25 @@ class DeviceBuffer:
 
     # -- host memory, for code that bypasses PyTorch's dispatcher --
 
-    @classmethod
-    def from_host_memory(cls, value: Value, memory: torch.Tensor, lasting: bool) -> DeviceBuffer:
-        """Create a buffer whose content lives in host memory that other code holds too, with the layout of `value`.
+    def use_memory(self, tensor: torch.Tensor, lasting: bool) -> None:
+        """Let the content live in the memory of `tensor`, with its content; it has the layout of `value`.
 
         Args:
-            lasting: whether its holders cannot be counted.
+            lasting: whether those who hold that memory cannot be counted.
         """
-        buffer = cls(value)
-        buffer._memory = HostMemory(memory, lasting, is_direct(value))
-        return buffer
+        is_direct_here = self.sharding is None and is_direct(self.value)
+        self._use_memory(HostMemory(tensor, lasting, is_direct_here))
 
     def memory(self, lasting: bool) -> torch.Tensor:
         """Host memory with the layout of `value`, in which the content lives from now on: the next step sees writes to
-        it, and each step's result is written to it. If the content is on another device or on a mesh, a read-only copy
-        of it, which lives as long as this buffer.
+        it, and each step's result is written to it. If it `can_export` none, a read-only copy of the content, which
+        lives as long as this buffer.
 
         Args:
             lasting: whether the caller keeps the address, so that the content stays there as long as this buffer lives;
                 otherwise, as long as a tensor of that memory exists.
         """
-        if not self.in_host_memory:
+        if not self.can_export(lasting):
             if self._copy is None:
                 self._copy = ReadOnlyCopy(self.value)
             return self._copy.updated(self.read())
@@ -133,8 +131,8 @@ class DeviceBuffer:
             if tensor is None:
                 with InferenceMode(False):  # a weight stays an ordinary tensor
                     tensor = allocate_huge(self.value).copy_(self.host())
-            memory = HostMemory(tensor, lasting, is_direct(self.value))
-            self._use_memory(memory)
+            self.use_memory(tensor, lasting)
+            return tensor
         memory.lasting |= lasting
         return memory.content()
 
@@ -145,8 +143,14 @@ class DeviceBuffer:
 
     @property
     def in_host_memory(self) -> bool:
-        """Whether the array is in host memory, so that its memory can be exported."""
+        """Whether the array is in host memory."""
         return self.sharding is None and on_cpu()
+
+    def can_export(self, lasting: bool) -> bool:
+        """Whether the content may live in host memory that others hold. On a mesh or another device each step copies it
+        there and back, which only holders that can be counted, and so come to an end, are worth; and one process must
+        have all of it."""
+        return self.in_host_memory or (not lasting and process_count() == 1)
 
     @property
     def exported_memory(self) -> HostMemory | None:
@@ -169,7 +173,7 @@ class DeviceBuffer:
         if memory is None:
             return self.array()
         tensor, held = memory.content(), memory.held()
-        if held and not donated:
+        if held and not donated and self.in_host_memory:
             from ..jax_support import share_memory
 
             return share_memory(tensor)
@@ -206,10 +210,10 @@ class DeviceBuffer:
         ):
             return False
         with DisableTorchDispatch(), torch.no_grad():
-            memory = HostMemory(tensor.detach(), not is_countable(tensor), is_direct(value))
+            tensor = tensor.detach()
         if self._memory is not None:
             self._memory.content()
-        self._use_memory(memory)
+        self.use_memory(tensor, not is_countable(tensor))
         return True
 
     def release_exported_memory(self) -> None:
@@ -321,6 +325,10 @@ class DeviceBuffer:
 
         assert self.sharding is not None
         self.set(sharded_weights.materialize({file: self.sharding})[file])
+
+    def set_from(self, tensor: torch.Tensor) -> None:
+        """Replace the content by a copy of `tensor`."""
+        self.set(self._put(tensor))
 
     def _put(self, tensor: torch.Tensor) -> jax.Array:
         from ..jax_support import to_device

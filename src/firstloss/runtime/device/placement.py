@@ -212,23 +212,15 @@ def _move(tensors: list[torch.Tensor], mesh: Mesh | None) -> None:
         storage = DeferredStorage(value)
         for tensor in group:
             become_resident(tensor, storage, geometry_of(tensor))
-        if mesh is None and on_cpu() and base.numel():
-            lasting = not is_countable(base, mapped)
-            if lasting or has_other_owners(base):  # such as a NumPy array, or a tensor that is not moved
-                storage.resident = DeviceBuffer.from_host_memory(value, base, lasting)
-                record_exported_memory(storage)
-                continue
-        from ..jax_support import to_device
-
-        sharding = None
-        if mesh is None:
-            array = to_device(base)
+        sharding = mesh.storage_sharding(storage) if mesh is not None else None
+        buffer = storage.resident = DeviceBuffer(value, sharding=sharding)
+        lasting = not is_countable(base, mapped)
+        # Others hold it, such as a NumPy array, or a tensor that is not moved.
+        if base.numel() and buffer.can_export(lasting) and (lasting or has_other_owners(base)):
+            buffer.use_memory(base, lasting)
+            record_exported_memory(storage)
         else:
-            from ..mesh.sharded_arrays import put
-
-            sharding = mesh.storage_sharding(storage)
-            array = put(base, sharding)
-        storage.resident = DeviceBuffer(value, array=array, sharding=sharding)
+            buffer.set_from(base)
         del base
 
 
@@ -253,13 +245,12 @@ def to_backend(tensor: torch.Tensor) -> DeferredTensor:
         base = tensor.detach()
     value = Value(tuple(base.shape), base.stride(), base.dtype, base.device)
     storage = DeferredStorage(value)
+    buffer = storage.resident = DeviceBuffer(value)
     if on_cpu() and base.device.type == "cpu" and base.layout == torch.strided and base.numel():
-        storage.resident = DeviceBuffer.from_host_memory(value, base, not is_countable(base))
+        buffer.use_memory(base, not is_countable(base))
         record_exported_memory(storage)
     else:
-        from ..jax_support import to_device
-
-        storage.resident = DeviceBuffer(value, array=to_device(base))
+        buffer.set_from(base)
     return DeferredTensor.wrap(storage, *geometry_of(base)[:2], 0, base.dtype)
 
 

@@ -220,7 +220,7 @@ class Optimizers:
         self.seen.append(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         self.gradients.update(grad._storage.value for grad in grads if type(grad) is DeferredTensor)
-        load_in_place(optimizer, self._trace)
+        move_state(optimizer, self._trace)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
         self.groups.save(optimizer)
@@ -371,16 +371,14 @@ def _hooks_of_all() -> list[Callable[..., Any]]:
     return [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), Optimizers)]
 
 
-_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that could not be rehearsed
 
 
-def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
-    """Move the state of `optimizer` to the backend, and keep it there. `trace` is that of the step that steps it.
+def move_state(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
+    """Move the state of `optimizer` to the backend. `trace` is that of the step that steps it.
 
-    From here on, on a mesh, `optimizer.load_state_dict` keeps the state's tensors and copies into them. Otherwise the
-    loaded tensors become the state, as in `torch.optim` (whoever holds them sees them change). Either way its groups
-    are new, and the step is traced again.
+    What `optimizer.load_state_dict` loads becomes the state, as in `torch.optim` (whoever holds it sees it change).
+    With it the groups are new, so that the step is traced again.
     """
     held = [value for _, _, value in entries_of(optimizer.state) if type(value) is torch.Tensor]
     inputs = {storage_key(owner) for owner in trace.inputs.values() if isinstance(owner, torch.Tensor)}
@@ -390,25 +388,3 @@ def load_in_place(optimizer: torch.optim.Optimizer, trace: StepTrace) -> None:
         if backend.mesh is not None:
             backend.mesh.follow(optimizer.state, [optimizer])
         backend.move_to_device(state)
-    if optimizer in _watched:
-        return
-    _watched.add(optimizer)
-    before: dict[Any, dict[str, Any]] = {}
-
-    def remember(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        before.update({p: dict(entries) for p, entries in optimizer.state.items() if isinstance(entries, dict)})
-
-    def copy_back(optimizer: torch.optim.Optimizer) -> None:
-        for parameter, entries in optimizer.state.items() if backend.mesh is not None else ():
-            for key, new in entries.items() if isinstance(entries, dict) else ():
-                old = before.get(parameter, {}).get(key)
-                if not isinstance(old, torch.Tensor):
-                    continue
-                if isinstance(new, torch.Tensor) and new.shape == old.shape:
-                    with torch.no_grad():
-                        entries[key] = old.copy_(new)
-        before.clear()
-
-    if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # not if a wrapper's constructor left them out
-        optimizer.register_load_state_dict_pre_hook(remember)
-        optimizer.register_load_state_dict_post_hook(copy_back)
