@@ -374,7 +374,8 @@ class DeferredTensor(Tensor):
 
     def untyped_storage(self) -> Any:
         """As `torch.Tensor.untyped_storage`."""
-        return to_real(self, lasting=True).untyped_storage()
+        # Its users can be counted, but not those of its address, which steps on one CPU cheaply keep.
+        return to_real(self, lasting=not _is_off_host(self)).untyped_storage()
 
     def share_memory_(self) -> Any:
         """As `torch.Tensor.share_memory_`: moves the content to shared memory."""

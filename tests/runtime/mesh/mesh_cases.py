@@ -287,7 +287,7 @@ def test_weights_can_be_read_and_edited(tmp_path):
 
 
 def test_memory_past_the_dispatcher(tmp_path):
-    """Arrays are the weights' memory while they are held; storages and addresses are of copies that stay valid."""
+    """Arrays and storages are the weights' memory while they are held; addresses are of copies that stay valid."""
     from safetensors.torch import load_file, save_file
 
     run = Run(tmp_path, {"fsdp": 8}, {})
@@ -313,11 +313,13 @@ def test_memory_past_the_dispatcher(tmp_path):
     del array, memory
     run.train(3, 4)
     assert not up._storage.resident.is_exported  # no step copies it any more
-    storage, address = run.model.up.weight.untyped_storage(), run.model.up.weight.data_ptr()
+    storage, address = up.untyped_storage(), up.data_ptr()
     run.train(4, 5)
-    assert run.model.up.weight.data_ptr() == address
+    assert up.data_ptr() == address
     view = torch.empty(0).set_(storage, 0, (256, 64), (64, 1))
-    assert torch.equal(view, run.model.up.weight.detach().clone())
+    assert torch.equal(view, up.detach().clone())
+    storage.fill_(0)
+    assert not up.any()
     save_file(run.model.state_dict(), tmp_path / "a.safetensors")
     torch.save(run.model, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=False).state_dict()
