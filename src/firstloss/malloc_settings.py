@@ -60,3 +60,9 @@ def map_arrays() -> bool:
         return False
     results = [library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES), library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)]
     return results == [1, 1]
+
+
+def release_freed() -> None:
+    """Return freed memory to the system, from within heaps too: what a large compilation has left, for example."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)

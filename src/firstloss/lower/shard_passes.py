@@ -190,8 +190,7 @@ class _Run:
                 lax.dynamic_update_index_in_dim(stack, computed[value], i, 0)
                 for stack, value in zip(stacks, kept, strict=True)
             ]
-            new = self._over_devices([self._apart(computed[value]) for value, _ in terms], adds, specs)
-            return stacks, _added(sums, new, adds, i, self._own)
+            return stacks, _added(sums, [computed[value] for value, _ in terms], adds, i, self._own)
 
         stacks, sums = lax.fori_loop(0, self._own + self._more, body, (stacks, sums))
         self._pieces.update(zip(kept, stacks, strict=True))
@@ -206,8 +205,9 @@ class _Run:
         return tuple(size // n for size, n in zip(shape, ways, strict=True))
 
     def _shard(self, operations: Sequence[Operation], i: Any) -> dict[int, Any]:
-        """Compute `operations` for this device's logical shard `i`."""
+        """Compute `operations` for this device's logical shard `i`, and their sums over this shard of each device."""
         function, env = self._function, dict[int, Any]()
+        more = self._more  # each pass begins with it
         shard = i * self._devices + lax.axis_index(self._axes)
 
         def whole_of(value: int) -> Any:
@@ -237,33 +237,39 @@ class _Run:
             if equation is not None and equation.eqn.primitive.name == "random_bits":  # another key for each
                 operands[0] = jax.random.fold_in(operands[0], shard)
             env.update(zip(operation.results, operation.bind(*operands), strict=True))
+            for value in operation.results if operation.add is not None and self._devices > 1 else ():
+                spec = function.reduced.get(value, ())
+                env[value] = self._over_devices(self._apart(env[value]), operation.add, spec)
+                self._wait_for(env[value])
+        self._more = more
         return env
 
-    def _over_devices(
-        self, totals: list[Any], adds: Sequence[Callable[[Any, Any], Any]], specs: Sequence[Spec]
-    ) -> list[Any]:
-        """Add the devices' sums in a binary tree of which each device's is a branch; of those that are sharded, each
+    def _wait_for(self, array: Any) -> None:
+        """Let what is kept apart from here on wait for `array`. In an order of XLA's, the gradients are added last, and
+        they, or what they are computed from, are kept until then."""
+
+        def never(more: Any, array: Any) -> Any:
+            return jnp.any(array != 0).astype(more.dtype)
+
+        self._more = lax.cond(self._more == 0, lambda more, array: more, never, self._more, array)
+
+    def _over_devices(self, total: Any, add: Callable[[Any, Any], Any], spec: Spec) -> Any:
+        """Add the devices' sums in a binary tree of which each device's is a branch; of one that is sharded, each
         device exchanges only the half with its shard."""
-        totals = list(lax.optimization_barrier(tuple(totals)))
-        shapes = [total.shape for total in totals]
-        totals = [total.reshape(self._halved(total.shape, spec)) for total, spec in zip(totals, specs, strict=True)]
+        shape = total.shape
+        total = lax.optimization_barrier(total).reshape(self._halved(shape, spec))
         distance = 1
         for axis in reversed(self._axes):
             for bit in range(self._sizes[axis].bit_length() - 1):
                 own = (lax.axis_index(axis) >> bit) & 1
                 pairs = [(i, i ^ distance) for i in range(self._devices)]
-                for n, (add, spec) in enumerate(zip(adds, specs, strict=True)):
-                    kept = sent = totals[n]
-                    if (place := self._place_of(axis, bit, spec, shapes[n])) is not None:
-                        kept, sent = (lax.dynamic_slice_in_dim(kept, k, 1, place) for k in (own, 1 - own))
-                    # In all bits, a + b is b + a.
-                    totals[n] = add(kept, lax.ppermute(sent, self._axes, pairs))
-                totals = list(lax.optimization_barrier(tuple(totals)))
+                kept = sent = total
+                if (place := self._place_of(axis, bit, spec, shape)) is not None:
+                    kept, sent = (lax.dynamic_slice_in_dim(kept, k, 1, place) for k in (own, 1 - own))
+                # In all bits, a + b is b + a.
+                total = lax.optimization_barrier(add(kept, lax.ppermute(sent, self._axes, pairs)))
                 distance *= 2
-        return [
-            total.reshape(self._shard_shape(shape, spec))
-            for total, shape, spec in zip(totals, shapes, specs, strict=True)
-        ]
+        return total.reshape(self._shard_shape(shape, spec))
 
     def _halved(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
         """The shape with a dimension of 2 for each bit of a shard's number, before the dimension that is sharded."""

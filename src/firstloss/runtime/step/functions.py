@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ... import timeline
+from ... import malloc_settings, timeline
 from ...interpreter import Uninterrupted, cores
 from ...lower import aten
 from ...lower.dtypes import to_jax
@@ -136,6 +136,12 @@ class CompiledFunctions:
             self._pool.shutdown(wait=False)
 
     def _compile(self, number: int, lowered: Any) -> Any:
+        executable = self._executable(number, lowered)
+        if self._edges is not None and self._edges.same_run:  # a long function, for which the compiler takes gigabytes
+            malloc_settings.release_freed()
+        return executable
+
+    def _executable(self, number: int, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
             entry = self._entries.get(number)
             edges = self._edges
