@@ -1,8 +1,14 @@
 """How verify compares: by name, bits and ties."""
 
+import json
+import re
+
+import pytest
 import torch
 
+from firstloss import cli
 from firstloss.cli.verify import compare, named_tensors
+from tests import forked
 
 
 def model(tied=True):
@@ -55,3 +61,40 @@ def test_a_lost_tie_is_a_difference():
     a, b = dict(named_tensors(model())), dict(named_tensors(model()))
     b["1.weight"] = b["0.weight"].clone().requires_grad_()
     assert list(compare(a, b)) == ["1.weight"]
+
+
+def verify_mesh(*options, target="tests.cli.pair_target:Pair"):
+    batch = ["--batch", "source=8x16:int64", "--batch", "target=8x16:int64"]
+    return forked.run(["-m", "firstloss", "verify", target, *batch, *options], capture_output=True)
+
+
+@pytest.mark.timeout(300)
+def test_a_step_is_the_same_run_on_two_meshes():
+    done = verify_mesh("--mesh", "fsdp=8", "--same-run", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["identical"] and result["meshes"] == ["fsdp=8", "fsdp=1"] and result["first_operation"] is None
+    assert result["losses"][0] == result["losses"][1] and len(result["losses"][0]) == 3
+
+
+@pytest.mark.timeout(300)
+def test_the_first_operation_that_differs_between_two_meshes_is_named():
+    done = verify_mesh("--mesh", "fsdp=8", "--steps", "1")
+    assert done.returncode == 1
+    assert re.search(
+        r"weights differ after 1 steps. The first operation that differs, in step 1, is aten\.\w+.* at .*\.py:\d+: "
+        r"[\d,]+ of [\d,]+ elements, by \d\.\de-\d\d at most. With --same-run 8",
+        done.stderr,
+    ), done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--mesh", "fsdp=8"], "--mesh compares training steps, which take a batch. Pass for example --batch 16x128"),
+        (["--mesh", "a=1", "--mesh", "b=1", "--mesh", "c=1", "--batch", "8x4"], "--mesh is given 3 times"),
+    ],
+)
+def test_what_two_meshes_need_is_said(options, message, capsys):
+    assert cli.main(["verify", "torch.nn:Linear", "--arg", "in_features=4", "--arg", "out_features=4", *options]) == 1
+    assert message in capsys.readouterr().err

@@ -290,3 +290,21 @@ def test_what_cannot_be_lowered(tmp_path):
     with pytest.raises(errors.BackendError, match="abacus"):
         lowered.save(tmp_path / "kept.safetensors", platforms=("abacus",))
     assert (tmp_path / "kept.safetensors").read_text() == "kept"
+
+
+def test_intermediates_are_what_operations_compute(tmp_path):
+    step, model, _ = training(tmp_path, dropout=0.5)
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    (x, y), *_ = batches()
+    found = step.lower(x, y).intermediates()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    named = {}
+    for each in found:
+        named.setdefault(each.operation.split(".")[1], each.value)
+        assert each.line.startswith("/") and each.value.device.type == "cpu"
+    hidden = torch.addmm(before["first.bias"], x, before["first.weight"].T)
+    torch.testing.assert_close(named["addmm"], hidden)  # XLA's products are summed in another order
+    loss = step(x, y)  # with the same dropout
+    losses = [each.value for each in found if "nll_loss" in each.operation and each.value.dim() == 0]
+    torch.testing.assert_close(losses[0], loss.clone())  # of PyTorch's kernels
+    assert not torch.equal(model.first.weight, before["first.weight"])

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import FirstlossError, PlanError, TargetError
+from ..errors import PlanError
 from ..interpreter import paused
-from . import mesh, output, target
-from .batch import TensorSpec, parse_tensor, tensors_of
+from . import mesh, output, target, training_step
+from .batch import TensorSpec, parse_tensor
 from .quantities import link_rates, quantity
-from .specs import specs_of
 
 if TYPE_CHECKING:
-    import torch
-
     from ..runtime.step.plan import StepPlan
 
 NAME = "plan"
@@ -41,24 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the devices, which need not exist: axes tp, tensor and model shard by the model's own plan, others shard "
         "the batch and, like FSDP, the weights (docs: What a plan counts)",
     )
-    parser.add_argument(
-        "--batch",
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        action="append",
-        required=True,
-        help="the global batch: 512x8192 are a language model's tokens; other models' arguments in order or by name, "
-        "as pixel_values=512x3x224x224:bfloat16 (default float32)",
-    )
-    mesh.add_shard_argument(parser, "others as --mesh says")
-    parser.add_argument(
-        "--optimizer", metavar="NAME", default="AdamW", help="the name of an optimizer in torch.optim (default AdamW)"
-    )
-    parser.add_argument(
-        "--recompute",
-        action="store_true",
-        help="activation checkpointing: recompute the forward pass in the backward pass, with the model's own "
-        "gradient_checkpointing_enable()",
-    )
+    training_step.add_arguments(parser, required=True)
     parser.add_argument("--memory", metavar="BYTES", help="a device's memory, to check whether the step fits, as 80GiB")
     parser.add_argument("--flops", metavar="RATE", help="a device's floating-point operations per second, as 989T")
     parser.add_argument("--hbm", metavar="RATE", help="a device's memory bandwidth, as 3.35TB/s")
@@ -127,80 +106,8 @@ def _backend(axes: mesh.Axes) -> Iterator[None]:
 
 
 def _planned(wanted: target.Target, axes: mesh.Axes, batch: list[TensorSpec], args: argparse.Namespace) -> StepPlan:
-    import torch
-
-    import firstloss as fl
-
-    optimizer_class: Any = getattr(torch.optim, args.optimizer, None)
-    if not (isinstance(optimizer_class, type) and torch.optim.Optimizer in optimizer_class.__mro__):
-        raise PlanError(
-            f"--optimizer {args.optimizer}: torch.optim has no optimizer of this name. Write for example AdamW"
-        )
-    backend = fl.current_backend()
-    with backend.device:
-        model = wanted()
-    if not isinstance(model, torch.nn.Module):
-        raise TargetError(f"TARGET {wanted.text!r} makes a {type(model).__name__}: only a Module can be trained")
-    if args.recompute:
-        enable: Any = getattr(model, "activation_checkpointing_enable", None)  # its name in transformers 5.0 and later
-        enable = enable or getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise PlanError(
-                f"--recompute: {type(model).__name__} has no gradient_checkpointing_enable(), which transformers' "
-                "models have. Plan a step of your own that uses checkpointing: step.plan(batch)"
-            )
-        enable()
-    inputs, named = tensors_of(model, batch, axes)
-    specs = specs_of(model, axes, args.shard)
-    if specs:
-        fl.shard(model, specs, axes)
-    compiled = fl.compile(model, backend)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise PlanError(f"TARGET {wanted.text!r} has no trainable parameters, so there is no step to plan")
-    optimizer = optimizer_class(trained, lr=1e-3)
-
-    @fl.trace
-    def step(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        loss = _loss(compiled(*inputs, **named))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    training = training_step.make(wanted, axes, batch, args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the plan itself shows which weights are replicated
-        try:
-            return step.plan(inputs, named)
-        except FirstlossError:
-            raise
-        except Exception as error:
-            raise PlanError(
-                f"TARGET {wanted.text!r}: with --batch {' '.join(args.batch)} the step raises {type(error).__name__}: "
-                f"{error}. forward takes {inspect.signature(model.forward)}: pass each argument, as --batch x=512x64"
-            ) from error
-
-
-def _loss(outputs: Any) -> Any:
-    """The model's loss, if it returns one; otherwise a scalar that depends on its first output tensor."""
-    import torch
-
-    loss = getattr(outputs, "loss", None)
-    if loss is None:
-        loss = outputs if isinstance(outputs, torch.Tensor) else next(_tensors(outputs), None)
-    if loss is None:
-        raise PlanError(f"the model returns {type(outputs).__name__}, which holds no tensor for a loss")
-    return loss if loss.dim() == 0 else loss.float().square().mean()
-
-
-def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    import torch
-
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        for item in outputs.values():
-            yield from _tensors(item)
-    elif isinstance(outputs, (list, tuple)):
-        for item in outputs:
-            yield from _tensors(item)
+        with training.errors(args.batch):
+            return training.step.plan(training.inputs, training.named)

@@ -1,4 +1,4 @@
-"""`firstloss verify TARGET`: compare the deferred model with the eager one, bit for bit."""
+"""`firstloss verify TARGET`: compare the deferred model with the eager one, bit for bit, or steps on two meshes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import FirstlossError
-from . import output, target
+from . import output, target, verify_mesh
 
 if TYPE_CHECKING:
     import torch
 
 NAME = "verify"
-HELP = "construct a target eagerly and deferred, and compare every weight bit for bit"
+HELP = "compare every weight of a target, eager and deferred, bit for bit; with --mesh, training steps on two meshes"
 EXAMPLE = "firstloss verify torch.nn:Linear --arg in_features=512 --arg out_features=512"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, help="the seed of both (default 0)")
+    verify_mesh.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.mesh is not None:
+        return verify_mesh.run(args)
     wanted = target.load(args.target, args.arg)
 
     import torch

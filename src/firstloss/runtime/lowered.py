@@ -28,6 +28,7 @@ from .jax_support import to_host, x64
 from .step.arguments import Arguments
 from .step.compiled_step import Inputs
 from .step.functions import step_key
+from .step.intermediates import Intermediate, intermediates
 from .step.plan import StepPlan
 from .step.planning import names_of, plan_step, traced_only
 from .step.traced_program import TracedProgram
@@ -116,6 +117,20 @@ class LoweredStep:
                 for values in (groups.state, groups.read)
             )
             return state, read
+
+    def intermediates(self) -> list[Intermediate]:
+        """Compute the step once, with the current weights and random numbers, as it is computed on the backend but in
+        one function, and change nothing. All results are kept: for small models, to find where two runs part.
+
+        Returns:
+            What each operation computes, in order: its name in ATen (`operation`), the line of the user's code that
+            called it (`line`), and the tensor (`value`).
+
+        Raises:
+            BackendError: in one of several processes.
+        """
+        with self._traced() as traced:
+            return intermediates(traced, self._arguments, self._backend)
 
     def save(self, path: str | os.PathLike[str], platforms: tuple[str, ...] = ("cpu", "cuda", "tpu")) -> None:
         """Write a module for each platform and the current values of its arrays to one safetensors file, which

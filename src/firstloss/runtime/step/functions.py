@@ -107,7 +107,7 @@ class CompiledFunctions:
         return True
 
     def _lower(self, number: int) -> Any:
-        return _lowered(f"{self._name}_{number}", self._functions[number], self._edges)
+        return lower_function(f"{self._name}_{number}", self._functions[number], self._edges)
 
     def _entry(self, number: int) -> executable_cache.Entry | None:
         """The cache entry of a function, or None if it is not cached."""
@@ -196,7 +196,7 @@ def keep_compiled(name: str, functions: Mapping[int, Function], edges: Edges) ->
     options = compile_options(on_mesh=True, same_run=edges.same_run)
     for number, function in functions.items():
         with timeline.span("compile ahead"), x64():
-            compile_for_others(_lowered(f"{name}_{number}", function, edges), options, edges.whole.mesh.devices)
+            compile_for_others(lower_function(f"{name}_{number}", function, edges), options, edges.whole.mesh.devices)
 
 
 def step_key(seed: Any) -> Any:
@@ -232,7 +232,8 @@ def computation(function: Function, edges: Edges | None) -> Callable[..., tuple[
     return run if edges is None else edges.divided(segment, run, inputs, outputs)
 
 
-def _lowered(name: str, function: Function, edges: Edges | None) -> Any:
+def lower_function(name: str, function: Function, edges: Edges | None) -> Any:
+    """A function in StableHLO, ready to be compiled."""
     inputs, outputs = function.arguments(), function.results()
     with x64(), aten.within(edges is None and on_cpu()):
         step = computation(function, edges)
