@@ -237,7 +237,9 @@ class _Run:
             if equation is not None and equation.eqn.primitive.name == "random_bits":  # another key for each
                 operands[0] = jax.random.fold_in(operands[0], shard)
             env.update(zip(operation.results, operation.bind(*operands), strict=True))
-            for value in operation.results if operation.add is not None else ():
+            if operation.add is None:
+                continue
+            for value in operation.results:
                 spec = function.reduced.get(value, ())
                 env[value] = self._over_devices(self._apart(env[value]), operation.add, spec)
                 self._wait_for(env[value])
