@@ -17,7 +17,7 @@ from ...lower.sharding import Spec
 from ...program.graph import Value
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
-from .segment_shardings import Edges, spec_of
+from .segment_shardings import Edges
 
 Compute = Callable[..., tuple[Any, ...]]  # of a seed, two uint32, and arrays
 
@@ -124,18 +124,6 @@ def divided(function: CutFunction, inputs: Sequence[Spec], outputs: Sequence[Spe
         out_specs=tuple(map(partition, function.outputs, outputs)),
         check_vma=False,
     )
-
-
-def read(run: Compute, arrays: Sequence[jax.Array], are_batches: Sequence[bool], mesh: Mesh) -> Compute:
-    """`run`, which computes one value of a step from `arrays`, computed by logical shards."""
-    dims = [
-        0 if batch and is_cut(array.sharding, mesh) else None for array, batch in zip(arrays, are_batches, strict=True)
-    ]
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-    kept = (() if d is not None else spec_of(array.sharding, array.ndim) for array, d in zip(arrays, dims, strict=True))
-    specs = [(), *kept]
-    function = logical_shards.place(cut_step(run, shapes, dims, mesh, ()), specs, [()], mesh.axes)
-    return divided(function, specs, [()], mesh)
 
 
 def _shape(value: Value | int) -> jax.ShapeDtypeStruct:

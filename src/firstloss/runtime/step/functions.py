@@ -17,12 +17,15 @@ from ...lower import aten
 from ...lower.dtypes import to_jax
 from ...lower.fused_updates import with_fused_updates
 from ...lower.program import run_calls
-from ...lower.segments import Segment
+from ...lower.segments import Segment, cut
 from ...program.graph import Value
+from ...program.program import Program
 from ..device.executable_calls import direct
 from ..jax_support import compile_options, on_cpu, x64
 from ..mesh.gathers import run_gathered
+from ..mesh.mesh import Mesh
 from ..mesh.peers import compile_for_others, peers_of
+from ..mesh.same_run import SameRunEdges
 from ..mesh.segment_shardings import Edges
 from . import executable_cache
 
@@ -197,6 +200,35 @@ def keep_compiled(name: str, functions: Mapping[int, Function], edges: Edges) ->
     for number, function in functions.items():
         with timeline.span("compile ahead"), x64():
             compile_for_others(lower_function(f"{name}_{number}", function, edges), options, edges.whole.mesh.devices)
+
+
+def whole_function(
+    program: Program,
+    made: Sequence[Value] | None,
+    mesh: Mesh | None,
+    where: Mapping[Value, Any],
+    batch: Container[Value],
+    wanted: Mapping[str, Any],
+) -> tuple[Function, Edges | None]:
+    """All of a Program as one function, and how it is divided over a mesh, as steps are.
+
+    Args:
+        made: which values it returns; None: the Program's outputs.
+        where: the shardings of the inputs.
+        batch: the inputs that are the batch.
+        wanted: by name, the shardings of outputs.
+    """
+    pieces = cut(program, separate=program.outputs, least_periods=sys.maxsize)
+    (segment,) = pieces.segments
+    if made is not None:
+        segment = segment._replace(outputs=tuple(made))
+    edges = None
+    if mesh is not None:
+        kind = Edges if mesh.same_run is None else SameRunEdges
+        shardings = {pieces.outputs[name]: sharding for name, sharding in wanted.items()}
+        edges = kind(pieces._replace(segments=[segment]), mesh, where, batch, shardings)
+        (segment,) = edges.cut.segments
+    return Function(segment, tuple(range(len(segment.inputs))), tuple(range(len(segment.outputs))), 0), edges
 
 
 def step_key(seed: Any) -> Any:

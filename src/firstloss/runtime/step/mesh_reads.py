@@ -7,7 +7,7 @@ All processes trace the same step, so they come to the same read: what it needs 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +53,11 @@ class MeshContents:
             needed = {ref.value for node in program.nodes for ref in (*node.refs(), *node.writes)} | {value}
             read = [each for each in inputs if each in needed]
             with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
-                arrays = [self._array(each, inputs[each]) for each in read]
+                arrays = {each: self._array(each, inputs[each]) for each in read}
             # A thread of its own has no dispatch modes, no trace, and nobody who records what it calls.
             with ThreadPoolExecutor(1, thread_name_prefix="firstloss-read") as pool:
-                batches = list(map(self._trace.is_argument, read))
-                future = pool.submit(_run, program, read, arrays, batches, self._seed(), self._mesh)
+                batch = set(filter(self._trace.is_argument, read))
+                future = pool.submit(_run, program, arrays, batch, self._seed(), self._mesh)
             try:
                 self._known[value] = future.result()
             except LoweringError as error:
@@ -82,40 +82,35 @@ _compiled: dict[str, Any] = {}  # by the digest of a module's text
 
 
 def _run(
-    program: Program, read: list[Value], arrays: list[Any], are_batches: list[bool], seed: np.ndarray, mesh: Mesh
+    program: Program, arrays: Mapping[Value, Any], batch: Container[Value], seed: np.ndarray, mesh: Mesh
 ) -> torch.Tensor:
-    """Compute a Program's output, by all processes."""
+    """Compute a Program's output from the arrays of its inputs, by all processes."""
     import jax
 
-    from ...lower import aten
-    from ...lower.program import lower, unsupported
+    from ...lower.program import unsupported
     from ..jax_support import compile_options, to_host, x64
-    from ..mesh import same_run as same_run_mesh
     from ..mesh.mesh import named
     from ..mesh.peers import peers_of
     from ..mesh.sharded_arrays import readable
-    from .functions import step_key
+    from .functions import lower_function, whole_function
 
     if unsupported(program):
         raise LoweringError("it has operations that have no lowering")
-
-    def compute(seed: Any, *operands: Any) -> Any:
-        return (lower(program, dict(zip(read, operands, strict=True)), step_key(seed))["read"],)
-
-    whole, same_run = named(mesh.whole), mesh.same_run is not None
-    with x64(), aten.within(False):
-        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for array in arrays]
-        word = jax.ShapeDtypeStruct((2,), np.uint32, sharding=whole)
-        run = same_run_mesh.read(compute, arrays, are_batches, mesh) if same_run else compute
-        run.__name__ = "read"
-        lowered = jax.jit(run, out_shardings=whole).lower(word, *shapes)
+    whole = named(mesh.whole)
+    where = {value: array.sharding for value, array in arrays.items()}
+    function, edges = whole_function(program, None, mesh, where, batch, {"read": mesh.whole})
+    assert edges is not None
+    with x64():
+        lowered = lower_function("read", function, edges)
         digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if digest not in _compiled:
-            options, peers = compile_options(on_mesh=True, same_run=same_run), peers_of(whole.mesh)
+            options = compile_options(on_mesh=True, same_run=mesh.same_run is not None)
+            peers = peers_of(whole.mesh)
             if peers is None:
                 _compiled[digest] = lowered.compile(options)
             else:
                 peers.agree("read", digest)
                 _compiled[digest] = peers.compile(0, "read", lowered, options, whole.mesh.devices)
-        (value,) = _compiled[digest](jax.device_put(seed, whole), *arrays)
+        operands = [edges.put(np.uint32(v)) if isinstance(v, int) else arrays[v] for v in function.arguments()]
+        (value,) = _compiled[digest](jax.device_put(seed, whole), *operands)
         return to_host(readable(value)).clone()
