@@ -54,6 +54,17 @@ def llama(**fields: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**fields))
 
 
+def resnet18() -> Any:
+    """A transformers ResNet-18 for 10 classes."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    widths = [64, 128, 256, 512]
+    config = ResNetConfig(
+        layer_type="basic", embedding_size=64, hidden_sizes=widths, depths=[2, 2, 2, 2], num_labels=10
+    )
+    return ResNetForImageClassification(config)
+
+
 def import_llama() -> None:
     """Import everything that constructing a Llama imports, and construct a small one to warm up the model's code."""
     llama(**LLAMA_TINY)

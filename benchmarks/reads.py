@@ -41,14 +41,10 @@ def _llama(tiny):
 
 def _resnet(tiny):
     import torch
-    from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(
-        layer_type="basic", embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], num_labels=10
-    )
     labels = torch.arange(8) % 10
     batch = torch.randn(8, 3, *(32 if tiny else 64,) * 2)
-    return (lambda: ResNetForImageClassification(config)), (lambda call, x: call(x, labels).loss), batch
+    return models.resnet18, (lambda call, x: call(x, labels).loss), batch
 
 
 def _steps(model, call, loss_of, optimizer, folder):

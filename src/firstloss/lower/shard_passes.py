@@ -84,8 +84,11 @@ class _Run:
 
     def _gathered(self, array: Any, dim: int, axes: tuple[str, ...]) -> Any:
         """The devices' arrays, concatenated along `dim`."""
-        count = math.prod(self._sizes[name] for name in axes)
-        return lax.all_gather(array, axes, axis=dim, tiled=True) if count > 1 else array
+        if math.prod(self._sizes[name] for name in axes) == 1:
+            return array
+        whole = lax.all_gather(self._in_turn(array), axes, axis=dim, tiled=True)
+        self._wait_for(whole)
+        return whole
 
     def _all_pieces(self, value: int) -> Any:
         """All logical shards of a cut value, stacked."""
@@ -134,7 +137,23 @@ class _Run:
         mesh, wherever its operands come from. The compiler does not know which branch is taken."""
         if not array.ndim or jnp.issubdtype(array.dtype, jax.dtypes.extended):
             return array
+        return self._in_turn(array)
+
+    def _in_turn(self, array: Any) -> Any:
+        """`array`, available after all that has been waited for."""
         return lax.cond(self._more == 0, lambda array: array, jnp.zeros_like, array)
+
+    def _wait_for(self, array: Any) -> None:
+        """Let what is kept apart from here on wait for `array`, which devices have exchanged.
+
+        A device must not be in two exchanges at once: each takes a thread, of which XLA has as many as devices. And in
+        an order of XLA's, gradients would be added last, and they, or what they are computed from, be kept until then.
+        """
+
+        def never(more: Any, array: Any) -> Any:
+            return jnp.any(array != 0).astype(more.dtype)
+
+        self._more = lax.cond(self._more == 0, lambda more, array: more, never, self._more, array)
 
     def _rounded(self, result: Any) -> Any:
         """A result, as it is after its last rounding. A processor can add a product that is not rounded yet; whether
@@ -184,15 +203,16 @@ class _Run:
         sums = [[zeros(value, spec) for (value, _), spec in zip(terms, specs, strict=True)] for _ in range(levels)]
 
         def body(i: Any, carry: Any) -> Any:
-            stacks, sums = carry
+            self._more, stacks, sums = carry
             computed = self._shard(operations, i)
             stacks = [
                 lax.dynamic_update_index_in_dim(stack, computed[value], i, 0)
                 for stack, value in zip(stacks, kept, strict=True)
             ]
-            return stacks, _added(sums, [computed[value] for value, _ in terms], adds, i, self._own)
+            return self._more, stacks, _added(sums, [computed[value] for value, _ in terms], adds, i, self._own)
 
-        stacks, sums = lax.fori_loop(0, self._own + self._more, body, (stacks, sums))
+        begin = self._more, stacks, sums
+        self._more, stacks, sums = lax.fori_loop(0, self._own + self._more, body, begin)
         self._pieces.update(zip(kept, stacks, strict=True))
         for (value, _), spec, total in zip(terms, specs, sums[0] if terms else (), strict=True):
             self._keep(value, spec, total)
@@ -207,7 +227,6 @@ class _Run:
     def _shard(self, operations: Sequence[Operation], i: Any) -> dict[int, Any]:
         """Compute `operations` for this device's logical shard `i`, and their sums over this shard of each device."""
         function, env = self._function, dict[int, Any]()
-        more = self._more  # each pass begins with it
         shard = i * self._devices + lax.axis_index(self._axes)
 
         def whole_of(value: int) -> Any:
@@ -241,25 +260,14 @@ class _Run:
                 continue
             for value in operation.results:
                 spec = function.reduced.get(value, ())
-                env[value] = self._over_devices(self._apart(env[value]), operation.add, spec)
-                self._wait_for(env[value])
-        self._more = more
+                env[value] = self._over_devices(env[value], operation.add, spec)
         return env
-
-    def _wait_for(self, array: Any) -> None:
-        """Let what is kept apart from here on wait for `array`. In an order of XLA's, the gradients are added last, and
-        they, or what they are computed from, are kept until then."""
-
-        def never(more: Any, array: Any) -> Any:
-            return jnp.any(array != 0).astype(more.dtype)
-
-        self._more = lax.cond(self._more == 0, lambda more, array: more, never, self._more, array)
 
     def _over_devices(self, total: Any, add: Callable[[Any, Any], Any], spec: Spec) -> Any:
         """Add the devices' sums in a binary tree of which each device's is a branch; of one that is sharded, each
         device exchanges only the half with its shard."""
         shape = total.shape
-        total = lax.optimization_barrier(total).reshape(self._halved(shape, spec))
+        total = self._in_turn(total).reshape(self._halved(shape, spec))
         distance = 1
         for axis in reversed(self._axes):
             for bit in range(self._sizes[axis].bit_length() - 1):
@@ -271,6 +279,7 @@ class _Run:
                 # In all bits, a + b is b + a.
                 total = lax.optimization_barrier(add(kept, lax.ppermute(sent, self._axes, pairs)))
                 distance *= 2
+        self._wait_for(total)
         return total.reshape(self._shard_shape(shape, spec))
 
     def _halved(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
-from firstloss.runtime.mesh.segment_shardings import Edges  # noqa: E402
+from firstloss.runtime.mesh.segment_shardings import PartitionedEdges  # noqa: E402
 from tests import compiled_steps, scale  # noqa: E402
 
 
@@ -212,7 +212,7 @@ def test_the_weights_of_a_layer_are_gathered_together(dtype, cut_early, monkeypa
         return losses, [len(re.findall(r" all-gather\(", each.as_text())) for each in (forward, backward)]
 
     together, counts = train()
-    monkeypatch.setattr(Edges, "gathers", lambda edges, segment: None)
+    monkeypatch.setattr(PartitionedEdges, "gathers", lambda edges, segment: None)
     apart, more = train()
     assert counts == [1, 1] and min(more) >= 4  # qkv, out, up and down
     assert together == pytest.approx(apart, rel=1e-13 if dtype is torch.float64 else 0)

@@ -15,7 +15,7 @@ import torch  # noqa: E402
 
 import firstloss as fl  # noqa: E402
 from firstloss.lower import segments  # noqa: E402
-from firstloss.runtime.mesh.segment_shardings import Edges  # noqa: E402
+from firstloss.runtime.mesh.segment_shardings import PartitionedEdges  # noqa: E402
 from tests import compiled_steps, tiny_llama  # noqa: E402
 from tests.runtime.mesh.deep_cases import Deep, array_of, training_step  # noqa: E402
 
@@ -135,7 +135,7 @@ def run(request, tmp_path_factory):
         patch.setattr(segments, "_SAVED", 1 << 30 if "one segment" in model else 100)
         # gathered together, a layer's weights would serve its second forward pass and the backward pass
         if "checkpointed" in model:
-            patch.setattr(Edges, "gathers", lambda edges, segment: None)
+            patch.setattr(PartitionedEdges, "gathers", lambda edges, segment: None)
         training = Training(tmp_path_factory.mktemp("plan"), model, MESHES[name])
         plan = training.step.plan(training.tokens)
         functions, result_counts = training.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,11 @@ from ...lower.sharding import Spec
 from ...program.graph import Value
 from ..jax_support import x64
 from .mesh import Mesh, MeshSharding, named
-from .segment_shardings import Edges
-
-Compute = Callable[..., tuple[Any, ...]]  # of a seed, two uint32, and arrays
+from .segment_shardings import Compute, Edges
 
 
 class SameRunEdges(Edges):
-    """As `Edges`, for a mesh with `same_run`: values are cut along the batch, or are where they are kept.
+    """Those of a mesh with `same_run`: values are cut along the batch, or are where they are kept.
 
     Attributes:
         costs: of the segments that have been divided, by their function numbers.
@@ -39,14 +37,10 @@ class SameRunEdges(Edges):
         batch: Container[Value],
         wanted: Mapping[Value, MeshSharding | NamedSharding],
     ) -> None:
-        self.whole = mesh.whole.named
-        self.cut = cut
+        super().__init__(cut, mesh, {value: named(sharding) for value, sharding in (*given.items(), *wanted.items())})
         self.costs: dict[int, Cost] = {}
         self._divided: dict[int, Compute] = {}
         self._mesh = mesh
-        self._gathers = False
-        self._of_batch: set[Value] = set()
-        self._shardings = {value: named(sharding) for value, sharding in (*given.items(), *wanted.items())}
         self._dims = {v: 0 for v in given if v in batch and is_cut(self._shardings[v], mesh)}
 
     def divided(

@@ -26,7 +26,7 @@ from ..mesh.gathers import run_gathered
 from ..mesh.mesh import Mesh
 from ..mesh.peers import compile_for_others, peers_of
 from ..mesh.same_run import SameRunEdges
-from ..mesh.segment_shardings import Edges
+from ..mesh.segment_shardings import Edges, PartitionedEdges
 from . import executable_cache
 
 _log = logging.getLogger("firstloss")
@@ -224,7 +224,7 @@ def whole_function(
         segment = segment._replace(outputs=tuple(made))
     edges = None
     if mesh is not None:
-        kind = Edges if mesh.same_run is None else SameRunEdges
+        kind = PartitionedEdges if mesh.same_run is None else SameRunEdges
         shardings = {pieces.outputs[name]: sharding for name, sharding in wanted.items()}
         edges = kind(pieces._replace(segments=[segment]), mesh, where, batch, shardings)
         (segment,) = edges.cut.segments

@@ -24,7 +24,7 @@ from ..backend import Backend
 from ..lazy_jax import on_cpu
 from ..mesh.mesh import Mesh
 from ..mesh.same_run import SameRunEdges
-from ..mesh.segment_shardings import Edges
+from ..mesh.segment_shardings import Edges, PartitionedEdges
 from .compiled_step import Inputs
 from .functions import Function, functions_of, keep_compiled
 from .segmented import SegmentedStep
@@ -127,13 +127,19 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend, same_r
     pieces = cut(program, names, separate, traced.early, least_periods)
     edges = None
     if mesh is not None:
-        edges = edges_on(mesh, traced, pieces, inputs.where, traced.outputs.where, SameRunEdges if same_run else Edges)
+        kind = SameRunEdges if same_run else PartitionedEdges
+        edges = edges_on(mesh, traced, pieces, inputs.where, traced.outputs.where, kind)
         pieces = edges.cut
     return Segmentation(pieces, groups, edges)
 
 
 def edges_on(
-    mesh: Mesh, traced: TracedProgram, pieces: Cut, where: Mapping[Value, Any], made: Mapping[str, Any], kind: type[E]
+    mesh: Mesh,
+    traced: TracedProgram,
+    pieces: Cut,
+    where: Mapping[Value, Any],
+    made: Mapping[str, Any],
+    kind: Callable[..., E],
 ) -> E:
     """The shardings of the arrays that cross the cuts on a mesh.
 
