@@ -2,8 +2,8 @@
 
 A Llama (8 layers, hidden 256, with dropout) and a ResNet-18 train 50 steps with AdamW on meshes of 1 to 8 virtual
 devices of one CPU, in float32 and in bfloat16; the losses and a digest of all weights after them are compared bit for
-bit. Without dropout, the Llama's step is timed beside the plain one of the same mesh. Peak memory is the process's, from before the first
-step, so weights and optimizer state count.
+bit. Without dropout, the Llama's step is timed beside the plain one of the same mesh. Peak memory is the process's,
+from before the first step, so weights and optimizer state count.
 """
 
 from __future__ import annotations
