@@ -8,6 +8,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+import jax.extend.core as jex  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -216,6 +217,53 @@ def test_sums_over_devices_are_one_tree_however_they_are_sharded(data):
         check_vma=False,
     )
     assert np.array_equal(jax.jit(run)(0, x), 2 * expected)
+
+
+def exchanges_of(jaxpr):
+    """Check that each exchange of devices waits for the one before it; returns how many there are."""
+    count, after = 0, {}  # for each variable, the last exchange that it waits for
+    for equation in jaxpr.eqns:
+        inner = [sub for param in equation.params.values() for sub in jax.tree.leaves(param) if hasattr(sub, "eqns")]
+        inner += [
+            sub.jaxpr for param in equation.params.values() for sub in jax.tree.leaves(param) if hasattr(sub, "jaxpr")
+        ]
+        waits = max((after.get(var, 0) for var in equation.invars if not isinstance(var, jex.Literal)), default=0)
+        within = sum(map(exchanges_of, inner)) + (equation.primitive.name in ("all_gather", "ppermute"))
+        if within:
+            assert waits == count, equation
+            count = waits = count + 1
+        after.update(dict.fromkeys(equation.outvars, waits))
+    return count
+
+
+def test_a_device_is_in_one_exchange_at_a_time():
+    """Each takes a thread, of which XLA has one for each device: gathers and sums at once can wait for ever."""
+
+    def step(x, *weights):
+        def loss(weights):
+            h = x
+            for weight in weights:
+                h = jax.numpy.tanh(h @ weight) + h
+            return (h * h).mean() / (1 + (x > 0).sum()), h
+
+        gradients, h = jax.grad(loss, has_aux=True)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], jax.numpy.sort(h, 0)
+
+    x, weights = np.ones((16, 64), np.float32), [np.ones((64, 64), np.float32)] * 3
+    axes, kept = {"a": 2, "b": 2}, (("a", "b"), ())
+    made = logical_shards.cut(jax.make_jaxpr(step)(x, *weights), [0, None, None, None], 8)
+    ins, outs = [(), kept, kept, kept], [kept, kept, kept, ()]
+    placed = logical_shards.place(made, ins, outs, axes)
+    mesh = jax.make_mesh((2, 2), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    run = jax.shard_map(
+        lambda more, x, *weights: tuple(shard_passes.run(placed, [x, *weights], ins, outs, axes, more)),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(("a", "b")), *(PartitionSpec(("a", "b")),) * 3),
+        out_specs=(*(PartitionSpec(("a", "b")),) * 3, PartitionSpec()),
+        check_vma=False,
+    )
+    (mapped,) = (e for e in jax.make_jaxpr(run)(0, x, *weights).jaxpr.eqns if e.primitive.name == "shard_map")
+    assert exchanges_of(mapped.params["jaxpr"]) >= 4
 
 
 def test_gradients_do_not_wait_for_each_other(tmp_path):
