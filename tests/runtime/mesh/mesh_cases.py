@@ -120,8 +120,8 @@ def test_a_mesh_gives_the_losses_of_one_device(name, one_device, tmp_path):
 @pytest.mark.own_compile_cache
 def test_a_second_start_lowers_nothing_and_another_mesh_or_sharding_all(tmp_path, monkeypatch):
     lowered = []
-    lower = functions._lowered
-    monkeypatch.setattr(functions, "_lowered", lambda name, *args: lowered.append(name) or lower(name, *args))
+    lower = functions.lower_function
+    monkeypatch.setattr(functions, "lower_function", lambda name, *args: lowered.append(name) or lower(name, *args))
 
     def on(mesh, specs=None):
         lowered.clear()

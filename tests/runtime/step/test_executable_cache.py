@@ -200,7 +200,7 @@ def test_functions_that_call_a_library_are_lowered_in_each_process(tmp_path):
 
 def test_a_second_start_lowers_nothing(tmp_path, monkeypatch):
     expected = trained(fl.backend("XLA", artifact_dir=tmp_path))
-    monkeypatch.setattr(functions, "_lowered", lambda *_: pytest.fail("lowered"))
+    monkeypatch.setattr(functions, "lower_function", lambda *_: pytest.fail("lowered"))
     assert trained(fl.backend("XLA", artifact_dir=tmp_path)) == expected
 
 

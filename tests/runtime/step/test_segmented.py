@@ -263,14 +263,14 @@ def test_a_backward_pass_without_lowering_is_an_error_at_every_call(tmp_path, mo
     optimizer = adamw(model.parameters())
     compiled = fl.compile(model, backend)
     run = fl.trace(lambda batch: plain(compiled, optimizer, batch), reads="refuse")
-    lower = functions._lowered
+    lower = functions.lower_function
 
     def refuse(name, function, edges):
         if function.reused:  # it updates the state: only operations after the loss do
             raise fl.errors.LoweringError("no rule")
         return lower(name, function, edges)
 
-    monkeypatch.setattr(functions, "_lowered", refuse)
+    monkeypatch.setattr(functions, "lower_function", refuse)
     before = model.embed.weight.detach().to("cpu").clone()
     batch = tokens()
     for _ in range(2):
@@ -286,7 +286,7 @@ def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch)
     monkeypatch.setattr(segments, "LEAST_PERIODS_ON_CPU", 2)
     # A step count that is constant: only operations after the loss update state.
     monkeypatch.setattr(Block, "forward", lambda self, x: x + self.down(F.gelu(self.up(self.norm(x)))))
-    lower, order = functions._lowered, []
+    lower, order = functions.lower_function, []
 
     def watched(name, function, edges):
         order.append("renewing" if function.reused else "forward")
@@ -294,7 +294,7 @@ def test_a_cached_backward_pass_is_lowered_after_the_loss(tmp_path, monkeypatch)
             raise fl.errors.LoweringError("no rule")
         return lower(name, function, edges)
 
-    monkeypatch.setattr(functions, "_lowered", watched)
+    monkeypatch.setattr(functions, "lower_function", watched)
 
     def start():
         order.clear()
