@@ -141,13 +141,9 @@ def _first_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> str | None:
-    import torch
-
     for attribute in ("shape", "dtype", "device", "requires_grad"):
         a, b = getattr(expected, attribute), getattr(actual, attribute)
         if a != b:
             return f"{attribute} is {b}, but {a} in the eager model"
-    a, b = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (expected, actual))
-    if torch.equal(a, b):
-        return None
-    return f"{int((a != b).reshape(expected.numel(), -1).any(1).sum())} of {expected.numel()} elements differ"
+    count = verify_mesh.differing_elements(expected, actual)
+    return f"{count} of {expected.numel()} elements differ" if count else None

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         compared = _Compared(wanted, batch, args)
         (losses, weights), (others, other_weights) = map(compared.run, meshes)
         at_loss = next((n for n, (a, b) in enumerate(zip(losses, others, strict=True)) if a.hex() != b.hex()), None)
-        different = [name for name, weight in weights.items() if _elements(weight, other_weights[name])]
+        different = [name for name, weight in weights.items() if differing_elements(weight, other_weights[name])]
         first = None
         if different or at_loss is not None:
             first = compared.first_operation(meshes, args.steps if at_loss is None else at_loss + 1)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         output.print_json(result)
-    if first is None and result["identical"]:
+    if result["identical"]:
         if not args.json:
             output.console().print(
                 f"{args.steps} losses and {len(weights)} weights after them are bit-identical on {names[0]} and "
@@ -120,7 +120,7 @@ class _Compared:
         for number in range(steps):
             one, other = (self._intermediates(axes, number) for axes in meshes)
             for a, b in zip(one, other, strict=True):
-                if count := _elements(a.value, b.value):
+                if count := differing_elements(a.value, b.value):
                     largest = (
                         (a.value.double() - b.value.double()).abs().max().item() if a.value.is_floating_point() else 1
                     )
@@ -164,8 +164,8 @@ class _Compared:
                 tensor.random_(0, 2 if tensor.dtype is torch.bool else min(counts, default=2), generator=generator)
 
 
-def _elements(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many elements have other bits."""
+def differing_elements(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many elements of two tensors of the same shape and dtype have other bits."""
     import torch
 
     a, b = (tensor.detach().contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (a, b))
