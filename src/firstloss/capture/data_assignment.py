@@ -13,7 +13,7 @@ and undone afterwards. Such a step is traced at each call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,43 +25,63 @@ from ..program.source import here
 from .exported_memory import is_exported
 from .session import Tracing
 from .storage_swap import set_storage, share_memory
-from .tensor import DeferredStorage, DeferredTensor, is_pending
+from .tensor import DeferredStorage, DeferredTensor, TensorRef, is_pending
 
 
-class Viewer(NamedTuple):
-    """Another view of a weight's memory, when the weight was given other memory.
+class InputView(TensorRef):
+    """A reference to a tensor on a backend, and which part of which storage it is a view of."""
+
+    __slots__ = ("storage", "geometry")
+    among: dict[int, InputView]  # type: ignore[assignment]
+    storage: DeferredStorage
+    geometry: Geometry
+
+    @classmethod
+    def record(cls, tensor: DeferredTensor, among: dict[int, InputView]) -> None:
+        """Add a reference to `tensor` to those by id."""
+        ref = among[id(tensor)] = cls(tensor)
+        ref.among, ref.storage, ref.geometry = among, tensor._storage, geometry_of(tensor)
+
+    def drop(self) -> None:
+        tensor = self()
+        if tensor is not None and self.among.get(id(tensor)) is self:
+            del self.among[id(tensor)]
+
+    def changed(self) -> bool:
+        """Whether the tensor views another storage now, or another part of it."""
+        tensor = self()
+        if tensor is None:
+            return False
+        here = type(tensor) is DeferredTensor and tensor._storage is self.storage
+        return not here or geometry_of(tensor) != self.geometry
+
+
+class OldMemory(NamedTuple):
+    """The memory that a weight had when a step assigned other memory to it.
 
     Attributes:
-        tensor: the view.
-        before: the weight's storage, which it was a view of before the step.
-        geometry: the view's.
-        view: a traced tensor with the same geometry, on the copy of the old memory.
-        whole: a traced tensor of that whole copy.
+        weight: the weight.
+        copy: a traced tensor of the whole content; None if nothing else views or has exported the memory.
+        exported: whether it was exported.
     """
 
-    tensor: weakref.ref[DeferredTensor]
-    before: DeferredStorage
-    geometry: Geometry
-    view: DeferredTensor
-    whole: DeferredTensor
+    weight: weakref.ref[torch.Tensor]
+    copy: DeferredTensor | None
+    exported: bool
 
 
 class DataAssignments:
     """The weights to which a step has assigned other memory.
 
     Attributes:
-        weights: the storages of weights, each with a traced tensor of its old memory, or None if that is not exported.
-        viewers: the other views of the old memory.
+        weights: the old memory of weights, by their storages.
     """
 
     def __init__(self, trace: Tracing) -> None:
         self._trace = trace
-        self.weights: dict[DeferredStorage, Any] = {}
-        self.viewers: list[Viewer] = []
-        self._exported: set[DeferredStorage] = set()
-        # Tables that held views of a weight's memory when the step began, with their keys: see `views_before`.
-        self._holders: dict[DeferredStorage, list[tuple[dict[Any, Any], Any]]] = {}
-        self._held: list[weakref.ref[DeferredTensor]] = []
+        self.weights: dict[DeferredStorage, OldMemory] = {}
+        # The other views of weights' memory, with their storages before and since.
+        self._views: list[tuple[weakref.ref[DeferredTensor], DeferredStorage, DeferredStorage]] = []
         self._real: list[tuple[torch.Tensor, Any]] = []  # weights not on a backend, and the source lines
 
     def assign(self, weight: torch.Tensor, other: Any) -> None:
@@ -102,22 +122,15 @@ class DataAssignments:
         if storage.trace is not self._trace:
             self._trace.adopt(storage)
         others = [t for t in storage.alive() if t is not weight]
-        is_exported = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
-        old_memory: Any = None
-        if others or is_exported:
-            old_memory = _give_own_memory(storage, others)
-            for tensor in others:
-                geometry = geometry_of(tensor)
-                view = DeferredTensor.wrap(old_memory._storage, *geometry)
-                self.viewers.append(Viewer(weakref.ref(tensor), storage, geometry, view, old_memory))
-        if is_exported:
-            self._exported.add(storage)
-        self.weights.setdefault(storage, old_memory if is_exported else None)
+        exported = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
+        copy = _give_own_memory(storage, others) if others or exported else None
+        self._views += [(weakref.ref(tensor), storage, tensor._storage) for tensor in others]
+        self.weights.setdefault(storage, OldMemory(weakref.ref(weight), copy, exported))
 
     def current_storage(self, storage: DeferredStorage) -> DeferredStorage:
         """The storage of a real tensor that shares the memory that a weight's `storage` had before the step."""
-        old_memory = self.weights.get(storage)
-        return storage if old_memory is None else old_memory._storage
+        old = self.weights.get(storage)
+        return old.copy._storage if old is not None and old.exported and old.copy is not None else storage
 
     def refuse(self, weight: torch.Tensor, why: str) -> NoReturn:
         """
@@ -145,41 +158,25 @@ class DataAssignments:
                     "the other one will see, too, or create the other one from a clone."
                 )
 
-    def restore_viewers(self) -> None:
+    def restore_views(self) -> None:
         """Rebind the other views to the storages from before the step."""
-        for tensor, before, geometry, view, _ in self.viewers:
-            viewer = tensor()
-            if viewer is not None and viewer._storage is view._storage:
-                set_storage(viewer, before, geometry)
+        for ref, before, since in self._views:
+            tensor = ref()
+            if tensor is not None and tensor._storage is since:
+                set_storage(tensor, before, geometry_of(tensor))
 
-    def views_before(self, tables: Iterable[dict[Any, Any]]) -> None:
-        """Record which of these dicts (an optimizer's state) hold views of the weights' memory before the step, which
-        replaces them: `p.data = state["old_p"]` leaves one for the next step."""
-        for table in tables:
-            for key, held in table.items():
-                if type(held) is DeferredTensor and held._storage in self.weights:
-                    self._holders.setdefault(held._storage, []).append((table, key))
-                    self._held.append(weakref.ref(held))
-
-    def is_replaced(self, view: DeferredTensor) -> bool:
-        """Whether a view that one of the dicts held before the step has been replaced by the step, so that no later
-        step uses it."""
-        holders = [holder for held in self._holders.values() for holder in held]
-        return any(held() is view for held in self._held) and all(table.get(key) is not view for table, key in holders)
+    def views(self) -> Iterator[tuple[DeferredStorage, list[DeferredTensor]]]:
+        """The storages of weights whose old memory is copied, with the other views of it that there are now."""
+        for storage, old in self.weights.items():
+            if old.copy is not None:
+                yield storage, [tensor for tensor in storage.alive() if tensor is not old.weight()]
 
     def outdated(self) -> bool:
-        """Whether a weight's memory has other views than when the step was traced."""
+        """Whether a weight's memory has other views, or has been exported, unlike when the step was traced."""
         return any(
-            self._has_other_views(storage) or storage.resident.is_exported != (storage in self._exported)
-            for storage in self.weights
+            storage.resident.is_exported != old.exported or old.copy is None and len(storage.alive()) > 1
+            for storage, old in self.weights.items()
         )
-
-    def _has_other_views(self, storage: DeferredStorage) -> bool:
-        views = storage.alive()
-        if len(views) == 1:
-            return False
-        known = {id(table.get(key)) for table, key in self._holders.get(storage, ())}
-        return sum(id(view) not in known for view in views) > 1
 
 
 def _give_own_memory(storage: DeferredStorage, views: list[DeferredTensor]) -> Any:

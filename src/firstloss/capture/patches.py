@@ -161,7 +161,8 @@ def swap_tensors(original: Any, t1: Any, t2: Any) -> None:
         original(t1, t2)
         return
     if on_backend(t1) or on_backend(t2):
-        session.rebinds += 1  # invalidates compiled steps
+        for trace in list(session.traces):
+            trace.outdated = True
     for tensor in (t1, t2):
         # An existing graph would send its gradient to the other tensor.
         if tensor.requires_grad and tensor.is_leaf and base_of(tensor) is None:

@@ -85,6 +85,7 @@ class Tracing:
     new_layouts: SupportsLayoutChange
     memory_given: list[Any]  # copies of tensors' content that code outside PyTorch has as their memory
     retrace_reason: str | None  # why the step cannot be compiled and has to be traced at each call
+    outdated = False  # whether tensors share memory now in ways that the trace has not seen
 
     def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:
         raise NotImplementedError
@@ -193,7 +194,7 @@ depth: int  # the number of open `deferred` contexts
 constants: dict[int, tuple[torch.Tensor, int, Value]]
 # Tensors of mapped files that parameters were made from: by address, the tensor and its DeferredStorage.
 deferred_file_tensors: dict[int, tuple[torch.Tensor, Storage]]
-rebinds = 0  # the number of times that a tensor on a backend was given another storage
+rebinds = 0  # the number of times that a tensor on a backend was given another storage or another view of it
 traces: weakref.WeakSet[Tracing] = weakref.WeakSet()  # of steps that may be called again, and the active one
 seedings = 0  # the number of calls of torch.manual_seed
 generators = Generators()

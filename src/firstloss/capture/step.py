@@ -47,7 +47,7 @@ from . import running_averages as _running_averages  # noqa: F401 - likewise
 from . import sparse_gradients as _sparse_gradients  # noqa: F401 - likewise
 from .constant_folding import known_value
 from .constants import constant_tensor
-from .data_assignment import DataAssignments, LayoutChanges
+from .data_assignment import DataAssignments, InputView, LayoutChanges
 from .input_numbers import Expression, InputNumbers, NumberNode, plain
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
@@ -155,6 +155,7 @@ class StepTrace(recorder._Tracing):
         numbers: the Python numbers that are inputs.
         new_memory: assignments to the `.data` of weights.
         new_layouts: tensors that the step gives another shape or storage.
+        views: the tensors that view the storages of inputs, by id.
         read_outside: real tensors from outside whose values the step's Python has read, by id.
         contents: computes the content of traced tensors whose values are read; None if none may be read.
         reads: the user's expressions that have read values of traced tensors, so that the trace is for one call only.
@@ -184,6 +185,7 @@ class StepTrace(recorder._Tracing):
         self.changes: Any = None
         self.draws: int = 0
         self.closures: list[Any] = []
+        self.views: dict[int, InputView] = {}
         self.read_outside: dict[int, ValueRead] = {}
         self.contents: Contents | None = None
         self.reads: list[data_dependent.ValueRequest] = []
@@ -214,6 +216,8 @@ class StepTrace(recorder._Tracing):
                 "state."
             )
         self._before.append((storage, storage.value, storage.trace))
+        for tensor in storage.alive():
+            InputView.record(tensor, self.views)
         old = storage.value
         value = Value(old.shape, old.stride, old.dtype, old.device, label=f"in{len(self.inputs)}")
         self.inputs[value] = storage

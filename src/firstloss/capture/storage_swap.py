@@ -207,8 +207,8 @@ def _assign_data(self: Tensor, other: Any) -> None:
         if unshared and not overlapping and self._storage.resident.exchange(other):
             record_exported_memory(self._storage)
             # A step uses the new memory by another tensor, or the old memory by a real tensor.
-            if any(trace.shares(other) or self._storage in trace.aliased_storages for trace in list(session.traces)):
-                session.rebinds += 1
+            for trace in list(session.traces):
+                trace.outdated |= trace.shares(other) or self._storage in trace.aliased_storages
             return
         if type(other) is not DeferredTensor:
             other = Hooks.to_backend(other)

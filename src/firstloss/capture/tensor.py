@@ -123,12 +123,16 @@ class TensorRef(weakref.ref[Any]):
     __slots__ = ("among",)
     among: list[Any]
 
+    def drop(self) -> None:
+        """Remove it from what holds it."""
+        self.among[:] = [other for other in self.among if other is not self]
+
 
 def forget(tensor: Tensor) -> None:
     """Remove the storages' weak references to a tensor, which `swap_tensors` does not accept."""
     for ref in weakref.getweakrefs(tensor):
         if isinstance(ref, TensorRef):
-            ref.among[:] = [other for other in ref.among if other is not ref]
+            ref.drop()
 
 
 class Mirror(NamedTuple):

@@ -18,7 +18,7 @@ NAMES = {
     ),
     "global_state": Name(
         "jax._src.distributed.global_state",
-        "Joining processes exchange their versions",
+        "Joining processes exchange their versions; when one is lost, the others end without waiting for it",
         "nothing; processes of different versions are not detected when they join",
         otherwise=object,
     ),
@@ -43,6 +43,12 @@ def make_cpp_call(compiled: Any, executable: Any) -> Any:
 def distributed_client() -> Any:
     """The client of JAX's distributed service; None if there is none."""
     return getattr(__getattr__("global_state"), "client", None)
+
+
+def forget_distributed_service() -> None:
+    """Let the process exit without JAX's barrier, in which all processes would wait for one that is lost."""
+    state = __getattr__("global_state")
+    state.client = state.service = None
 
 
 def __getattr__(name: str) -> Any:

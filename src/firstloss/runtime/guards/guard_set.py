@@ -161,22 +161,22 @@ class GuardSet:
         return differences
 
     def _differences(self, numbers: Iterable[int], move: Any) -> list[Change]:
-        """The changes that the guards with these `numbers` find."""
+        """The changes that the guards with these `numbers` find, except replaced tensors with which the step can go
+        on."""
         changes = [(self._guards[n], change) for n in numbers for change in self._guards[n].changes()]
-        if changes and not self._moved(changes, move):
-            return [guard.change(*change) for guard, change in changes]
-        for n in numbers if self._watch is not None else ():
+        replaced = [(guard, change) for guard, change in changes if _is_replacement(*change)]
+        if replaced and self._moved(replaced, move):
+            changes = [(guard, change) for guard, change in changes if not _is_replacement(*change)]
+        for n in numbers if self._watch is not None and not changes else ():
             self._watch.accept(n)  # they do not matter
-        return []
+        return [guard.change(*change) for guard, change in changes]
 
     def _moved(self, changes: list[tuple[Guard, tuple[Any, ...]]], move: Any) -> bool:
-        """Whether the only change is that the compiled step's tensors were replaced by equivalent ones."""
+        """Whether the compiled step can go on with the tensors that have replaced its own."""
         new_of: dict[int, torch.Tensor] = {}
         old_of: dict[int, torch.Tensor] = {}
         count: dict[int, int] = {}
-        for _, (key, old, new) in changes:
-            if key is MISSING or not _interchangeable(old, new):
-                return False
+        for _, (_key, old, new) in changes:
             if new_of.setdefault(id(old), new) is not new:
                 return False
             old_of[id(old)] = old
@@ -261,9 +261,9 @@ def _own_class(tensor: torch.Tensor) -> type:
     return torch.Tensor if type(tensor) is DeferredTensor else type(tensor)
 
 
-def _interchangeable(old: Any, new: Any) -> bool:
-    """Whether a tensor can replace another as an input."""
-    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+def _is_replacement(key: Any, old: Any, new: Any) -> bool:
+    """Whether a change is that of a tensor to another one that can replace it as an input."""
+    if key is MISSING or not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
     if isinstance(new, torch.nn.Parameter) or old.retains_grad or new.retains_grad:
         return False

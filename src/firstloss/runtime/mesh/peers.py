@@ -5,6 +5,7 @@ They exchange messages through the key-value store of JAX's coordination service
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 
 from ... import processor
-from ...compat.jax_names import distributed_client
+from ...compat.jax_names import distributed_client, forget_distributed_service
 from ...errors import BackendError, ProcessLostError
 from ...files import atomic_write
 
@@ -202,9 +203,12 @@ _GONE = ("Connection reset", "Connection closed", "Broken pipe", "Connection ref
 
 
 def explain_loss(error: BaseException) -> BaseException:
-    """`error`, or a ProcessLostError if it means that another process is gone."""
+    """`error`, or a ProcessLostError if it means that another process is gone. This process then exits without waiting
+    for it."""
     if jax.process_count() == 1 or not any(words in str(error) for words in _GONE):
         return error
+    atexit.unregister(forget_distributed_service)
+    atexit.register(forget_distributed_service)  # runs before JAX's own, which are registered earlier
     return ProcessLostError(
         f"process {jax.process_index()} of {jax.process_count()}: another process has ended or can no longer be "
         "reached, so this one cannot go on. See that process's last messages for the reason. Restart all processes; "

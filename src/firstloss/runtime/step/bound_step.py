@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...capture.storage_swap import rebind
+from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
+from ...program.graph import geometry_of
 from ...program.source import here
 from ..guards.effects import Bind
 from ..guards.reconstruct import CallFrame
@@ -69,8 +72,10 @@ class BoundStep:
             others: further bindings.
         """
         traced = self.traced
+        views = list(traced.trace.new_memory.views())  # before there are those that this call makes
         call.result = traced.result(env)
         bindings = [make(env) for make in traced.effects.bindings]
+        bindings += [_showing(tensors, traced.old_memory[storage](env)) for storage, tensors in views if tensors]
         call.schedules = [make(env) for make in traced.optimizers.schedulers.afterwards]
         for bind in (*bindings, *others):
             bind()
@@ -94,3 +99,13 @@ class BoundStep:
         if self.traced.raised is not None:
             raise self.traced.raised
         return call.result
+
+
+def _showing(views: list[DeferredTensor], old_memory: DeferredTensor) -> Bind:
+    """Rebind other views of a weight's memory, to which the step has assigned other memory, to its old content."""
+
+    def bind() -> None:
+        for view in views:
+            rebind(view, old_memory._storage, geometry_of(view))
+
+    return bind

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from ... import timeline
-from ...capture import session
 from ...capture.exported_memory import record_exported_memory
 from ...capture.input_numbers import NumberInput
 from ...capture.recorder import DeferredStorage, DeferredTensor
@@ -80,7 +79,6 @@ class CompiledStep(BoundStep):
         self._executable = executable
         self._backend = backend
         self._ran = ran
-        self._rebinds = session.rebinds
 
     @property
     def executable(self) -> SegmentedStep:
@@ -104,9 +102,7 @@ class CompiledStep(BoundStep):
     def outdated(self) -> bool:
         """Whether the compiled step no longer applies: it was for a first step, or a number baked in, a weight's
         memory, or the value of a tensor that its Python code has read has changed."""
-        if self.traced.optimizers.first_step_only and self._ran or session.rebinds != self._rebinds:
-            return True
-        return self.traced.outdated()
+        return self.traced.optimizers.first_step_only and self._ran or self.traced.outdated()
 
     def skip_execution(self, arguments: Arguments) -> Any:
         """In place of a call if steps are only compiled: return the step's results without values. Effects on Python
@@ -199,7 +195,7 @@ class CompiledStep(BoundStep):
         traced = self.traced
         arrays = dict(zip((*traced.results, *traced.outputs.made), (*results, *created), strict=True))
         memory: dict[DeferredStorage, HostMemory] = {}  # exported memory that weights leave to its holders
-        for storage, _ in traced.handed_out:
+        for storage in traced.old_memory:
             if storage.resident.exported_memory is not None:
                 memory[storage] = storage.resident.exported_memory
                 storage.resident.release_exported_memory()
@@ -214,7 +210,7 @@ class CompiledStep(BoundStep):
         read = names_read(traced.trace)
         self._note_numbers(call.arguments, read, [arrays[name] for name in read])
         env = self._env(call.arguments, arrays)
-        self.leave(call, env, [_keeping(memory[s], make(env)) for s, make in traced.handed_out if s in memory])
+        self.leave(call, env, [_keeping(memory[s], make(env)) for s, make in traced.old_memory.items() if s in memory])
         if not self._backend.stepped:
             self._backend.stepped = True
         if key is not None:

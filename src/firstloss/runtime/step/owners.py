@@ -7,8 +7,9 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ...capture import exported_memory
+from ...capture import exported_memory, session
 from ...capture.constants import owned_by_torch
+from ...capture.data_assignment import InputView
 from ...capture.step import StepTrace, storage_key, whole_storage
 from ...capture.tensor import DeferredStorage, DeferredTensor
 from ...compat.torch_names import HOOK_TABLES, DisableTorchDispatch, storage_use_count
@@ -59,6 +60,7 @@ class Owners:
         self.current: dict[int, torch.Tensor] = {}
         self._storages: set[int] | None = None  # the ids of the inputs' owners, without arguments
         self._origins: dict[int, int] = {}  # by the id of the current owner, that of the traced one
+        self._rebinds = session.rebinds
         self._writes_external = False
 
     def find_changed(
@@ -161,6 +163,10 @@ class Owners:
             if id(self._origin(old)) in self._tracing.read_outside or old is new:
                 return False
             value = owners.get(id(storage_or_itself(old)))
+            view = self._tracing.views.get(id(old))
+            if value is None and view is not None and view() is old:  # it was a view of an input, with others
+                if type(new) is not DeferredTensor or new._storage is not view.storage:
+                    return False
             if type(new) is DeferredTensor and not (new._ref().whole and new._storage.trace is None):
                 return False
             if value is None:
@@ -192,7 +198,20 @@ class Owners:
         for _, new in pairs:
             self.current[renamed[id(new)]] = new
         self._origins.update(renamed)
+        for old, new in pairs:
+            self._tracing.views.pop(id(old), None)
+            if type(new) is DeferredTensor:
+                InputView.record(new, self._tracing.views)
         return True
+
+    def rebound(self) -> bool:
+        """Whether a tensor that viewed the storage of an input views another one, or another part of it."""
+        if self._rebinds == session.rebinds:
+            return False
+        if any(view.changed() for view in list(self._tracing.views.values())):
+            return True
+        self._rebinds = session.rebinds
+        return False
 
     def _origin(self, tensor: torch.Tensor) -> Any:
         """The object at the time of the trace."""

@@ -86,14 +86,14 @@ class Outputs:
         returned: int,
         tracing: StepTrace,
         mesh: Mesh | None,
-        viewers: set[int],
+        kept: set[int],
         reachable: Iterable[torch.Tensor],
     ) -> None:
         """
         Args:
             reconstructor: holds the tensors; it is released.
             returned: the number of tensors that the step returns, which come first.
-            viewers: the ids of storages that are kept for tensors that show a weight's former memory.
+            kept: the ids of storages that keep a weight's old memory.
             reachable: the tensors that outlive a step; iterated after `reconstructor` is released.
         """
         self._tracing = tracing
@@ -107,7 +107,7 @@ class Outputs:
         self.retrace_reason = reconstructor.retrace_reason and cannot_be_rebuilt(reconstructor.retrace_reason)
         reconstructor.release()
         expected = {id(t._storage) for t in reachable if is_traced(t, tracing)}
-        survivors = {id(storage): storage for storage in self._survivors(expected, viewers)}
+        survivors = {id(storage): storage for storage in self._survivors(expected, kept)}
         unseen = {key: storage for key, storage in survivors.items() if key not in expected}
         self.outgoing: list[Outgoing] = self._views(parts, returned, outputs, mesh, unseen)
         for storage in survivors.values():
@@ -158,12 +158,10 @@ class Outputs:
                 outgoing[number] = parts[number].outgoing(name, whole)
         return [outgoing[number] for number in range(len(parts))]
 
-    def _survivors(self, expected: set[int], viewers: set[int]) -> list[DeferredStorage]:
+    def _survivors(self, expected: set[int], kept: set[int]) -> list[DeferredStorage]:
         """Storages made by the step whose tensors are still referenced from places that were not searched."""
         tracing = self._tracing
-        placeholders = {
-            id(owner._storage) for owner in tracing.inputs.values() if type(owner) is DeferredTensor
-        } | viewers
+        placeholders = {id(owner._storage) for owner in tracing.inputs.values() if type(owner) is DeferredTensor} | kept
 
         def alive() -> list[DeferredStorage]:
             storages = [storage for created in tracing.result_storages if (storage := created()) is not None]
@@ -270,7 +268,8 @@ class TracedProgram:
         effects: its side effects in Python, likewise.
         modes, optimizers, gradients: what it reads and changes of these.
         for_closures: the names of outputs passed to step closures.
-        handed_out: for weights whose memory the step swaps, the tensors that keep the former memory.
+        old_memory: for weights to which the step assigns other memory, what makes a tensor of the old memory's content,
+            if others view it or it was exported.
         raised: an exception of the step's Python code, which is raised again at each call.
         trace: the recorder.
     """
@@ -285,7 +284,7 @@ class TracedProgram:
     optimizers: Optimizers
     gradients: Gradients
     for_closures: Sequence[str]
-    handed_out: Sequence[tuple[DeferredStorage, Make]]
+    old_memory: Mapping[DeferredStorage, Make]
     raised: Exception | None
     trace: StepTrace
 
@@ -372,6 +371,8 @@ class TracedProgram:
         if any(read.outdated() for read in trace.read_outside.values()) or trace.outside and trace.has_changed_layout():
             return True
         if trace.new_memory.weights and trace.new_memory.outdated():
+            return True
+        if trace.outdated or self.owners.rebound():
             return True
         if self.optimizers.state.replaced() or self.optimizers.groups.outdated():
             return True

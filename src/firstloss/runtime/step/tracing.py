@@ -11,12 +11,10 @@ import torch
 
 from ...capture import control_flow as _control_flow  # noqa: F401 - for its patches
 from ...capture import direct_memory_access, python_generators
-from ...capture.data_assignment import DataAssignments, Viewer
 from ...capture.deferred import named_tensors
 from ...capture.input_numbers import NUMBERS
 from ...capture.python_generators import GENERATORS, Draws
 from ...capture.step import StepTrace, is_traced
-from ...capture.storage_swap import rebind, set_storage
 from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import disable_dynamo
 from ...errors import CaptureError, FirstlossError, MaterializeError, TraceError
@@ -26,12 +24,12 @@ from ...program.program import Program
 from ...program.source import here, raised_at
 from ..backend import Backend
 from ..device import host_tensors
-from ..guards.effects import Bind, Effects, always
+from ..guards.effects import Effects, always
 from ..guards.external_state import set_state, state_of
 from ..guards.guard_set import GuardSet
 from ..guards.places import Place, Varying
 from ..guards.process_state import restore_environment
-from ..guards.reconstruct import CallFrame, Reconstructor
+from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources
@@ -323,24 +321,15 @@ class _Trace:
         if trace.set_final_generator_state is not None:
             effects.add(lambda: None, always(trace.set_final_generator_state))
         placeholders.follow(effects, reconstructor)
-        for viewer in trace.new_memory.viewers:
-            reconstructor.make(viewer.whole)  # keep all of the memory
-            effects.add(lambda: None, _restore_viewed_memory(viewer, reconstructor.make(viewer.view), trace.new_memory))
-        handed_out = [
-            (storage, reconstructor.make(memory))
-            for storage, memory in trace.new_memory.weights.items()
-            if memory is not None
-        ]
+        copies = {storage: old.copy for storage, old in trace.new_memory.weights.items() if old.copy is not None}
+        old_memory = {storage: reconstructor.make(copy) for storage, copy in copies.items()}
         effects.undo()
         if self._observer.guards is not None:
             self._observer.guards.begin(trace.numbers)
-        viewers = {id(viewer.whole._storage) for viewer in trace.new_memory.viewers}
+        kept = {id(copy._storage) for copy in copies.values()}
         reachable = _reachable(backend, self.optimizers.seen)
-        outputs = Outputs(reconstructor, returned, trace, backend.mesh, viewers, reachable)
-        trace.new_memory.restore_viewers()
-        if trace.new_memory.weights:
-            states = [state for optimizer in snapshot.optimizers for state in optimizer.state.values()]
-            trace.new_memory.views_before(state for state in states if isinstance(state, dict))
+        outputs = Outputs(reconstructor, returned, trace, backend.mesh, kept, reachable)
+        trace.new_memory.restore_views()
         owners.find_changed(backend.move_to_device if backend.is_xla else None, self.gradients.ids())
         refs = dict(outputs.refs)
         refs.update({f"new{i}": Ref.of(new) for i, new in enumerate(trace.changes.values())})
@@ -375,7 +364,7 @@ class _Trace:
             optimizers=self.optimizers,
             gradients=self.gradients,
             for_closures=[name for name in refs if name.startswith("closure")],
-            handed_out=handed_out,
+            old_memory=old_memory,
             raised=raised,
             trace=trace,
         )
@@ -400,25 +389,10 @@ def _undo(traced: _Undoable) -> None:
         traced.effects.undo()
     traced.trace.restore_generators()
     traced.trace.new_layouts.undo()
-    traced.trace.new_memory.restore_viewers()
+    traced.trace.new_memory.restore_views()
     traced.gradients.undo()
     traced.modes.undo()
     traced.optimizers.state.undo()
-
-
-def _restore_viewed_memory(
-    viewer: Viewer, make: Callable[[CallFrame], Any], assignments: DataAssignments
-) -> Callable[[CallFrame], Bind]:
-    """Let a tensor keep the memory that it viewed when the weight's memory was swapped."""
-
-    def bind(shows: Any) -> None:
-        tensor = viewer.tensor()
-        if tensor is not None and tensor._storage is viewer.before:
-            # Other compiled steps may use the tensor, unless only this one did, and no more.
-            change = set_storage if assignments.is_replaced(tensor) else rebind
-            change(tensor, shows._storage, viewer.geometry)
-
-    return lambda env: functools.partial(bind, make(env))
 
 
 def _reachable(backend: Backend, optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
