@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from .names import Name, resolve
@@ -46,8 +47,13 @@ def distributed_client() -> Any:
 
 
 def forget_distributed_service() -> None:
-    """Let the process exit without JAX's barrier, in which all processes would wait for one that is lost."""
+    """Let the process exit without JAX's barrier, in which all processes would wait for one that is lost.
+
+    The service's destructor would wait for other processes, too: it is never called.
+    """
     state = __getattr__("global_state")
+    for kept in (state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     state.client = state.service = None
 
 

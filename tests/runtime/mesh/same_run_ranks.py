@@ -4,7 +4,7 @@
 
 It goes on from the checkpoint of step BEGIN in FOLDER, unless BEGIN is 0, and saves one at each second step and at END.
 The order of batches is the run's, whatever the number of processes. With a further argument KILLED, the last process is
-killed in the middle of that step. It prints its losses, a digest of all its state, and how many functions it has
+killed in the middle of that step, once the steps for fewer have been compiled. It prints its losses, a digest of all its state, and how many functions it has
 compiled, as a line of JSON.
 """
 
@@ -18,7 +18,7 @@ import threading
 import jax
 
 folder, port, rank, count, devices, begin, end = sys.argv[1], *map(int, sys.argv[2:8])
-killed = int(sys.argv[8]) if len(sys.argv) > 8 and rank == count - 1 else None
+killed = int(sys.argv[8]) if len(sys.argv) > 8 else None
 jax.config.update("jax_num_cpu_devices", devices)
 
 import torch  # noqa: E402
@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 import firstloss as fl  # noqa: E402
 
 if count > 1:
-    fl.distributed.initialize(f"localhost:{port}", count, rank, heartbeat=10)
+    fl.distributed.initialize(f"localhost:{port}", count, rank, heartbeat=400)  # longer than a test
 
 lower, compiled_here = jax.stages.Lowered.compile, []
 
@@ -87,7 +87,11 @@ for number, batch in enumerate(batches, begin):
     if count > 1:  # each process reads its own rows
         batch = fl.distributed.global_batch(batch[rank * rows : (rank + 1) * rows])
     if number == killed:
-        threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for thread in threading.enumerate():
+            if thread.name == "firstloss-ahead":
+                thread.join()
+        if rank == count - 1:
+            threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGKILL)).start()
     losses.append(step(batch).item().hex())
     if number == begin:
         steps_compiled = len(compiled_here)
