@@ -164,8 +164,8 @@ class Owners:
                 return False
             value = owners.get(id(storage_or_itself(old)))
             view = self._tracing.views.get(id(old))
-            if value is None and view is not None and view() is old:  # it was a view of an input, with others
-                if type(new) is not DeferredTensor or new._storage is not view.storage:
+            if value is None and view is not None and view() is old and id(view.storage) in owners:
+                if type(new) is not DeferredTensor or new._storage is not view.storage:  # others view it, too
                     return False
             if type(new) is DeferredTensor and not (new._ref().whole and new._storage.trace is None):
                 return False
@@ -200,7 +200,7 @@ class Owners:
         self._origins.update(renamed)
         for old, new in pairs:
             self._tracing.views.pop(id(old), None)
-            if type(new) is DeferredTensor:
+            if type(new) is DeferredTensor and (id(new._storage) in owners or id(new._storage) in storages):
                 InputView.record(new, self._tracing.views)
         return True
 
