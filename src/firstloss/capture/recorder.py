@@ -136,6 +136,8 @@ def _record(call: OpCall) -> Any:
     traits, trace = call.traits, this_thread.trace
     if call.op is DEPENDS_ON_GRAD_MODE:  # record the grad mode as its last argument
         call = OpCall(call.op, traits, (*call.args[:-1], torch.is_grad_enabled()), call.kwargs)
+    if trace is not None and trace.constants:
+        call = trace.constants_as_inputs(call)
     as_given = call
     if call.symbolic:
         call, as_given = with_known_positions(call)

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -85,6 +85,7 @@ class Tracing:
     new_layouts: SupportsLayoutChange
     memory_given: list[Any]  # copies of tensors' content that code outside PyTorch has as their memory
     retrace_reason: str | None  # why the step cannot be compiled and has to be traced at each call
+    constants: Set[Any]  # of operations, that are inputs
     outdated = False  # whether tensors share memory now in ways that the trace has not seen
 
     def as_input(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Storage] | None:
@@ -143,6 +144,9 @@ class Tracing:
         raise NotImplementedError
 
     def input_of(self, node: NumberNode, dtype: torch.dtype | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def constants_as_inputs(self, call: Any) -> Any:
         raise NotImplementedError
 
     def input_array(self, expression: Expression, array: np.ndarray) -> torch.Tensor:

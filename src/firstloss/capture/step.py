@@ -12,7 +12,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NoReturn, Protocol, TypeGuard
 
 import numpy as np
@@ -33,7 +33,7 @@ from ..compat.torch_names import (
 )
 from ..errors import TraceError, ValueReadError
 from ..interpreter import Undo, interruptible_inside, pause
-from ..program.compare import same_bytes
+from ..program.compare import Constant, same_bytes
 from ..program.graph import Draw, Node, Ref, Value, contiguous_stride, dense_count, geometry_of, is_dense
 from ..program.source import here, raised_at
 from ..rng.stream import Position
@@ -49,6 +49,7 @@ from .constant_folding import known_value
 from .constants import constant_tensor
 from .data_assignment import DataAssignments, InputView, LayoutChanges
 from .input_numbers import Expression, InputNumbers, NumberNode, plain
+from .op_call import OpCall
 from .recorder import CaptureMode as _Capture
 from .recorder import DeferredStorage, DeferredTensor
 
@@ -167,6 +168,7 @@ class StepTrace(recorder._Tracing):
         printed: whether it has done so.
         memory_given: copies of their content that code outside PyTorch takes for their memory.
         retrace_reason: why the step cannot be compiled and has to be traced at each call, if so.
+        constants: the constants that are inputs.
     """
 
     def __init__(self) -> None:
@@ -199,6 +201,7 @@ class StepTrace(recorder._Tracing):
         self._stdout = sys.stdout
         self.memory_given: list[GivenMemory] = []
         self.retrace_reason: str | None = None
+        self.constants: Set[Constant] = frozenset()
         self.aliased_storages: weakref.WeakSet[Any] = weakref.WeakSet()
         session.traces.add(self)
         self.numbers: InputNumbers = InputNumbers()
@@ -398,6 +401,19 @@ class StepTrace(recorder._Tracing):
             tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
             self.numbers.inputs[node.expression, dtype] = tensor
         return tensor
+
+    def constants_as_inputs(self, call: OpCall) -> OpCall:
+        """`call`, with input numbers in place of those constants that are inputs. (Python has computed them for this
+        trace, in a way that is not known, as in `temperatures[epoch]`.)"""
+        line = here()
+
+        def given(at: int | str, arg: Any) -> Any:
+            if type(arg) not in (int, float) or Constant(call.op, line, at) not in self.constants:
+                return arg
+            return self.numbers.of(Expression(plain, (arg,), None, arg))
+
+        kwargs = {name: given(name, arg) for name, arg in call.kwargs.items()}
+        return OpCall(call.op, call.traits, tuple(itertools.starmap(given, enumerate(call.args))), kwargs)
 
     def _computed_number(self, node: NumberNode, dtype: torch.dtype) -> DeferredTensor:
         """As `input_of`, for a number that depends on what is read from tensors."""

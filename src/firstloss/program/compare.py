@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,15 @@ import torch
 from ..compat.torch_names import DisableTorchDispatch
 from .graph import Node, Ref, Value
 from .program import Program
+from .source import Source
+
+
+class Constant(NamedTuple):
+    """A number that is an argument of an operation, at a line of the user's code."""
+
+    op: Any
+    source: Source
+    position: int | str  # or its name
 
 
 class Difference(NamedTuple):
@@ -41,7 +51,10 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
         numbers: inputs of `new` that are numbers or NumPy arrays, with their values (None: any). In `old`, numbers may
             be constants, and so may what `new` computes from them alone. The order of inputs is not compared then.
     """
-    match = _Correspondence(numbers or {})
+    return _difference(old, new, _Correspondence(numbers or {}))
+
+
+def _difference(old: Program, new: Program, match: _Correspondence) -> Difference | None:
     rest = iter(old.nodes)
     a = next(rest, None)
     for b in new.nodes:
@@ -54,9 +67,15 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
     if list(old.outputs) != list(new.outputs) or not match.all(old.outputs.values(), new.outputs.values()):
         return Difference(None, None)
     # Last, since the first node that uses another input is more helpful to report.
-    if not numbers and not match.same_order(old.inputs.values(), new.inputs.values()):
+    if not match.numbers and not match.same_order(old.inputs.values(), new.inputs.values()):
         return Difference(None, None)
     return None
+
+
+def changed_constants(old: Program, new: Program) -> set[Constant]:
+    """The numbers that are others in `new`; none if the Programs differ in anything else."""
+    match = _UpToConstants({})
+    return match.changed if _difference(old, new, match) is None else set()
 
 
 # Python reflects `real > traced` to `traced < real`, but not if the real tensor has moved to the backend.
@@ -87,7 +106,7 @@ class _Correspondence:
     def __init__(self, numbers: Mapping[Value, Any]) -> None:
         """`numbers`: see `first_difference`."""
         self._counterparts: dict[Value, Value] = {}
-        self._numbers = numbers
+        self.numbers = numbers
         # What may be constants in the first Program: numbers, and what is computed from them alone.
         self._known: dict[Value, torch.Tensor] = {}
         with DisableTorchDispatch():
@@ -164,10 +183,10 @@ class _Correspondence:
             if type(a) is Ref:
                 assert a.value.real is not None
                 return a[1:] == b[1:] and same_bytes(a.view(a.value.real), b.view(content))
-            if b.value not in self._numbers:  # computed, in the dtype in which the operation takes the number
+            if b.value not in self.numbers:  # computed, in the dtype in which the operation takes the number
                 a, number = torch.as_tensor(a, dtype=content.dtype).item(), content.item()
             else:
-                number = self._numbers[b.value]
+                number = self.numbers[b.value]
         return bool(a == number or a != a and number != number)
 
     def values(self, a: Value, b: Value) -> bool:
@@ -176,11 +195,42 @@ class _Correspondence:
             return counterpart is b
         if (a.node is None) != (b.node is None) or not self.bind(a, b):
             return False
-        if (a.real is None) != (b.real is None) and b not in self._numbers:
+        if (a.real is None) != (b.real is None) and b not in self.numbers:
             return False
         if a.real is None or b.real is None:
             return a.node is None  # uninitialized memory
         return a.real is b.real or same_bytes(a.real, b.real)
+
+
+class _UpToConstants(_Correspondence):
+    """A correspondence in which numbers may differ that are themselves arguments of operations.
+
+    Attributes:
+        changed: those that do.
+    """
+
+    changed: set[Constant]
+
+    def __init__(self, numbers: Mapping[Value, Any]) -> None:
+        super().__init__(numbers)
+        self.changed = set()
+
+    def nodes(self, a: Node, b: Node) -> bool:
+        if a.op is b.op and len(a.args) == len(b.args) and list(a.kwargs) == list(b.kwargs):
+            other = copy.copy(a)
+            other.args = tuple(map(self._unchanged, a.args, b.args))
+            other.kwargs = {name: self._unchanged(was, b.kwargs[name]) for name, was in a.kwargs.items()}
+            before, now = (*a.args, *a.kwargs.values()), (*other.args, *other.kwargs.values())
+            positions = (*range(len(a.args)), *a.kwargs)
+            changed = [at for at, x, y in zip(positions, before, now, strict=True) if x is not y]
+            self.changed |= {Constant(b.op, b.source, at) for at in changed}
+            a = other
+        return super().nodes(a, b)
+
+    @staticmethod
+    def _unchanged(was: Any, now: Any) -> Any:
+        """Of two numbers of one type, the second; else the first."""
+        return now if type(was) is type(now) and type(now) in (int, float) and was != now else was
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

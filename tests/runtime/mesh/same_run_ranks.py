@@ -4,8 +4,8 @@
 
 It goes on from the checkpoint of step BEGIN in FOLDER, unless BEGIN is 0, and saves one at each second step and at END.
 The order of batches is the run's, whatever the number of processes. With a further argument KILLED, the last process is
-killed in the middle of that step, once the steps for fewer have been compiled. It prints its losses, a digest of all its state, and how many functions it has
-compiled, as a line of JSON.
+killed in the middle of that step, once the steps for fewer have been compiled. It prints its losses, a digest of its
+whole state, and how many functions it has compiled, as a line of JSON.
 """
 
 import hashlib

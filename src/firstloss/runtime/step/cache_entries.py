@@ -15,7 +15,7 @@ from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
 from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError, ValueReadError
-from ...program.compare import first_difference
+from ...program.compare import Constant, changed_constants, first_difference
 from ...program.source import here
 from ..guards.equality import same
 from ..guards.external_writes import ExternalWrites
@@ -158,6 +158,7 @@ class CacheEntries:
         self._name = name
         self._functions: list[types.FunctionType] = []
         self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
+        self._constants: set[Constant] = set()  # those of operations that were others in another trace, likewise
         # Whether a trace that has read values has shown that its Python may run twice at a call.
         self._repeatable = False
         self._untraced = UntracedCalls()
@@ -299,10 +300,13 @@ class CacheEntries:
                 before = self._for_one_call
                 return before if before is not None and before.traced.does_the_same(traced) else None
             newly_drawn = last is not None and last.moves_generators and last.step.traced.trace.numbers.draws is None
-            if last is not None and (places or newly_drawn) and self._inputs:
+            constants = traced.trace.constants
+            if last is not None and (constants or (places or newly_drawn) and self._inputs):
                 numbers = dict.fromkeys(traced.numbers)
                 if first_difference(last.step.traced.program, traced.program, numbers) is None:
                     return None  # compiled once more for any numbers
+            if traced_before:
+                self._constants |= changed_constants(traced_before[0].program, traced.program)
             reports = not outdated and not self._only_modes(why) and traced.raised is None and not request.values_read
             if last is not None and reports:
                 difference = first_difference(last.step.traced.program, traced.program)
@@ -312,6 +316,7 @@ class CacheEntries:
             return None
 
         traced_before = [e.step.traced for entries in (self, *similar) for e in entries._entries]
+        request = request._replace(constants=frozenset(self._constants))
         entry = self._traced(request, find, similar, bool(places) or not any(map(has_inputs, traced_before)))
         traced = entry.step.traced
         if entry.records_code:
@@ -391,7 +396,7 @@ class CacheEntries:
                 f"cannot be seen from outside: the time, a file, a loader, a random number. {ADVICE}"
             )
 
-        fresh = self._traced(request, find)
+        fresh = self._traced(request._replace(constants=entry.step.traced.trace.constants), find)
         if fresh.step.is_for_one_call:
             self._entries.remove(entry)
         if fresh.step.is_for_one_call or fresh.step.traced.raised is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ... import timeline
 from ...capture.input_numbers import NUMBERS
 from ...capture.step import Contents
 from ...errors import LoweringError, NotTraceableError, TraceError
-from ...program.compare import first_difference
+from ...program.compare import Constant, first_difference
 from ...program.source import here
 from ..backend import Backend
 from ..guards.equality import same_items
@@ -45,6 +45,7 @@ class Request(NamedTuple):
     retries: int = 0  # how often they were
     then_inputs: bool = False  # whether what varies becomes an input at this call, if it can be traced again
     then_reads: bool = False  # and whether what it reads does
+    constants: Set[Constant] = frozenset()  # that are inputs
     specialized: TracedProgram | None = None  # an abandoned trace of this call, specialized on all numbers and texts
 
     def roots(self) -> tuple[Any, ...]:
@@ -67,7 +68,7 @@ class Request(NamedTuple):
         with timeline.span("trace"):
             traced = tracing.trace_step(
                 self.step, self.arguments, self.backend, observer, self.places, self.inputs,
-                self._may_read(self.values_read), prints=self.specialized is None,
+                self._may_read(self.values_read), prints=self.specialized is None, constants=self.constants,
             )  # fmt: skip
             try:
                 same = self._accept(traced, observer, find)

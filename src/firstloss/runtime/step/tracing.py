@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from ...capture.tensor import DeferredTensor
 from ...compat.torch_names import disable_dynamo
 from ...errors import CaptureError, FirstlossError, MaterializeError, TraceError
 from ...interpreter import Undo, is_raised_by_handler
+from ...program.compare import Constant
 from ...program.graph import Ref, Value
 from ...program.program import Program
 from ...program.source import here, raised_at
@@ -118,6 +119,7 @@ def trace_step(
     inputs: tuple[type, ...] = NUMBERS,
     reads: Reads | None = None,
     prints: bool = True,
+    constants: Set[Constant] = frozenset(),
 ) -> TracedProgram:
     """Run the step's Python code once, on tensors without values. All its side effects are undone.
 
@@ -130,6 +132,7 @@ def trace_step(
             draws are inputs.
         reads: which values it may read; None for none.
         prints: whether its `print` prints what is known while it is traced.
+        constants: those that are inputs.
 
     Raises:
         Shared: if some arguments must be inputs themselves.
@@ -143,6 +146,7 @@ def trace_step(
         runs_eagerly=reads is not None and reads.runs_eagerly,
     )
     trace.trace.prints = prints
+    trace.trace.constants = constants
     trace.trace.numbers_are_inputs = READ in inputs
     if reads is not None:
         trace.trace.contents = reads.contents_of(trace.trace)
