@@ -285,7 +285,7 @@ def test_training_is_as_in_eager_pytorch(name, backend):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)  # XLA sums in another order
 
 
-READ = {"ReadsItsState", "DecidesByAProbability", "LooksUpItsRate"}
+READ = {"ReadsItsState", "DecidesByAProbability"}
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in READ])
@@ -297,11 +297,6 @@ def test_the_step_is_compiled(name, backend):
         assert step._cache.compilations() == 0
     else:
         assert 1 <= step._cache.compilations() <= 4
-
-
-def test_a_step_that_each_call_would_compile_runs_untraced(backend):
-    with pytest.warns(fl.errors.EagerStepWarning, match="another computation at each call.*'steps' in a parameter"):
-        trained(LooksUpItsRate, backend)
 
 
 def scaled(cls, name, tmp_path):

@@ -143,7 +143,7 @@ def test_a_number_is_an_input_from_its_second_value_on(key, when, tmp_path, monk
         traced_losses, traced_values = train(make, key, RATES[name], when, backend, steps=12)
         assert [value for _, value in traced_values] == pytest.approx([value for _, value in values], rel=1e-12)
         assert traced_losses == pytest.approx(losses, rel=1e-4, abs=1e-6), (name, make)  # twelve steps' rounding
-        assert len(traces) <= 8, (name, make, len(traces))
+        assert len(traces) <= 9, (name, make, len(traces))  # after which one that is traced each time runs untraced
 
 
 TABLE = [1e-2 / (1 + i) for i in range(40)]
