@@ -41,7 +41,12 @@ def _describe(node: Node | None) -> str:
     return f"{node.op}{' with ' if numbers else ''}{', '.join(numbers)} at {node.source}"
 
 
-def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | None = None) -> Difference | None:
+def first_difference(
+    old: Program,
+    new: Program,
+    numbers: Mapping[Value, Any] | None = None,
+    constants: Mapping[Value, Any] | None = None,
+) -> Difference | None:
     """The first difference between two Programs; None if they are equivalent.
 
     Equivalent Programs have the same operations in the same order on the same values, the same constants, inputs of the
@@ -50,8 +55,9 @@ def first_difference(old: Program, new: Program, numbers: Mapping[Value, Any] | 
     Args:
         numbers: inputs of `new` that are numbers or NumPy arrays, with their values (None: any). In `old`, numbers may
             be constants, and so may what `new` computes from them alone. The order of inputs is not compared then.
+        constants: inputs of `old` that are constants, with their values; with `numbers` only.
     """
-    return _difference(old, new, _Correspondence(numbers or {}))
+    return _difference(old, new, _Correspondence(numbers or {}, constants or {}))
 
 
 def _difference(old: Program, new: Program, match: _Correspondence) -> Difference | None:
@@ -74,7 +80,7 @@ def _difference(old: Program, new: Program, match: _Correspondence) -> Differenc
 
 def changed_constants(old: Program, new: Program) -> set[Constant]:
     """The numbers that are others in `new`; none if the Programs differ in anything else."""
-    match = _UpToConstants({})
+    match = _UpToConstants()
     return match.changed if _difference(old, new, match) is None else set()
 
 
@@ -103,8 +109,9 @@ def _filled(part: Any, known: Mapping[Value, Any]) -> Any:
 class _Correspondence:
     """The correspondence between the Values of two Programs; its methods return whether the arguments match."""
 
-    def __init__(self, numbers: Mapping[Value, Any]) -> None:
-        """`numbers`: see `first_difference`."""
+    def __init__(self, numbers: Mapping[Value, Any], constants: Mapping[Value, Any]) -> None:
+        """`numbers`, `constants`: see `first_difference`."""
+        self._constants = constants
         self._counterparts: dict[Value, Value] = {}
         self.numbers = numbers
         # What may be constants in the first Program: numbers, and what is computed from them alone.
@@ -162,6 +169,8 @@ class _Correspondence:
         return len(a) == len(b) and all(map(self.one, a, b))
 
     def one(self, a: Any, b: Any) -> bool:
+        if type(a) is Ref and a.value in self._constants:
+            a = self._constants[a.value]
         if type(b) is Ref and b.value in self._known and (type(a) is not Ref or a.value.real is not None):
             return self.constants(a, b)
         if type(a) is not type(b):
@@ -211,8 +220,8 @@ class _UpToConstants(_Correspondence):
 
     changed: set[Constant]
 
-    def __init__(self, numbers: Mapping[Value, Any]) -> None:
-        super().__init__(numbers)
+    def __init__(self) -> None:
+        super().__init__({}, {})
         self.changed = set()
 
     def nodes(self, a: Node, b: Node) -> bool:

@@ -109,3 +109,49 @@ def test_a_step_is_not_compiled_for_each_number(use, by_kernels):
         _, step = run("list", use, fl.backend("XLA"))
     assert compilations(step) <= 3
     assert sum(issubclass(w.category, GraphChangeWarning) for w in caught) <= 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_number_whose_class_python_asks_for_is_no_input(by_kernels):
+    """An input number is of another class: the sum below would be 0. That a constant there is an input does not hide it
+    from the comparison with a trace without input numbers."""
+
+    def losses(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(4, 4)
+        compiled, weights = fl.compile(model, backend), {"first": 1.0, "second": 0.5}
+
+        @fl.trace
+        def step(x):
+            loss = compiled(x).square().mean() * sum(w for w in weights.values() if type(w) is float)
+            weights.pop("second", None)
+            return loss
+
+        for first in (1.0, 1.0, 1.0, 0.6, 0.7, 0.6, 0.8):
+            weights["first"] = first
+            yield step(torch.ones(2, 4)).item()
+
+    assert list(losses(fl.backend("XLA"))) == pytest.approx(list(losses(fl.backend("CPU"))), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
+def test_a_number_that_changes_unseen_is_found_by_the_check(by_kernels):
+    """Also where it has become an input, whose values are not compared between two Programs."""
+    torch.manual_seed(0)
+    backend, hidden = fl.backend("XLA"), iter([0.1 * i for i in range(40)])
+    with backend.device:
+        model = nn.Linear(4, 4)
+    compiled, table = fl.compile(model, backend), np.array(VALUES)
+
+    @fl.trace
+    def step(x, epoch):
+        factor = table[epoch] if epoch < 4 else float(str(next(hidden)))
+        return compiled(x).square().mean() * factor
+
+    x = torch.ones(2, 4)
+    expected = model(x).square().mean().item()
+    for epoch in (0, 1, 2, 3):
+        assert step(x, epoch).item() == pytest.approx(expected * table[epoch], rel=1e-6)
+    for i in range(8):
+        assert step(x, 4).item() == pytest.approx(expected * 0.1 * i, rel=1e-6)

@@ -17,7 +17,7 @@ from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...program.compare import Constant, changed_constants, first_difference
 from ...program.source import here
-from ..guards.equality import same
+from ..guards.equality import same, same_items
 from ..guards.external_writes import ExternalWrites
 from ..guards.guard_set import GuardSet
 from ..guards.guards import Change
@@ -382,6 +382,8 @@ class CacheEntries:
                 difference: Any = first_difference(entry.step.traced.program, traced.program)
                 if difference is None or difference.old is None and difference.new is None:
                     return None  # the same computation, with more or fewer results kept
+            elif not same_items(list(entry.step.traced.constants.values()), list(traced.constants.values())):
+                difference = "the same operations on another number"
             elif entry.step.traced.reads_other_tensors(traced):
                 difference = "the same operations on another tensor, which is not an argument"
             else:

@@ -197,7 +197,8 @@ class Request(NamedTuple):
             assert contents is not None
             numbers[ref.value] = contents.of(ref.value) if ref.value.shape else expression.example
         left, expected = (one.effects.reconstructor.plain for one in (traced, specialized))
-        return first_difference(specialized.program, traced.program, numbers) is None and same_items(left, expected)
+        difference = first_difference(specialized.program, traced.program, numbers, specialized.constants)
+        return difference is None and same_items(left, expected)
 
     def _refuse_twice(self, observer: TraceObserver) -> None:
         """Reject a second trace at one call if the first may have changed files that the second reads."""

@@ -335,6 +335,12 @@ class TracedProgram:
         return {**self.optimizers.groups.inputs, **inputs}
 
     @property
+    def constants(self) -> dict[Value, Any]:
+        """The inputs that are constants, with their values; see `StepTrace.constants`."""
+        inputs = self.trace.numbers.inputs.items()
+        return {t._storage.first: e.example for (e, _), t in inputs if not e.is_read and not e.sources()}
+
+    @property
     def retrace_reason(self) -> str | None:
         """Why it must be traced at each call, if it must."""
         return (
