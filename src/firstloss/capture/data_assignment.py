@@ -65,7 +65,7 @@ class OldMemory(NamedTuple):
         exported: whether it was exported.
     """
 
-    weight: weakref.ref[torch.Tensor]
+    weight: torch.Tensor
     copy: DeferredTensor | None
     exported: bool
 
@@ -125,7 +125,7 @@ class DataAssignments:
         exported = storage not in self.weights and storage.resident is not None and storage.resident.is_exported
         copy = _give_own_memory(storage, others) if others or exported else None
         self._views += [(weakref.ref(tensor), storage, tensor._storage) for tensor in others]
-        self.weights.setdefault(storage, OldMemory(weakref.ref(weight), copy, exported))
+        self.weights.setdefault(storage, OldMemory(weight, copy, exported))
 
     def current_storage(self, storage: DeferredStorage) -> DeferredStorage:
         """The storage of a real tensor that shares the memory that a weight's `storage` had before the step."""
@@ -164,12 +164,13 @@ class DataAssignments:
             tensor = ref()
             if tensor is not None and tensor._storage is since:
                 set_storage(tensor, before, geometry_of(tensor))
+        self._views.clear()
 
     def views(self) -> Iterator[tuple[DeferredStorage, list[DeferredTensor]]]:
         """The storages of weights whose old memory is copied, with the other views of it that there are now."""
         for storage, old in self.weights.items():
             if old.copy is not None:
-                yield storage, [tensor for tensor in storage.alive() if tensor is not old.weight()]
+                yield storage, [tensor for tensor in storage.alive() if tensor is not old.weight]
 
     def outdated(self) -> bool:
         """Whether a weight's memory has other views, or has been exported, unlike when the step was traced."""

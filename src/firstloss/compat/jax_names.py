@@ -51,6 +51,8 @@ def forget_distributed_service() -> None:
 
     The service's destructor would wait for other processes, too: it is never called.
     """
+    if distributed_client() is None:
+        return
     state = __getattr__("global_state")
     for kept in (state.client, state.service):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
