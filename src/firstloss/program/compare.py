@@ -226,20 +226,20 @@ class _UpToConstants(_Correspondence):
 
     def nodes(self, a: Node, b: Node) -> bool:
         if a.op is b.op and len(a.args) == len(b.args) and list(a.kwargs) == list(b.kwargs):
-            other = copy.copy(a)
-            other.args = tuple(map(self._unchanged, a.args, b.args))
-            other.kwargs = {name: self._unchanged(was, b.kwargs[name]) for name, was in a.kwargs.items()}
-            before, now = (*a.args, *a.kwargs.values()), (*other.args, *other.kwargs.values())
-            positions = (*range(len(a.args)), *a.kwargs)
-            changed = [at for at, x, y in zip(positions, before, now, strict=True) if x is not y]
-            self.changed |= {Constant(b.op, b.source, at) for at in changed}
-            a = other
+            before = {**dict(enumerate(a.args)), **a.kwargs}
+            now = {**dict(enumerate(b.args)), **b.kwargs}
+            changed = [at for at, number in now.items() if self._is_another(before[at], number)]
+            if changed:
+                self.changed |= {Constant(b.op, b.source, at) for at in changed}
+                a = copy.copy(a)
+                a.args = tuple(now[at] if at in changed else arg for at, arg in enumerate(a.args))
+                a.kwargs = {name: now[name] if name in changed else arg for name, arg in a.kwargs.items()}
         return super().nodes(a, b)
 
     @staticmethod
-    def _unchanged(was: Any, now: Any) -> Any:
-        """Of two numbers of one type, the second; else the first."""
-        return now if type(was) is type(now) and type(now) in (int, float) and was != now else was
+    def _is_another(before: Any, now: Any) -> bool:
+        """Whether an argument is another number of the same type now."""
+        return type(now) in (int, float) and type(before) is type(now) and before != now
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

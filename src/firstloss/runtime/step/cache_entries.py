@@ -158,7 +158,8 @@ class CacheEntries:
         self._name = name
         self._functions: list[types.FunctionType] = []
         self._places: dict[tuple[int, Any], Place] = {}  # of numbers that have changed, and are inputs from then on
-        self._constants: set[Constant] = set()  # those of operations that were others in another trace, likewise
+        self._changed: set[Constant] = set()  # those of operations that were others in another trace
+        self._constants: set[Constant] = set()  # those that were at least twice, and are inputs from then on
         # Whether a trace that has read values has shown that its Python may run twice at a call.
         self._repeatable = False
         self._untraced = UntracedCalls()
@@ -306,7 +307,9 @@ class CacheEntries:
                 if first_difference(last.step.traced.program, traced.program, numbers) is None:
                     return None  # compiled once more for any numbers
             if traced_before:
-                self._constants |= changed_constants(traced_before[0].program, traced.program)
+                changed_now = changed_constants(traced_before[0].program, traced.program)
+                self._constants |= changed_now & self._changed  # two values may be those of a branch
+                self._changed |= changed_now
             reports = not outdated and not self._only_modes(why) and traced.raised is None and not request.values_read
             if last is not None and reports:
                 difference = first_difference(last.step.traced.program, traced.program)
