@@ -405,6 +405,8 @@ class StepTrace(recorder._Tracing):
     def constants_as_inputs(self, call: OpCall) -> OpCall:
         """`call`, with input numbers in place of those constants that are inputs. (Python has computed them for this
         trace, in a way that is not known, as in `temperatures[epoch]`.)"""
+        if all(constant.op is not call.op for constant in self.constants):
+            return call
         line = here()
 
         def given(at: int | str, arg: Any) -> Any:

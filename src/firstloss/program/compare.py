@@ -211,6 +211,12 @@ class _Correspondence:
         return a.real is b.real or same_bytes(a.real, b.real)
 
 
+def _arguments(node: Node) -> dict[int | str, Any]:
+    """A node's arguments, by position or by name."""
+    arguments: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    return dict(arguments)
+
+
 class _UpToConstants(_Correspondence):
     """A correspondence in which numbers may differ that are themselves arguments of operations.
 
@@ -226,8 +232,7 @@ class _UpToConstants(_Correspondence):
 
     def nodes(self, a: Node, b: Node) -> bool:
         if a.op is b.op and len(a.args) == len(b.args) and list(a.kwargs) == list(b.kwargs):
-            before = {**dict(enumerate(a.args)), **a.kwargs}
-            now = {**dict(enumerate(b.args)), **b.kwargs}
+            before, now = _arguments(a), _arguments(b)
             changed = [at for at, number in now.items() if self._is_another(before[at], number)]
             if changed:
                 self.changed |= {Constant(b.op, b.source, at) for at in changed}
