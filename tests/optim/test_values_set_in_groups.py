@@ -127,7 +127,7 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "betas"])
 @pytest.mark.parametrize("when", ["before", "after", "both"])
 def test_a_number_is_an_input_from_its_second_value_on(key, when, tmp_path, monkeypatch):
     """The step is traced at its first calls, and at the one check of each new step, but not at each call."""
@@ -135,26 +135,60 @@ def test_a_number_is_an_input_from_its_second_value_on(key, when, tmp_path, monk
     trace = CacheEntries._trace
     monkeypatch.setattr(CacheEntries, "_trace", lambda *args: traces.append(1) or trace(*args))
     backend = fl.backend("XLA", artifact_dir=tmp_path)
-    for name, make in itertools.product(RATES, (torch.optim.AdamW, torch.optim.SGD)):
+    makes = (torch.optim.AdamW, Custom if key == "betas" else torch.optim.SGD)
+    for name, make in itertools.product(RATES, makes):
         if name == "NumPy's" and (key, when) == ("weight_decay", "after"):
             continue  # right, but traced at each call so far
-        losses, values = train(make, key, RATES[name], when, steps=12)
+        rate = RATES[name]
+        value_of = rate if key != "betas" else lambda i, rate=rate: (0.5 + rate(i), 0.9)
+        losses, values = train(make, key, value_of, when, steps=12)
         traces.clear()
-        traced_losses, traced_values = train(make, key, RATES[name], when, backend, steps=12)
-        assert [value for _, value in traced_values] == pytest.approx([value for _, value in values], rel=1e-12)
+        traced_losses, traced_values = train(make, key, value_of, when, backend, steps=12)
+        assert str(traced_values) == str(values), (name, make)
         assert traced_losses == pytest.approx(losses, rel=1e-4, abs=1e-6), (name, make)  # twelve steps' rounding
         assert len(traces) <= 9, (name, make, len(traces))  # after which one that is traced each time runs untraced
 
 
+RATE, BETAS = 5e-3, (0.9, 0.99)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_set_to_the_same_object_again_is_set_at_each_call(when, tmp_path):
+    """Also where the user has set something else since."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3, dtype=torch.float64)
+        compiled = fl.compile(model, backend)
+        optimizer, found = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS), []
+        group = optimizer.param_groups[0]
+
+        @fl.trace
+        def step(x):
+            if when == "before":
+                group.update(lr=RATE, betas=BETAS)
+            loss = compiled(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if when == "after":
+                group.update(lr=RATE, betas=BETAS)
+            return loss
+
+        for i in range(8):
+            if i in (3, 4, 6):
+                group.update(lr=0.1 * i, betas=(0.1 * i, 0.5))
+            found += [step(torch.randn(5, 4, dtype=torch.float64)).item(), group["lr"], *group["betas"]]
+        return found
+
+    expected = run(fl.backend("CPU"))
+    assert run(fl.backend("XLA", artifact_dir=tmp_path)) == pytest.approx(expected, rel=1e-9)  # summed in another order
+
+
 TABLE = [1e-2 / (1 + i) for i in range(40)]
 UNTRACED = {
-    "betas": ("betas", lambda i: (beta(i), 0.99), "a parameter group"),
-    "a rate looked up by the count": ("lr", lambda i: TABLE[i], "the content of a list that the step changes"),
-    "a decay of NumPy's": (
-        "weight_decay",
-        lambda i: np.float32(TABLE[i]),
-        "the content of a list that the step changes",
-    ),
+    "a rate looked up by the count": ("lr", lambda i: TABLE[i], "'lr' in a parameter group"),
+    "a decay of NumPy's": ("weight_decay", lambda i: np.float32(TABLE[i]), "'weight_decay' in a parameter group"),
 }
 
 

@@ -51,6 +51,7 @@ class Source(NamedTuple):
     kind: type  # of the number or text; one of another type is a change of the step
     description: str
     name: str
+    trusted: bool = False  # only code that treats all numbers alike computes with it
 
 
 class Expression:
@@ -150,6 +151,10 @@ class InputNumbers:
         expression = self.read(source)
         expression.example = value
         return _number(value, expression, self)
+
+    def constant(self, value: Any) -> Any:
+        """The input number that is `value` at each call of this trace's step, whose Program serves others, too."""
+        return self.of(Expression(plain, (value,), None, value))
 
     def read(self, source: Source) -> Expression:
         """The expression of what is read from `source` at each call."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch.ops import aten
 
-from ..program.graph import Value
+from ..program.graph import Node, Ref, Value, slice_for
 from . import recorder
 from .recorder import DeferredTensor
 from .step import StepTrace, is_traced
@@ -23,7 +23,24 @@ class CannotRehearse(FirstStepDiffers):
 
 
 class _Rehearsal(StepTrace):
-    """The trace of a first step whose effects are discarded."""
+    """The trace of a first step whose effects are discarded.
+
+    Attributes:
+        nodes: what it has recorded, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+
+    @property
+    def latest(self) -> Value | None:
+        return self.nodes[-1].outputs[-1] if self.nodes else None
+
+    @latest.setter
+    def latest(self, value: Value | None) -> None:
+        assert value is not None and value.node is not None
+        self.nodes.append(value.node)
 
     def begin_backward(self) -> None:
         raise CannotRehearse
@@ -47,7 +64,8 @@ def find_new_state(
 
     Raises:
         FirstStepDiffers: if the state is initialized from a weight or a gradient, or with a list of tensors, an object
-            or a number that the step changes; `optimizer.state` is restored.
+            or a number that the step changes, or if a custom optimizer computes something else in its first step;
+            `optimizer.state` is restored.
         CannotRehearse: if `step` cannot be rehearsed; likewise.
     """
     old_state = {p: dict(entries) for p, entries in optimizer.state.items() if isinstance(entries, dict)}
@@ -65,12 +83,16 @@ def find_new_state(
         new_state = _new_state(optimizer, old_state, rehearsal)
         for entry in new_state.values():
             entry._storage.trace = None
-        if not counts and new_numbers.keys() - numbers.keys():  # constant, if another step does not change them
-            active = _Rehearsal().active()
+        is_custom = bool(new_state) and not is_known(optimizer)
+        if not counts and (is_custom or new_numbers.keys() - numbers.keys()):
+            again = _Rehearsal()
+            active = again.active()
             with active, active:
                 step()
-            counts = _changes(optimizer, new_numbers, _python_state(optimizer))
+            counts = _changes(optimizer, new_numbers, _python_state(optimizer))  # constant, if it does not change them
             _restore_state(optimizer, new_state)
+            if is_custom and not _computes_the_same(rehearsal, again, new_state.values()):
+                raise FirstStepDiffers
         if counts and len(new_numbers) > len(numbers):
             raise FirstStepDiffers  # the initial count is unknown
         for parameter, key in numbers:
@@ -114,6 +136,19 @@ def _new_state(
                 raise FirstStepDiffers
             new_state[parameter, key] = entry
     return new_state
+
+
+def _computes_the_same(first: _Rehearsal, second: _Rehearsal, new_state: Iterable[DeferredTensor]) -> bool:
+    """Whether the first step of an optimizer does what its second does, apart from creating state."""
+    creation = set(slice_for([entry._storage.first for entry in new_state]))
+    before = [_description(node) for node in first.nodes if node not in creation]
+    return before == [_description(node) for node in second.nodes]
+
+
+def _description(node: Node) -> tuple[Any, ...]:
+    """An operation, with the shapes and dtypes of its tensors."""
+    args = [part for arg in (*node.args, *node.kwargs.values()) for part in (arg if type(arg) is list else [arg])]
+    return node.op, [(tuple(arg.size), arg.dtype) if isinstance(arg, Ref) else arg for arg in args]
 
 
 def _of_weights(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
@@ -168,8 +203,6 @@ def _restore_state(optimizer: torch.optim.Optimizer, new_state: dict[tuple[torch
 
 def _is_of_this_step(value: Value, trace: StepTrace) -> bool:
     """Whether it is computed from inputs of the step, or drawn in it."""
-    from ..program.graph import slice_for
-
     nodes = slice_for([value])
     drawn = any(node.draw is not None for node in nodes)
     return drawn or value in trace.inputs or any(v in trace.inputs for node in nodes for v in node.reads())

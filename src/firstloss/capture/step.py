@@ -389,7 +389,7 @@ class StepTrace(recorder._Tracing):
         ]
         return None if op is None or any(o is None for o in operands) else recorder.dispatch(op, tuple(operands), {})
 
-    def input_of(self, node: NumberNode, dtype: torch.dtype | None = None) -> DeferredTensor:
+    def input_of(self, node: NumberNode, dtype: torch.dtype | None = None, label: str = "number") -> DeferredTensor:
         """The input that has the value of an input number: 0-dim, by default float64 or int64."""
         dtype = (torch.float64 if node.is_float() else torch.int64) if dtype is None else dtype
         if node.expression.is_read:
@@ -398,7 +398,7 @@ class StepTrace(recorder._Tracing):
         if tensor is None:
             with DisableTorchDispatch():
                 example = torch.full((), node.number, dtype=dtype)
-            tensor = self.new_input(example, f"number{len(self.numbers.inputs)}")
+            tensor = self.new_input(example, f"{label}{len(self.numbers.inputs)}")
             self.numbers.inputs[node.expression, dtype] = tensor
         return tensor
 
@@ -412,7 +412,7 @@ class StepTrace(recorder._Tracing):
         def given(at: int | str, arg: Any) -> Any:
             if type(arg) not in (int, float) or Constant(call.op, line, at) not in self.constants:
                 return arg
-            return self.numbers.of(Expression(plain, (arg,), None, arg))
+            return self.numbers.constant(arg)
 
         kwargs = {name: given(name, arg) for name, arg in call.kwargs.items()}
         return OpCall(call.op, call.traits, tuple(itertools.starmap(given, enumerate(call.args))), kwargs)

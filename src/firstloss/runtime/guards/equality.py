@@ -36,17 +36,24 @@ class AnyNumber:
         self.kind: type = kind
 
 
+class Anything:
+    """As the expected value of a guard: anything."""
+
+    __slots__ = ()
+
+
 # Compared by content. Instances of subclasses may have attributes, and an `__eq__` of their own.
 _PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size, ComparedState}
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether they are the same object, or equal values of the same plain type; `a` may be an `AnyNumber`."""
+    """Whether they are the same object, or equal values of the same plain type. `a` may stand for any
+    number, or for anything."""
     if a is b:
         return True
     kind = type(a)
     if kind is not type(b):
-        return kind is AnyNumber and type(b) is a.kind
+        return kind is AnyNumber and type(b) is a.kind or kind is Anything
     if kind in _PLAIN:
         return bool(a == b)
     if kind is float:

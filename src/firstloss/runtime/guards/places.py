@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ...capture.input_numbers import InputNumbers, Source, is_input_number, is_plain_number
 from ...interpreter import Undo
 from .access import MISSING, cell_content, class_table, slot_value
-from .equality import AnyNumber
+from .equality import AnyNumber, same
 
 
 class Place(NamedTuple):
@@ -19,12 +19,14 @@ class Place(NamedTuple):
         container: the dict, list or cell; the class, or the object with `__slots__`.
         key: of the entry or item, or the attribute's name; None for a cell.
         description, name: of the number, as of `Change`.
+        position: of the number in a tuple that the place holds; None for the content itself.
     """
 
     container: Any
     key: Any
     description: str
     name: str
+    position: int | None = None
 
     @property
     def id(self) -> tuple[int, Any]:
@@ -57,15 +59,29 @@ class Place(NamedTuple):
             object.__setattr__(self.container, self.key, value)
 
     def read(self, arguments: Sequence[Any]) -> Any:
-        """As `get`, for a call with these `arguments`."""
-        return self.get()
+        """The number at a call with these `arguments`; MISSING if there is none."""
+        value = self.get()
+        if self.position is None:
+            return value
+        return value[self.position] if isinstance(value, tuple) and self.position < len(value) else MISSING
 
 
 def place_of(container: Any, key: Any, description: str, name: str, old: Any, new: Any) -> Place | None:
-    """The place of a number that has changed to another of its type; None if it cannot be an input of the step."""
-    if not is_plain_number(old) or type(old) is not type(new):
+    """The place of a number that has changed to another of its type, or of a tuple of such; None if it cannot be an
+    input of the step."""
+    if not can_vary(old) or not same(any_number(old), new):
         return None
     return Place(container, key, description, name)
+
+
+def can_vary(value: Any) -> bool:
+    """Whether it is a number that can be an input of the step, or a tuple of such numbers."""
+    return is_plain_number(value) or type(value) is tuple and bool(value) and all(map(is_plain_number, value))
+
+
+def any_number(value: Any) -> Any:
+    """For guards: any number of the type of `value`, or a tuple of such."""
+    return tuple(map(any_number, value)) if type(value) is tuple else AnyNumber(type(value))
 
 
 class Varying:
@@ -76,9 +92,11 @@ class Varying:
         self._stored: set[tuple[int, Any]] = set()  # places in which the step has left other values
         for place in places:
             value = place.get()
-            if is_plain_number(value):
-                source = Source(place.read, type(value), place.description, place.name)
-                self._held.append((place, value, numbers.number(value, source)))
+            if type(value) is tuple and can_vary(value):
+                places = [place._replace(position=i) for i in range(len(value))]
+                self._held.append((place, value, tuple(map(numbers.number, value, map(_source, places, value)))))
+            elif can_vary(value):
+                self._held.append((place, value, numbers.number(value, _source(place, value))))
 
     def begin(self, undo: Undo) -> None:
         """Put the input numbers in their places, until `undo` runs; those that the step has replaced stay as it has
@@ -92,7 +110,7 @@ class Varying:
             now = place.get()
             if now is number:
                 place.set(value)
-            elif not is_input_number(now):
+            elif not any(map(is_input_number, now if type(now) is tuple else (now,))):
                 self._stored.add(place.id)
 
     def number_for(self, container: Any, key: Any) -> Any:
@@ -102,5 +120,8 @@ class Varying:
     def expected(self) -> dict[tuple[int, Any], Any]:
         """For guards: any number of its type, by place. Where the step stores a constant, later calls do so only if
         they find the same value."""
-        held = [(place, value) for place, value, _ in self._held if place.id not in self._stored]
-        return {place.id: AnyNumber(type(value)) for place, value in held}
+        return {place.id: any_number(value) for place, value, _ in self._held if place.id not in self._stored}
+
+
+def _source(place: Place, number: Any) -> Source:
+    return Source(place.read, type(number), place.description, place.name)

@@ -46,7 +46,7 @@ class Snapshot:
         classes: the Python classes of the objects.
         tensors: by id.
         cached: functions behind an `lru_cache`, which may not run though the step calls them.
-        groups: by the optimizer's id, its parameter groups.
+        groups: the optimizers' parameter groups by id, each with what was in it.
         optimizer_states: by the optimizer's id, its state by weight.
         firstloss_objects: by id, the plain attributes of objects of this package.
         seed: the initial seed of PyTorch's default generator.
@@ -62,7 +62,7 @@ class Snapshot:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.classes: set[type] = set()
         self.tensors: dict[int, torch.Tensor] = {}
-        self.groups: dict[int, list[dict[str, Any]]] = {}
+        self.groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self.optimizer_states: dict[int, dict[Any, Any]] = {}
         self.firstloss_objects: dict[int, dict[str, Any]] = {}
         self.seed: int = torch.initial_seed()
@@ -128,6 +128,11 @@ class Snapshot:
         state = self.state(Sequence, container)
         return items_of(container) if state is None else state.before
 
+    def parameters_before(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+        """The former parameters of an optimizer."""
+        groups = [self.groups[id(group)][1] for group in self.items_before(optimizer.param_groups)]
+        return tuple([p for group in groups for p in self.items_before(group["params"])])
+
     def definition_before(self, function: types.FunctionType) -> tuple[Any, ...]:
         """The former `definition` of a function."""
         state = self.state(Definition, function)
@@ -188,6 +193,13 @@ class Snapshot:
     def keep(self, state: State) -> None:
         """Keep the state of an object."""
         self.states[state.group][id(state.held)] = state
+
+    def keep_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep what is in the parameter groups of an optimizer."""
+        for group in optimizer.param_groups:
+            content = Table(group, dict(group), None, "group")
+            self.groups[id(group)] = group, content.before
+            self.keep(content)
 
     def items(self, items: list[Any], stack: list[Any]) -> None:
         """Walk the items of a container, if they are few."""

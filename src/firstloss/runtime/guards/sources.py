@@ -237,12 +237,8 @@ class GuardSources:
         if name == "defaults":
             self._values.value(optimizer.defaults, f"the defaults of {kind}", name)
         elif name == "param_groups":
-            groups = self._snapshot.groups[id(optimizer)]
-            read = functools.partial(_param_groups, optimizer)
-            self._values.read((id(optimizer), name), read, read(), f"the {name} of {kind}", name)
-            for group, before in zip(optimizer.param_groups, groups, strict=False):
-                guard = self._values.table(group, lambda key: f"{key!r} in a parameter group of {kind}", name)
-                guard.expected.update({k: v for k, v in before.items() if k != "params"})
+            groups = self._snapshot.items_before(optimizer.param_groups)
+            self.parameter_groups(optimizer, [self._snapshot.groups[id(group)] for group in groups])
         elif name == "state":
             state = self._snapshot.optimizer_states[id(optimizer)]
             read = functools.partial(_weights_with_state, optimizer)
@@ -256,6 +252,23 @@ class GuardSources:
                 else:
                     guard = self._values.table(optimizer.state, lambda key: f"state[{key!r}] of {kind}", name)
                     guard.expected[weight] = before
+
+    def parameter_groups(self, optimizer: torch.optim.Optimizer, expected: list[tuple[dict[Any, Any], Any]]) -> None:
+        """Guard the parameter groups of an optimizer, and what each is expected to hold when the step begins."""
+        kind = with_article(type(optimizer).__qualname__)
+        read, before = functools.partial(_param_groups, optimizer), self._snapshot.items_before(optimizer.param_groups)
+        self._values.read(
+            (id(optimizer), "param_groups"), read, tuple(before), f"the param_groups of {kind}", "param_groups"
+        )
+        self._values.of_object(optimizer)
+        for group, entries in expected:
+            guard = self._values.table(group, lambda key: f"{key!r} in a parameter group of {kind}", None)
+            guard.whole = True
+            for key, value in entries.items():
+                if key not in guard.expected:
+                    guard.expected[key] = value
+                    if key != "params" and value is self._snapshot.groups[id(group)][1].get(key):
+                        self._values.value(value, f"{key!r} in a parameter group of {kind}", key)
 
     def _imported(self, name: str, code: types.CodeType) -> None:
         """Guard a module that code imports whenever it runs."""

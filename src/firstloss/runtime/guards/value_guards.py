@@ -208,7 +208,7 @@ class Values:
             kind = with_article(type(owner).__qualname__)
             for schedule in schedules_of(owner):
                 self.value(schedule, f"a schedule of {kind}", "")
-            before = tuple([p for group in self.snapshot.groups[id(owner)] for p in group["params"]])
+            before = self.snapshot.parameters_before(owner)
             key, read = (id(owner), "params"), functools.partial(_parameters_in, owner)
             self.read(key, read, before, f"the parameters of {kind}", "param_groups")
 

@@ -59,10 +59,9 @@ class BoundStep:
         traced.trace.numbers.read_all(arguments.leaves, arguments.known)
 
     def begin(self) -> None:
-        """Set what the step sets before its optimizers step, and find its gradients."""
-        traced, owners = self.traced, self.traced.owners
-        traced.optimizers.groups.begin()
-        if traced.gradients.follow(owners.inputs, owners.changed, owners.current):
+        """Find the gradients that the step reads."""
+        owners = self.traced.owners
+        if self.traced.gradients.follow(owners.inputs, owners.changed, owners.current):
             owners.moved()
 
     def leave(self, call: StepCall, env: CallFrame, others: Sequence[Bind] = ()) -> None:

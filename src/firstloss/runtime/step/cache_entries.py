@@ -286,8 +286,7 @@ class CacheEntries:
         last = self._entries[0] if self._entries else None
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes(request.arguments)
-        in_groups = last.step.traced.optimizers.groups.changes() if outdated and last is not None else []
-        changed = [change.place for change in (*why, *in_groups) if change.place is not None]
+        changed = [change.place for change in why if change.place is not None]
         places = {place.id: place for place in changed if place.id not in self._places}
         self._places |= places
         twin: list[CacheEntry] = []
@@ -310,7 +309,12 @@ class CacheEntries:
                 changed_now = changed_constants(traced_before[0].program, traced.program)
                 self._constants |= changed_now & self._changed  # two values may be those of a branch
                 self._changed |= changed_now
-            reports = not outdated and not self._only_modes(why) and traced.raised is None and not request.values_read
+            reports = (
+                not outdated
+                and not self._only_intended(why, last)
+                and traced.raised is None
+                and not request.values_read
+            )
             if last is not None and reports:
                 difference = first_difference(last.step.traced.program, traced.program)
                 self.reports.report_difference(
@@ -351,8 +355,7 @@ class CacheEntries:
         self._in_a_row += not self._always
         is_reported = last is None or entry.traced_each_time is not None or last.changes_by_step(why)
         if self._in_a_row > _MAX_IN_A_ROW and last is not None and not is_reported:
-            described = dict.fromkeys(change.description for change in (*why, *in_groups))
-            changing = "; ".join(described) or ("a parameter group" if outdated else "what it reads")
+            changing = "; ".join(dict.fromkeys(change.description for change in why)) or "what it reads"
             runs = self._runs_untraced_from_now_on(request)
             self.reports.report_each_time(f"this changes each time: {changing}", None if runs else last.seconds)
         if runs:
@@ -367,9 +370,12 @@ class CacheEntries:
         return entry
 
     @staticmethod
-    def _only_modes(why: list[Change]) -> bool:
-        """Whether the only change is a module's mode: train() and eval() are intended to change the step."""
-        return bool(why) and all(change.name == "training" for change in why)
+    def _only_intended(why: list[Change], entry: CacheEntry | None) -> bool:
+        """Whether only modes of modules and numbers in parameter groups have changed: train() and eval() are to change
+        the step, and so is another weight decay."""
+        optimizers = [] if entry is None else entry.optimizers
+        groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+        return bool(why) and all(change.name == "training" or change.container_id in groups for change in why)
 
     def _verify(self, entry: CacheEntry, request: Request) -> CacheEntry:
         """Trace the step again, expecting the same Program."""

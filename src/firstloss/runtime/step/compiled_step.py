@@ -32,7 +32,6 @@ from .arguments import Arguments
 from .bound_step import BoundStep, StepCall
 from .first_loss import BackgroundCompiledStep, KernelsFirstRun
 from .owners import Owner, Owners
-from .parameter_groups import GroupEntry
 from .reads import ComputedStep, OutcomeChanged, check_outcomes
 from .traced_program import TracedProgram, names_read
 
@@ -323,7 +322,7 @@ class Inputs:
         self,
         backend: Backend,
         owners: Owners,
-        numbers: Mapping[Value, GroupEntry | NumberInput],
+        numbers: Mapping[Value, NumberInput],
     ) -> None:
         """`numbers` are the inputs that are numbers, read at each call. On a mesh, storages that are not on the backend
         yet are moved there."""

@@ -74,13 +74,12 @@ class Optimizers:
         self._keep_fused = keep_fused
         self.seen: list[torch.optim.Optimizer] = []
         self.gradients: set[Value] = set()
-        self.groups = ParameterGroups(trace, self.seen, snapshot)
+        self.groups = ParameterGroups(trace, snapshot)
         self.state = OptimizerStates(trace, self.seen, snapshot.optimizers)
         self.schedulers = Schedulers()
         self.schedule_state: list[torch.Tensor] = []
         self.first_step_only: bool = False
         self._rehearsing = False
-        self._refused: list[str] = []
         self._handles: list[Any] = []
         # (buffer, its old content, whether to update it)
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -95,7 +94,6 @@ class Optimizers:
             move: tells the step which tensor has replaced another.
         """
         self.schedulers.traced(effects, reconstructor)
-        self.groups.traced(effects)
         self.state.traced(effects, reconstructor, move)
 
     def end_trace(self) -> None:
@@ -110,9 +108,8 @@ class Optimizers:
         Args:
             recording: records what the step reads.
         """
-        changed: list[str] = []
         with Undo() as undo, undo:
-            undo(lambda: changed.extend(self.groups.restore()))
+            undo(self.groups.restore)
             undo(torch.clear_autocast_cache)
             undo(self._narrow)
             undo(self._handles.clear)
@@ -122,21 +119,13 @@ class Optimizers:
             torch.clear_autocast_cache()  # drop casts made elsewhere, which the step would use
             with self.schedulers.watched(recording.times_read):
                 yield
-        self._refused = changed
-        self.groups.bake()
 
     def check(self) -> None:
         """
         Raises:
             TraceError: if the step sets something in a parameter group that a call could not repeat.
         """
-        if self._refused:
-            raise TraceError(
-                f"{here()}: the step sets {self._refused[0]!r} in a parameter group, either from a value that only the "
-                "device has or in a custom optimizer, so it would be a different computation at each step. Set it to a "
-                "number outside of the traced step, or use a schedule from firstloss.optim.lr_scheduler, which is a "
-                "function of a step tensor; a custom optimizer should count in a tensor in its state."
-            )
+        self.groups.check()
         self.schedulers.check(self.groups.sets)
 
     def _before_step(
@@ -223,7 +212,7 @@ class Optimizers:
         move_state(optimizer, self._trace)
         for schedule in schedules_of(optimizer):
             self.schedule_state.extend(schedule.use_tensors())
-        self.groups.save(optimizer)
+        self.groups.add(optimizer)
         one_by_one = _overlaps(optimizer)
         fused: list[torch.Tensor] = []  # weights for which fused kernels were requested
         for group in optimizer.param_groups:
@@ -241,7 +230,7 @@ class Optimizers:
             lists = not one_by_one and not _keeps_gradients(group)
             for key, value in (("capturable", True), ("foreach", lists), ("fused", False)):
                 if key in group and (key == "capturable" or not group.get("differentiable")):
-                    self.groups.set(group, key, value)
+                    self.groups.replace(group, key, value)
         for group in optimizer.param_groups:
             for key, value in list(group.items()):
                 if key not in ("lr", "params"):  # optimizers branch on all of their numbers except the rate
@@ -250,7 +239,6 @@ class Optimizers:
         hooks = _hooks_of_all()
         is_stock = type(optimizer).__module__.startswith("torch.optim") and not hooks
         snapshot = None if is_stock else Snapshot([optimizer, *hooks])
-        groups = [(group, dict(group)) for group in optimizer.param_groups]
         try:
             # A custom optimizer may do anything at its first step, so that this has to be its first.
             knows_its_state = is_known(optimizer) or _preinitializes(optimizer)
@@ -270,16 +258,10 @@ class Optimizers:
                 ) from None
         finally:
             self._rehearsing = False
-            for group, before in groups:
-                for key in group.keys() - before.keys():
-                    del group[key]
-                group.update(before)
             if snapshot is not None:  # the optimizer's own code has not counted steps
                 snapshot.undo()
                 _restore_states(snapshot, optimizer)
-        for i, group in enumerate(optimizer.param_groups):
-            for key in list(group):
-                self.groups.make_input(optimizer, i, key)
+        self.groups.make_inputs(optimizer)
         self.state.save(optimizer)
 
 

@@ -1,7 +1,14 @@
-"""The parameter groups of optimizers in a traced step, whose numbers are inputs or constants of the step."""
+"""The parameter groups of the optimizers that step in a trace.
+
+They are dicts like others: what they held when the step began is guarded, and each call sets what the step's Python has
+set in them. Only while one of PyTorch's optimizers steps do inputs of the Program stand in its groups, for the learning
+rate and for other numbers that vary: its code treats all numbers alike, so that nothing needs to be proved, and the
+first executable serves any rate.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from typing import Any, NamedTuple
@@ -9,186 +16,120 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...capture.input_numbers import is_input_number, is_plain_number, plain
+from ...capture.input_numbers import Source, is_input_number, is_plain_number, plain
 from ...capture.new_optimizer_state import is_known
 from ...capture.recorder import DeferredTensor
 from ...capture.step import StepTrace
 from ...capture.symbolic_scalars import Hyperparameter
 from ...compat.torch_names import DisableTorchDispatch
+from ...errors import TraceError
+from ...interpreter import Undo
 from ...optim.schedule import schedules_of
-from ..guards.access import MISSING
-from ..guards.effects import Effects, always, setting
-from ..guards.equality import same
-from ..guards.guards import Change, with_article
-from ..guards.places import Varying, place_of
-from ..guards.reconstruct import computed
+from ...program.source import here
+from ..guards.equality import Anything, same
+from ..guards.places import Place, Varying, any_number, can_vary
 from ..guards.snapshot import Snapshot
 
-# For each optimizer, the numbers in its groups that have been seen to change: (group, key).
+Group = dict[str, Any]
+
+# By optimizer, the numbers in its groups at its latest trace, by the group's index and key; and which have varied.
+_latest: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[tuple[int, str], Any]] = weakref.WeakKeyDictionary()
 _varying: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
-class GroupEntry(NamedTuple):
-    """A number in a parameter group that a step reads at each call; `position` is for tuples such as betas."""
+class _Replacement(NamedTuple):
+    """What stands in a group while its optimizer steps, and what it stands for."""
 
-    group: dict[str, Any]
+    group: Group
     key: str
-    position: int | None
-
-    def read(self, arguments: Any = (), known: Any = None) -> float:
-        """The current number, at any call."""
-        value = self.group[self.key]
-        return float(plain(value if self.position is None else value[self.position]))
-
-    def premise(self) -> Any:
-        """What the trace assumes about it: that it is a number, or a tuple of a certain length, and (except for a
-        learning rate) its sign, on which optimizers branch."""
-        value = self.group.get(self.key)
-        if self.position is None:
-            fits = _is_double(value)
-        else:
-            fits = isinstance(value, tuple) and self.position < len(value) and all(map(_is_double, value))
-        if not fits:
-            return None
-        return len(value) if isinstance(value, tuple) else 0, None if self.key == "lr" else _sign(self.read())
-
-
-class _Set(NamedTuple):
-    """A value that the step's Python code has set in a group, or MISSING if it has deleted it."""
-
-    group: dict[str, Any]
-    key: str
-    value: Any
     before: Any
-
-    def put(self, value: Any) -> None:
-        """Set a value in its place; MISSING deletes it."""
-        if value is not MISSING:
-            self.group[self.key] = value
-        else:
-            self.group.pop(self.key, None)
-
-    def apply(self) -> None:
-        """Set it, at a call."""
-        self.put(self.value)
-
-    def undo(self) -> None:
-        """Restore it, after the trace."""
-        self.put(self.before)
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether it is the same at each call, and not an object that the step may have made."""
-        return _is_constant(self.value)
-
-
-def _differences(group: dict[str, Any], before: dict[str, Any]) -> list[_Set]:
-    """What is another in a group: numbers, texts and objects, but not tensors and what stands for them in a trace."""
-    changes = []
-    for key in {**group, **before}:
-        now, old = group.get(key, MISSING), before.get(key, MISSING)
-        of_device = isinstance(now, (torch.Tensor, torch.SymFloat, torch.SymInt)) and not is_input_number(now)
-        compared = _is_constant(now) or is_input_number(now)
-        if key != "params" and not of_device and (not same(old, now) if compared else old is not now):
-            changes.append(_Set(group, key, now, old))
-    return changes
-
-
-def _is_constant(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    if is_input_number(value):  # of NumPy's float64, it is one to isinstance
-        return False
-    return type(value) in _PLAIN or is_plain_number(value) or value is MISSING
-
-
-def _is_number_lost(before: Any, now: Any) -> bool:
-    """Whether a number that only the device knows has replaced one."""
-    return is_number(before) and isinstance(now, torch.SymFloat) and not is_input_number(now)
-
-
-def _is_new_tensor(now: Any, before: Any) -> bool:
-    """Whether the step has put a tensor into a group."""
-    return isinstance(now, torch.Tensor) and now is not before
+    during: Any
 
 
 class ParameterGroups:
     """The parameter groups of the optimizers that step in a trace.
 
-    Numbers that the step's Python code sets before the optimizer steps are set at the beginning of each call, those
-    that it sets later at the end.
-
     Attributes:
-        inputs: the inputs of the step that are numbers in the groups.
+        expected: for guards: by the optimizer's id, each group with what it is expected to hold when the step begins.
     """
 
-    def __init__(self, trace: StepTrace, seen: list[torch.optim.Optimizer], snapshot: Snapshot) -> None:
-        """
-        Args:
-            seen: the optimizers, as they step.
-            snapshot: taken before the trace.
-        """
+    def __init__(self, trace: StepTrace, snapshot: Snapshot) -> None:
+        """`snapshot` was taken before the trace."""
         self._trace = trace
-        self._seen = seen
         self._snapshot: Snapshot | None = snapshot  # only during the trace, as it keeps everything alive
-        self._custom_groups: set[int] = set()  # the ids of custom optimizers' groups, which they set themselves
-        self.varying: Varying | None = None  # the numbers that are inputs, in groups and elsewhere
-        self._varying_ids: frozenset[tuple[int, Any]] = frozenset()
-        self._first: list[_Set] = []
-        self._computed: list[_Set] = []  # input numbers that the step has set before the optimizers stepped
-        self._later: list[_Set] = []
-        self._tensors: list[_Set] = []  # that the step has put there
-        self.inputs: dict[Any, GroupEntry] = {}
-        self._restore: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._baked: dict[Any, Any] = {}
-        self._signs: list[
-            tuple[torch.Tensor, int]
-        ] = []  # signs of tensors in groups, on which optimizers have branched
-        self._weights: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        self._varying: Varying | None = None
+        self._marks: dict[tuple[int, str], Any] = {}
+        self._replaced: list[_Replacement] = []
+        self._inputs: dict[tuple[int, str], tuple[Any, Any]] = {}  # by place: a value, and the inputs in its place
+        self._signs: list[tuple[Place, int]] = []  # of tensors in groups, on which optimizers have branched
+        self.expected: dict[int, list[tuple[Group, Group]]] = {}
 
-    def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Save the optimizer's groups before its first step; they are restored after the trace."""
-        for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
-            # An optimizer that wraps this one has replaced some.
-            hidden = {(id(g), key): before for g, key, before, traced in self._restore if g.get(key) is traced}
-            now = {key: hidden.get((id(group), key), value) for key, value in group.items()}
-            for change in _differences(now, before):
-                if change.value is not self._own_input(group, change.key):
-                    change = change._replace(group=group)
-                    (self._first if change.is_constant else self._computed).append(change)
+    def begin(self, undo: Undo, varying: Varying) -> None:
+        """Begin to notice what the step sets in groups: copies of their numbers, which are other objects, take their
+        places until `undo` runs.
+
+        Args:
+            varying: the numbers that are inputs of the step, in groups and elsewhere.
+        """
+        assert self._snapshot is not None
+        self._varying = varying
+        undo(self._unmark)
+        for group, before in self._snapshot.groups.values():
+            for key, value in before.items():
+                if varying.number_for(group, key) is None and (mark := _copy(value)) is not value:
+                    self._marks[id(group), key] = mark
+                    group[key] = mark
+
+    def _unmark(self) -> None:
+        assert self._snapshot is not None
+        for group, before in self._snapshot.groups.values():
+            for key, value in before.items():
+                if not self._is_untouched(group, key):
+                    if group.get(key) is value:  # the step has set the same object: a change, to be repeated
+                        group[key] = _copy(value)
+                elif self._marks.pop((id(group), key), None) is not None:
+                    group[key] = value
+
+    def _is_untouched(self, group: Group, key: str) -> bool:
+        """Whether the step has set nothing in a place."""
+        assert self._snapshot is not None and self._varying is not None
+        now, place = group.get(key), (id(group), key)
+        for replacement in reversed(self._replaced):
+            if replacement.group is group and replacement.key == key and replacement.during is now:
+                now = replacement.before
+        if place in self._marks:
+            return now is self._marks[place]
+        if (number := self._varying.number_for(group, key)) is not None:
+            return now is number
+        return id(group) in self._snapshot.groups and now is self._snapshot.groups[id(group)][1].get(key)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what an optimizer's groups held when the step began, before it first steps."""
+        assert self._snapshot is not None
+        if any(id(group) not in self._snapshot.groups for group in optimizer.param_groups):
+            self._snapshot.keep_groups(optimizer)  # which was not reached before: what it holds now, it held
+        numbers = [number for schedule in schedules_of(optimizer) for number in schedule.numbers()]
+        self.expected[id(optimizer)] = []
+        for group in optimizer.param_groups:
+            before = self._snapshot.groups[id(group)][1]
             for key, value in group.items():
-                unchanged = _is_constant(value) and same(before.get(key, MISSING), value)
-                if unchanged and self._own_input(group, key) is not None:
-                    self._first.append(_Set(group, key, value, value))  # in place of the value at this call
-            self._saved.append((group, now))
-            if not is_known(optimizer):
-                self._custom_groups.add(id(group))
+                parts = value if isinstance(value, tuple) else (value,)
+                if any(part is number for part in parts for number in numbers):  # which a schedule leaves there
+                    self._marks.pop((id(group), key), None)
+                    before[key] = value
+            expected = {k: value if self._is_untouched(group, k) else Anything() for k, value in before.items()}
+            self.expected[id(optimizer)].append((group, expected))
 
-    def _own_input(self, group: dict[str, Any], key: str) -> Any:
-        """The input number that was put in place of a number in a group; or None."""
-        return None if self.varying is None else self.varying.number_for(group, key)
+    def replace(self, group: Group, key: str, value: Any) -> None:
+        """Let something stand in a group while its optimizer steps."""
+        self._replaced.append(_Replacement(group, key, group[key], value))
+        group[key] = value
 
-    def _before(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """The groups before the trace; the current ones of an optimizer that did not exist then."""
-        groups = {} if self._snapshot is None else self._snapshot.groups
-        return groups.get(id(optimizer), optimizer.param_groups)
-
-    def bake(self) -> None:
-        """Record the constants in the traced step."""
-        self._varying_ids = frozenset(() if self.varying is None else self.varying.expected())
-        self.varying = None
-        self._baked = self._constants()
-
-    def end_trace(self) -> None:
-        """Note at the end of the trace that the current groups are those that the step works on."""
-        self._weights = [(group, list(group["params"])) for o in self._seen for group in o.param_groups]
-
-    def make_symbolic(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], key: str, value: Any) -> None:
-        """Put a symbolic number in place of a number in a group: a schedule's or the user's tensor."""
+    def make_symbolic(self, optimizer: torch.optim.Optimizer, group: Group, key: str, value: Any) -> None:
+        """Let a symbolic number stand for a number in a group that is a tensor, a schedule's or the user's."""
         schedules = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
-        def symbolic(part: Any) -> Any:
+        def symbolic(part: Any, position: int | None = None) -> Any:
             if not isinstance(part, torch.Tensor) or part.numel() != 1 or part.dtype.is_complex:
                 return part
             if any(part is value for value in schedules):
@@ -199,211 +140,137 @@ class ParameterGroups:
             if type(part) is not DeferredTensor and self._trace.unwritten(part):
                 with DisableTorchDispatch():
                     sign = _sign(float(part))
-                self._signs.append((part, sign))
+                self._signs.append((Place(group, key, "", key, position), sign))
             with torch.no_grad():
                 return _symbolic(part.detach().reshape(()).double(), sign)
 
-        new = tuple(map(symbolic, value)) if isinstance(value, tuple) else symbolic(value)
+        new = tuple(map(symbolic, value, itertools.count())) if isinstance(value, tuple) else symbolic(value)
         if new is not value and (not isinstance(value, tuple) or not all(map(operator.is_, new, value))):
-            self.set(group, key, new)
+            self.replace(group, key, new)
 
-    def make_input(self, optimizer: torch.optim.Optimizer, index: int, key: str) -> None:
-        """Make the learning rate, and other numbers that change, inputs that are read at each call.
+    def make_inputs(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let inputs stand for the learning rate, and for other numbers that vary.
 
-        Those of custom optimizers remain Python numbers, with which they may do anything; so do NumPy's numbers of
-        lower precision, in which `1 - lr * weight_decay` is computed. If they change, they become input numbers, as all
-        others do.
+        Those of custom optimizers remain Python numbers, with which they may do anything. If they change, they become
+        input numbers, as all others do.
         """
         if not is_known(optimizer):
             return
-        group = optimizer.param_groups[index]
-        value = group[key]
+        latest, varied = _latest.setdefault(optimizer, {}), _varying.setdefault(optimizer, set())
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in list(group.items()):
+                if key == "lr" and _is_double(plain(value)):
+                    node = self._input(group, key, value).node
+                    self.replace(group, key, self._trace.input_of(node, torch.float64, label=key))
+                elif can_vary(value) and not is_input_number(value):
+                    cycles = "max_momentum" in group and key in ("momentum", "betas")  # by OneCycleLR and CyclicLR
+                    others = (value[1:] if isinstance(value, tuple) else ()) if cycles else value
+                    if not same(latest.setdefault((index, key), others), others):
+                        varied.add((index, key))
+                    latest[index, key] = others
+                    if cycles or (index, key) in varied:
+                        self.replace(
+                            group, key, self._input(group, key, value, 1 if (index, key) not in varied else None)
+                        )
+
+    def _input(self, group: Group, key: str, value: Any, count: int | None = None) -> Any:
+        """The input number for a number in a group, which is read there at each call unless the step has set it; for a
+        tuple, those for its first `count` items."""
+        place, numbers = (id(group), key), self._trace.numbers
         if is_input_number(value):
-            if key == "lr" and _is_double(plain(value)):
-                self.set(group, key, self._trace.input_of((value * 1.0).node))
-        elif key == "lr" and _is_double(value):
-            self.set(group, key, self._input(group, key))
-        elif (index, key) in _varying.get(optimizer, ()):
-            if _is_double(value):
-                self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
-            elif isinstance(value, tuple) and all(map(_is_double, value)):
-                elements = [_symbolic(self._input(group, key, i), _sign(v)) for i, v in enumerate(value)]
-                self.set(group, key, tuple(elements))
-        elif "max_momentum" in group and _may_vary(optimizer, value):  # set by OneCycleLR and CyclicLR
-            if key == "momentum":
-                self.set(group, key, _symbolic(self._input(group, key), _sign(value)))
-            elif key == "betas":
-                self.set(group, key, (_symbolic(self._input(group, key, 0), _sign(value[0])), *value[1:]))
-
-    def _input(self, group: dict[str, Any], key: str, index: int | None = None) -> DeferredTensor:
-        label = f"{key}{len(self.inputs)}"
-        entry = GroupEntry(group, key, index)
-        with DisableTorchDispatch():
-            example = torch.full((), entry.read(), dtype=torch.float64)
-        tensor = self._trace.new_input(example, label)
-        self.inputs[tensor._storage.value] = entry
-        return tensor
-
-    def set(self, group: dict[str, Any], key: str, value: Any) -> None:
-        self._restore.append((group, key, group[key], value))
-        group[key] = value
+            return value
+        if place in self._inputs and self._inputs[place][0] is value:
+            return self._inputs[place][1]
+        text = f"{key!r} in a parameter group"
+        items = value if isinstance(value, tuple) else (value,)
+        count = len(items) if count is None else count
+        if self._is_untouched(group, key):
+            positions = range(count) if isinstance(value, tuple) else (None,)
+            places = [Place(group, key, text, key, position) for position in positions]
+            sources = [Source(p.read, type(i), text, key, True) for p, i in zip(places, items, strict=False)]
+            inputs = tuple([numbers.number(i, source) for i, source in zip(items, sources, strict=False)])
+            expected = tuple([any_number(item) for item in items[:count]]) + items[count:]
+            for groups in self.expected.values():
+                for guarded, entries in groups:
+                    if guarded is group:
+                        entries[key] = expected if isinstance(value, tuple) else expected[0]
+        else:
+            inputs = tuple([numbers.constant(item) for item in items[:count]])
+        made = (*inputs, *items[count:]) if isinstance(value, tuple) else inputs[0]
+        self._inputs[place] = value, made
+        return made
 
     def show(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step, put back what its groups held before: the step's own code reads plain numbers."""
         ids = {id(group) for group in optimizer.param_groups}
-        for group, key, before, traced in reversed(self._restore):
-            if id(group) in ids and group.get(key) is traced and not _written(traced):
+        for group, key, before, during in reversed(self._replaced):
+            if id(group) in ids and group.get(key) is during and not _is_written(during):
                 group[key] = before
 
     def hide(self, optimizer: torch.optim.Optimizer) -> None:
         """Before another step of the optimizer, undo `show`."""
         ids = {id(group) for group in optimizer.param_groups}
-        for group, key, before, traced in list(self._restore):
-            if id(group) not in ids:
-                continue
-            now = group.get(key)
-            if now is before:
-                group[key] = traced
-            elif key == "lr" and now is not None and is_input_number(now) and _is_double(plain(now)):
-                self.set(group, key, self._trace.input_of((now * 1.0).node))
+        for group, key, before, during in list(self._replaced):
+            if id(group) in ids and group.get(key) is before:
+                group[key] = during
+        self.make_inputs(optimizer)
 
-    def restore(self) -> list[str]:
-        """Restore the groups to their state before the step; returns what later calls could not set in the same way."""
-        refused: list[str] = []
-        for optimizer in () if self._snapshot is None else self._snapshot.optimizers:
-            if not any(seen is optimizer for seen in self._seen):
-                for group, before in zip(optimizer.param_groups, self._before(optimizer), strict=False):
-                    self._saved.append((group, before | self._left_inputs(group)))
-        for group, key, before, traced in reversed(self._restore):
-            now = group.get(key, traced)
-            if now is not traced and now is not before and (_is_constant(now) or is_input_number(now)):
-                self._later.append(_Set(group, key, now, before))
-            elif now is not traced and now is not before or _written(traced):
-                refused.append(key)
-            group[key] = before
-        for group, before in self._saved:
-            differences = _differences(group, before)
-            self._later += differences
-            for change in differences:
-                change.undo()
-            custom = id(group) in self._custom_groups
-            new = [
-                _Set(group, k, v, before.get(k, MISSING)) for k, v in group.items() if _is_new_tensor(v, before.get(k))
-            ]
-            lost = [c.key for c in new if not custom and is_number(c.before)]
-            lost += [key for key, value in group.items() if _is_number_lost(before.get(key), value)]
-            group.update({key: before[key] for key in lost})
-            refused += lost
-            self._tensors += [change for change in new if change.key not in lost]
-            for change in new:
-                change.undo()
-        for change in reversed([*self._first, *self._computed]):
-            change.undo()
-        for change in (*self._first, *self._computed, *self._later):
-            if (number := self._own_input(change.group, change.key)) is not None:
-                change.group[change.key] = number  # which stands for any: each call sets it
-        self._later = [*self._computed, *self._later]
-        self._saved.clear()
-        self._restore.clear()
-        self._snapshot = None
-        return refused
+    def restore(self) -> None:
+        """End the trace: what stands in the groups is taken out of them."""
+        for group, key, before, during in reversed(self._replaced):
+            if group.get(key) is during:
+                group[key] = before
 
-    def _left_inputs(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The input numbers that the step has left in their places in a group, where `Varying` takes them out."""
-        return {k: v for k, v in group.items() if is_input_number(v) and v is self._own_input(group, k)}
+    def check(self) -> None:
+        """
+        Raises:
+            TraceError: if a tensor of the step has replaced a number in a group of PyTorch's optimizers, in whose place
+                there was a tensor while it stepped.
+        """
+        assert self._snapshot is not None
+        for group, key, before, during in self._replaced:
+            lost = isinstance(group.get(key), (torch.Tensor, torch.SymFloat)) and not is_input_number(group[key])
+            if key == "lr" and is_plain_number(plain(before)) and lost or _is_written(during):
+                raise TraceError(
+                    f"{here()}: the step sets {key!r} in a parameter group from a value that only the device has, so "
+                    "it would be a different computation at each step. Set it to a number outside of the traced step, "
+                    "or use a schedule from firstloss.optim.lr_scheduler, which is a function of a step tensor."
+                )
 
-    def begin(self) -> None:
-        """At the start of a call, set what the step sets before its optimizers step."""
-        for change in self._first:
-            change.apply()
+    def sets(self, group: Group, key: str) -> bool:
+        """Whether the step's Python has set an entry of a group to something else."""
+        assert self._snapshot is not None
+        before = self._snapshot.groups.get(id(group))
+        return before is not None and not same(before[1].get(key), group.get(key))
 
-    def sets(self, group: dict[str, Any], key: str) -> bool:
-        """Whether the step's Python has set a number in a group, as far as that has changed it."""
-        return any(change.group is group and change.key == key for change in (*self._first, *self._later))
-
-    def undo_begin(self) -> None:
-        """Undo `begin`, at a call whose Python runs after all."""
-        for change in reversed(self._first):
-            change.undo()
-
-    def traced(self, effects: Effects) -> None:
-        """Record what the step sets later, as side effects."""
-        for change in (*self._tensors, *self._later):
-            if change.is_constant:
-                repeat = always(change.apply)
-            elif is_input_number(change.value):
-                repeat = setting(change.put, computed(change.value.node.expression))
-            else:
-                repeat = effects.putting(change.put, change.value)
-            effects.add(lambda: None, repeat)
-        self._tensors.clear()
-
-    def _constants(self) -> dict[Any, Any]:
-        """Everything in the groups that is baked into the trace: all but weights and inputs, and the assumptions about
-        inputs. Tensors that the step reads are compared by identity; those that it sets itself are not compared."""
-        inputs: dict[Any, list[int | None]] = {}
-        for h in self.inputs.values():
-            inputs.setdefault((id(h.group), h.key), []).append(h.position)
-        constants: dict[Any, Any] = {i: h.premise() for i, h in enumerate(self.inputs.values())}
-        for number, optimizer in enumerate(self._seen):
-            for i, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    indices = inputs.get((id(group), key))
-                    if key == "params" or indices == [None] or _is_dead(value) or (id(group), key) in self._varying_ids:
-                        continue
-                    if indices is not None and isinstance(value, tuple):  # some elements are inputs
-                        value = tuple(v for i, v in enumerate(value) if i not in indices)
-                    comparable = type(value) in _PLAIN or is_plain_number(value)
-                    constants[number, i, key] = value if comparable else _frozen(value)
-        return constants
+    def end_trace(self) -> None:
+        """Release what existed before the trace."""
+        self._snapshot = self._varying = None
+        for kept in (self._marks, self._replaced, self._inputs, self.expected):
+            kept.clear()
 
     def outdated(self) -> bool:
-        """Whether a baked-in number or the groups have changed. A number that has changed once may change again, so it
-        will be an input of the next trace."""
-        if self._regrouped():
-            return True
-        if any(_sign(float(tensor)) != sign for tensor, sign in self._signs):
-            return True
-        now = self._constants()
-        differs = now != self._baked
-        for number, optimizer in enumerate(self._seen):
-            varying = _varying.get(optimizer, set())
-            for i, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    entry = number, i, key
-                    if entry not in self._baked or not _may_vary(optimizer, value):
-                        continue
-                    if self._baked[entry] != now[entry]:
-                        if not varying:
-                            varying = _varying.setdefault(optimizer, varying)
-                        varying.add((i, key))
-                    differs |= (i, key) in varying  # an input of a later step, which works for this value too
-        return differs
+        """Whether a tensor in a group has another sign than that on which its optimizer has branched."""
+        return any(_sign(float(place.read(()))) != sign for place, sign in self._signs)
 
-    def changes(self) -> list[Change]:
-        """What has changed in the groups; those of numbers have a place."""
-        now = self._constants()
-        changes = []
-        for number, optimizer in enumerate(self._seen):
-            for i, group in enumerate(optimizer.param_groups):
-                for key in group:
-                    entry = number, i, key
-                    if entry in self._baked and entry in now and self._baked[entry] != now[entry]:
-                        text = f"{key!r} in a parameter group of {with_article(type(optimizer).__qualname__)}"
-                        values = self._baked[entry], now[entry]
-                        changes.append(Change(text, key, *values, id(group), place_of(group, key, text, key, *values)))
-        return changes
 
-    def _regrouped(self) -> bool:
-        """Whether the groups, or the weights in them, have changed or been reordered."""
-        groups = [group for optimizer in self._seen for group in optimizer.param_groups]
-        if len(groups) != len(self._weights):
-            return True
-        for group, (before, weights) in zip(groups, self._weights, strict=True):
-            now = group["params"]
-            if group is not before or len(now) != len(weights) or not all(map(operator.is_, now, weights)):
-                return True
-        return False
+def _copy(value: Any) -> Any:
+    """Another object that equals a number, or a tuple; any other object itself, and a whole number."""
+    if type(value) is float:
+        return value * 1.0
+    if isinstance(value, np.floating):
+        return type(value)(value)
+    return (*value,) if type(value) is tuple else value
+
+
+def _is_double(value: Any) -> bool:
+    """Whether it is a number that Python's floats compute with as the device's float64 does."""
+    return isinstance(value, (int, float, np.integer)) and not isinstance(value, bool)
+
+
+def _is_written(value: Any) -> bool:
+    """Whether the step has written to the tensor that stands for a number in a group."""
+    return type(value) is DeferredTensor and value._storage.value is not value._storage.first
 
 
 def _symbolic(number: torch.Tensor, sign: int | None = None) -> torch.SymFloat:
@@ -417,59 +284,3 @@ def sign_unknown(number: Any) -> bool:
 
 def _sign(number: float) -> int:
     return (number > 0) - (number < 0)
-
-
-_PLAIN = (float, bool, int, str, type(None))
-
-
-class _ById:
-    """Wraps an object to compare it by identity."""
-
-    def __init__(self, held: Any) -> None:
-        self._held = held
-
-    def __eq__(self, other: Any) -> bool:
-        return type(other) is _ById and other._held is self._held
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _frozen(value: Any) -> Any:
-    """`value` in a form that can be compared later: tensors by identity, lists by their current items."""
-    if isinstance(value, torch.Tensor):
-        return _ById(value)
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, *map(_frozen, value)
-    if isinstance(value, dict):
-        return "dict", *((key, _frozen(entry)) for key, entry in value.items())
-    return value if isinstance(value, _HASHABLE) else _ById(value)
-
-
-_HASHABLE = (*_PLAIN, complex, bytes, torch.dtype, torch.device, torch.Size, frozenset)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number of Python's or NumPy's, but not a bool."""
-    return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
-
-
-def _is_double(value: Any) -> bool:
-    """Whether it is a number that Python's floats compute with as the device's float64 does."""
-    return isinstance(value, (int, float, np.integer)) and not isinstance(value, bool)
-
-
-def _may_vary(optimizer: torch.optim.Optimizer, value: Any) -> bool:
-    """Whether a number in a group can be an input. PyTorch's optimizers branch on numbers only to skip a term that is
-    zero; custom optimizers may do anything, and are retraced."""
-    if not is_known(optimizer):
-        return False
-    return type(value) is float or isinstance(value, tuple) and bool(value) and all(map(_is_double, value))
-
-
-def _written(value: Any) -> bool:
-    """Whether the step has written to the tensor that replaced a number in a group."""
-    return type(value) is DeferredTensor and value._storage.value.node is not None
-
-
-def _is_dead(value: Any) -> bool:
-    return type(value) is DeferredTensor and value._storage.trace is not None and value._storage.resident is None

@@ -215,7 +215,7 @@ def _inputs_of(traced: TracedProgram) -> set[tuple[Any, ...]]:
     """The numbers and texts that were inputs in its trace: in words, and where they are read."""
     trace = traced.trace
     sources = [expression.source for expression in trace.numbers.sources if expression.source is not None]
-    inputs: set[tuple[Any, ...]] = {(source.description, _where(source.read)) for source in sources}
+    inputs: set[tuple[Any, ...]] = {(s.description, _where(s.read)) for s in sources if not s.trusted}
     return inputs | {(read.text, read.source) for read in trace.number_reads if trace.numbers_are_inputs}
 
 

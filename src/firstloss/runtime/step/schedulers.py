@@ -160,12 +160,14 @@ class _SchedulerStep:
     def __init__(self, step: Callable[[], Any], scheduler: Any) -> None:
         self._step = step
         self._tables = list(_tables(scheduler))
-        self._before = [_copy(table) for table in self._tables]
+        self._before: list[dict[Any, Any]] | None = None  # once the bindings before this one have been executed
         self._done = False
 
     def __call__(self) -> None:
         if self._done:
             return
+        if self._before is None:
+            self._before = [_copy(table) for table in self._tables]
         for table, before in zip(self._tables, self._before, strict=True):
             _restore_state(table, before)
         self._step()

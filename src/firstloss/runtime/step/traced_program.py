@@ -26,7 +26,6 @@ from ..guards.effects import Effects
 from ..guards.reconstruct import Make, Reconstructor
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, differ
-from .parameter_groups import GroupEntry
 from .process_settings import ModesLeft
 
 if TYPE_CHECKING:
@@ -329,10 +328,9 @@ class TracedProgram:
         return Groups(changed, self.owners.read, (new, self.outputs.made, self.results))
 
     @functools.cached_property
-    def numbers(self) -> Mapping[Value, GroupEntry | NumberInput]:
+    def numbers(self) -> Mapping[Value, NumberInput]:
         """The inputs that are numbers."""
-        inputs = {t._storage.first: NumberInput(e) for (e, _), t in self.trace.numbers.inputs.items()}
-        return {**self.optimizers.groups.inputs, **inputs}
+        return {t._storage.first: NumberInput(e) for (e, _), t in self.trace.numbers.inputs.items()}
 
     @property
     def constants(self) -> dict[Value, Any]:

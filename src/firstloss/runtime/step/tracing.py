@@ -75,14 +75,19 @@ class TraceObserver:
         self.varying: Varying | None = None
         self.has_run: bool = False  # the step's Python
 
-    def effects(self, reconstructor: Reconstructor, weights: set[int], draws: Draws | None = None) -> Effects:
+    def effects(
+        self, reconstructor: Reconstructor, optimizers: Optimizers, weights: set[int], draws: Draws | None = None
+    ) -> Effects:
         """The step's side effects in Python. Guards are created as well.
 
         Args:
+            optimizers: those that have stepped.
             weights: the ids of the backend's weights.
             draws: the draws that each call repeats.
         """
         reads = GuardSources(self.snapshot, self.recording)
+        for optimizer in optimizers.seen:
+            reads.parameter_groups(optimizer, optimizers.groups.expected[id(optimizer)])
         effects = self.snapshot.compare(reads, reconstructor)
         for generator, state in reads.generators:
             if state != (now := state_of(generator)):
@@ -260,7 +265,7 @@ class _Trace:
             snapshot.add_root((args, kwargs))
             self._observer.varying = Varying(self._places, self.trace.numbers)
             self._observer.varying.begin(undo)
-            self.optimizers.groups.varying = self._observer.varying
+            self.optimizers.groups.begin(undo, self._observer.varying)
             numbers = self.trace.numbers
             if set(GENERATORS) <= set(self._inputs):
                 numbers.draws = Draws()
@@ -317,7 +322,7 @@ class _Trace:
                     "between two steps."
                 )
         weights = {id(p) for p in backend.parameters()}
-        effects = self.effects = self._observer.effects(reconstructor, weights, trace.numbers.draws)
+        effects = self.effects = self._observer.effects(reconstructor, self.optimizers, weights, trace.numbers.draws)
         owners = Owners(trace, placeholders.inputs)
         self.gradients.traced(trace.inputs, effects, reconstructor)
         self.optimizers.state.save_others(snapshot)

@@ -210,11 +210,15 @@ class Proxy(Instance):
 
 @of(torch.optim.Optimizer)
 class OptimizerKind(Instance):
-    """An optimizer: `step/optimizer_state.py` handles its state, `step/parameter_groups.py` its groups."""
+    """An optimizer: `step/optimizer_state.py` handles its state."""
 
     def visit(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         snapshot.optimizers.append(obj)
-        snapshot.groups[id(obj)] = [{**group, "params": list(group["params"])} for group in obj.param_groups]
+        snapshot.keep_groups(obj)
+        stack.append(obj.param_groups)
+        for group in obj.param_groups:
+            snapshot.seen[id(group)] = group
+            stack += [*group.values(), *group["params"]]
         held = obj.state.items()
         state = {p: dict(entries) if isinstance(entries, dict) else entries for p, entries in held}
         snapshot.optimizer_states[id(obj)] = state
@@ -223,8 +227,6 @@ class OptimizerKind(Instance):
         snapshot.keep(Table(table, before, obj, "attributes"))
         snapshot.seen[id(table)] = table
         stack += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
-        stack += [p for group in obj.param_groups for p in group["params"]]
-        stack += [value for group in obj.param_groups for key, value in group.items() if key != "params"]
         stack += schedules_of(obj)
         for entries in state.values():
             if isinstance(entries, dict):
