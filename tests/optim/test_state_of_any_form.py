@@ -285,14 +285,19 @@ def test_training_is_as_in_eager_pytorch(name, backend):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)  # XLA sums in another order
 
 
-@pytest.mark.parametrize("name", ["DictOfTensors", "AugmentedRate", "KnowsItsFirstStep", "DrawsItsState"])
+# How many are compiled: one more where the first step differs, or its state is drawn; and another for any rate.
+COMPILED = {"AugmentedRate": 2, "NesterovAlone": 2, "KnowsItsFirstStep": 3, "DrawsItsState": 3}
+
+
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_training_where_no_value_may_be_read_is_as_in_eager_pytorch(name, float64, tmp_path):
     """There the state is made before the first step, unless that computes something else."""
     expected, _ = trained(OPTIMIZERS[name])
     backend = fl.backend("XLA", mesh={"fsdp": 1}, same_run=1, artifact_dir=tmp_path)
-    actual, _ = trained(OPTIMIZERS[name], backend)
+    actual, step = trained(OPTIMIZERS[name], backend)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)  # XLA sums in another order
+    assert step._cache.compilations() == COMPILED[name]
 
 
 READ = {"ReadsItsState", "DecidesByAProbability"}

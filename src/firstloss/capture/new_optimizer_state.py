@@ -9,8 +9,9 @@ import torch
 from torch.ops import aten
 
 from ..program.graph import Node, Ref, Value, slice_for
+from ..program.node_kinds import is_unwritten
 from . import recorder
-from .recorder import DeferredTensor
+from .recorder import DeferredTensor, new_index
 from .step import StepTrace, is_traced
 
 
@@ -23,24 +24,21 @@ class CannotRehearse(FirstStepDiffers):
 
 
 class _Rehearsal(StepTrace):
-    """The trace of a first step whose effects are discarded.
+    """The trace of a first step whose effects are discarded."""
 
-    Attributes:
-        nodes: what it has recorded, in order.
-    """
+    def run(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+        """Rehearse `step`."""
+        active, self._begin = self.active(), new_index()
+        with active, active:
+            step()
+            held = [t for group in optimizer.param_groups for p in group["params"] for t in (p, p.grad)]
+            for _, entries in _of_weights(optimizer):
+                held += _parts(entries)
+            self._results = [t._storage.value for t in held if type(t) is DeferredTensor]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-
-    @property
-    def latest(self) -> Value | None:
-        return self.nodes[-1].outputs[-1] if self.nodes else None
-
-    @latest.setter
-    def latest(self, value: Value | None) -> None:
-        assert value is not None and value.node is not None
-        self.nodes.append(value.node)
+    def nodes(self) -> list[Node]:
+        """In order, the operations on which the weights, their gradients and the optimizer's state depend."""
+        return [node for node in slice_for(self._results) if node.index > self._begin and not is_unwritten(node)]
 
     def begin_backward(self) -> None:
         raise CannotRehearse
@@ -55,16 +53,19 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def find_new_state(
-    optimizer: torch.optim.Optimizer, step: Callable[[], Any]
+    optimizer: torch.optim.Optimizer, step: Callable[[], Any], may_differ: bool = False
 ) -> dict[tuple[torch.Tensor, str], DeferredTensor]:
     """Create the state tensors that `optimizer` creates in its first step, with their initial values.
 
     `step` is traced once as a rehearsal: its effects on weights and state are discarded, but the tensors that it adds
     to `optimizer.state` remain there, with their initial values.
 
+    Args:
+        may_differ: whether the first step may compute something else than the second, which is traced, too, then.
+
     Raises:
         FirstStepDiffers: if the state is initialized from a weight or a gradient, or with a list of tensors, an object
-            or a number that the step changes, or if a custom optimizer computes something else in its first step;
+            or a number that the step changes, or if the first step computes something else than the second;
             `optimizer.state` is restored.
         CannotRehearse: if `step` cannot be rehearsed; likewise.
     """
@@ -73,9 +74,7 @@ def find_new_state(
     numbers = _python_state(optimizer)
     rehearsal = _Rehearsal()
     try:
-        active = rehearsal.active()
-        with active, active:
-            step()
+        rehearsal.run(optimizer, step)
         if any(not isinstance(held, dict) and key not in others for key, held in optimizer.state.items()):
             raise FirstStepDiffers
         new_numbers = _python_state(optimizer)
@@ -83,15 +82,13 @@ def find_new_state(
         new_state = _new_state(optimizer, old_state, rehearsal)
         for entry in new_state.values():
             entry._storage.trace = None
-        is_custom = bool(new_state) and not is_known(optimizer)
-        if not counts and (is_custom or new_numbers.keys() - numbers.keys()):
+        may_differ = may_differ and bool(new_state)
+        if not counts and (may_differ or new_numbers.keys() - numbers.keys()):
             again = _Rehearsal()
-            active = again.active()
-            with active, active:
-                step()
+            again.run(optimizer, step)
             counts = _changes(optimizer, new_numbers, _python_state(optimizer))  # constant, if it does not change them
             _restore_state(optimizer, new_state)
-            if is_custom and not _computes_the_same(rehearsal, again, new_state.values()):
+            if may_differ and not _computes_the_same(rehearsal, again, new_state.values()):
                 raise FirstStepDiffers
         if counts and len(new_numbers) > len(numbers):
             raise FirstStepDiffers  # the initial count is unknown
@@ -141,8 +138,8 @@ def _new_state(
 def _computes_the_same(first: _Rehearsal, second: _Rehearsal, new_state: Iterable[DeferredTensor]) -> bool:
     """Whether the first step of an optimizer does what its second does, apart from creating state."""
     creation = set(slice_for([entry._storage.first for entry in new_state]))
-    before = [_description(node) for node in first.nodes if node not in creation]
-    return before == [_description(node) for node in second.nodes]
+    before = [_description(node) for node in first.nodes() if node not in creation]
+    return before == [_description(node) for node in second.nodes() if node not in creation]
 
 
 def _description(node: Node) -> tuple[Any, ...]:

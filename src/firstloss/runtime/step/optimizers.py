@@ -245,7 +245,8 @@ class Optimizers:
             if calls_closure or not knows_its_state and self._trace.may_read():
                 raise CannotRehearse
             with _without_hooks(optimizer):
-                self.state.new.extend(find_new_state(optimizer, lambda: _first_step(optimizer, fused)).values())
+                new = find_new_state(optimizer, lambda: _first_step(optimizer, fused), not knows_its_state)
+            self.state.new.extend(new.values())
         except FirstStepDiffers as why:
             # one that cannot be rehearsed is taken to have all its state after its first step
             self.first_step_only = not isinstance(why, CannotRehearse) or optimizer not in _stepped
