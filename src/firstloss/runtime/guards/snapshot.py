@@ -11,7 +11,7 @@ import array
 import operator
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,8 @@ class Snapshot:
         classes: the Python classes of the objects.
         tensors: by id.
         cached: functions behind an `lru_cache`, which may not run though the step calls them.
-        groups: the optimizers' parameter groups by id, each with what was in it.
-        optimizer_states: by the optimizer's id, its state by weight.
+        groups: by the optimizer's id, its parameter groups.
+        state_sizes: by id, how much was in the optimizers' state.
         firstloss_objects: by id, the plain attributes of objects of this package.
         seed: the initial seed of PyTorch's default generator.
         environment, filters: the state of the variables in `os.environ`, and of the warning filters.
@@ -62,8 +62,8 @@ class Snapshot:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.classes: set[type] = set()
         self.tensors: dict[int, torch.Tensor] = {}
-        self.groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self.optimizer_states: dict[int, dict[Any, Any]] = {}
+        self.groups: dict[int, list[dict[str, Any]]] = {}
+        self.state_sizes: dict[int, int] = {}
         self.firstloss_objects: dict[int, dict[str, Any]] = {}
         self.seed: int = torch.initial_seed()
         self.cached: list[types.FunctionType] = []
@@ -130,7 +130,7 @@ class Snapshot:
 
     def parameters_before(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         """The former parameters of an optimizer."""
-        groups = [self.groups[id(group)][1] for group in self.items_before(optimizer.param_groups)]
+        groups = [self.states[Table][id(group)].before for group in self.groups[id(optimizer)]]
         return tuple([p for group in groups for p in self.items_before(group["params"])])
 
     def definition_before(self, function: types.FunctionType) -> tuple[Any, ...]:
@@ -194,12 +194,23 @@ class Snapshot:
         """Keep the state of an object."""
         self.states[state.group][id(state.held)] = state
 
-    def keep_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep what is in the parameter groups of an optimizer."""
+    def keep_groups(self, optimizer: torch.optim.Optimizer, behind: Callable[[Any], Any] = lambda value: value) -> None:
+        """Keep what is in the parameter groups of an optimizer; `behind` returns what another value stands for."""
+        self.groups.setdefault(id(optimizer), list(optimizer.param_groups))
         for group in optimizer.param_groups:
-            content = Table(group, dict(group), None, "group")
-            self.groups[id(group)] = group, content.before
-            self.keep(content)
+            kept = self.table(group)
+            if kept is None or kept.kind != "group":
+                self.keep(Table(group, {key: behind(value) for key, value in group.items()}, None, "group"))
+
+    def keep_state(self, optimizer: torch.optim.Optimizer, behind: Callable[[Any], Any] = lambda value: value) -> None:
+        """Likewise, what is in its state; of what is kept already, what has been added."""
+        for table in state_tables(optimizer):
+            kept = self.table(table)
+            if kept is None:
+                kept = Table(table, {}, None, "state")
+                self.keep(kept)
+                self.seen[id(table)] = table
+            kept.before |= {key: behind(value) for key, value in table.items() if key not in kept.before}
 
     def items(self, items: list[Any], stack: list[Any]) -> None:
         """Walk the items of a container, if they are few."""
@@ -251,6 +262,16 @@ SETTINGS_OF_SYS = ("argv", "path")  # lists that any code may change
 # Names that Python itself looks up in every module.
 IMPLICIT_NAMES = {"__builtins__", "__loader__", "__spec__", "__dict__", "__weakref__"}
 OF_FIELDS = {"__annotations__", "__dataclass_fields__"}
+
+
+def state_tables(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any]]:
+    """The state of an optimizer, and the dicts of the weights in it."""
+    return [optimizer.state, *(held for held in optimizer.state.values() if isinstance(held, dict))]
+
+
+def size_of_state(optimizer: torch.optim.Optimizer) -> int:
+    """How many entries the state of an optimizer has."""
+    return sum(map(len, state_tables(optimizer)))
 
 
 def is_guarded_elsewhere(name: str) -> bool:

@@ -36,7 +36,7 @@ from .packages import is_closed, is_installed, is_runtime, module_of_class
 from .places import Varying
 from .recording import Executed, Recording, Site, is_closed_code
 from .set_tables import SetTable
-from .snapshot import Snapshot, is_guarded_elsewhere
+from .snapshot import Snapshot, is_guarded_elsewhere, size_of_state
 from .states import CellContent, Slots
 from .stored_names import guard_stored_names
 from .value_guards import Values
@@ -237,29 +237,33 @@ class GuardSources:
         if name == "defaults":
             self._values.value(optimizer.defaults, f"the defaults of {kind}", name)
         elif name == "param_groups":
-            groups = self._snapshot.items_before(optimizer.param_groups)
-            self.parameter_groups(optimizer, [self._snapshot.groups[id(group)] for group in groups])
+            groups = self._snapshot.groups[id(optimizer)]
+            self.parameter_groups(optimizer, [(group, self._values.before(group)) for group in groups])
         elif name == "state":
-            state = self._snapshot.optimizer_states[id(optimizer)]
-            read = functools.partial(_weights_with_state, optimizer)
-            self._values.read((id(optimizer), name), read, tuple(state), f"the {name} of {kind}", name)
-            for weight, before in state.items():
-                entries = optimizer.state.get(weight)
-                if isinstance(before, dict) and isinstance(entries, dict):
-                    guard = self._values.table(entries, lambda key: f"state[...][{key!r}] of {kind}", name)
-                    guard.expected.update(before)
-                    guard.whole = True
-                else:
-                    guard = self._values.table(optimizer.state, lambda key: f"state[{key!r}] of {kind}", name)
-                    guard.expected[weight] = before
+            size, read = self._snapshot.state_sizes[id(optimizer)], functools.partial(size_of_state, optimizer)
+            self._values.read((id(optimizer), "size"), read, size, f"how much state {kind} has", name)
+            self.optimizer_state(optimizer)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Guard the state of an optimizer."""
+        kind = with_article(type(optimizer).__qualname__)
+        state = optimizer.state
+        description = f"the state of {kind}"
+        self._values.read((id(optimizer), "state"), lambda: (optimizer.state,), (state,), description, "state")
+        before = self._values.before(state)
+        for table in (state, *(held for held in before.values() if isinstance(held, dict))):
+            guard = self._values.table(table, lambda key: f"state[...][{key!r}] of {kind}", None)
+            guard.whole = True
+            guard.expected = dict(self._values.before(table))
+            for value in guard.expected.values():
+                if not isinstance(value, torch.Tensor) and self._snapshot.table(value) is None:
+                    self._values.value(value, description, "state")
 
     def parameter_groups(self, optimizer: torch.optim.Optimizer, expected: list[tuple[dict[Any, Any], Any]]) -> None:
         """Guard the parameter groups of an optimizer, and what each is expected to hold when the step begins."""
         kind = with_article(type(optimizer).__qualname__)
-        read, before = functools.partial(_param_groups, optimizer), self._snapshot.items_before(optimizer.param_groups)
-        self._values.read(
-            (id(optimizer), "param_groups"), read, tuple(before), f"the param_groups of {kind}", "param_groups"
-        )
+        read, before = functools.partial(_param_groups, optimizer), tuple(self._snapshot.groups[id(optimizer)])
+        self._values.read((id(optimizer), "param_groups"), read, before, f"the param_groups of {kind}", "param_groups")
         self._values.of_object(optimizer)
         for group, entries in expected:
             guard = self._values.table(group, lambda key: f"{key!r} in a parameter group of {kind}", None)
@@ -267,7 +271,7 @@ class GuardSources:
             for key, value in entries.items():
                 if key not in guard.expected:
                     guard.expected[key] = value
-                    if key != "params" and value is self._snapshot.groups[id(group)][1].get(key):
+                    if key != "params" and value is self._values.before(group).get(key):
                         self._values.value(value, f"{key!r} in a parameter group of {kind}", key)
 
     def _imported(self, name: str, code: types.CodeType) -> None:
@@ -369,10 +373,6 @@ def _held_attributes(owner: Any) -> tuple[Any, ...]:
 
 def _param_groups(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return tuple(optimizer.param_groups)
-
-
-def _weights_with_state(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    return tuple(optimizer.state)
 
 
 # Methods of PyTorch optimizers that return all of these.

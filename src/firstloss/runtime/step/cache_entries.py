@@ -17,7 +17,7 @@ from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...program.compare import Constant, changed_constants, first_difference
 from ...program.source import here
-from ..guards.equality import same, same_items
+from ..guards.equality import same_items
 from ..guards.external_writes import ExternalWrites
 from ..guards.guard_set import GuardSet
 from ..guards.guards import Change
@@ -88,11 +88,7 @@ class CacheEntry:
 
     def changes(self, arguments: Arguments) -> list[Change]:
         """What it reads that has changed since it was traced."""
-        changes = self.guards.changes(self.step.traced.owners.move, arguments.leaves, arguments.known)
-        for place, before in self.step.traced.optimizers.state.numbers:
-            if not same(before, now := place.get()):
-                changes.append(Change(place.description, place.name, before, now, id(place.container), place))
-        return changes
+        return self.guards.changes(self.step.traced.owners.move, arguments.leaves, arguments.known)
 
     @property
     def traced_each_time(self) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...capture import session
-from ...capture.new_optimizer_state import CannotRehearse, FirstStepDiffers, find_new_state, is_known
+from ...capture.new_optimizer_state import CannotRehearse, FirstStepDiffers, is_known
 from ...capture.step import StepTrace, storage_key
 from ...capture.symbolic_scalars import tensor_of
 from ...capture.tensor import DeferredTensor
@@ -32,11 +32,9 @@ from ...optim.schedule import schedules_of
 from ...program.graph import Value, span
 from ...program.source import here
 from ..backend import current_backend
-from ..guards.effects import Effects
-from ..guards.reconstruct import Reconstructor
 from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
-from .optimizer_state import OptimizerStates, entries_of
+from .optimizer_state import OptimizerStates, copy_of_state, entries_of, restore_state
 from .owners import memory_and_geometry
 from .parameter_groups import ParameterGroups, sign_unknown
 from .schedulers import Schedulers
@@ -75,7 +73,7 @@ class Optimizers:
         self.seen: list[torch.optim.Optimizer] = []
         self.gradients: set[Value] = set()
         self.groups = ParameterGroups(trace, snapshot)
-        self.state = OptimizerStates(trace, self.seen, snapshot.optimizers)
+        self.state = OptimizerStates(snapshot)
         self.schedulers = Schedulers()
         self.schedule_state: list[torch.Tensor] = []
         self.first_step_only: bool = False
@@ -84,17 +82,6 @@ class Optimizers:
         # (buffer, its old content, whether to update it)
         self._momenta: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._counting: list[tuple[dict[str, Any], torch.Tensor]] = []  # (state, its step count)
-
-    def traced(
-        self, effects: Effects, reconstructor: Reconstructor, move: Callable[[list[tuple[Any, Any]]], bool]
-    ) -> None:
-        """Record the optimizers' side effects.
-
-        Args:
-            move: tells the step which tensor has replaced another.
-        """
-        self.schedulers.traced(effects, reconstructor)
-        self.state.traced(effects, reconstructor, move)
 
     def end_trace(self) -> None:
         """End the trace."""
@@ -245,8 +232,7 @@ class Optimizers:
             if calls_closure or not knows_its_state and self._trace.may_read():
                 raise CannotRehearse
             with _without_hooks(optimizer):
-                new = find_new_state(optimizer, lambda: _first_step(optimizer, fused), not knows_its_state)
-            self.state.new.extend(new.values())
+                self.state.create(optimizer, lambda: _first_step(optimizer, fused), not knows_its_state)
         except FirstStepDiffers as why:
             # one that cannot be rehearsed is taken to have all its state after its first step
             self.first_step_only = not isinstance(why, CannotRehearse) or optimizer not in _stepped
@@ -260,24 +246,11 @@ class Optimizers:
         finally:
             self._rehearsing = False
             if snapshot is not None:  # the optimizer's own code has not counted steps
+                created = copy_of_state(optimizer)
                 snapshot.undo()
-                _restore_states(snapshot, optimizer)
+                restore_state(optimizer, created)
         self.groups.make_inputs(optimizer)
-        self.state.save(optimizer)
-
-
-def _restore_states(snapshot: Snapshot, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the state of the optimizers that `optimizer` wraps, which its rehearsal has stepped, too."""
-    for inner in snapshot.optimizers:
-        if inner is optimizer or inner.state is optimizer.state:
-            continue
-        before = snapshot.optimizer_states[id(inner)]
-        for p, entries in list(inner.state.items()):
-            if p not in before:
-                del inner.state[p]
-            elif isinstance(entries, dict):
-                entries.clear()
-                entries.update(before[p])
+        self.state.add(optimizer)
 
 
 def _keeps_gradients(group: dict[str, Any]) -> bool:

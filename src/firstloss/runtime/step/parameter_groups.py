@@ -74,7 +74,7 @@ class ParameterGroups:
         assert self._snapshot is not None
         self._varying = varying
         undo(self._unmark)
-        for group, before in self._snapshot.groups.values():
+        for group, before in self._groups_before():
             for key, value in before.items():
                 if varying.number_for(group, key) is None and (mark := _copy(value)) is not value:
                     self._marks[id(group), key] = mark
@@ -82,13 +82,21 @@ class ParameterGroups:
 
     def _unmark(self) -> None:
         assert self._snapshot is not None
-        for group, before in self._snapshot.groups.values():
+        for group, before in self._groups_before():
             for key, value in before.items():
                 if not self._is_untouched(group, key):
                     if group.get(key) is value:  # the step has set the same object: a change, to be repeated
                         group[key] = _copy(value)
                 elif self._marks.pop((id(group), key), None) is not None:
                     group[key] = value
+
+    def _groups_before(self) -> list[tuple[Group, Group]]:
+        """The groups, with what was in them before the step."""
+        assert self._snapshot is not None
+        groups = {id(group): group for groups in self._snapshot.groups.values() for group in groups}
+        return [
+            (group, state.before) for group in groups.values() if (state := self._snapshot.table(group)) is not None
+        ]
 
     def _is_untouched(self, group: Group, key: str) -> bool:
         """Whether the step has set nothing in a place."""
@@ -101,17 +109,18 @@ class ParameterGroups:
             return now is self._marks[place]
         if (number := self._varying.number_for(group, key)) is not None:
             return now is number
-        return id(group) in self._snapshot.groups and now is self._snapshot.groups[id(group)][1].get(key)
+        state = self._snapshot.table(group)
+        return state is not None and now is state.before.get(key)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what an optimizer's groups held when the step began, before it first steps."""
         assert self._snapshot is not None
-        if any(id(group) not in self._snapshot.groups for group in optimizer.param_groups):
-            self._snapshot.keep_groups(optimizer)  # which was not reached before: what it holds now, it held
+        if any(self._snapshot.table(group) is None for group in optimizer.param_groups):
+            self._snapshot.keep_groups(optimizer, plain)  # which was not reached before: what it holds now, it held
         numbers = [number for schedule in schedules_of(optimizer) for number in schedule.numbers()]
         self.expected[id(optimizer)] = []
         for group in optimizer.param_groups:
-            before = self._snapshot.groups[id(group)][1]
+            before = self._snapshot.table(group).before
             for key, value in group.items():
                 parts = value if isinstance(value, tuple) else (value,)
                 if any(part is number for part in parts for number in numbers):  # which a schedule leaves there
@@ -240,8 +249,8 @@ class ParameterGroups:
     def sets(self, group: Group, key: str) -> bool:
         """Whether the step's Python has set an entry of a group to something else."""
         assert self._snapshot is not None
-        before = self._snapshot.groups.get(id(group))
-        return before is not None and not same(before[1].get(key), group.get(key))
+        state = self._snapshot.table(group)
+        return state is not None and not same(state.before.get(key), group.get(key))
 
     def end_trace(self) -> None:
         """Release what existed before the trace."""
@@ -255,7 +264,7 @@ class ParameterGroups:
 
 
 def _copy(value: Any) -> Any:
-    """Another object that equals a number, or a tuple; any other object itself, and a whole number."""
+    """Another object that equals a float or a tuple; anything else itself."""
     if type(value) is float:
         return value * 1.0
     if isinstance(value, np.floating):

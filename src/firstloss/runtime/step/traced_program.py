@@ -343,7 +343,7 @@ class TracedProgram:
         """Why it must be traced at each call, if it must."""
         return (
             self.trace.retrace_reason
-            or self.optimizers.state.counts
+            or self.optimizers.state.retrace_reason
             or self.outputs.retrace_reason
             or self.effects.retrace_reason
         )
@@ -378,6 +378,4 @@ class TracedProgram:
             return True
         if trace.outdated or self.owners.rebound():
             return True
-        if self.optimizers.state.replaced() or self.optimizers.groups.outdated():
-            return True
-        return not self.gradients.fit(self.owners.inputs)
+        return self.optimizers.groups.outdated() or not self.gradients.fit(self.owners.inputs)

@@ -88,6 +88,7 @@ class TraceObserver:
         reads = GuardSources(self.snapshot, self.recording)
         for optimizer in optimizers.seen:
             reads.parameter_groups(optimizer, optimizers.groups.expected[id(optimizer)])
+            reads.optimizer_state(optimizer)
         effects = self.snapshot.compare(reads, reconstructor)
         for generator, state in reads.generators:
             if state != (now := state_of(generator)):
@@ -325,8 +326,7 @@ class _Trace:
         effects = self.effects = self._observer.effects(reconstructor, self.optimizers, weights, trace.numbers.draws)
         owners = Owners(trace, placeholders.inputs)
         self.gradients.traced(trace.inputs, effects, reconstructor)
-        self.optimizers.state.save_others(snapshot)
-        self.optimizers.traced(effects, reconstructor, owners.move)
+        self.optimizers.schedulers.traced(effects, reconstructor)
         if trace.set_final_generator_state is not None:
             effects.add(lambda: None, always(trace.set_final_generator_state))
         placeholders.follow(effects, reconstructor)

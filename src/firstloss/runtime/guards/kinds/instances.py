@@ -29,7 +29,7 @@ from ..kind import Kind, kind_of, of
 from ..packages import is_closed_class
 from ..reconstruct import CallFrame, Make, Reconstructor, constant
 from ..recording import can_be_instrumented
-from ..snapshot import Snapshot, is_guarded_elsewhere
+from ..snapshot import Snapshot, is_guarded_elsewhere, size_of_state, state_tables
 from ..states import ClassOf, Slots, Table
 from ..value_guards import Values
 
@@ -210,7 +210,7 @@ class Proxy(Instance):
 
 @of(torch.optim.Optimizer)
 class OptimizerKind(Instance):
-    """An optimizer: `step/optimizer_state.py` handles its state."""
+    """An optimizer. The tensors in its state are not watched for what they are, as its step does not depend on that."""
 
     def visit(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         snapshot.optimizers.append(obj)
@@ -219,18 +219,16 @@ class OptimizerKind(Instance):
         for group in obj.param_groups:
             snapshot.seen[id(group)] = group
             stack += [*group.values(), *group["params"]]
-        held = obj.state.items()
-        state = {p: dict(entries) if isinstance(entries, dict) else entries for p, entries in held}
-        snapshot.optimizer_states[id(obj)] = state
+        snapshot.keep_state(obj)
+        snapshot.state_sizes[id(obj)] = size_of_state(obj)
         table = obj.__dict__
         before = table_of(table)
         snapshot.keep(Table(table, before, obj, "attributes"))
         snapshot.seen[id(table)] = table
         stack += [v for k, v in before.items() if not is_guarded_elsewhere(k)]
         stack += schedules_of(obj)
-        for entries in state.values():
-            if isinstance(entries, dict):
-                stack += [entry for entry in entries.values() if not isinstance(entry, torch.Tensor)]
+        for held in state_tables(obj):
+            stack += [entry for entry in held.values() if not isinstance(entry, torch.Tensor)]
         visit_slots_and_class(obj, snapshot, stack)
 
 
