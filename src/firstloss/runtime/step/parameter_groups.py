@@ -29,6 +29,7 @@ from ...program.source import here
 from ..guards.equality import Anything, same
 from ..guards.places import Place, Varying, any_number, can_vary
 from ..guards.snapshot import Snapshot
+from ..guards.states import Table
 
 Group = dict[str, Any]
 
@@ -94,9 +95,7 @@ class ParameterGroups:
         """The groups, with what was in them before the step."""
         assert self._snapshot is not None
         groups = {id(group): group for groups in self._snapshot.groups.values() for group in groups}
-        return [
-            (group, state.before) for group in groups.values() if (state := self._snapshot.table(group)) is not None
-        ]
+        return [(group, self._snapshot.states[Table][id(group)].before) for group in groups.values()]
 
     def _is_untouched(self, group: Group, key: str) -> bool:
         """Whether the step has set nothing in a place."""
@@ -120,7 +119,7 @@ class ParameterGroups:
         numbers = [number for schedule in schedules_of(optimizer) for number in schedule.numbers()]
         self.expected[id(optimizer)] = []
         for group in optimizer.param_groups:
-            before = self._snapshot.table(group).before
+            before = self._snapshot.states[Table][id(group)].before
             for key, value in group.items():
                 parts = value if isinstance(value, tuple) else (value,)
                 if any(part is number for part in parts for number in numbers):  # which a schedule leaves there
