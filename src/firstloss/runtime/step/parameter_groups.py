@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +53,7 @@ class ParameterGroups:
     """The parameter groups of the optimizers that step in a trace.
 
     Attributes:
-        expected: for guards: by the optimizer's id, each group with what it is expected to hold when the step begins.
+        expected: for guards: by its id, each group with what it is expected to hold when the step begins.
     """
 
     def __init__(self, trace: StepTrace, snapshot: Snapshot) -> None:
@@ -60,10 +62,10 @@ class ParameterGroups:
         self._snapshot: Snapshot | None = snapshot  # only during the trace, as it keeps everything alive
         self._varying: Varying | None = None
         self._marks: dict[tuple[int, str], Any] = {}
-        self._replaced: list[_Replacement] = []
+        self._replaced: dict[tuple[int, str], list[_Replacement]] = defaultdict(list)  # by place
         self._inputs: dict[tuple[int, str], tuple[Any, Any]] = {}  # by place: a value, and the inputs in its place
         self._signs: list[tuple[Place, int]] = []  # of tensors in groups, on which optimizers have branched
-        self.expected: dict[int, list[tuple[Group, Group]]] = {}
+        self.expected: dict[int, tuple[Group, Group]] = {}
 
     def begin(self, undo: Undo, varying: Varying) -> None:
         """Begin to notice what the step sets in groups: copies of their numbers, which are other objects, take their
@@ -101,8 +103,8 @@ class ParameterGroups:
         """Whether the step has set nothing in a place."""
         assert self._snapshot is not None and self._varying is not None
         now, place = group.get(key), (id(group), key)
-        for replacement in reversed(self._replaced):
-            if replacement.group is group and replacement.key == key and replacement.during is now:
+        for replacement in reversed(self._replaced.get(place, ())):
+            if replacement.during is now:
                 now = replacement.before
         if place in self._marks:
             return now is self._marks[place]
@@ -117,7 +119,6 @@ class ParameterGroups:
         if any(self._snapshot.table(group) is None for group in optimizer.param_groups):
             self._snapshot.keep_groups(optimizer, plain)  # which was not reached before: what it holds now, it held
         numbers = [number for schedule in schedules_of(optimizer) for number in schedule.numbers()]
-        self.expected[id(optimizer)] = []
         for group in optimizer.param_groups:
             before = self._snapshot.states[Table][id(group)].before
             for key, value in group.items():
@@ -126,11 +127,11 @@ class ParameterGroups:
                     self._marks.pop((id(group), key), None)
                     before[key] = value
             expected = {k: value if self._is_untouched(group, k) else Anything() for k, value in before.items()}
-            self.expected[id(optimizer)].append((group, expected))
+            self.expected.setdefault(id(group), (group, expected))
 
     def replace(self, group: Group, key: str, value: Any) -> None:
         """Let something stand in a group while its optimizer steps."""
-        self._replaced.append(_Replacement(group, key, group[key], value))
+        self._replaced[id(group), key].append(_Replacement(group, key, group[key], value))
         group[key] = value
 
     def make_symbolic(self, optimizer: torch.optim.Optimizer, group: Group, key: str, value: Any) -> None:
@@ -197,11 +198,8 @@ class ParameterGroups:
             places = [Place(group, key, text, key, position) for position in positions]
             sources = [Source(p.read, type(i), text, key, True) for p, i in zip(places, items, strict=False)]
             inputs = tuple([numbers.number(i, source) for i, source in zip(items, sources, strict=False)])
-            expected = tuple([any_number(item) for item in items[:count]]) + items[count:]
-            for groups in self.expected.values():
-                for guarded, entries in groups:
-                    if guarded is group:
-                        entries[key] = expected if isinstance(value, tuple) else expected[0]
+            expected = (*map(any_number, items[:count]), *items[count:])
+            self.expected[id(group)][1][key] = expected if isinstance(value, tuple) else expected[0]
         else:
             inputs = tuple([numbers.constant(item) for item in items[:count]])
         made = (*inputs, *items[count:]) if isinstance(value, tuple) else inputs[0]
@@ -210,22 +208,24 @@ class ParameterGroups:
 
     def show(self, optimizer: torch.optim.Optimizer) -> None:
         """After an optimizer's step, put back what its groups held before: the step's own code reads plain numbers."""
-        ids = {id(group) for group in optimizer.param_groups}
-        for group, key, before, during in reversed(self._replaced):
-            if id(group) in ids and group.get(key) is during and not _is_written(during):
+        for group, key, before, during in reversed(self._replacements(optimizer.param_groups)):
+            if group.get(key) is during and not _is_written(during):
                 group[key] = before
 
     def hide(self, optimizer: torch.optim.Optimizer) -> None:
         """Before another step of the optimizer, undo `show`."""
-        ids = {id(group) for group in optimizer.param_groups}
-        for group, key, before, during in list(self._replaced):
-            if id(group) in ids and group.get(key) is before:
+        for group, key, before, during in self._replacements(optimizer.param_groups):
+            if group.get(key) is before:
                 group[key] = during
         self.make_inputs(optimizer)
 
+    def _replacements(self, groups: Iterable[Group]) -> list[_Replacement]:
+        places = [(id(group), key) for group in groups for key in group]
+        return [replacement for place in places for replacement in self._replaced.get(place, ())]
+
     def restore(self) -> None:
         """End the trace: what stands in the groups is taken out of them."""
-        for group, key, before, during in reversed(self._replaced):
+        for group, key, before, during in reversed([*itertools.chain(*self._replaced.values())]):
             if group.get(key) is during:
                 group[key] = before
 
@@ -236,7 +236,7 @@ class ParameterGroups:
                 there was a tensor while it stepped.
         """
         assert self._snapshot is not None
-        for group, key, before, during in self._replaced:
+        for group, key, before, during in itertools.chain(*self._replaced.values()):
             lost = isinstance(group.get(key), (torch.Tensor, torch.SymFloat)) and not is_input_number(group[key])
             if key == "lr" and is_plain_number(plain(before)) and lost or _is_written(during):
                 raise TraceError(

@@ -87,7 +87,8 @@ class TraceObserver:
         """
         reads = GuardSources(self.snapshot, self.recording)
         for optimizer in optimizers.seen:
-            reads.parameter_groups(optimizer, optimizers.groups.expected[id(optimizer)])
+            expected = optimizers.groups.expected
+            reads.parameter_groups(optimizer, [expected[id(g)] for g in optimizer.param_groups if id(g) in expected])
             reads.optimizer_state(optimizer)
         effects = self.snapshot.compare(reads, reconstructor)
         for generator, state in reads.generators:
