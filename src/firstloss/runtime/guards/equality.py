@@ -47,8 +47,8 @@ _PLAIN = {int, bool, str, bytes, bytearray, type(None), torch.dtype, torch.devic
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether they are the same object, or equal values of the same plain type. `a` may stand for any
-    number, or for anything."""
+    """Whether they are the same object, or equal values of the same plain type. `a` may stand for any number, or for
+    anything."""
     if a is b:
         return True
     kind = type(a)

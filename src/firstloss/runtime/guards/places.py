@@ -84,6 +84,21 @@ def any_number(value: Any) -> Any:
     return tuple(map(any_number, value)) if type(value) is tuple else AnyNumber(type(value))
 
 
+def inputs_at(place: Place, value: Any, numbers: InputNumbers, trusted: bool = False, count: int | None = None) -> Any:
+    """The input number for the number in a place, which is read there at each call.
+
+    Args:
+        value: the present content; a tuple's items have a number each.
+        trusted: see `Source`.
+        count: how many of a tuple's items vary; the others stay as they are. None for all.
+    """
+    if type(value) is not tuple:
+        return numbers.number(value, Source(place.read, type(value), place.description, place.name, trusted))
+    places = [place._replace(position=i) for i in range(len(value[:count]))]
+    sources = [Source(p.read, type(v), p.description, p.name, trusted) for p, v in zip(places, value, strict=False)]
+    return (*map(numbers.number, value, sources), *value[len(sources) :])
+
+
 class Varying:
     """The numbers of some places, while input numbers take their places during a trace."""
 
@@ -92,11 +107,9 @@ class Varying:
         self._stored: set[tuple[int, Any]] = set()  # places in which the step has left other values
         for place in places:
             value = place.get()
-            if type(value) is tuple and can_vary(value):
-                places = [place._replace(position=i) for i in range(len(value))]
-                self._held.append((place, value, tuple(map(numbers.number, value, map(_source, places, value)))))
-            elif can_vary(value):
-                self._held.append((place, value, numbers.number(value, _source(place, value))))
+            if can_vary(value):
+                self._held.append((place, value, inputs_at(place, value, numbers)))
+        self._numbers = {place.id: number for place, _, number in reversed(self._held)}
 
     def begin(self, undo: Undo) -> None:
         """Put the input numbers in their places, until `undo` runs; those that the step has replaced stay as it has
@@ -115,13 +128,9 @@ class Varying:
 
     def number_for(self, container: Any, key: Any) -> Any:
         """The input number that was put in a place, where the step may have put something else since; or None."""
-        return next((number for place, _, number in self._held if place.id == (id(container), key)), None)
+        return self._numbers.get((id(container), key))
 
     def expected(self) -> dict[tuple[int, Any], Any]:
         """For guards: any number of its type, by place. Where the step stores a constant, later calls do so only if
         they find the same value."""
         return {place.id: any_number(value) for place, value, _ in self._held if place.id not in self._stored}
-
-
-def _source(place: Place, number: Any) -> Source:
-    return Source(place.read, type(number), place.description, place.name)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...capture.input_numbers import Source, is_input_number, is_plain_number, plain
+from ...capture.input_numbers import is_input_number, is_plain_number, plain
 from ...capture.new_optimizer_state import is_known
 from ...capture.recorder import DeferredTensor
 from ...capture.step import StepTrace
@@ -29,7 +29,7 @@ from ...interpreter import Undo
 from ...optim.schedule import schedules_of
 from ...program.source import here
 from ..guards.equality import Anything, same
-from ..guards.places import Place, Varying, any_number, can_vary
+from ..guards.places import Place, Varying, any_number, can_vary, inputs_at
 from ..guards.snapshot import Snapshot
 from ..guards.states import Table
 
@@ -190,19 +190,16 @@ class ParameterGroups:
             return value
         if place in self._inputs and self._inputs[place][0] is value:
             return self._inputs[place][1]
-        text = f"{key!r} in a parameter group"
-        items = value if isinstance(value, tuple) else (value,)
-        count = len(items) if count is None else count
+        rest = () if count is None or not isinstance(value, tuple) else value[count:]
         if self._is_untouched(group, key):
-            positions = range(count) if isinstance(value, tuple) else (None,)
-            places = [Place(group, key, text, key, position) for position in positions]
-            sources = [Source(p.read, type(i), text, key, True) for p, i in zip(places, items, strict=False)]
-            inputs = tuple([numbers.number(i, source) for i, source in zip(items, sources, strict=False)])
-            expected = (*map(any_number, items[:count]), *items[count:])
-            self.expected[id(group)][1][key] = expected if isinstance(value, tuple) else expected[0]
+            where = Place(group, key, f"{key!r} in a parameter group", key)
+            made = inputs_at(where, value, numbers, trusted=True, count=count)
+            expected = any_number(value)
+            self.expected[id(group)][1][key] = (*expected[:count], *rest) if rest else expected
+        elif isinstance(value, tuple):
+            made = (*map(numbers.constant, value[:count]), *rest)
         else:
-            inputs = tuple([numbers.constant(item) for item in items[:count]])
-        made = (*inputs, *items[count:]) if isinstance(value, tuple) else inputs[0]
+            made = numbers.constant(value)
         self._inputs[place] = value, made
         return made
 
