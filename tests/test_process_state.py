@@ -78,6 +78,26 @@ with fl.deferred():
 before = state()
 fl.init_program(linear).run()
 """,
+    "dropout": """
+backend = fl.backend("XLA", artifact_dir={folder!r})
+with backend.device:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+compiled, optimizer = fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=0.1)
+
+@fl.trace
+def step(x):
+    optimizer.zero_grad()
+    loss = compiled(x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+x = torch.ones(2, 4)
+before = state()
+for _ in range(3):
+    step(x).item()
+""",
+    "the user": "import jax",
     "running a module": "fl.run_stablehlo",
     "registering a lowering": "fl.register_lowering",
 }
@@ -86,8 +106,6 @@ fl.init_program(linear).run()
 @pytest.mark.parametrize("use", USES)
 def test_importing_jax_moves_nothing(use, tmp_path):
     program = _PROGRAM.replace("{use}", USES[use].format(folder=str(tmp_path / "artifacts")))
-    if use == "a mesh":
-        program = program.replace("import jax\n", "fl.dependencies.import_jax()\n")
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 

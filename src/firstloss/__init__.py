@@ -11,6 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from .dependencies import is_jax, watch_import_of_jax, without_jax
+
 # Public name -> the module that defines it, imported on first use.
 _MODULES = {
     "deferred_init": ".capture.deferred",
@@ -49,25 +51,19 @@ _MODULES = {
     "timeline": ".timeline",
 }
 
-_OF_JAX = ("run_stablehlo", "load_step", "register_lowering")  # whose modules import JAX
-
 __all__ = sorted(_MODULES)
 __version__ = "0.1.0"
+
+watch_import_of_jax()
 
 
 def __getattr__(name: str) -> Any:
     module_name = _MODULES.get(name)
     if module_name is None:
         raise AttributeError(f"module 'firstloss' has no attribute {name!r}")
-    if name in _OF_JAX:
-        from .dependencies import require_jax
-
-        require_jax(f"firstloss.{name}")
     try:
         module = importlib.import_module(module_name, __name__)
     except ModuleNotFoundError as error:
-        from .dependencies import is_jax, without_jax
-
         if is_jax(error):
             raise without_jax(f"firstloss.{name}", error) from error
         raise

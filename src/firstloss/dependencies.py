@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -12,20 +14,50 @@ import shlex
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import unquote, urlparse
 
 from .errors import MissingDependencyError
 
 
-def import_jax() -> types.ModuleType:
-    """Import JAX, and leave NumPy's global generator as it was: JAX draws from it while it is imported (the waits
+class _JaxFinder(importlib.abc.MetaPathFinder):
+    """Has JAX imported, by whatever module, with NumPy's global generator left as it was: JAX draws from it (the waits
     between the retries of its Kubernetes client), in the background of the user's training."""
-    if "jax" in sys.modules:
-        return importlib.import_module("jax")
-    with _own_numpy_draws():
-        return importlib.import_module("jax")
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "jax":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _JaxLoader(spec.loader)
+        return spec
+
+
+class _JaxLoader(importlib.abc.Loader):
+    """Takes the place of a loader until the module is executed."""
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        with _own_numpy_draws():
+            self._loader.exec_module(module)
+
+
+def watch_import_of_jax() -> None:
+    """Let `_JaxFinder` find JAX."""
+    if not any(isinstance(finder, _JaxFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _JaxFinder())
 
 
 @contextlib.contextmanager
@@ -58,7 +90,7 @@ def _own_numpy_draws() -> Iterator[None]:
 def require_jax(feature: str) -> None:
     """Raise a MissingDependencyError if JAX, which `feature` needs, cannot be imported."""
     try:
-        import_jax()
+        importlib.import_module("jax")
         importlib.import_module("jaxlib")
     except ImportError as error:
         raise without_jax(feature, error) from error

@@ -165,10 +165,10 @@ def _devices(has_jax: bool, problems: list[str]) -> dict[str, Any]:
     devices: dict[str, Any] = {"torch": "cuda" if torch.cuda.is_available() else "cpu"}
     if not has_jax:
         return devices
-    from ..dependencies import import_jax
+    import jax
+
     from ..runtime.lazy_jax import unused_accelerator
 
-    jax: Any = import_jax()
     try:
         devices["jax"] = jax.default_backend()
         devices["jax devices"] = [str(device) for device in jax.devices()]

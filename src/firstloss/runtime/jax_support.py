@@ -6,19 +6,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..dependencies import import_jax
+import jax
+import numpy as np
+import torch
 
-import_jax()  # before whatever imports it below
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from ..engine.huge_pages import advise_huge  # noqa: E402
-from ..lower import unwritten  # noqa: E402
-from ..lower.dtypes import as_numpy, constant, to_jax, to_torch  # noqa: E402
-from .device import on_gpu  # noqa: E402
-from .lazy_jax import on_cpu, pending_cache_directory  # noqa: E402
+from ..engine.huge_pages import advise_huge
+from ..lower import unwritten
+from ..lower.dtypes import as_numpy, constant, to_jax, to_torch
+from .device import on_gpu
+from .lazy_jax import on_cpu, pending_cache_directory
 
 # Arrays of at least this size get memory that the device owns from the start: only such memory can be donated, and a
 # donated step updates it in place.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...capture.recorder import DeferredStorage
-from ...dependencies import import_jax
 from ...errors import BackendError
 from ...lower.registry import is_certain
 from ..backend import Backend
@@ -35,13 +34,11 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
         )
     first_loss = _first_loss(traced, traced.results, backend)
     if first_loss is None or not all(map(is_certain, traced.program.nodes)):
-        import_jax()
         from .segmentation import refuse_unsupported
 
         refuse_unsupported(traced)
 
     def make() -> SegmentedStep:
-        import_jax()
         from .segmentation import segmented  # imported late, because it imports JAX
 
         return segmented(traced, inputs, backend, behind=first_loss is not None and not first_loss.failed)
