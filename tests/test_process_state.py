@@ -98,6 +98,17 @@ for _ in range(3):
     step(x).item()
 """,
     "the user": "import jax",
+    "the user, in a step": """
+@fl.trace
+def step(x):
+    import jax
+    return x.sum() + 1
+
+backend = fl.backend("XLA", artifact_dir={folder!r})
+before = state()
+for _ in range(3):
+    step(torch.ones(2)).item()
+""",
     "running a module": "fl.run_stablehlo",
     "registering a lowering": "fl.register_lowering",
 }

@@ -66,13 +66,14 @@ def _own_numpy_draws() -> Iterator[None]:
     they draw from the global one."""
     import numpy as np
 
-    shared, own, thread = np.random.rand.__self__, np.random.RandomState(0), threading.get_ident()
-    namespace = vars(np.random)
-    originals = {name: f for name, f in namespace.items() if getattr(f, "__self__", None) is shared}
+    own, namespace = np.random.RandomState(0), vars(np.random)
+    thread: int | None = threading.get_ident()
+    # Whatever they are now: while a step is traced, they are replaced (capture/python_draws.py).
+    originals = {name: f for name, f in namespace.items() if callable(getattr(own, name, None))}
 
     def drawing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
-            function = getattr(own, name, original) if threading.get_ident() == thread else original
+            function = getattr(own, name) if threading.get_ident() == thread else original
             return function(*args, **kwargs)
 
         return draw
@@ -82,6 +83,7 @@ def _own_numpy_draws() -> Iterator[None]:
     try:
         yield
     finally:
+        thread = None  # a trace that has begun meanwhile puts the replacements back when it ends
         for name, replacement in replacements.items():
             if namespace.get(name) is replacement:
                 namespace[name] = originals[name]
