@@ -10,7 +10,8 @@ arguments are saved, as with `torch.utils.checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,8 +59,14 @@ class _Lift(TorchFunctionMode):
             return entry[1]
 
 
-def capture(function: Callable[..., Any], like: Sequence[Tensor], lifted: Sequence[Tensor] = ()) -> Region:
-    """Trace `function` on tensors shaped like those of `like`; `lifted` are tensors from outside known to be read."""
+def capture(
+    function: Callable[..., Any], like: Sequence[Tensor], lifted: Sequence[Tensor] = ()
+) -> tuple[Region, list[Tensor]]:
+    """Trace `function` on tensors shaped like those of `like`; `lifted` are tensors from outside known to be read.
+
+    Returns:
+        the region, and all tensors from outside that it reads.
+    """
     from .step import StepTrace  # which builds on the recorder, as this does
 
     tracing = StepTrace()
@@ -91,7 +98,8 @@ def capture(function: Callable[..., Any], like: Sequence[Tensor], lifted: Sequen
     if read & set(tracing.inputs) - set(inputs):
         raise TraceError(f"{here()}: a branch or loop body reads a tensor in a way that capture does not support.")
     kinds = [(tuple(x.shape), x.dtype) for x in results]
-    return Region(program, inputs, [*lifted, *(x for x, _ in also_lifted)], kinds, tracing.draws)
+    lifted = [*lifted, *(x for x, _ in also_lifted)]
+    return Region(program, inputs, len(lifted), kinds, tracing.draws), lifted
 
 
 def _as_local(lift: _Lift, x: Any) -> DeferredTensor:
@@ -102,14 +110,13 @@ def _as_local(lift: _Lift, x: Any) -> DeferredTensor:
     return x
 
 
-def run(flow: Flow, operands: Sequence[Tensor]) -> list[Tensor]:
-    """Record `flow` as one operation of the step."""
+def run(flow: Flow, operands: Sequence[Tensor], lifted: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """Record `flow` as one operation of the step; `lifted` are the tensors from outside, of each region."""
     number = _numbers.setdefault(_identity(flow), len(_numbers))
     FLOWS.setdefault(number, flow)
     draws = any(region.draws for region in flow.regions)
     op = regions.region_that_draws if draws else regions.region
-    lifted = [x for region in flow.regions for x in region.lifted]
-    return op([*operands, *lifted], number)
+    return op([*operands, *itertools.chain(*lifted)], number)
 
 
 def _identity(flow: Flow) -> Any:
@@ -200,7 +207,7 @@ def _with_lifted(functions: Sequence[Callable[..., Any]], operands: Sequence[Ten
     """The operands and all tensors that the functions read, for autograd."""
     lifted: list[Tensor] = []
     for function in functions:
-        lifted = capture(function, operands, lifted).lifted
+        _, lifted = capture(function, operands, lifted)
     return [*operands, *lifted]
 
 
@@ -223,14 +230,14 @@ class _Cond(torch.autograd.Function):
 def _record_cond(
     pred: Tensor, functions: Sequence[Callable[..., Any]], operands: Sequence[Tensor], lifted: Sequence[Tensor]
 ) -> Any:
-    regions = tuple(capture(f, operands, lifted) for f in functions)
+    regions, outside = zip(*(capture(f, operands, lifted) for f in functions), strict=True)
     a, b = (region.outputs for region in regions)
     if a != b:
         raise TraceError(
             f"{here()}: the branches of torch.cond return {_format(a)} and {_format(b)}. Return the same shapes and "
             "dtypes from both."
         )
-    return run(Flow("cond", regions, len(operands), 0, False, a), [pred, *operands])
+    return run(Flow("cond", regions, len(operands), 0, False, a), [pred, *operands], outside)
 
 
 def _format(outputs: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
@@ -261,14 +268,14 @@ class _While(torch.autograd.Function):
     def forward(ctx, cond_fn, body_fn, count, *tensors):
         ctx.source = here()
         carried, lifted = tensors[:count], tensors[count:]
-        regions = (capture(cond_fn, carried, lifted), capture(body_fn, carried, lifted))
+        regions, outside = zip(*(capture(f, carried, lifted) for f in (cond_fn, body_fn)), strict=True)
         kinds = [(tuple(x.shape), x.dtype) for x in carried]
         if regions[1].outputs != kinds:
             raise TraceError(
                 f"{here()}: the body of torch.while_loop returns {_format(regions[1].outputs)} for {_format(kinds)}. "
                 "Return the carried tensors with the same shapes and dtypes."
             )
-        return tuple(run(Flow("while", regions, count, 0, False, kinds), carried))
+        return tuple(run(Flow("while", regions, count, 0, False, kinds), carried, outside))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -361,7 +368,7 @@ def _record_scan(
     body: Callable[..., Any], init: Sequence[Tensor], xs: Sequence[Tensor], lifted: Sequence[Tensor], reverse: bool
 ) -> Any:
     like = [*init, *(x.detach()[0] for x in xs)]
-    region = capture(body, like, lifted)
+    region, outside = capture(body, like, lifted)
     kinds = [(tuple(x.shape), x.dtype) for x in init]
     if region.outputs[: len(init)] != kinds:
         raise TraceError(
@@ -370,7 +377,7 @@ def _record_scan(
         )
     length = xs[0].shape[0]
     outputs = kinds + [((length, *shape), dtype) for shape, dtype in region.outputs[len(init) :]]
-    return run(Flow("scan", (region,), len(init), len(xs), reverse, outputs), [*init, *xs])
+    return run(Flow("scan", (region,), len(init), len(xs), reverse, outputs), [*init, *xs], [outside])
 
 
 # -- patches of torch --

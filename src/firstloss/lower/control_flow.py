@@ -25,8 +25,8 @@ def region(operands, number, rng_key=None, *, lower):
     lifted: list[Any] = []
     end = len(operands)
     for body in reversed(flow.regions):
-        lifted.insert(0, operands[end - len(body.lifted) : end])
-        end -= len(body.lifted)
+        lifted.insert(0, operands[end - body.lifted : end])
+        end -= body.lifted
 
     def run(region: Region, operands: Sequence[Any], key: Any) -> tuple[Any, ...]:
         outputs = lower(region.program, dict(zip(region.inputs, operands, strict=True)), key)

@@ -18,14 +18,14 @@ class Region(NamedTuple):
 
     Attributes:
         program: with the outputs in order.
-        inputs: the Values of its arguments, then those of `lifted`.
-        lifted: the tensors from outside that it reads.
+        inputs: the Values of its arguments, then those of the tensors from outside that it reads.
+        lifted: the number of these tensors.
         draws: the number of its random operations.
     """
 
     program: Program
     inputs: list[Value]
-    lifted: list[Tensor]
+    lifted: int
     outputs: list[tuple[tuple[int, ...], torch.dtype]]
     draws: int
 

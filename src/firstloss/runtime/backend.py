@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,6 +46,9 @@ class DeviceConfig(Settings):
     def __post_init__(self) -> None:
         if not isinstance(self.lazy_initialization, bool):
             raise BackendError(f"lazy_initialization={self.lazy_initialization!r}: write True or False.")
+
+
+_numbers = itertools.count()
 
 
 class Device(str):
@@ -111,7 +116,7 @@ class Backend:
         self.is_xla: bool = name == "XLA"
         self.torch_device: torch.device = torch.device(EAGER.get(name, "cpu"))
         self.device: Device = Device(self)
-        self.models: list[torch.nn.Module] = []
+        self._models: dict[int, weakref.ref[torch.nn.Module]] = {}
         self.keys: Keys = Keys()
         self.mesh = mesh
         self.first_loss = first_loss
@@ -119,7 +124,7 @@ class Backend:
         self._made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("device", "models", "keys", "stepped") and "_made" in self.__dict__:
+        if name not in ("device", "keys", "stepped") and "_made" in self.__dict__:
             check_name(self, name, self.__dict__)
             raise BackendError(
                 f"a backend's {name} cannot be changed once it is created: firstloss.backend(..., {name}=...)."
@@ -190,6 +195,20 @@ class Backend:
         executes = self.is_e2e_execution
         first = executes and self.first_loss == "eager" and not self.stepped
         placement.move_to_device(tensors, self.mesh, behind, on_demand=not executes, for_kernels=first)
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The models compiled for this backend, of those that still exist."""
+        return list(self.numbered_models().values())
+
+    def numbered_models(self) -> dict[int, torch.nn.Module]:
+        """`models`, by numbers that are theirs in this process."""
+        return {number: model for number, each in self._models.items() if (model := each()) is not None}
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Add a model that is compiled for this backend, which does not keep it alive."""
+        if all(each is not model for each in self.models):
+            self._models[next(_numbers)] = weakref.ref(model)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""

@@ -201,6 +201,5 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
         backend.move_to_device(tensor for _, tensor, _ in named)
     else:
         model.to(backend.torch_device)
-    if not any(m is model for m in backend.models):
-        backend.models.append(model)
+    backend.add_model(model)
     return CompiledModel(model, backend)

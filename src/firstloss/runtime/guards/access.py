@@ -6,6 +6,7 @@ import collections
 import gc
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ def slots(cls: type) -> tuple[str, ...]:
     return names
 
 
-_slots: dict[type, tuple[str, ...]] = {}
+_slots: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def own_attributes(obj: Any) -> dict[Any, Any] | None:

@@ -12,6 +12,7 @@ A `State` compares the object with its copy after the trace, and says how the di
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -83,7 +84,7 @@ class State:
 K = TypeVar("K", bound=type[Kind])
 
 _kinds: dict[type, Kind] = {}  # by a base class of the objects' classes
-_of_class: dict[type, Kind] = {}
+_of_class: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 
 
 def of(*classes: type) -> Callable[[K], K]:

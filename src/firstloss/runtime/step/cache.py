@@ -15,7 +15,7 @@ A compiled step repeats what its Python code did when it was traced. Three mecha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,12 +63,12 @@ class StepCache:
         self._name = name
         self._refuse = refuse
         self._check = check
-        self._seen: tuple[Backend, int] | None = None
-        self._all: list[torch.nn.Parameter] = []
+        self._seen: tuple[Backend, Set[int]] | None = None
+        self._of_models: dict[int, list[weakref.ref[torch.nn.Parameter]]] = {}  # the models' parameters
         # By id, arguments that the step also reaches in another way.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        # Whether entries read the parameters from an index on.
-        self._read_later: dict[tuple[CacheEntries, int], bool] = {}
+        # Whether entries read the parameters of some models.
+        self._read: dict[tuple[CacheEntries, frozenset[int]], bool] = {}
         # Whether its Python has run twice at a call, since it could not be traced, and written something twice.
         self._wrote_twice = False
 
@@ -229,31 +229,43 @@ class StepCache:
             del self.kinds[key]
 
     def _fitting(self, setting: tuple[Any, ...], weights: tuple[Any, ...], request: Request) -> CacheEntries | None:
-        """The entries that fit the weights: traced with the same weights, or before there were models that they do not
-        read."""
+        """The entries that fit the weights: traced with the same weights, or with more or fewer models, none of which
+        they read."""
         entries = self.kinds.get((setting, weights))
         if entries is not None and entries.fits(request):
             return entries
-        for (other, fewer), versions in self.kinds.items():
-            count = len(fewer)
-            if other == setting and count < len(weights) and weights[:count] == fewer:
-                reads = self._read_later.get((versions, count))
-                if reads is None:
-                    reads = self._read_later[versions, count] = versions.reads(self._all[count:])
-                if not reads and versions.fits(request):
-                    return versions
+        now = dict(weights)
+        for (other, before), versions in self.kinds.items():
+            if other != setting or any(now.get(number, kinds) != kinds for number, kinds in before):
+                continue
+            added_or_gone = frozenset(now.keys() ^ dict(before).keys())
+            if not added_or_gone:
+                continue
+            read = self._read.get((versions, added_or_gone))
+            if read is None:
+                references = [each for number in added_or_gone for each in self._of_models[number]]
+                parameters = [p for each in references if (p := each()) is not None]
+                read = self._read[versions, added_or_gone] = versions.reads(parameters)
+            if not read and versions.fits(request):
+                return versions
         return None
 
     def _parameters(self, backend: Backend) -> tuple[Any, ...]:
-        """For each parameter, whether it requires a gradient, and whether it has one, to which the step then adds.
+        """For each parameter of each model, whether it requires a gradient, and whether it has one, to which the step
+        then adds.
 
         Looked up when no step fits; a replaced parameter is noticed as a change of its module.
         """
-        if self._seen is None or self._seen[0] is not backend or self._seen[1] != len(backend.models):
-            self._seen = (backend, len(backend.models))
-            self._all = [p for model in backend.models for p in model.parameters()]
-            self._read_later = {}
-        return tuple([(p.requires_grad, p.grad is not None) for p in self._all])
+        models = backend.numbered_models()
+        if self._seen is None or self._seen[0] is not backend or self._seen[1] != models.keys():
+            self._seen = (backend, set(models))
+            self._of_models |= {number: list(map(weakref.ref, each.parameters())) for number, each in models.items()}
+            self._read = {}
+        return tuple([(number, _kinds(self._of_models[number])) for number in models])
+
+
+def _kinds(parameters: list[weakref.ref[torch.nn.Parameter]]) -> tuple[tuple[bool, bool], ...]:
+    return tuple([(p.requires_grad, p.grad is not None) for each in parameters if (p := each()) is not None])
 
 
 def _is_similar(setting: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

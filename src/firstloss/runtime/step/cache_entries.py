@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ class CacheEntry:
         assert observer.guards is not None
         self.step = step
         self.guards: GuardSet = observer.guards
-        self.modules = observer.snapshot.modules
+        self._modules = list(map(weakref.ref, observer.snapshot.modules))  # also models that it does not use
         self.optimizers = observer.snapshot.optimizers
         # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
         # again, and records the code.
@@ -127,7 +128,8 @@ class CacheEntry:
 
     def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether its Python code can reach a module or an optimizer with one of these parameters."""
-        held = [p for module in self.modules for p in parameters_of(module).values()]
+        modules = [module for each in self._modules if (module := each()) is not None]
+        held = [p for module in modules for p in parameters_of(module).values()]
         held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return not set(map(id, held)).isdisjoint(map(id, parameters))
 

@@ -78,7 +78,10 @@ class MeshContents:
         return ready(to_device_later(owner.detach().reshape(value.shape), sharding))
 
 
-_compiled: dict[str, Any] = {}  # by the digest of a module's text
+# By the digest of a module's text, in the order in which they were used. A value that has changed may be a constant of
+# another module, and the memory maps of executables are limited.
+_compiled: dict[str, Any] = {}
+_MAX_COMPILED = 64
 
 
 def _run(
@@ -103,14 +106,18 @@ def _run(
     with x64():
         lowered = lower_function("read", function, edges)
         digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-        if digest not in _compiled:
+        executable = _compiled.pop(digest, None)
+        if executable is None:
             options = compile_options(on_mesh=True, same_run=mesh.same_run is not None)
             peers = peers_of(whole.mesh)
             if peers is None:
-                _compiled[digest] = lowered.compile(options)
+                executable = lowered.compile(options)
             else:
                 peers.agree("read", digest)
-                _compiled[digest] = peers.compile(0, "read", lowered, options, whole.mesh.devices)
+                executable = peers.compile(0, "read", lowered, options, whole.mesh.devices)
+        _compiled[digest] = executable
+        for oldest in list(_compiled)[:-_MAX_COMPILED]:
+            del _compiled[oldest]
         operands = [edges.put(np.uint32(v)) if isinstance(v, int) else arrays[v] for v in function.arguments()]
-        (value,) = _compiled[digest](jax.device_put(seed, whole), *operands)
+        (value,) = executable(jax.device_put(seed, whole), *operands)
         return to_host(readable(value)).clone()

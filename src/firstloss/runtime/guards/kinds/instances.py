@@ -6,7 +6,6 @@ import contextvars
 import datetime
 import decimal
 import enum
-import functools
 import logging
 import operator
 import re
@@ -191,7 +190,6 @@ def has_attributes(cls: type) -> bool:
     return bool(cls.__dictoffset__ or slots(cls))
 
 
-@functools.cache
 def _fields_in_c(cls: Any) -> tuple[str, ...]:
     """The names of the fields of exceptions of a class that are stored in C."""
     kinds = (types.MemberDescriptorType, types.GetSetDescriptorType)
