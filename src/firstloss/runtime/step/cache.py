@@ -14,6 +14,7 @@ A compiled step repeats what its Python code did when it was traced. Three mecha
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,9 @@ class StepCache:
         self._refuse = refuse
         self._check = check
         self._seen: tuple[Backend, Set[int]] | None = None
-        self._of_models: dict[int, list[weakref.ref[torch.nn.Parameter]]] = {}  # the models' parameters
+        # Of each model, a reference that removes it here, and the parameters: not references to these, with which
+        # `torch.utils.swap_tensors` would refuse them.
+        self._of_models: dict[int, tuple[Any, list[torch.nn.Parameter]]] = {}
         # By id, arguments that the step also reaches in another way.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether entries read the parameters of some models.
@@ -229,8 +232,8 @@ class StepCache:
             del self.kinds[key]
 
     def _fitting(self, setting: tuple[Any, ...], weights: tuple[Any, ...], request: Request) -> CacheEntries | None:
-        """The entries that fit the weights: traced with the same weights, or with more or fewer models, none of which
-        they read."""
+        """The entries that fit the weights: traced with the same weights, or with more or fewer models, of which they
+        read none that exists."""
         entries = self.kinds.get((setting, weights))
         if entries is not None and entries.fits(request):
             return entries
@@ -243,8 +246,8 @@ class StepCache:
                 continue
             read = self._read.get((versions, added_or_gone))
             if read is None:
-                references = [each for number in added_or_gone for each in self._of_models[number]]
-                parameters = [p for each in references if (p := each()) is not None]
+                held = [self._of_models.get(number, (None, ())) for number in added_or_gone]
+                parameters = [p for _, of_model in held for p in of_model]
                 read = self._read[versions, added_or_gone] = versions.reads(parameters)
             if not read and versions.fits(request):
                 return versions
@@ -259,13 +262,18 @@ class StepCache:
         models = backend.numbered_models()
         if self._seen is None or self._seen[0] is not backend or self._seen[1] != models.keys():
             self._seen = (backend, set(models))
-            self._of_models |= {number: list(map(weakref.ref, each.parameters())) for number, each in models.items()}
             self._read = {}
-        return tuple([(number, _kinds(self._of_models[number])) for number in models])
+            for number, model in models.items():
+                reference = weakref.ref(model, functools.partial(self._forget_model, number))
+                self._of_models[number] = (reference, list(model.parameters()))
+        return tuple([(number, _kinds(self._of_models[number][1])) for number in models])
+
+    def _forget_model(self, number: int, _: Any) -> None:
+        self._of_models.pop(number, None)
 
 
-def _kinds(parameters: list[weakref.ref[torch.nn.Parameter]]) -> tuple[tuple[bool, bool], ...]:
-    return tuple([(p.requires_grad, p.grad is not None) for each in parameters if (p := each()) is not None])
+def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[tuple[bool, bool], ...]:
+    return tuple([(p.requires_grad, p.grad is not None) for p in parameters])
 
 
 def _is_similar(setting: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
