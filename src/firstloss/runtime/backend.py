@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -19,6 +19,7 @@ from ..settings import Settings, check_name
 from .cluster_config import ClusterConfig
 from .device.eager_initialization import moving_eagerly
 from .device.step_keys import Keys
+from .lazy_jax import process_count
 
 if TYPE_CHECKING:
     from .mesh.mesh import Mesh
@@ -49,6 +50,33 @@ class DeviceConfig(Settings):
 
 
 _numbers = itertools.count()
+
+
+class Models:
+    """The models compiled for a backend, of those that still exist: it does not keep them alive.
+
+    With several processes it does. These must find the same models at each call, which garbage collection would free at
+    a time of its own in each.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[int, Callable[[], torch.nn.Module | None]] = {}
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Add a model, if it is new."""
+        if all(each is not model for each in self):
+            self._references[next(_numbers)] = weakref.ref(model) if process_count() == 1 else lambda: model
+
+    def numbered(self) -> dict[int, torch.nn.Module]:
+        """The models, by numbers that are theirs in this process."""
+        references = list(self._references.items())
+        return {number: model for number, each in references if (model := each()) is not None}
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return iter(self.numbered().values())
+
+    def __len__(self) -> int:
+        return len(self.numbered())
 
 
 class Device(str):
@@ -116,7 +144,7 @@ class Backend:
         self.is_xla: bool = name == "XLA"
         self.torch_device: torch.device = torch.device(EAGER.get(name, "cpu"))
         self.device: Device = Device(self)
-        self._models: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.models: Models = Models()
         self.keys: Keys = Keys()
         self.mesh = mesh
         self.first_loss = first_loss
@@ -124,7 +152,7 @@ class Backend:
         self._made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("device", "keys", "stepped") and "_made" in self.__dict__:
+        if name not in ("device", "models", "keys", "stepped") and "_made" in self.__dict__:
             check_name(self, name, self.__dict__)
             raise BackendError(
                 f"a backend's {name} cannot be changed once it is created: firstloss.backend(..., {name}=...)."
@@ -195,20 +223,6 @@ class Backend:
         executes = self.is_e2e_execution
         first = executes and self.first_loss == "eager" and not self.stepped
         placement.move_to_device(tensors, self.mesh, behind, on_demand=not executes, for_kernels=first)
-
-    @property
-    def models(self) -> list[torch.nn.Module]:
-        """The models compiled for this backend, of those that still exist."""
-        return list(self.numbered_models().values())
-
-    def numbered_models(self) -> dict[int, torch.nn.Module]:
-        """`models`, by numbers that are theirs in this process."""
-        return {number: model for number, each in self._models.items() if (model := each()) is not None}
-
-    def add_model(self, model: torch.nn.Module) -> None:
-        """Add a model that is compiled for this backend, which does not keep it alive."""
-        if all(each is not model for each in self.models):
-            self._models[next(_numbers)] = weakref.ref(model)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """The trainable parameters of the models compiled for this backend."""

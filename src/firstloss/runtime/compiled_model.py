@@ -201,5 +201,5 @@ def compile(model: torch.nn.Module, backend: Backend | None = None) -> CompiledM
         backend.move_to_device(tensor for _, tensor, _ in named)
     else:
         model.to(backend.torch_device)
-    backend.add_model(model)
+    backend.models.add(model)
     return CompiledModel(model, backend)

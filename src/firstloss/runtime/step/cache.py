@@ -259,7 +259,7 @@ class StepCache:
 
         Looked up when no step fits; a replaced parameter is noticed as a change of its module.
         """
-        models = backend.numbered_models()
+        models = backend.models.numbered()
         if self._seen is None or self._seen[0] is not backend or self._seen[1] != models.keys():
             self._seen = (backend, set(models))
             self._read = {}
