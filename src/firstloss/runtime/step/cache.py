@@ -71,7 +71,7 @@ class StepCache:
         # By id, arguments that the step also reaches in another way.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Whether entries read the parameters of some models.
-        self._read: dict[tuple[CacheEntries, frozenset[int]], bool] = {}
+        self._read_by: dict[tuple[CacheEntries, frozenset[int]], bool] = {}
         # Whether its Python has run twice at a call, since it could not be traced, and written something twice.
         self._wrote_twice = False
 
@@ -239,16 +239,16 @@ class StepCache:
             return entries
         now = dict(weights)
         for (other, before), versions in self.kinds.items():
-            if other != setting or any(now.get(number, kinds) != kinds for number, kinds in before):
+            if other != setting or any(now.get(number, states) != states for number, states in before):
                 continue
             added_or_gone = frozenset(now.keys() ^ dict(before).keys())
             if not added_or_gone:
                 continue
-            read = self._read.get((versions, added_or_gone))
+            read = self._read_by.get((versions, added_or_gone))
             if read is None:
                 held = [self._of_models.get(number, (None, ())) for number in added_or_gone]
                 parameters = [p for _, of_model in held for p in of_model]
-                read = self._read[versions, added_or_gone] = versions.reads(parameters)
+                read = self._read_by[versions, added_or_gone] = versions.reads(parameters)
             if not read and versions.fits(request):
                 return versions
         return None
@@ -262,17 +262,17 @@ class StepCache:
         models = backend.models.numbered()
         if self._seen is None or self._seen[0] is not backend or self._seen[1] != models.keys():
             self._seen = (backend, set(models))
-            self._read = {}
+            self._read_by = {}
             for number, model in models.items():
                 reference = weakref.ref(model, functools.partial(self._forget_model, number))
                 self._of_models[number] = (reference, list(model.parameters()))
-        return tuple([(number, _kinds(self._of_models[number][1])) for number in models])
+        return tuple([(number, _gradient_states(self._of_models[number][1])) for number in models])
 
     def _forget_model(self, number: int, _: Any) -> None:
         self._of_models.pop(number, None)
 
 
-def _kinds(parameters: list[torch.nn.Parameter]) -> tuple[tuple[bool, bool], ...]:
+def _gradient_states(parameters: list[torch.nn.Parameter]) -> tuple[tuple[bool, bool], ...]:
     return tuple([(p.requires_grad, p.grad is not None) for p in parameters])
 
 
