@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import firstloss as fl
-from firstloss.runtime.step import cache_entries
+from firstloss.runtime.step import cache, cache_entries
 
 X = torch.ones(2, 4)
 
@@ -238,19 +238,89 @@ def trained(backend, case):
     return [weakref.ref(each) for each in (model, model[0].weight, compiled, optimizer)]
 
 
-def kept(references):
+def kept(references, most=0):
     """What is not freed, once threads in the background have returned from what they did for it."""
     for _ in range(100):
         gc.collect()
-        if all(each() is None for each in references):
-            return []
+        if len(left := [type(each()).__name__ for each in references if each() is not None]) <= most:
+            break
         time.sleep(0.05)
-    return [type(each()).__name__ for each in references if each() is not None]
+    return left
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_dropped_is_freed(case, backend):
     assert not kept(trained(backend, case))
+
+
+# One step for all models: `step` is called with (model, optimizer, x), which it gets in these ways.
+
+FOR_ALL = {
+    "arguments": "step = fl.trace(train)",
+    "globals": """
+@fl.trace
+def traced(x): return train(model, optimizer, x)
+def step(new, its_optimizer, x):
+    global model, optimizer
+    model, optimizer = new, its_optimizer
+    return traced(x)
+""",
+    "self": """
+class Trainer:
+    @fl.trace
+    def step(self, x): return train(self.model, self.optimizer, x)
+def step(model, optimizer, x):
+    trainer = trainers.setdefault(id(model), Trainer())
+    trainer.model, trainer.optimizer = model, optimizer
+    return trainer.step(x)
+trainers = {}
+""",
+    "a loss for each call": """
+class Loss(nn.Module):
+    def forward(self, y): return y.pow(2).sum()
+@fl.trace
+def traced(model, optimizer, loss, x): return train(nn.Sequential(model, loss), optimizer, x)
+def step(model, optimizer, x): return traced(model, optimizer, Loss(), x)
+""",
+}
+
+
+def made(backend):
+    with backend.device:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return fl.compile(model, backend), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("way", FOR_ALL)
+def test_one_step_for_many_models_keeps_few_of_them(way, backend, monkeypatch):
+    monkeypatch.setattr(cache, "_PATIENCE", 8)
+    scope = {**NAMES, "train": train, "__name__": "cell"}
+    exec(FOR_ALL[way], scope)
+    models = []
+    for _ in range(12):
+        model, optimizer = made(backend)
+        models.append(weakref.ref(model.model))
+        for _ in range(4):
+            scope["step"](model, optimizer, X)
+        scope.get("trainers", {}).clear()
+    del model, optimizer
+    assert len(kept(models, most=4)) <= 4  # those of some 16 calls
+
+
+def test_the_steps_of_models_that_are_trained_in_turns_are_kept(backend, monkeypatch):
+    monkeypatch.setattr(cache, "_PATIENCE", 8)
+    step = fl.trace(train)
+    models = [made(backend) for _ in range(4)]
+
+    def turns():
+        for model, optimizer in models:
+            for _ in range(6):
+                step(model, optimizer, X)
+
+    for _ in range(4):  # each turn is longer than steps are kept at first
+        turns()
+    monkeypatch.setattr(cache_entries.CacheEntries, "_traced", None)  # from now on, nothing is traced
+    turns()
 
 
 def test_a_step_for_all_models_is_not_traced_again_when_one_is_dropped(backend, monkeypatch):

@@ -9,6 +9,7 @@ compiled step is for that object only.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,21 +31,30 @@ _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
 
 class ByIdentity:
-    """An object as part of a key, compared by identity."""
+    """An object as part of a key, compared by identity. It is not kept alive, unless it is a tensor, which could not be
+    swapped by `torch.utils.swap_tensors`, or has no weak references: a key with one that is gone equals no other."""
 
-    __slots__ = ("held",)
+    __slots__ = ("is_weak", "_held", "_id", "_kind")
 
     def __init__(self, held: Any) -> None:
-        self.held: Any = held
+        self._id = id(held)
+        self._kind = type(held).__name__
+        self.is_weak: bool = bool(type(held).__weakrefoffset__) and not isinstance(held, torch.Tensor)
+        self._held: Callable[[], Any] = weakref.ref(held) if self.is_weak else lambda: held
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the object does not exist any more."""
+        return self._held() is None
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return self._id
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is ByIdentity and other.held is self.held
+        return self is other or type(other) is ByIdentity and not self.is_gone and other._held() is self._held()
 
     def __repr__(self) -> str:
-        return f"{type(self.held).__name__} object"
+        return f"{self._kind} object"
 
 
 class Arguments:

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from .compiled_step import CompiledStep
 
 
-_MAX_FOR_OBJECTS = 32
+# For how many calls, at first, steps are kept that are for other models or objects than that of a new one.
+_PATIENCE = 64
 
 # Backend, structure, shapes and dtypes, sharing among the arguments, modes and settings; and the state of the weights.
 _Key = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -74,6 +75,9 @@ class StepCache:
         self._read_by: dict[tuple[CacheEntries, frozenset[int]], bool] = {}
         # Whether its Python has run twice at a call, since it could not be traced, and written something twice.
         self._wrote_twice = False
+        self._calls = 0
+        self._patience = _PATIENCE
+        self._dropped: set[tuple[int, tuple[ByIdentity, ...]]] = set()
 
     def prepare(self, arguments: tuple[Any, ...]) -> None:
         """Before a call, let weights be on the backend, if a compiled step uses them; see `host_tensors`.
@@ -179,6 +183,7 @@ class StepCache:
         backend, arguments = request.backend, request.arguments
         setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
         # Models of other threads are reachable as well, and their gradients come and go while these trace.
+        self._calls += 1
         with session.tracing:
             versions = self._fitting(setting, weights := self._parameters(backend), request)
             before = self.kinds.get((setting, weights))
@@ -193,10 +198,12 @@ class StepCache:
             if versions is None:
                 new = CacheEntries(self._name, self._refuse, self._check)
                 versions = self.kinds.setdefault((setting, weights), new)
-                self._forget_some()
+                if versions is new:
+                    self._drop_stale((setting, weights))
             if not fits and versions is not before and self._runs_untraced(versions, request):
                 return None
             self._entries = versions
+            versions.called = self._calls
             similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
             (pause if fits else paused_until)(undo)
             compiled = self._found = versions.step(request, similar)
@@ -225,11 +232,20 @@ class StepCache:
         """The number of cached steps that were compiled."""
         return len({id(step.executable) for step in self.steps()})
 
-    def _forget_some(self) -> None:
-        """Drop the oldest steps that are specific to certain objects, which they keep alive."""
-        certain = [key for key in self.kinds if _is_for_objects(*key[0][2:4])]
-        for key in certain[:-_MAX_FOR_OBJECTS]:
-            del self.kinds[key]
+    def _drop_stale(self, new: _Key) -> None:
+        """When a kind is new, drop those for other models or objects that no call has been of for some time, since they
+        keep these alive: as a search over settings has others for each trial. If one comes back, as those of many
+        models that are trained in turns, they are kept for longer."""
+        weights, objects = _made_for(new)
+        if (hash(weights), objects) in self._dropped:
+            self._patience *= 2
+        for key in [key for key, entries in self.kinds.items() if self._calls - entries.called > self._patience]:
+            of_weights, of_objects = made_for = _made_for(key)
+            if made_for != (weights, objects):
+                del self.kinds[key]
+                if all(each.is_weak for each in of_objects):
+                    self._dropped.add((hash(of_weights), of_objects))
+        self._read_by = {}
 
     def _fitting(self, setting: tuple[Any, ...], weights: tuple[Any, ...], request: Request) -> CacheEntries | None:
         """The entries that fit the weights: traced with the same weights, or with more or fewer models, of which they
@@ -285,6 +301,8 @@ def _is_similar(setting: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return generalizes(kind, other_kind)
 
 
-def _is_for_objects(kind: tuple[Any, ...], more: tuple[Any, ...]) -> bool:
-    """Whether a kind belongs to steps that are specific to certain objects."""
-    return bool(more and more[2]) or any(type(leaf[1]) is ByIdentity for leaf in kind)
+def _made_for(key: _Key) -> tuple[tuple[Any, ...], tuple[ByIdentity, ...]]:
+    """The weights' states and the objects that a compiled step is for."""
+    (_, _, kind, more, *_), weights = key
+    passed = [held for _, held in more[2]] if more else []
+    return weights, (*passed, *(leaf[1] for leaf in kind if type(leaf[1]) is ByIdentity))

@@ -143,9 +143,14 @@ class CacheEntry:
 
 
 class CacheEntries:
-    """The compiled steps for one kind of call, each with its guards; the most recently used one first."""
+    """The compiled steps for one kind of call, each with its guards; the most recently used one first.
+
+    Attributes:
+        called: the number of the last call of this kind.
+    """
 
     def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
+        self.called: int = 0
         self._check = bool(check)
         self._always = check == "always"
         self._entries: list[CacheEntry] = []

@@ -18,6 +18,9 @@ from ..guards.kind import kind_of
 from ..pytrees import flatten, is_size
 from .arguments import Arguments, ByIdentity
 
+# How many kinds there may be that are for certain objects, which may be others at each call.
+_MAX_FOR_OBJECTS = 1024
+
 
 @dataclass(frozen=True)
 class Pad:
@@ -108,8 +111,7 @@ class Shapes:
                 self._warn(self._change(kinds[-1], new, args, kwargs))
         elif kinds:
             self._warn(self._change(kinds[-1], kind, args, kwargs))
-        certain = any(type(leaf[1]) is ByIdentity for leaf in kind)  # may be other objects at each call
-        self._kinds[spec] = (kind,) if certain else (*kinds, kind)
+        self._kinds[spec] = (*_latest(kinds), kind)
         return Arguments(args_and_kwargs, leaves, spec, padded, varying), kind
 
     def _target(self, kinds: tuple[Any, ...], kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -171,7 +173,7 @@ class Shapes:
             if a != b
         ]
         kinds = [b for a, b in zip(before, now, strict=True) if a != b]
-        if any(type(kind[1]) is ByIdentity or kind[0].__hash__ is object.__hash__ for kind in kinds):
+        if any(type(kind[1]) is ByIdentity for kind in kinds):
             advice = ": a compiled step is for one such object. Pass the same again, or the tensors that it holds"
         elif any(kind[0] is not torch.Tensor for kind in kinds):
             advice = ": a number is part of the compiled step. Pass what changes as a tensor"
@@ -204,7 +206,19 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
             f"{here()}: a traced step was given an argument of type {type(leaf).__name__}. Pass tensors, in tuples, "
             "lists, dicts and objects that hold nothing else, or constants: torch.from_numpy(array) for a NumPy array."
         ) from None
-    return (type(leaf), leaf)
+    # Not None, a dtype or another constant without weak references, nor a class, which its name describes.
+    is_one_of_many = (
+        type(leaf).__hash__ is object.__hash__ and type(leaf).__weakrefoffset__ and not isinstance(leaf, type)
+    )
+    return (type(leaf), ByIdentity(leaf) if is_one_of_many else leaf)
+
+
+def _latest(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those of `kinds` of which another call may be: without those for objects that are gone, and for the oldest."""
+    certain = [kind for kind in kinds if any(type(leaf[1]) is ByIdentity for leaf in kind)]
+    gone = [kind for kind in certain if any(type(leaf[1]) is ByIdentity and leaf[1].is_gone for leaf in kind)]
+    dropped = set(map(id, (*gone, *certain[:-_MAX_FOR_OBJECTS])))
+    return tuple(kind for kind in kinds if id(kind) not in dropped)
 
 
 class _AnyValue:
