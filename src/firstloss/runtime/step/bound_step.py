@@ -20,10 +20,11 @@ from .traced_program import TracedProgram
 class StepCall:
     """A call of a step: its arguments, and what it returns and does after the step has run."""
 
-    __slots__ = ("arguments", "result", "schedules")
+    __slots__ = ("arguments", "frame", "result", "schedules")
 
     def __init__(self, arguments: Arguments) -> None:
         self.arguments: Arguments = arguments
+        self.frame: CallFrame  # once it has run
         self.result: Any = None
         self.schedules: list[Bind] = []  # schedulers that depend on its results
 
@@ -72,6 +73,7 @@ class BoundStep:
         """
         traced = self.traced
         views = list(traced.trace.new_memory.views())  # before there are those that this call makes
+        call.frame = env
         call.result = traced.result(env)
         bindings = [make(env) for make in traced.effects.bindings]
         bindings += [_showing(tensors, traced.old_memory[storage](env)) for storage, tensors in views if tensors]
@@ -86,10 +88,9 @@ class BoundStep:
         Args:
             results: by the names of the outputs, what closures are called with.
         """
-        arguments = call.arguments
         for i, closure in enumerate(self.traced.trace.closures):
             arrays = [results[f"closure{i}.{j}"] for j in range(len(closure.refs))]
-            closure.after_step(arrays, arguments.leaves, arguments.known)
+            closure.after_step(arrays, call.frame)
         for schedule in call.schedules:
             schedule()
 

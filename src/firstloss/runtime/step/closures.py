@@ -15,7 +15,7 @@ import torch
 
 from ...capture import session
 from ...capture.constant_folding import known_value
-from ...capture.input_numbers import Expression, is_input_number, is_plain_number
+from ...capture.input_numbers import is_input_number, is_plain_number
 from ...capture.input_texts import InputText, input_of, printed, text_of
 from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
@@ -26,8 +26,10 @@ from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
 from ...program.source import Source, here
 from ..device.lazy_array import LazyArray, ready
+from ..guards.reconstruct import CallFrame, Reconstructor
 from ..pytrees import is_size
 from . import loop as loops
+from .closure_containers import Container, Copy, InLoop, at_call, is_whole, kept
 
 P = ParamSpec("P")
 
@@ -42,8 +44,9 @@ def step_closure(closure: Callable[P, Any]) -> Callable[P, None]:
     loop. Without an executor, and on the "CPU" and "GPU" backends, it runs at once.
 
     Tensor arguments are passed as tensors on the host, in memory of their own; numbers and texts that are inputs of a
-    step, as they are at its call. Other arguments are passed as they are: inside a step, as they were when it was
-    traced. The call returns None.
+    step, as they are at its call. Lists and dicts are passed as they were at the call; the closure may change those
+    that hold no tensor. Other arguments are passed as they are: inside a step, as they were when it was traced. The
+    call returns None.
 
     Examples:
         >>> device = fl.backend("XLA")
@@ -66,7 +69,8 @@ def step_closure(closure: Callable[P, Any]) -> Callable[P, None]:
         A function of the same arguments.
 
     Raises:
-        ClosureError: if `closure` cannot be called.
+        ClosureError: if `closure` cannot be called; and when it has run, if it has changed a list or dict that the
+            step, or the loop's body, had changed after the call, too.
     """
     return _Closure(closure, checkpoint=False)
 
@@ -114,7 +118,9 @@ class _Closure:
         return self if instance is None else functools.partial(self.__call__, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        call = ClosureCall(self, here(), *pytree.tree_flatten((args, kwargs), is_leaf=is_size))
+        given = (args, tuple(kwargs.values()))
+        leaves, spec = pytree.tree_flatten(given, is_leaf=is_whole)
+        call = ClosureCall(self, here(), leaves, spec, tuple(kwargs))
         if isinstance(session.trace, StepTrace):
             call.note(session.trace)
         else:
@@ -201,11 +207,13 @@ def _is_kept(arg: Any) -> bool:
 class ClosureCall:
     """A call of a closure: `leaves` are its arguments, `source` is the user's line."""
 
-    def __init__(self, closure: _Closure, source: Source, leaves: list[Any], spec: Any) -> None:
+    def __init__(self, closure: _Closure, source: Source, leaves: list[Any], spec: Any, names: tuple[str, ...]) -> None:
+        """`spec` and `names`: how the leaves are put together, and what the last ones are called."""
         self.closure = closure
         self.source = source
         self.leaves = leaves
         self._spec = spec
+        self._names = names
 
     # -- inside a traced step --
 
@@ -217,25 +225,30 @@ class ClosureCall:
                     trace.adopt(leaf._storage)
                 self.leaves[i] = ref_of(leaf)
             else:
-                self.leaves[i] = input_of(leaf) or leaf
+                self.leaves[i] = kept(leaf)
         trace.closures.append(self)
+
+    def find_existing(self, reconstructor: Reconstructor) -> None:
+        """Once the step is traced: find the arguments that existed before it."""
+        for leaf in self.leaves:
+            if type(leaf) is Container:
+                leaf.find(reconstructor)
 
     @property
     def refs(self) -> list[Ref]:
         """The tensor arguments of a recorded call."""
         return [leaf for leaf in self.leaves if type(leaf) is Ref]
 
-    def after_step(self, arrays: Sequence[Any], arguments: Sequence[Any], known: dict[Expression, Any]) -> None:
+    def after_step(self, arrays: Sequence[Any], frame: CallFrame) -> None:
         """Queue the call after the step has been dispatched.
 
         Args:
             arrays: what are, or will be, the values of `refs`.
-            arguments, known: of this call of the step; see `Expression.value`.
+            frame: of this call of the step.
         """
-        fresh = iter(arrays)
-        leaves = [next(fresh) if type(leaf) is Ref else leaf for leaf in self.leaves]
-        leaves = [leaf.value(arguments, known) if type(leaf) is Expression else leaf for leaf in leaves]
-        self._queue(leaves, list(arrays))
+        fresh, copies = iter(arrays), list[Copy]()
+        leaves = [next(fresh) if type(leaf) is Ref else at_call(leaf, frame, copies) for leaf in self.leaves]
+        self._queue(leaves, list(arrays), copies)
 
     # -- outside a step --
 
@@ -262,7 +275,7 @@ class ClosureCall:
 
     # -- inside and outside --
 
-    def _queue(self, leaves: list[Any], arrays: list[Any]) -> None:
+    def _queue(self, leaves: list[Any], arrays: list[Any], copies: Sequence[Copy] = ()) -> None:
         loop = None if _in_closure() else loops.current()
         if loop is None:
             if self.closure.checkpoint and not _in_closure():
@@ -271,14 +284,16 @@ class ClosureCall:
                     "of a DataExecutor's loop, but no such loop is running. Loop over "
                     "fl.utils.data.DataExecutor(loader, num_steps=..., checkpoint_steps=...), or call a plain function."
                 )
-            self._run(leaves, None)
+            self._run(leaves, None, copies)
             return
         if not self._due():
             return
         for array in arrays:
             array.copy_to_host_async()
         step = loop.step
-        loop.when_ready(arrays, lambda: self._run(leaves, step))
+        leaves = [leaf if pytree.tree_is_leaf(leaf, is_leaf=is_size) else InLoop(leaf) for leaf in leaves]
+        loop.passed += [leaf for leaf in leaves if type(leaf) is InLoop]
+        loop.when_ready(arrays, lambda: self._run_later(leaves, step, [*copies], loop.passed))
         if self.closure.checkpoint:
             loop.flush()
 
@@ -289,11 +304,22 @@ class ClosureCall:
             return True
         return loop.owner.is_checkpoint_step if self.closure.checkpoint else loop.owner.is_activation_step
 
-    def _run(self, leaves: list[Any], step: int | None) -> None:
-        args, kwargs = pytree.tree_unflatten([_on_host(leaf) for leaf in leaves], self._spec)
+    def _run_later(self, leaves: list[Any], step: int, copies: list[Copy], passed: list[InLoop]) -> None:
+        """`passed`: those with which closures of the loop were called that have not run."""
+        own = [leaf for leaf in leaves if type(leaf) is InLoop]
+        passed[:] = [each for each in passed if each not in own]
+        unchanged = [each for each in passed if each.is_unchanged()]
+        self._run([leaf.now(copies) if type(leaf) is InLoop else leaf for leaf in leaves], step, copies)
+        for each in unchanged:
+            each.closure_has_run()
+
+    def _run(self, leaves: list[Any], step: int | None, copies: Sequence[Copy]) -> None:
+        args, values = pytree.tree_unflatten([_on_host(leaf) for leaf in leaves], self._spec)
         _this_thread.depth += 1
         try:
-            self.closure.closure(*args, **kwargs)
+            self.closure.closure(*args, **dict(zip(self._names, values, strict=True)))
+            for copy in copies:
+                copy.check(self.closure.name)
         except Exception as error:
             after = "" if step is None else f" after step {step}"
             error.add_note(f"This was raised by the closure {self.closure.name}{after}, called at {self.source}.")

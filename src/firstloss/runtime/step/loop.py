@@ -27,10 +27,17 @@ class Waiting(NamedTuple):
 
 
 class Loop:
-    """The steps of a `DataExecutor`'s loop; `owner` is the executor."""
+    """The steps of a `DataExecutor`'s loop.
+
+    Attributes:
+        owner: the executor.
+        latest: the current step of the loop's body.
+        passed: the dicts and lists with which closures were called that have not run.
+    """
 
     def __init__(self, owner: Any = None) -> None:
         self.owner: Any = owner
+        self.passed: list[Any] = []
         self.latest: int = 0  # the current step of the loop's body
         self._closing: int | None = None
         self._waiting: deque[Waiting] = deque()

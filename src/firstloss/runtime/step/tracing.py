@@ -314,6 +314,8 @@ class _Trace:
         )
         make_result = reconstructor.make(result.pop())
         returned = len(reconstructor.tensors)
+        for call in trace.closures:
+            call.find_existing(reconstructor)
         for owner in trace.inputs.values():
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
                 continue

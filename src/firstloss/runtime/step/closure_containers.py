@@ -1,0 +1,148 @@
+"""Dicts and lists that closures are called with.
+
+A closure sees them as they were at its call, and may change them, as a function would that runs at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...capture.input_numbers import Expression
+from ...capture.input_texts import input_of, value_of
+from ...compat.torch_names import pytree
+from ...errors import ClosureError
+from ..guards.equality import same, same_items
+from ..guards.reconstruct import CallFrame, Make, Reconstructor
+from ..pytrees import is_size
+
+
+def is_whole(arg: Any) -> bool:
+    """Whether a closure gets an argument as a whole, and not with other values in place of its tensors."""
+    if is_size(arg) or isinstance(arg, tuple):
+        return is_size(arg)
+    return not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(arg, is_leaf=is_size))
+
+
+class Copy:
+    """What a closure gets for a dict or list that has been changed since the call: a copy, as it was."""
+
+    def __init__(self, copy: Any, since: str) -> None:
+        """`since`: what has changed it."""
+        self.copy: Any = copy
+        self._since = since
+        self._then = _flat(copy)
+
+    def check(self, closure: str) -> None:
+        """Once the closure has run.
+
+        Raises:
+            ClosureError: if it has changed the copy.
+        """
+        if not _are_same(_flat(self.copy), self._then):
+            kind = type(self.copy).__name__
+            raise ClosureError(
+                f"the closure {closure} changes a {kind} with which it was called, and which {self._since} has changed "
+                f"after that call, before the closure runs. Change the {kind} in closures only, or pass a copy."
+            )
+
+
+class Container:
+    """A dict or list without tensors that a traced step passes to a closure.
+
+    One that existed before the step, and that the step does not change after the call, is passed itself; another one is
+    made anew for each call, as it was when the closure was called.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._then, self._spec = _taken_apart(container)
+        self._parts = list(map(kept, self._then))
+        self._make: Make | None = None
+        self._exists = False
+
+    def find(self, reconstructor: Reconstructor) -> bool:
+        """Once the step is traced: whether it is passed itself."""
+        container, then = self._container, self._then
+        self._container, self._then = None, []  # which would keep alive what the step has dropped
+        now, spec = _taken_apart(container)
+        # Where the step has a number as an input, the caller has the number.
+        is_same = spec == self._spec and all(a is b or same(_of_caller(a), b) for a, b in zip(then, now, strict=True))
+        inner = [part.find(reconstructor) for part in self._parts if type(part) is Container]
+        self._exists = reconstructor.is_old(container) or reconstructor.holds_arguments(container)
+        if self._exists and is_same and all(inner):
+            self._make = reconstructor.container(container)
+        return self._make is not None
+
+    def at(self, frame: CallFrame, copies: list[Copy]) -> Any:
+        """What a call of the step passes to the closure; copies of what existed before are added to `copies`."""
+        if self._make is not None:
+            return self._make(frame)
+        made = pytree.tree_unflatten([at_call(part, frame, copies) for part in self._parts], self._spec)
+        if self._exists:
+            copies.append(Copy(made, "the step"))
+        return made
+
+
+class InLoop:
+    """A dict or list without tensors with which a closure is called in a loop that runs it later.
+
+    It is passed itself, if since then only closures that were called earlier have changed it: then it is as it would be
+    if all of them had run at once.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._then = self._by_closures = _flat(container)
+
+    def is_unchanged(self) -> bool:
+        """Whether only closures have changed it since the call."""
+        now = _flat(self._container)
+        return _are_same(now, self._then) or _are_same(now, self._by_closures)
+
+    def closure_has_run(self) -> None:
+        """Note as a change by a closure how it is now."""
+        self._by_closures = _flat(self._container)
+
+    def now(self, copies: list[Copy]) -> Any:
+        """What the closure gets; if that is a copy, it is added to `copies`."""
+        if self.is_unchanged():
+            return self._container
+        copies.append(Copy(pytree.tree_unflatten(*self._then), "the loop"))
+        return copies[-1].copy
+
+
+def _flat(container: Any) -> tuple[list[Any], Any]:
+    leaves, spec = pytree.tree_flatten(container, is_leaf=is_size)
+    return leaves, spec
+
+
+def _taken_apart(container: Any) -> tuple[list[Any], Any]:
+    """What a container holds itself, and its structure."""
+    parts, spec = pytree.tree_flatten(container, is_leaf=lambda part: part is not container)
+    return parts, spec
+
+
+def _are_same(a: tuple[list[Any], Any], b: tuple[list[Any], Any]) -> bool:
+    return a[1] == b[1] and same_items(a[0], b[0])
+
+
+def _of_caller(part: Any) -> Any:
+    """The number or text itself, of one that is an input; any other value as it is."""
+    expression = input_of(part)
+    return part if expression is None or expression.source is None else value_of(part)
+
+
+def kept(leaf: Any) -> Any:
+    """An argument that is no tensor, as a traced step keeps it."""
+    if pytree.tree_is_leaf(leaf) or is_size(leaf):
+        return input_of(leaf) or leaf
+    return Container(leaf)
+
+
+def at_call(leaf: Any, frame: CallFrame, copies: list[Copy]) -> Any:
+    """What `kept` has kept, in a call of the step."""
+    if type(leaf) is Container:
+        return leaf.at(frame, copies)
+    return leaf.value(frame.arguments, frame.known) if type(leaf) is Expression else leaf

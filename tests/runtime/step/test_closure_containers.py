@@ -1,0 +1,121 @@
+"""Closures that are called with lists and dicts, generated: they see and change them as plain functions would that run
+at once in eager PyTorch, or raise an error."""
+
+import collections
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import firstloss as fl
+from firstloss.errors import ClosureError
+from tests import scale
+
+PROGRAM = """
+def program(closure, trace, batches, model):
+    seen, held, box, other = [], {container}, Box(), []
+    box.held = held
+    @closure
+    def log(given, loss):
+        seen.append((plain(given), loss.item()))
+        {by_closure}
+    @trace
+    def step({parameters}):
+        with torch.no_grad(): loss = model(x).sum()
+        {before}
+        log({passed}, loss)
+        {after}
+        return loss
+    for i, x in enumerate(batches()):
+        {in_loop}
+        step({arguments})
+        {later}
+    return seen, plain(held)
+"""
+
+# A container, and how it is changed: `c` is it, `v` a number.
+CONTAINERS = {
+    "list": ("[]", "{c}.append({v})"),
+    "dict": ("{{}}", "{c}[len({c})] = {v}"),
+    "ordered": ("collections.OrderedDict(a=1)", "{c}.update(a={v}, b=2)"),
+    "defaultdict": ("collections.defaultdict(list)", "{c}['a'].append({v})"),
+    "deque": ("collections.deque([0], maxlen=3)", "{c}.append({v})"),
+    "nested": ("{{'a': [], 'b': {{}}}}", "{c}['a'].append({v}); {c}['b'][len({c}['b'])] = {v}"),
+    "tuple": ("([], {{}})", "{c}[0].append({v}); {c}[1].update(a={v})"),
+}
+PASSED = ("held", "box.held", "given", "[held, 1]", "{'a': held, 'loss': loss}", "dict(a=held)")
+CHANGED = ("nowhere", "before", "after", "in_loop", "later")
+
+
+class Box:
+    pass
+
+
+def plain(held):
+    return copy.deepcopy(held)
+
+
+def source(container, passed, changed, by_closure):
+    made, change = CONTAINERS[container]
+    inner = {"[held, 1]": "given[0]", "{'a': held, 'loss': loss}": "given['a']", "dict(a=held)": "given['a']"}
+    places = dict.fromkeys(("before", "after", "in_loop", "later"), "pass")
+    if changed != "nowhere":
+        places[changed] = change.format(c="given" if passed == "given" and changed in ("before", "after") else "held",
+                                        v="i" if changed in ("in_loop", "later") else "7")  # fmt: skip
+    given = passed == "given"
+    return PROGRAM.format(
+        container=made.format(),
+        passed=passed,
+        by_closure=change.format(c=inner.get(passed, "given"), v="loss.item()") if by_closure else "pass",
+        parameters="x, given" if given else "x",
+        arguments="x, held" if given else "x",
+        **places,
+    )
+
+
+CASES = [
+    pytest.param(*case, id="-".join([case[0], str(PASSED.index(case[1])), case[2], "changes" if case[3] else "reads"]))
+    for case in itertools.product(CONTAINERS, PASSED, CHANGED, (False, True))
+]
+
+
+def batches():
+    return [torch.full((2, 4), float(n)) for n in range(5)]
+
+
+@pytest.mark.parametrize("loops", [False, True], ids=["no loop", "loop"])
+@pytest.mark.parametrize("container, passed, changed, by_closure", scale.of(CASES[::3], CASES))
+def test_a_closure_sees_and_changes_containers_as_a_function_would(
+    container, passed, changed, by_closure, loops, backend
+):
+    text = source(container, passed, changed, by_closure)
+    scope = {"collections": collections, "torch": torch, "Box": Box, "plain": plain}
+    exec(text, scope)
+    program = scope["program"]
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)  # so that sums are exact
+    expected = program(lambda f: f, lambda f: f, batches, model)
+    compiled = fl.compile(copy.deepcopy(model), backend)
+
+    def executor():
+        return fl.utils.data.DataExecutor(fl.utils.data.DataLoader(batches), num_steps=5) if loops else batches()
+
+    try:
+        seen, held = program(fl.step_closure, fl.trace, executor, compiled)
+    except ClosureError as error:
+        assert by_closure and changed != "nowhere" and "changes a" in str(error)
+        return
+    assert values((seen, held)) == values(expected)
+
+
+def values(held):
+    """With tensors as numbers."""
+    if isinstance(held, torch.Tensor):
+        return held.item()
+    if isinstance(held, dict):
+        return {key: values(value) for key, value in held.items()}
+    if isinstance(held, (list, tuple, collections.deque)):
+        return [values(value) for value in held]
+    return held
