@@ -43,6 +43,12 @@ class Trainer:
     def step(self, x): return train(model, optimizer, x)
 step = Trainer().step
 """,
+    "batch": """
+class Batch:
+    def __init__(self): self.x, self.scale = torch.ones(2, 4), 2.0
+traced = fl.trace(lambda batch: train(model, optimizer, batch.x, batch.scale))
+step = lambda x: traced(Batch())
+""",
     "slots": """
 class Trainer:
     __slots__ = ("scale",)

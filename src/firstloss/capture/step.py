@@ -169,9 +169,11 @@ class StepTrace(recorder._Tracing):
         memory_given: copies of their content that code outside PyTorch takes for their memory.
         retrace_reason: why the step cannot be compiled and has to be traced at each call, if so.
         constants: the constants that are inputs.
+        existed: whether an object existed before the step, or stands in for one of its arguments.
     """
 
     def __init__(self) -> None:
+        self.existed: Callable[[Any], bool] = lambda obj: False
         self.inputs: dict[Value, DeferredStorage | torch.Tensor] = {}
         self.result_storages: list[weakref.ref[DeferredStorage]] = []
         self.mirrors: list[torch.Tensor] = []

@@ -12,7 +12,7 @@ import enum
 import types
 import weakref
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,16 +44,9 @@ class BackReference(enum.Enum):
     TO_HOLDER = 0
 
 
-def flatten(structure: Any) -> tuple[list[Any], Any]:
-    """Like `pytree.tree_flatten`, but a `UserDict` (such as `transformers.BatchEncoding`) is a dict that keeps its
-    type, and an object that is data is flattened by its attributes and items."""
-    leaves, spec = pytree.tree_flatten(structure, is_leaf=is_size)
-    of_data = {kind for leaf in leaves for kind in _kinds_of_data(leaf)}
-    if not of_data:
-        return leaves, spec
-    for kind in of_data:
-        _register_mapping(kind) if issubclass(kind, UserDict) else _register_object(kind)
-    return flatten(structure)
+# Classes of objects that have been data: whatever they hold later, a step's arguments keep their structure. They are
+# not registered with PyTorch, which would keep them alive, and refuse to register them for users.
+_data_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def is_size(value: Any) -> bool:
@@ -61,13 +54,52 @@ def is_size(value: Any) -> bool:
     return type(value) is torch.Size
 
 
+def flatten(structure: Any, is_whole: Callable[[Any], bool] = is_size) -> tuple[list[Any], Any]:
+    """Like `pytree.tree_flatten`, but a `UserDict` (such as `transformers.BatchEncoding`) is a dict that keeps its
+    type, and an object that is data is flattened by its attributes and items. `pytree.tree_unflatten` makes all of it
+    again.
+
+    Args:
+        is_whole: whether a part is a leaf, whatever it holds: a `torch.Size`, at least.
+    """
+    leaves, spec = pytree.tree_flatten(structure, is_leaf=is_whole)
+    if not any(_is_data(leaf) and not is_whole(leaf) for leaf in leaves):
+        return leaves, spec
+    return pytree.tree_flatten(_as_nodes(leaves, spec, is_whole), is_leaf=is_whole)
+
+
+def flatten_with_path(structure: Any) -> list[tuple[Any, Any]]:
+    """The leaves of `flatten`, each after its path."""
+    leaves, spec = pytree.tree_flatten(structure, is_leaf=is_size)
+    return pytree.tree_flatten_with_path(_as_nodes(leaves, spec), is_leaf=is_size)[0]
+
+
+def tree_map(function: Callable[[Any], Any], structure: Any) -> Any:
+    """The structure with `function` applied to each of its leaves."""
+    leaves, spec = flatten(structure)
+    return pytree.tree_unflatten(map(function, leaves), spec)
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether `flatten` does not take it apart."""
+    return pytree.tree_is_leaf(value, is_leaf=is_size) and not _is_data(value)
+
+
 def flattened_attributes(value: Any) -> list[str]:
     """The names of the attributes by which `flatten` flattens an object; empty for anything else."""
-    flattened = type(value) in pytree.SUPPORTED_NODES and not isinstance(value, UserDict)
+    cls = type(value)
+    flattened = (cls in _data_classes or cls in pytree.SUPPORTED_NODES) and not isinstance(value, UserDict)
     return _attributes(value) if flattened and _has_attributes(type(value)) else []
 
 
 # -- what is data --
+
+
+def _is_data(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return False
+    _data_classes.update(_kinds_of_data(leaf) if type(leaf) not in _data_classes else ())
+    return type(leaf) in _data_classes
 
 
 def _kinds_of_data(value: Any) -> set[type]:
@@ -151,40 +183,59 @@ def _parts(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
     return [*parts, *items.values()], (names, tuple(items))
 
 
-def _register_object(kind: type) -> None:
-    def parts(value: Any) -> tuple[list[Any], Any]:
-        held, context = _parts(value)
-        return [BackReference.TO_HOLDER if isinstance(part, weakref.ref) else part for part in held], context
+class _Node:
+    """An object that is data, to PyTorch's pytrees."""
 
-    def entries(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        held, (names, keys) = parts(value)
-        paths = [*map(pytree.GetAttrKey, names), *map(pytree.MappingKey, keys)]
-        return list(zip(paths, held, strict=True)), (names, keys)
-
-    def made(held: Any, context: Any) -> Any:
-        names, keys = context
-        value: Any = builtin_base(kind).__new__(kind)  # like a copy: without the constructor, and also if frozen
-        held = list(held)
-        for name, part in zip(names, held, strict=False):
-            object.__setattr__(value, name, part)
-        if keys:
-            items = held[len(names) :]
-            set_items(value, items) if issubclass(kind, list) else set_table(value, dict(zip(keys, items, strict=True)))
-        return value
-
-    pytree.register_pytree_node(kind, parts, made, flatten_with_keys_fn=entries)
+    def __init__(self, value: Any, is_whole: Callable[[Any], bool]) -> None:
+        """`is_whole`: as for `flatten`."""
+        self.value = value
+        self.is_whole = is_whole
 
 
-def _register_mapping(kind: type[UserDict[Any, Any]]) -> None:
-    def entries(value: UserDict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        return [(pytree.MappingKey(key), item) for key, item in value.data.items()], tuple(value.data)
+def _as_nodes(leaves: list[Any], spec: Any, is_whole: Callable[[Any], bool] = is_size) -> Any:
+    nodes = [_Node(leaf, is_whole) if _is_data(leaf) and not is_whole(leaf) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(nodes, spec)
 
-    pytree.register_pytree_node(
-        kind,
-        lambda value: (list(value.data.values()), tuple(value.data)),
-        lambda items, keys: kind(dict(zip(keys, items, strict=True))),
-        flatten_with_keys_fn=entries,
+
+def _apart(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """What an object holds, and what else it is made of: its class, the names of its attributes, and its keys."""
+    if isinstance(value, UserDict):
+        return list(value.data.values()), (type(value), (), tuple(value.data))
+    held, (names, keys) = _parts(value)
+    return [BackReference.TO_HOLDER if isinstance(part, weakref.ref) else part for part in held], (
+        type(value),
+        names,
+        keys,
     )
+
+
+def _node_parts(node: _Node) -> tuple[list[Any], tuple[Any, ...]]:
+    held, made_of = _apart(node.value)
+    leaves, spec = pytree.tree_flatten(held, is_leaf=node.is_whole)
+    return _as_nodes(leaves, spec, node.is_whole), made_of
+
+
+def _node_entries(node: _Node) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    held, (kind, names, keys) = _node_parts(node)
+    paths = [*map(pytree.GetAttrKey, names), *map(pytree.MappingKey, keys)]
+    return list(zip(paths, held, strict=True)), (kind, names, keys)
+
+
+def _made(held: Iterable[Any], made_of: tuple[Any, ...]) -> Any:
+    kind, names, keys = made_of
+    held = list(held)
+    if issubclass(kind, UserDict):
+        return kind(dict(zip(keys, held, strict=True)))
+    value: Any = builtin_base(kind).__new__(kind)  # like a copy: without the constructor, and also if frozen
+    for name, part in zip(names, held, strict=False):
+        object.__setattr__(value, name, part)
+    if keys:
+        items = held[len(names) :]
+        set_items(value, items) if issubclass(kind, list) else set_table(value, dict(zip(keys, items, strict=True)))
+    return value
+
+
+pytree.register_pytree_node(_Node, _node_parts, _made, flatten_with_keys_fn=_node_entries)
 
 
 def copied(original: Any, copy: Any, copies: dict[int, Any]) -> Any:
@@ -222,7 +273,8 @@ def containers(structure: Any) -> Iterator[Any]:
     structure. (Not `()`, of which Python has one.)"""
     kind: Any = namedtuple if isinstance(structure, tuple) and hasattr(structure, "_fields") else type(structure)
     node = pytree.SUPPORTED_NODES.get(kind)
-    if node is None or is_size(structure):
+    is_object = kind in _data_classes
+    if node is None and not is_object or is_size(structure):
         return
     if structure or not isinstance(structure, tuple):
         yield structure
@@ -232,5 +284,5 @@ def containers(structure: Any) -> Iterator[Any]:
             yield attributes
         if isinstance(structure, UserDict):
             yield structure.data
-    for part in node.flatten_fn(structure)[0]:
+    for part in _apart(structure)[0] if is_object else node.flatten_fn(structure)[0]:
         yield from containers(part)

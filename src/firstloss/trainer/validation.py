@@ -13,9 +13,8 @@ import torch
 
 import firstloss as fl
 
-from ..compat.torch_names import pytree
 from ..errors import GraphChangeWarning, TrainerError
-from ..runtime.pytrees import flattened_attributes, is_size
+from ..runtime.pytrees import flattened_attributes, tree_map
 from .interrupts import Interrupts
 from .loops import ValidationLoop
 from .pending_losses import AHEAD
@@ -98,7 +97,7 @@ class Averages:
             self._weights[name] = self._weights.get(name, 0) + samples
         if self._loop.metrics:
             inputs = (self._loop.metric_inputs or default_inputs)(batch, outputs["outputs"])
-            on_host = pytree.tree_map(_on_host, inputs, is_leaf=is_size)
+            on_host = tree_map(_on_host, inputs)
             for metric in self._loop.metrics.values():
                 metric.update(*on_host)
 

@@ -816,3 +816,17 @@ def test_a_step_may_be_given_anything(kind, tmp_path):
     refusing = fl.trace(step._step, reads="refuse")
     with pytest.raises(TraceError, match="torch.from_numpy"):
         refusing(*another)
+
+
+def test_a_class_of_batches_can_be_registered_with_pytorch_later(backend):
+    """Its users' own functions then take it apart."""
+
+    class Batch:
+        def __init__(self, x):
+            self.x, self.made = x, "by the constructor"
+
+    step = fl.trace(lambda batch: (batch.x.sum(), batch.made))
+    assert step(Batch(torch.ones(3)))[1] == "by the constructor"
+    torch.utils._pytree.register_pytree_node(Batch, lambda batch: ([batch.x], None), lambda xs, _: Batch(*xs))
+    total, made = step(Batch(torch.ones(3)))
+    assert total.item() == 3 and made == "by the constructor"

@@ -119,3 +119,67 @@ def values(held):
     if isinstance(held, (list, tuple, collections.deque)):
         return [values(value) for value in held]
     return held
+
+
+class Meter:
+    """Data: a step's arguments that are such objects are taken apart."""
+
+    def __init__(self):
+        self.total = torch.zeros(())
+        self.count = 0
+
+
+OBJECTS = {
+    "existing": ("x", "x", "meter"),
+    "argument": ("x, given", "x, meter", "given"),
+    "argument in a list": ("x, given", "x, [meter]", "given[0]"),
+    "in a list": ("x", "x", "[meter, 1][0]"),
+    "in a tuple": ("x", "x", "(meter,)[0]"),
+}
+OF_OBJECT = """
+def program(closure, trace, batches, model, meter):
+    seen = []
+    @closure
+    def log(given, loss):
+        seen.append((float(given.total), given.count, loss.item()))
+        given.count += 1
+    @trace
+    def step({parameters}):
+        with torch.no_grad(): loss = model(x).sum()
+        {passed}.total = {passed}.total + loss
+        log({passed}, loss)
+        return loss
+    for x in batches(): step({arguments})
+    return seen, float(meter.total), meter.count
+"""
+MADE_BY_STEP = """
+def program(closure, trace, batches, model, meter):
+    seen = []
+    @closure
+    def log(given, more): seen.append((float(given.total), given.count, more['m'].total.item()))
+    @trace
+    def step(x):
+        with torch.no_grad(): loss = model(x).sum()
+        made = Meter()
+        made.total = made.total + loss
+        log(made, {'m': made})
+        return loss
+    for x in batches(): step(x)
+    return seen
+"""
+
+
+@pytest.mark.parametrize("way", [*OBJECTS, "made by the step"])
+def test_a_closure_gets_an_object_itself(way, backend):
+    if way in OBJECTS:
+        parameters, arguments, passed = OBJECTS[way]
+        text = OF_OBJECT.format(parameters=parameters, arguments=arguments, passed=passed)
+    else:
+        text = MADE_BY_STEP
+    scope = {"torch": torch, "Meter": Meter}
+    exec(text, scope)
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    expected = scope["program"](lambda f: f, lambda f: f, batches, model, Meter())
+    compiled = fl.compile(copy.deepcopy(model), backend)
+    assert scope["program"](fl.step_closure, fl.trace, batches, compiled, Meter()) == expected

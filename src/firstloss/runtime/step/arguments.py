@@ -25,7 +25,7 @@ from ...program.graph import Value, contiguous_stride
 from ...program.source import here
 from ..guards.effects import Bind, Effects
 from ..guards.reconstruct import ArgumentPlaceholders, CallFrame, Reconstructor
-from ..pytrees import BackReference, containers, copied
+from ..pytrees import BackReference, containers, copied, is_leaf
 
 _OUR_ATTRIBUTES = {"_storage", PARAMETER_FLAG}
 
@@ -124,7 +124,7 @@ class Arguments:
     def _container_passed_twice(self) -> bool:
         """Whether a dict or a list is passed twice."""
         args, kwargs = self._args_and_kwargs
-        if all(pytree.tree_is_leaf(value) for value in (*args, *kwargs.values())):
+        if all(is_leaf(value) for value in (*args, *kwargs.values())):
             return False
         held = self._mutable()
         return len({id(container) for container in held}) < len(held)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...capture import session
-from ...compat.torch_names import pytree
 from ...errors import GraphChangedError, TraceError
 from ...interpreter import Undo, pause, paused_until
 from ...program.source import here
@@ -30,6 +29,7 @@ from ..backend import Backend, current_backend
 from ..device import host_tensors
 from ..guards.recording import record_calls
 from ..lazy_jax import process_count
+from ..pytrees import flatten
 from .arguments import Arguments, ByIdentity, owner_of
 from .cache_entries import CacheEntries
 from .owners import Shared
@@ -87,7 +87,7 @@ class StepCache:
         """
         if not host_tensors.are_in_use():
             return
-        used: list[Any] = pytree.tree_leaves(arguments)
+        used, _ = flatten(arguments)
         for entry in (entry for entries in self.kinds.values() for entry in entries.entries()):
             if entry.traced_each_time is None:  # else it fits no call
                 used += entry.step.traced.owners.inputs.values()

@@ -5,7 +5,8 @@ A closure sees them as they were at its call, and may change them, as a function
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,14 +16,34 @@ from ...compat.torch_names import pytree
 from ...errors import ClosureError
 from ..guards.equality import same, same_items
 from ..guards.reconstruct import CallFrame, Make, Reconstructor
-from ..pytrees import is_size
+from ..pytrees import flatten, is_size
 
 
-def is_whole(arg: Any) -> bool:
-    """Whether a closure gets an argument as a whole, and not with other values in place of its tensors."""
-    if is_size(arg) or isinstance(arg, tuple):
-        return is_size(arg)
-    return not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(arg, is_leaf=is_size))
+def taken_apart(arguments: Any, existed: Callable[[Any], bool]) -> tuple[list[Any], Any]:
+    """What a closure is called with: leaves in place of whose tensors it gets values, and their structure.
+
+    Args:
+        existed: whether an object existed before the step. Such objects are passed themselves, as all others than
+            dicts, lists and tuples are outside of one.
+    """
+
+    def is_object(arg: Any) -> bool:
+        return is_size(arg) or pytree.tree_is_leaf(arg) and not isinstance(arg, torch.Tensor) and existed(arg)
+
+    def is_whole(arg: Any) -> bool:
+        if isinstance(arg, torch.Tensor) or is_object(arg):
+            return True
+        return not isinstance(arg, tuple) and not any(
+            isinstance(leaf, torch.Tensor) for leaf in flatten(arg, is_object)[0]
+        )
+
+    return flatten(arguments, is_whole)
+
+
+class OfCaller(NamedTuple):
+    """What an object that stands in for an argument of the step is at a call."""
+
+    make: Make
 
 
 class Copy:
@@ -57,23 +78,28 @@ class Container:
 
     def __init__(self, container: Any) -> None:
         self._container = container
-        self._then, self._spec = _taken_apart(container)
+        self._then, self._spec = _parts(container)
         self._parts = list(map(kept, self._then))
         self._make: Make | None = None
         self._exists = False
 
-    def find(self, reconstructor: Reconstructor) -> bool:
-        """Once the step is traced: whether it is passed itself."""
+    @property
+    def is_passed_itself(self) -> bool:
+        """Whether the closure gets the container itself, and not a new one; known once it is found."""
+        return self._make is not None
+
+    def find(self, reconstructor: Reconstructor) -> None:
+        """Once the step is traced: find out whether it is passed itself."""
         container, then = self._container, self._then
         self._container, self._then = None, []  # which would keep alive what the step has dropped
-        now, spec = _taken_apart(container)
+        now, spec = _parts(container)
         # Where the step has a number as an input, the caller has the number.
         is_same = spec == self._spec and all(a is b or same(_of_caller(a), b) for a, b in zip(then, now, strict=True))
-        inner = [part.find(reconstructor) for part in self._parts if type(part) is Container]
+        self._parts = [found(part, reconstructor) for part in self._parts]
+        inner = [part.is_passed_itself for part in self._parts if type(part) is Container]
         self._exists = reconstructor.is_old(container) or reconstructor.holds_arguments(container)
         if self._exists and is_same and all(inner):
             self._make = reconstructor.container(container)
-        return self._make is not None
 
     def at(self, frame: CallFrame, copies: list[Copy]) -> Any:
         """What a call of the step passes to the closure; copies of what existed before are added to `copies`."""
@@ -118,7 +144,7 @@ def _flat(container: Any) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
-def _taken_apart(container: Any) -> tuple[list[Any], Any]:
+def _parts(container: Any) -> tuple[list[Any], Any]:
     """What a container holds itself, and its structure."""
     parts, spec = pytree.tree_flatten(container, is_leaf=lambda part: part is not container)
     return parts, spec
@@ -141,8 +167,19 @@ def kept(leaf: Any) -> Any:
     return Container(leaf)
 
 
+def found(leaf: Any, reconstructor: Reconstructor) -> Any:
+    """What `kept` has kept, once the step is traced."""
+    if type(leaf) is Container:
+        leaf.find(reconstructor)
+    elif reconstructor.holds_arguments(leaf):
+        return OfCaller(reconstructor.container(leaf))
+    return leaf
+
+
 def at_call(leaf: Any, frame: CallFrame, copies: list[Copy]) -> Any:
-    """What `kept` has kept, in a call of the step."""
+    """What `found` has found, in a call of the step."""
     if type(leaf) is Container:
         return leaf.at(frame, copies)
+    if type(leaf) is OfCaller:
+        return leaf.make(frame)
     return leaf.value(frame.arguments, frame.known) if type(leaf) is Expression else leaf

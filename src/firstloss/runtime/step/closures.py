@@ -29,7 +29,7 @@ from ..device.lazy_array import LazyArray, ready
 from ..guards.reconstruct import CallFrame, Reconstructor
 from ..pytrees import is_size
 from . import loop as loops
-from .closure_containers import Container, Copy, InLoop, at_call, is_whole, kept
+from .closure_containers import Copy, InLoop, at_call, found, kept, taken_apart
 
 P = ParamSpec("P")
 
@@ -118,11 +118,11 @@ class _Closure:
         return self if instance is None else functools.partial(self.__call__, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        given = (args, tuple(kwargs.values()))
-        leaves, spec = pytree.tree_flatten(given, is_leaf=is_whole)
-        call = ClosureCall(self, here(), leaves, spec, tuple(kwargs))
-        if isinstance(session.trace, StepTrace):
-            call.note(session.trace)
+        trace = session.trace if isinstance(session.trace, StepTrace) else None
+        existed = trace.existed if trace is not None else lambda obj: True
+        call = ClosureCall(self, here(), *taken_apart((args, tuple(kwargs.values())), existed), tuple(kwargs))
+        if trace is not None:
+            call.note(trace)
         else:
             call.run_now()
 
@@ -230,9 +230,7 @@ class ClosureCall:
 
     def find_existing(self, reconstructor: Reconstructor) -> None:
         """Once the step is traced: find the arguments that existed before it."""
-        for leaf in self.leaves:
-            if type(leaf) is Container:
-                leaf.find(reconstructor)
+        self.leaves = [leaf if type(leaf) is Ref else found(leaf, reconstructor) for leaf in self.leaves]
 
     @property
     def refs(self) -> list[Ref]:

@@ -10,12 +10,11 @@ import torch
 
 from ...capture.input_numbers import is_plain_number
 from ...capture.input_texts import is_text
-from ...compat.torch_names import pytree
 from ...errors import GraphChangeWarning, NotTraceableError, ShapeError, TraceError
 from ...program.graph import is_not_strided
 from ...program.source import here, warn
 from ..guards.kind import kind_of
-from ..pytrees import flatten, is_size
+from ..pytrees import flatten, flatten_with_path
 from .arguments import Arguments, ByIdentity
 
 # How many kinds there may be that are for certain objects, which may be others at each call.
@@ -143,9 +142,8 @@ class Shapes:
 
     def _names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """For each leaf, the last key on the path to it that is a name: in the batch, or of the step's parameter."""
-        paths, _ = pytree.tree_flatten_with_path((args, kwargs), is_leaf=is_size)
         out = []
-        for path, _ in paths:
+        for path, _ in flatten_with_path((args, kwargs)):
             keys = [getattr(entry, "key", getattr(entry, "name", None)) for entry in path]
             strings = [key for key in keys if isinstance(key, str)]
             position = getattr(path[1], "idx", None) if len(path) > 1 and not strings else None

@@ -265,6 +265,7 @@ class _Trace:
             placeholders = TracedArguments(arguments, self.trace, self._inputs)
             args, kwargs = placeholders.take()
             snapshot.add_root((args, kwargs))
+            self.trace.existed = snapshot.holds
             self._observer.varying = Varying(self._places, self.trace.numbers)
             self._observer.varying.begin(undo)
             self.optimizers.groups.begin(undo, self._observer.varying)
@@ -316,6 +317,7 @@ class _Trace:
         returned = len(reconstructor.tensors)
         for call in trace.closures:
             call.find_existing(reconstructor)
+        self.trace.existed = lambda obj: False  # also releases what existed
         for owner in trace.inputs.values():
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
                 continue
