@@ -27,7 +27,7 @@ __asm__(".symver pthread_detach, pthread_detach@GLIBC_2.2.5");
 
 /* --- XLA's structures --- */
 
-enum { F32 = 11, BF16 = 16 };
+enum { F32 = 11, F64 = 12, BF16 = 16 };
 enum { INTERNAL = 13 };
 
 struct buffer {
@@ -129,6 +129,7 @@ typedef void *tensor;
 
 static struct {
     int32_t (*float32)(void);
+    int32_t (*float64)(void);
     int32_t (*bfloat16)(void);
     int32_t (*cpu)(void);
     int32_t (*from_blob)(void *, int64_t, const int64_t *, const int64_t *, int64_t, int32_t, int32_t, int32_t, tensor *);
@@ -166,7 +167,8 @@ enum order { ROWS, COLUMNS, HEADS };
 static tensor lent_part(const struct buffer *buffer, struct range range, struct range other, enum order order) {
     int64_t strides[MOST_DIMENSIONS], dims[MOST_DIMENSIONS], stride = 1, begin = 0;
     tensor made = NULL;
-    if (buffer->rank > MOST_DIMENSIONS || (buffer->dtype != F32 && buffer->dtype != BF16)) {
+    int dtype = buffer->dtype;
+    if (buffer->rank > MOST_DIMENSIONS || (dtype != F32 && dtype != F64 && dtype != BF16)) {
         return NULL;
     }
     for (int64_t i = buffer->rank - 1; i >= 0; i--) {
@@ -180,9 +182,9 @@ static tensor lent_part(const struct buffer *buffer, struct range range, struct 
             dims[d] = cut.to - cut.from;
         }
     }
-    char *data = (char *)buffer->data + begin * (buffer->dtype == F32 ? 4 : 2);
-    int32_t dtype = buffer->dtype == F32 ? torch_.float32() : torch_.bfloat16();
-    if (torch_.from_blob(data, buffer->rank, dims, strides, 0, dtype, torch_.cpu(), 0, &made)) {
+    char *data = (char *)buffer->data + begin * (dtype == F32 ? 4 : dtype == F64 ? 8 : 2);
+    int32_t in_torch = dtype == F32 ? torch_.float32() : dtype == F64 ? torch_.float64() : torch_.bfloat16();
+    if (torch_.from_blob(data, buffer->rank, dims, strides, 0, in_torch, torch_.cpu(), 0, &made)) {
         return NULL;
     }
     return made;

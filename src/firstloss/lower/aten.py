@@ -40,6 +40,7 @@ TARGETS = (
 )
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",
+    "aoti_torch_dtype_float64",
     "aoti_torch_dtype_bfloat16",
     "aoti_torch_device_type_cpu",
     "aoti_torch_create_tensor_from_blob",

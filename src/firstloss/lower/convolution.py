@@ -126,14 +126,15 @@ def _product_backward(g, x, weight, windows):
 # --- By PyTorch's own kernels -----------------------------------------------------------------------------------------
 
 
-def _by_pytorch(input, weight, windows):
+def _by_pytorch(input, weight, windows, groups):
     """Whether PyTorch's convolution is faster: in bfloat16 always; in float32 except for matrix products, whose results
-    would have to be copied to XLA's memory."""
-    if not kernels.computes(input.dtype) or input.dtype != weight.dtype or input.ndim not in (3, 4, 5):
+    would have to be copied to XLA's memory; in float64 if it has groups, which XLA computes with a plain loop then."""
+    grouped = kernels.usable() and input.dtype == np.float64 and groups > 1
+    if not (kernels.computes(input.dtype) or grouped) or input.dtype != weight.dtype or input.ndim not in (3, 4, 5):
         return False
     if 0 in (*input.shape, *weight.shape):
         return False
-    return input.dtype != np.float32 or (windows is None and math.prod(weight.shape[2:]) > 1)
+    return input.dtype == jnp.bfloat16 or (windows is None and math.prod(weight.shape[2:]) > 1)
 
 
 def _spread(space, how):
@@ -155,7 +156,7 @@ def _plain(x):
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *_):
     x, w, how = _plain(input), _plain(weight), (stride, padding, dilation, transposed, output_padding, groups)
     windows = _as_product(x, w, *how)
-    if _by_pytorch(input, weight, windows):
+    if _by_pytorch(input, weight, windows, groups):
         shape = jax.eval_shape(lambda: _convolve(x, w, *how)).shape
         bias = None if bias is None else cast(bias, input.dtype)
         return kernels.convolution(input, weight, bias, shape, *_spread(input.ndim - 2, how))
@@ -176,7 +177,7 @@ def convolution_backward(
         x, w = lax.conj(x), lax.conj(w)
     how = (stride, padding, dilation, transposed, output_padding, groups)
     windows = _as_product(x, w, *how)
-    if _by_pytorch(input, weight, windows) and any(output_mask[:2]):
+    if _by_pytorch(input, weight, windows, groups) and any(output_mask[:2]):
         wanted = [bool(wants) for wants in output_mask[:2]]
         how = _spread(input.ndim - 2, how)
         of_input, of_weight = kernels.convolution_backward(cast(grad_output, input.dtype), input, weight, wanted, *how)
