@@ -518,6 +518,60 @@ def test_one_step_for_train_and_eval_is_traced_for_each(backend, traced):
     assert len(traced) == 2 * ONCE
 
 
+# How a step gets the member `k` of an ensemble that is trained next: its call, its parameters, and what it does first.
+
+MEMBERS = {
+    "an index that is read": ("place.k = k; loss = step(x)", "x", "k = place.k; model, optimizer = members[k]"),
+    "attributes": ("place.member = members[k]; loss = step(x)", "x", "model, optimizer = place.member"),
+    "an argument": ("loss = step(k, x)", "k, x", "model, optimizer = members[k]"),
+    "a name in a dict": ("place.k = f'fold {k}'; loss = step(x)", "x", "model, optimizer = place.folds[place.k]"),
+}
+ENSEMBLE = """
+def program(backend, wrap, trace, batches):
+    members = []
+    for k in range(12):
+        torch.manual_seed(k)
+        with backend: model = nn.Sequential(trunk, nn.Linear(4, 5), nn.Linear(5, 1))
+        members.append((wrap(model), sgd(model.parameters())))
+    place.folds = {{f"fold {{k}}": member for k, member in enumerate(members)}}
+    @trace
+    def step({parameters}):
+        {get}
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+    losses = []
+    for x in batches:
+        for k in range(12):
+            {call}
+            losses.append(loss)
+        yield losses
+"""
+
+
+@pytest.mark.parametrize("way", MEMBERS)
+def test_a_step_for_the_members_of_an_ensemble_in_turns_does_not_retrace(way, backend, traced):
+    warnings.filterwarnings("ignore", ".*recompiled for k", GraphChangeWarning)
+    call, parameters, get = MEMBERS[way]
+    text = ENSEMBLE.format(parameters=parameters, get=get, call=call)
+
+    def run(device, wrap, trace):
+        torch.manual_seed(0)
+        with device:
+            trunk = nn.Linear(4, 4)
+        scope = {"torch": torch, "nn": nn, "sgd": sgd, "trunk": trunk, "place": types.SimpleNamespace()}
+        exec(text, scope)
+        rounds = [(losses, len(traced)) for losses in scope["program"](device, wrap, trace, batches(5))]
+        return rounds[-1][0], [count for _, count in rounds]
+
+    expected, _ = run(torch.device("cpu"), lambda module: module, lambda step: step)
+    losses, counts = run(backend.device, lambda module: fl.compile(module, backend), fl.trace)
+    assert counts[2] == counts[4] and counts[4] <= 12 * COUNTED
+    torch.testing.assert_close([loss.item() for loss in losses], [loss.item() for loss in expected])
+
+
 def frozen_by_a_loop(module, value):
     for parameter in module.parameters():
         parameter.requires_grad = value

@@ -34,6 +34,7 @@ from .tracing import StepRaisedError, TraceObserver
 from .untraced_calls import UntracedCalls
 
 if TYPE_CHECKING:
+    from ..backend import Models
     from .compiled_step import CompiledStep
 
 
@@ -55,6 +56,9 @@ _CALLS_FOR_ONE_MORE = 8
 # thaws them at the next, comes back to the same few states.
 _MAX_STATES = 4
 
+# Likewise, whatever weights they read: a step that trains the members of an ensemble in turns.
+_MAX_WEIGHTS = 64
+
 # At how many calls in a row it is traced, for whatever reasons, before the next calls run untraced.
 _MAX_IN_A_ROW = 8
 
@@ -68,9 +72,11 @@ _CHECKING = 0.01
 class CacheEntry:
     """A compiled step, and the guards of its trace."""
 
-    def __init__(self, step: CompiledStep, observer: TraceObserver, seconds: float) -> None:
+    def __init__(self, step: CompiledStep, observer: TraceObserver, seconds: float, models: Models) -> None:
+        """`models`: those of its backend."""
         assert observer.guards is not None
         self.step = step
+        self.weights: frozenset[int] = step.traced.owners.storages_of(p for model in models for p in model.parameters())
         self.guards: GuardSet = observer.guards
         self._modules = list(map(weakref.ref, observer.snapshot.modules))  # also models that it does not use
         self.optimizers = observer.snapshot.optimizers
@@ -355,7 +361,9 @@ class CacheEntries:
             self._untraced.begin_at_once()
             self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
-        self._in_a_row += not self._always
+        # The same for other weights, as for the next member of an ensemble, is not what changes at each call.
+        is_for_others = bool(twin) and all(e.weights != entry.weights for e in self._entries)
+        self._in_a_row += not self._always and not is_for_others
         is_reported = last is None or entry.traced_each_time is not None or last.changes_by_step(why)
         if self._in_a_row > _MAX_IN_A_ROW and last is not None and not is_reported:
             changing = "; ".join(dict.fromkeys(change.description for change in why)) or "what it reads"
@@ -366,8 +374,8 @@ class CacheEntries:
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
         same = [e for e in self._entries if e.shares_program(entry)]
-        for unused in same[_MAX_STATES - 1 :]:
-            self._entries.remove(unused)
+        unused = [e for e in same if e.weights == entry.weights][_MAX_STATES - 1 :] or same[_MAX_WEIGHTS - 1 :]
+        self._entries = [e for e in self._entries if e not in unused]
         self._entries.insert(0, entry)
         self._each_time(entry, request)
         return entry
@@ -550,7 +558,7 @@ class CacheEntries:
             self._in_vain = 0 if shared else self._in_vain + 1
             self._for_outcomes += bool(compiled.traced.outcomes) and not shared
             self._fitting = None
-        entry = CacheEntry(compiled, observer, time.perf_counter() - begin)
+        entry = CacheEntry(compiled, observer, time.perf_counter() - begin, request.backend.models)
         if entry.guards.unknown:
             self._functions += functions_of(entry.guards.unknown)
             if len(self._functions) > _MAX_FUNCTIONS:

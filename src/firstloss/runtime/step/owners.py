@@ -119,6 +119,11 @@ class Owners:
         storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
         return any(id(owner) in ids or id(owner) in storages for owner in self.inputs.values())
 
+    def storages_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+        """The ids of the backend's storages of `tensors` that are inputs."""
+        ids = {id(tensor._storage) for tensor in tensors if type(tensor) is DeferredTensor}
+        return frozenset(ids & set(map(id, self.inputs.values())))
+
     def external_inputs(self, per_call: Container[Value]) -> list[Owner | None]:
         """The inputs, changed ones first; None for those passed `per_call`."""
         values = (*self.changed, *self.read)
