@@ -183,3 +183,44 @@ def test_a_closure_gets_an_object_itself(way, backend):
     expected = scope["program"](lambda f: f, lambda f: f, batches, model, Meter())
     compiled = fl.compile(copy.deepcopy(model), backend)
     assert scope["program"](fl.step_closure, fl.trace, batches, compiled, Meter()) == expected
+
+
+# A list that the closure appends to, and on which what the step computes depends, too.
+READING = {
+    "in another argument": "log(held, loss * (1 + len(held)))",
+    "beside the call": "loss = loss * (1 + len(held)); log(held, loss)",
+    "in a function that returns it": "log(longer(held, factors), loss * (1 + sum(factors)))",
+    "to choose it": "log(held if len(held) < 3 else other, loss * (1 + len(other)))",
+    "an item": "log(held, loss * (held[-1] if held else 1))",
+    "unpacked": "log(*[held], loss * (1 + len(held)))",
+    "by another name": "h = held; log(h, loss * (1 + len(h)))",
+    "an attribute": "log(box.held, loss * (1 + len(box.held)))",
+    "by keyword": "log(loss=loss * (1 + len(held)), given=held)",
+}
+READER = """
+def program(closure, trace, batches, model):
+    held, other, box, factors = [], [], Box(), []
+    box.held = held
+    def longer(given, into):
+        into[:] = [len(given)]
+        return given
+    @closure
+    def log(given, loss): given.append(loss.item())
+    @trace
+    def step(x):
+        with torch.no_grad(): loss = model(x).sum()
+        {calls}
+        return loss
+    return [step(x).item() for x in batches()], held, other
+"""
+
+
+@pytest.mark.parametrize("way", READING)
+def test_a_step_may_read_what_it_passes_to_a_closure(way, backend):
+    scope = {"torch": torch, "Box": Box}
+    exec(READER.format(calls=READING[way]), scope)
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    expected = scope["program"](lambda f: f, lambda f: f, batches, model)
+    compiled = fl.compile(copy.deepcopy(model), backend)
+    assert scope["program"](fl.step_closure, fl.trace, batches, compiled) == expected

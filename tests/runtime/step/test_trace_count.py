@@ -5,6 +5,7 @@ which costs a hundred times as much as a step.
 """
 
 import collections
+import copy
 import functools
 import itertools
 import logging
@@ -516,6 +517,49 @@ def test_one_step_for_train_and_eval_is_traced_for_each(backend, traced):
         model.train(i % 3 != 0)
         step(x)
     assert len(traced) == 2 * ONCE
+
+
+HISTORIES = {
+    "list": (list, lambda held, value: held.append(value)),
+    "dict": (dict, lambda held, value: held.update({len(held): value})),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda held, value: held["loss"].append(value)),
+    "Counter": (collections.Counter, lambda held, value: held.update(calls=1)),
+    "deque": (lambda: collections.deque(maxlen=3), lambda held, value: held.append(value)),
+    "set": (set, lambda held, value: held.add(value)),
+    "nested": (lambda: {"train": {"loss": []}}, lambda held, value: held["train"]["loss"].append(value)),
+    "long": (lambda: [0.0] * 100_000, lambda held, value: held.append(value)),
+}
+PASSING = {
+    "a variable": lambda log, held, place: lambda loss: log(held, loss),
+    "an attribute": lambda log, held, place: lambda loss: log(place.held, loss.detach() * 2),
+    "a keyword": lambda log, held, place: lambda loss: log(loss=loss, held=held),
+    "a method": lambda log, held, place: lambda loss: place.log(place.held, loss),
+}
+
+
+@pytest.mark.parametrize("way", PASSING)
+@pytest.mark.parametrize("kind", HISTORIES)
+def test_what_closures_change_in_what_they_are_passed_does_not_retrace(kind, way, backend, traced):
+    make, change = HISTORIES[kind]
+    held, place = make(), types.SimpleNamespace()
+    model, optimizer, *_ = build(backend)
+    log = fl.step_closure(lambda held, loss: change(held, loss.item()))
+    place.held, place.log = held, log
+    note = PASSING[way](log, held, place)
+
+    @fl.trace
+    def step(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        note(loss)
+        return loss
+
+    before = copy.deepcopy(held)
+    for x in batches(20):
+        step(x)
+    assert len(traced) == ONCE and held != before
 
 
 # How a step gets the member `k` of an ensemble that is trained next: its call, its parameters, and what it does first.

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
-from .bytecode import Collect, ItemCollect, Use
+from .bytecode import Collect, ItemCollect, Load, Use, call_with
 from .kind import kind_of
 
 _HOLDERS = (dict, list, defaultdict)
 
 
-def may_be_added_to(before: Any) -> bool:
-    """Whether a step may add to a value, or to what it holds, without depending on it."""
-    return type(before) in _HOLDERS or kind_of(type(before)).collects
-
-
 class Additions:
-    """The collections that a step adds to and does not otherwise read."""
+    """The collections that a step adds to, or passes to step closures, and does not otherwise read."""
 
-    def __init__(self, looked_at: set[int]) -> None:
-        """`looked_at` has the ids of the objects that the step is known to read."""
+    def __init__(self, looked_at: set[int], passed: Collection[tuple[int, types.CodeType, int]]) -> None:
+        """
+        Args:
+            looked_at: the ids of the objects that the step is known to read.
+            passed: the ids of the objects that are passed to closures themselves, with the places of these calls.
+        """
+        self._passed = passed
+        self._ids = {passed_id for passed_id, _, _ in passed}
         self._collected: dict[int, Any] = {}
         self._looked_at = looked_at
 
+    def may_include(self, before: Any) -> bool:
+        """Whether a step may use a value without depending on it."""
+        return type(before) in _HOLDERS or kind_of(type(before)).collects or id(before) in self._ids
+
     def collects(self, before: Any, uses: list[Use]) -> bool:
-        """Whether these uses of a collection only add to it."""
+        """Whether these uses of a collection only add to it, or pass it to closures, to which they may do anything."""
+        is_passed = [use for use in uses if isinstance(use, Load) and self._is_passed(before, use)]
+        uses = [use for use in uses if use not in is_passed]
+        if is_passed and not uses:
+            return True
         if not all(isinstance(use, Collect) for use in uses) or not kind_of(type(before)).collects:
             return False
         self._collected[id(before)] = before
@@ -39,6 +50,10 @@ class Additions:
             if kind_of(type(item)).collects:
                 self._collected[id(item)] = item
         return True
+
+    def _is_passed(self, value: Any, use: Load) -> bool:
+        call = call_with(use)
+        return call is not None and (id(value), use.code, call) in self._passed
 
     def includes(self, container: Any) -> bool:
         """Whether the step only adds to a collection."""

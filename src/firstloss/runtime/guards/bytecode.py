@@ -29,7 +29,14 @@ class ItemCollect(NamedTuple):
     method: str
 
 
-Use = Collect | ItemCollect | None  # None: it is read
+class Load(NamedTuple):
+    """Another use of what an instruction loads: it is read, or passed on."""
+
+    code: types.CodeType
+    offset: int
+
+
+Use = Collect | ItemCollect | Load | None  # None: it is read
 
 _COLLECT = {"append", "appendleft", "add", "extend", "extendleft"}
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -50,6 +57,7 @@ class Instruction(NamedTuple):
     argument: Any
     symbol: str  # the operator, of BINARY_OP
     line: int
+    effect: int  # by how much it changes the stack's depth
 
 
 def _has(code: types.CodeType, *names: str) -> bool:
@@ -66,7 +74,8 @@ def _instructions(code: types.CodeType) -> list[Instruction]:
         if i.positions is not None and i.positions.lineno is not None:
             line = i.positions.lineno
         if i.opname not in _NOISE:
-            instructions.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line))
+            effect = dis.stack_effect(i.opcode, i.arg, jump=False)
+            instructions.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line, effect))
     return instructions
 
 
@@ -75,11 +84,11 @@ def raises_again(code: types.CodeType) -> bool:
     return any(step.name == "RAISE_VARARGS" and step.argument == 0 for step in _instructions(code))
 
 
-def _use(steps: list[Instruction], i: int) -> Use:
+def _use(code: types.CodeType, steps: list[Instruction], i: int) -> Use:
     """How the value that the `i`-th instruction loads is used."""
     if i + 1 < len(steps) and steps[i + 1].name in ("LOAD_METHOD", "LOAD_ATTR") and steps[i + 1].argument in _COLLECT:
         return Collect(steps[i + 1].argument)
-    return _item_collect(steps[i + 1 : i + 4])
+    return _item_collect(steps[i + 1 : i + 4]) or Load(code, steps[i].offset)
 
 
 def _item_collect(after: list[Instruction]) -> ItemCollect | None:
@@ -97,7 +106,29 @@ def _item_collect(after: list[Instruction]) -> ItemCollect | None:
 def _uses(code: types.CodeType) -> dict[int, Use]:
     """How the value that each load instruction loads is used, by the instruction's offset."""
     steps = _instructions(code)
-    return {step.offset: _use(steps, i) for i, step in enumerate(steps) if step.name in _LOADS}
+    return {step.offset: _use(code, steps, i) for i, step in enumerate(steps) if step.name in _LOADS}
+
+
+@functools.lru_cache(maxsize=65536)
+def call_with(load: Load) -> int | None:
+    """The offset of the call of which a loaded value is itself an argument, as of `log` in `log(history, x + 1)`; None
+    if it is used otherwise."""
+    steps = _instructions(load.code)
+    above = 0  # the number of values above it on the stack
+    for step in steps[[step.offset for step in steps].index(load.offset) + 1 :]:
+        looks_up = step.name in ("LOAD_ATTR", "LOAD_METHOD")
+        if not looks_up and not step.name.startswith(("LOAD_", "CALL", "BINARY_", "UNARY_", "COMPARE_", "BUILD_")):
+            return None
+        pops = 1 if looks_up else max(0, 1 - step.effect)  # most push one value
+        if pops > above:
+            return step.offset if step.name.startswith("CALL") and "INTRINSIC" not in step.name else None
+        above += step.effect
+    return None
+
+
+def call_at(code: types.CodeType, offset: int) -> int:
+    """The offset of the instruction that a frame of `code` is at, which may stand behind it, at its cache."""
+    return max((step.offset for step in _instructions(code) if step.offset <= offset), default=offset)
 
 
 def use_at(code: types.CodeType, offset: int) -> Use:
@@ -231,8 +262,7 @@ def lines(code: types.CodeType) -> NameLines:
         if step.name in _STORES and isinstance(step.argument, str):
             writes.setdefault(step.argument, source)
         elif step.name in _LOADS and isinstance(step.argument, str):
-            use = _use(steps, i)
-            if use is None and not _is_update(steps, i):
+            if isinstance(_use(code, steps, i), Load) and not _is_update(steps, i):
                 reads.setdefault(step.argument, source)
             else:
                 writes.setdefault(step.argument, source)

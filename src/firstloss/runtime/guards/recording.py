@@ -68,6 +68,7 @@ class Recording:
         outside: the external state that was read; known where `codes` are.
         writes: what was written and cannot be undone; likewise.
         computed: classes that define `__getattribute__`, which may read any attribute.
+        passed: the ids of the objects that are passed to step closures themselves, with the places of these calls.
     """
 
     def __init__(self, classes: Iterable[type], is_held: Callable[[Any], bool], profile: bool) -> None:
@@ -77,6 +78,7 @@ class Recording:
             is_held: whether an object existed before the step.
             profile: also record the code that runs and the C functions that it calls. It costs some 15% of a trace.
         """
+        self.passed: set[tuple[int, types.CodeType, int]] = set()
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict[Any, Any]]] | None = None

@@ -26,7 +26,6 @@ import torch
 from ...capture.python_generators import STATES
 from . import bytecode, process_state
 from .access import MISSING, cell_content, items_of, own_attributes
-from .additions import may_be_added_to
 from .bytecode import Use
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
@@ -56,7 +55,7 @@ class GuardSources:
     def __init__(self, snapshot: Snapshot, recording: Recording) -> None:
         self._snapshot = snapshot
         self._executed = Executed(snapshot, recording)
-        self._values = Values(snapshot, self._executed)
+        self._values = Values(snapshot, self._executed, recording.passed)
         self.additions = self._values.additions
         self.unknown: list[types.CodeType] = []
         self.ran = {code for code, _ in (recording.codes or {}).values()}
@@ -208,12 +207,12 @@ class GuardSources:
             slots = snapshot.slots_before(owner)
             if name in slots:
                 before = slots[name]
-                self._values.slot(owner, name, before, _uses(sites, before))
+                self._values.slot(owner, name, before, self._uses(sites, before))
                 continue
             if table is None:
                 continue
             before = self._values.before(table).get(name, MISSING)
-            self._values.name(table, name, before, describe, _uses(sites, before) or [None])
+            self._values.name(table, name, before, describe, self._uses(sites, before) or [None])
 
         if self._executed.reads_past_classes:  # these reads are not recorded
             for attributes in snapshot.tables("attributes"):
@@ -221,6 +220,18 @@ class GuardSources:
                     self._any_attribute(attributes.owner)
             for slotted in list(snapshot.states[Slots].values()):
                 self._any_attribute(slotted.held)
+
+    def _uses(self, sites: dict[Site, int], before: Any) -> list[Use]:
+        """How the instructions at `sites` use an attribute; empty if it can only be read, which saves decoding their
+        code.
+
+        Args:
+            sites: the instructions that look it up, and how often each has.
+            before: the attribute's former value.
+        """
+        if not self.additions.may_include(before):
+            return []
+        return [bytecode.use_at(*site) for site, count in sites.items() for _ in range(min(count, 2))]
 
     def _any_attribute(self, owner: Any) -> None:
         """All attributes of an object, since any of them may have been read."""
@@ -352,18 +363,6 @@ class GuardSources:
             if slot is not None:
                 self._values.reads[container, key] = slot._replace(expected=any_number)
         return GuardSet(self._values, self._executed.lines, self.unknown, self.external_calls, weights)
-
-
-def _uses(sites: dict[Site, int], before: Any) -> list[Use]:
-    """How the instructions at `sites` use an attribute; empty if it can only be read, which saves decoding their code.
-
-    Args:
-        sites: the instructions that look it up, and how often each has.
-        before: the attribute's former value.
-    """
-    if not may_be_added_to(before):
-        return []
-    return [bytecode.use_at(*site) for site, count in sites.items() for _ in range(min(count, 2))]
 
 
 def _held_attributes(owner: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import operator
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 import torch
@@ -54,7 +54,10 @@ class Values:
         in_class: greater than 0 within classes, whose contents are code, and not the step's state.
     """
 
-    def __init__(self, snapshot: Snapshot, executed: Executed) -> None:
+    def __init__(
+        self, snapshot: Snapshot, executed: Executed, passed: Collection[tuple[int, types.CodeType, int]]
+    ) -> None:
+        """`passed`: as for `Additions`."""
         self.snapshot = snapshot
         self.executed = executed
         self.too_large: list[tuple[str, str]] = []
@@ -69,7 +72,7 @@ class Values:
         self.tensors: dict[int, torch.Tensor] = {}
         self.classes: dict[type, set[str]] = {}
         self.looked_at: set[int] = set()
-        self.additions: Additions = Additions(self.looked_at)
+        self.additions: Additions = Additions(self.looked_at, passed)
         self.in_class: int = 0
         self._classes_seen: set[tuple[type, int]] = set()
 

@@ -5,6 +5,8 @@ A closure sees them as they were at its call, and may change them, as a function
 
 from __future__ import annotations
 
+import collections
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ def taken_apart(arguments: Any, existed: Callable[[Any], bool]) -> tuple[list[An
         return is_size(arg) or pytree.tree_is_leaf(arg) and not isinstance(arg, torch.Tensor) and existed(arg)
 
     def is_whole(arg: Any) -> bool:
-        if isinstance(arg, torch.Tensor) or is_object(arg):
+        if isinstance(arg, torch.Tensor) or is_object(arg) or _is_plain(arg):
             return True
         return not isinstance(arg, tuple) and not any(
             isinstance(leaf, torch.Tensor) for leaf in flatten(arg, is_object)[0]
@@ -49,11 +51,11 @@ class OfCaller(NamedTuple):
 class Copy:
     """What a closure gets for a dict or list that has been changed since the call: a copy, as it was."""
 
-    def __init__(self, copy: Any, since: str) -> None:
+    def __init__(self, made: Any, since: str) -> None:
         """`since`: what has changed it."""
-        self.copy: Any = copy
+        self.copy: Any = made
         self._since = since
-        self._then = _flat(copy)
+        self._then = _flat(made)
 
     def check(self, closure: str) -> None:
         """Once the closure has run.
@@ -77,7 +79,7 @@ class Container:
     """
 
     def __init__(self, container: Any) -> None:
-        self._container = container
+        self.container = container
         self._then, self._spec = _parts(container)
         self._parts = list(map(kept, self._then))
         self._make: Make | None = None
@@ -90,8 +92,8 @@ class Container:
 
     def find(self, reconstructor: Reconstructor) -> None:
         """Once the step is traced: find out whether it is passed itself."""
-        container, then = self._container, self._then
-        self._container, self._then = None, []  # which would keep alive what the step has dropped
+        container, then = self.container, self._then
+        self.container, self._then = None, []  # which would keep alive what the step has dropped
         now, spec = _parts(container)
         # Where the step has a number as an input, the caller has the number.
         is_same = spec == self._spec and all(a is b or same(_of_caller(a), b) for a, b in zip(then, now, strict=True))
@@ -121,6 +123,7 @@ class InLoop:
     def __init__(self, container: Any) -> None:
         self._container = container
         self._then = self._by_closures = _flat(container)
+        self._copy = copy.copy(container) if _is_plain(container) else None
 
     def is_unchanged(self) -> bool:
         """Whether only closures have changed it since the call."""
@@ -135,11 +138,24 @@ class InLoop:
         """What the closure gets; if that is a copy, it is added to `copies`."""
         if self.is_unchanged():
             return self._container
-        copies.append(Copy(pytree.tree_unflatten(*self._then), "the loop"))
+        copies.append(Copy(pytree.tree_unflatten(*self._then) if self._copy is None else self._copy, "the loop"))
         return copies[-1].copy
 
 
+_PLAIN = {int, float, bool, complex, str, bytes, type(None)}
+
+
+def _is_plain(container: Any) -> bool:
+    """Whether a dict or list holds only numbers and texts: told, and compared, in C, since a history may be long."""
+    if isinstance(container, dict):
+        return _PLAIN.issuperset(map(type, container.values()))
+    return isinstance(container, (list, collections.deque)) and _PLAIN.issuperset(map(type, container))
+
+
 def _flat(container: Any) -> tuple[list[Any], Any]:
+    if _is_plain(container):
+        is_dict = isinstance(container, dict)
+        return [*container.values()] if is_dict else [*container], (type(container), [*container] if is_dict else None)
     leaves, spec = pytree.tree_flatten(container, is_leaf=is_size)
     return leaves, spec
 

@@ -8,6 +8,7 @@ import logging
 import operator
 import sys
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
@@ -21,15 +22,18 @@ from ...capture.op_call import ref_of
 from ...capture.step import StepTrace
 from ...capture.tensor import DeferredTensor, Hooks
 from ...compat.patches import replaces
+from ...compat.python_names import getframe
 from ...compat.torch_names import pytree
 from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
 from ...program.source import Source, here
 from ..device.lazy_array import LazyArray, ready
+from ..guards.bytecode import call_at
 from ..guards.reconstruct import CallFrame, Reconstructor
+from ..guards.recording import Site
 from ..pytrees import is_size
 from . import loop as loops
-from .closure_containers import Copy, InLoop, at_call, found, kept, taken_apart
+from .closure_containers import Container, Copy, InLoop, at_call, found, kept, taken_apart
 
 P = ParamSpec("P")
 
@@ -120,7 +124,9 @@ class _Closure:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         trace = session.trace if isinstance(session.trace, StepTrace) else None
         existed = trace.existed if trace is not None else lambda obj: True
-        call = ClosureCall(self, here(), *taken_apart((args, tuple(kwargs.values())), existed), tuple(kwargs))
+        caller = getframe(1)
+        site = caller.f_code, caller.f_lasti
+        call = ClosureCall(self, here(), site, *taken_apart((args, tuple(kwargs.values())), existed), tuple(kwargs))
         if trace is not None:
             call.note(trace)
         else:
@@ -207,8 +213,15 @@ def _is_kept(arg: Any) -> bool:
 class ClosureCall:
     """A call of a closure: `leaves` are its arguments, `source` is the user's line."""
 
-    def __init__(self, closure: _Closure, source: Source, leaves: list[Any], spec: Any, names: tuple[str, ...]) -> None:
-        """`spec` and `names`: how the leaves are put together, and what the last ones are called."""
+    def __init__(
+        self, closure: _Closure, source: Source, site: Site, leaves: list[Any], spec: Any, names: tuple[str, ...]
+    ) -> None:
+        """
+        Args:
+            site: the instruction that calls it.
+            spec, names: how the leaves are put together, and what the last ones are called.
+        """
+        self._site = site
         self.closure = closure
         self.source = source
         self.leaves = leaves
@@ -228,9 +241,14 @@ class ClosureCall:
                 self.leaves[i] = kept(leaf)
         trace.closures.append(self)
 
-    def find_existing(self, reconstructor: Reconstructor) -> None:
-        """Once the step is traced: find the arguments that existed before it."""
+    def find_existing(self, reconstructor: Reconstructor) -> list[tuple[int, types.CodeType, int]]:
+        """Once the step is traced: find the arguments that existed before it. Returns the ids of the objects that are
+        passed themselves, with the place of the call."""
+        given = [leaf.container if type(leaf) is Container else leaf for leaf in self.leaves]
         self.leaves = [leaf if type(leaf) is Ref else found(leaf, reconstructor) for leaf in self.leaves]
+        passed = [leaf.is_passed_itself if type(leaf) is Container else type(leaf) is not Ref for leaf in self.leaves]
+        code, offset = self._site
+        return [(id(each), code, call_at(code, offset)) for each, itself in zip(given, passed, strict=True) if itself]
 
     @property
     def refs(self) -> list[Ref]:

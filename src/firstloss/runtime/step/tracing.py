@@ -316,7 +316,7 @@ class _Trace:
         make_result = reconstructor.make(result.pop())
         returned = len(reconstructor.tensors)
         for call in trace.closures:
-            call.find_existing(reconstructor)
+            self._observer.recording.passed.update(call.find_existing(reconstructor))
         self.trace.existed = lambda obj: False  # also releases what existed
         for owner in trace.inputs.values():
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
