@@ -224,3 +224,26 @@ def test_a_step_may_read_what_it_passes_to_a_closure(way, backend):
     expected = scope["program"](lambda f: f, lambda f: f, batches, model)
     compiled = fl.compile(copy.deepcopy(model), backend)
     assert scope["program"](fl.step_closure, fl.trace, batches, compiled) == expected
+
+
+def test_a_list_that_is_passed_before_the_step_changes_it_and_after_is_guarded(backend):
+    """By one line, for whose first call another list is made, of what it held in the trace."""
+
+    def program(closure, trace):
+        seen, shown = [], [0]
+        log = closure(lambda given: seen.append(list(given)))
+
+        @trace
+        def step(x):
+            for k in range(2):
+                log(shown)
+                if k == 0:
+                    shown.append(k)
+            return x.sum()
+
+        for x in batches():
+            step(x)
+            shown.append(5)
+        return seen
+
+    assert program(fl.step_closure, fl.trace) == program(lambda f: f, lambda f: f)

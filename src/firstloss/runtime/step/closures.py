@@ -9,7 +9,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import torch
@@ -210,6 +210,14 @@ def _is_kept(arg: Any) -> bool:
     return type(arg) in _KEPT or is_plain_number(arg) or _varies(arg) or input_of(arg) is not None
 
 
+def find_existing(calls: list[ClosureCall], reconstructor: Reconstructor) -> set[tuple[int, types.CodeType, int]]:
+    """Once a step is traced: find the arguments of its closures that existed before it. Returns the ids of the objects
+    of which none of these calls makes another one, with the places of the calls."""
+    found = [each for call in calls for each in call.find_existing(reconstructor)]
+    made_anew = {obj for itself, (obj, _, _) in found if not itself}
+    return {each for itself, each in found if itself and each[0] not in made_anew}
+
+
 class ClosureCall:
     """A call of a closure: `leaves` are its arguments, `source` is the user's line."""
 
@@ -241,14 +249,15 @@ class ClosureCall:
                 self.leaves[i] = kept(leaf)
         trace.closures.append(self)
 
-    def find_existing(self, reconstructor: Reconstructor) -> list[tuple[int, types.CodeType, int]]:
-        """Once the step is traced: find the arguments that existed before it. Returns the ids of the objects that are
-        passed themselves, with the place of the call."""
+    def find_existing(self, reconstructor: Reconstructor) -> Iterator[tuple[bool, tuple[int, types.CodeType, int]]]:
+        """Once the step is traced: find the arguments that existed before it. Yields for each object whether it is
+        passed itself, and its id with the place of the call."""
         given = [leaf.container if type(leaf) is Container else leaf for leaf in self.leaves]
         self.leaves = [leaf if type(leaf) is Ref else found(leaf, reconstructor) for leaf in self.leaves]
         passed = [leaf.is_passed_itself if type(leaf) is Container else type(leaf) is not Ref for leaf in self.leaves]
         code, offset = self._site
-        return [(id(each), code, call_at(code, offset)) for each, itself in zip(given, passed, strict=True) if itself]
+        for each, itself in zip(given, passed, strict=True):
+            yield itself, (id(each), code, call_at(code, offset))
 
     @property
     def refs(self) -> list[Ref]:

@@ -35,6 +35,7 @@ from ..guards.recording import Recording
 from ..guards.snapshot import Snapshot
 from ..guards.sources import GuardSources
 from .arguments import Arguments, TracedArguments
+from .closures import find_existing
 from .optimizer_state import entries_of
 from .optimizers import Optimizers
 from .owners import Gradients, Owners, Shared
@@ -315,8 +316,7 @@ class _Trace:
         )
         make_result = reconstructor.make(result.pop())
         returned = len(reconstructor.tensors)
-        for call in trace.closures:
-            self._observer.recording.passed.update(call.find_existing(reconstructor))
+        self._observer.recording.passed = find_existing(trace.closures, reconstructor)
         self.trace.existed = lambda obj: False  # also releases what existed
         for owner in trace.inputs.values():
             if not isinstance(owner, torch.Tensor) or type(owner) is DeferredTensor:
