@@ -195,6 +195,8 @@ READING = {
     "unpacked": "log(*[held], loss * (1 + len(held)))",
     "by another name": "h = held; log(h, loss * (1 + len(h)))",
     "an attribute": "log(box.held, loss * (1 + len(box.held)))",
+    "in a list that it is passed in": "log([held][0], loss * (1 + len([held][0])))",
+    "in a dict that is also read": "d = {'h': held}; log(d['h'], loss * (1 + len(d['h'])))",
     "by keyword": "log(loss=loss * (1 + len(held)), given=held)",
 }
 READER = """

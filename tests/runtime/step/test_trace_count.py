@@ -533,6 +533,8 @@ PASSING = {
     "a variable": lambda log, held, place: lambda loss: log(held, loss),
     "an attribute": lambda log, held, place: lambda loss: log(place.held, loss.detach() * 2),
     "a keyword": lambda log, held, place: lambda loss: log(loss=loss, held=held),
+    "in a dict": lambda log, held, place: lambda loss: log({"given": held, "loss": loss}, loss + 1),
+    "in a dict without tensors": lambda log, held, place: lambda loss: log({"given": place.held, "k": [1]}, loss),
     "a method": lambda log, held, place: lambda loss: place.log(place.held, loss),
 }
 
@@ -543,7 +545,11 @@ def test_what_closures_change_in_what_they_are_passed_does_not_retrace(kind, way
     make, change = HISTORIES[kind]
     held, place = make(), types.SimpleNamespace()
     model, optimizer, *_ = build(backend)
-    log = fl.step_closure(lambda held, loss: change(held, loss.item()))
+
+    @fl.step_closure
+    def log(held, loss):
+        change(held["given"] if isinstance(held, dict) and "given" in held else held, loss.item())
+
     place.held, place.log = held, log
     note = PASSING[way](log, held, place)
 

@@ -47,6 +47,7 @@ _OF_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPO
                   "LOAD_SUPER_METHOD", "LOAD_ZERO_SUPER_ATTR", "LOAD_ZERO_SUPER_METHOD"}  # fmt: skip
 _NOISE = ("CACHE", "RESUME", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "KW_NAMES", "NOT_TAKEN")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+_BUILDS = ("BUILD_LIST", "BUILD_TUPLE", "BUILD_MAP", "BUILD_CONST_KEY_MAP")
 
 
 class Instruction(NamedTuple):
@@ -111,8 +112,8 @@ def _uses(code: types.CodeType) -> dict[int, Use]:
 
 @functools.lru_cache(maxsize=65536)
 def call_with(load: Load) -> int | None:
-    """The offset of the call of which a loaded value is itself an argument, as of `log` in `log(history, x + 1)`; None
-    if it is used otherwise."""
+    """The offset of the call of which a loaded value is itself an argument, as of `log` in `log(history, x + 1)`, or an
+    item of a list, tuple or dict in it, as in `log({"history": history})`; None if it is used otherwise."""
     steps = _instructions(load.code)
     above = 0  # the number of values above it on the stack
     for step in steps[[step.offset for step in steps].index(load.offset) + 1 :]:
@@ -120,9 +121,12 @@ def call_with(load: Load) -> int | None:
         if not looks_up and not step.name.startswith(("LOAD_", "CALL", "BINARY_", "UNARY_", "COMPARE_", "BUILD_")):
             return None
         pops = 1 if looks_up else max(0, 1 - step.effect)  # most push one value
-        if pops > above:
+        if pops <= above:
+            above += step.effect
+        elif step.name in _BUILDS:
+            above = 0  # above what is built
+        else:
             return step.offset if step.name.startswith("CALL") and "INTRINSIC" not in step.name else None
-        above += step.effect
     return None
 
 

@@ -76,12 +76,16 @@ class Container:
 
     One that existed before the step, and that the step does not change after the call, is passed itself; another one is
     made anew for each call, as it was when the closure was called.
+
+    Attributes:
+        container: it, until it is found.
+        parts: what `kept` has kept of its items.
     """
 
     def __init__(self, container: Any) -> None:
-        self.container = container
+        self.container: Any = container
         self._then, self._spec = _parts(container)
-        self._parts = list(map(kept, self._then))
+        self.parts: list[Any] = list(map(kept, self._then))
         self._make: Make | None = None
         self._exists = False
 
@@ -97,8 +101,8 @@ class Container:
         now, spec = _parts(container)
         # Where the step has a number as an input, the caller has the number.
         is_same = spec == self._spec and all(a is b or same(_of_caller(a), b) for a, b in zip(then, now, strict=True))
-        self._parts = [found(part, reconstructor) for part in self._parts]
-        inner = [part.is_passed_itself for part in self._parts if type(part) is Container]
+        self.parts = [found(part, reconstructor) for part in self.parts]
+        inner = [part.is_passed_itself for part in self.parts if type(part) is Container]
         self._exists = reconstructor.is_old(container) or reconstructor.holds_arguments(container)
         if self._exists and is_same and all(inner):
             self._make = reconstructor.container(container)
@@ -107,7 +111,7 @@ class Container:
         """What a call of the step passes to the closure; copies of what existed before are added to `copies`."""
         if self._make is not None:
             return self._make(frame)
-        made = pytree.tree_unflatten([at_call(part, frame, copies) for part in self._parts], self._spec)
+        made = pytree.tree_unflatten([at_call(part, frame, copies) for part in self.parts], self._spec)
         if self._exists:
             copies.append(Copy(made, "the step"))
         return made
@@ -181,6 +185,13 @@ def kept(leaf: Any) -> Any:
     if pytree.tree_is_leaf(leaf) or is_size(leaf):
         return input_of(leaf) or leaf
     return Container(leaf)
+
+
+def all_in(leaf: Any) -> list[tuple[Any, int]]:
+    """What `kept` has kept, and in it, each with the id of the object."""
+    if type(leaf) is not Container:
+        return [(leaf, id(leaf))]
+    return [(leaf, id(leaf.container)), *(each for part in leaf.parts for each in all_in(part))]
 
 
 def found(leaf: Any, reconstructor: Reconstructor) -> Any:

@@ -33,7 +33,7 @@ from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Site
 from ..pytrees import is_size
 from . import loop as loops
-from .closure_containers import Container, Copy, InLoop, at_call, found, kept, taken_apart
+from .closure_containers import Container, Copy, InLoop, all_in, at_call, found, kept, taken_apart
 
 P = ParamSpec("P")
 
@@ -252,12 +252,11 @@ class ClosureCall:
     def find_existing(self, reconstructor: Reconstructor) -> Iterator[tuple[bool, tuple[int, types.CodeType, int]]]:
         """Once the step is traced: find the arguments that existed before it. Yields for each object whether it is
         passed itself, and its id with the place of the call."""
-        given = [leaf.container if type(leaf) is Container else leaf for leaf in self.leaves]
+        given = [each for leaf in self.leaves if type(leaf) is not Ref for each in all_in(leaf)]
         self.leaves = [leaf if type(leaf) is Ref else found(leaf, reconstructor) for leaf in self.leaves]
-        passed = [leaf.is_passed_itself if type(leaf) is Container else type(leaf) is not Ref for leaf in self.leaves]
         code, offset = self._site
-        for each, itself in zip(given, passed, strict=True):
-            yield itself, (id(each), code, call_at(code, offset))
+        for part, key in given:
+            yield type(part) is not Container or part.is_passed_itself, (key, code, call_at(code, offset))
 
     @property
     def refs(self) -> list[Ref]:
