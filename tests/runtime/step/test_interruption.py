@@ -1,5 +1,7 @@
 """Interrupts at any moment of a call: the state is that before or after the step, and training continues."""
 
+import dis
+import functools
 import gc
 import os
 import random
@@ -37,6 +39,16 @@ def handler():
     signal.signal(signal.SIGUSR1, before)
 
 
+@functools.cache
+def leaving_offsets(code):
+    """Where `code` is about to leave a `with` block: a line of its own to a tracer, but Python runs no signal's handler
+    between the block's last call and that of `__exit__`, so that a lock in C is released whenever a signal arrives."""
+    steps = [(step.offset, step.opname, step.argval) for step in dis.get_instructions(code)]
+    leaves = [i for i in range(len(steps)) if [step[1:] for step in steps[i : i + 3]] == [("LOAD_CONST", None)] * 3]
+    before = {steps[i - 1][0] for i in leaves if steps[i - 1][1] in ("SWAP", "NOP")}
+    return before | {steps[i][0] for i in leaves}
+
+
 class Interrupting:
     """Sends this process a signal, whose handler raises, at the n-th line of Firstloss that runs in the block; `lines`
     counts them."""
@@ -58,7 +70,7 @@ class Interrupting:
         return self._line
 
     def _line(self, frame, event, argument):
-        if event == "line":
+        if event == "line" and frame.f_lasti not in leaving_offsets(frame.f_code):
             self.lines += 1
             if self.lines == self.at:
                 sys.settrace(None)
@@ -147,6 +159,7 @@ def undisturbed():
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     assert gc.isenabled()
+    assert not session.tracing._is_owned()  # other threads would wait for it for ever
     assert session.trace is None and session.depth == 0
     assert not torch.compiler.is_compiling()
     assert sys.getprofile() is None
