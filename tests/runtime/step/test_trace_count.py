@@ -533,6 +533,7 @@ PASSING = {
     "a variable": lambda log, held, place: lambda loss: log(held, loss),
     "an attribute": lambda log, held, place: lambda loss: log(place.held, loss.detach() * 2),
     "a keyword": lambda log, held, place: lambda loss: log(loss=loss, held=held),
+    "beside a call of a variable": lambda log, held, place: lambda loss, double=torch.neg: log(held, double(loss)),
     "in a dict": lambda log, held, place: lambda loss: log({"given": held, "loss": loss}, loss + 1),
     "in a dict without tensors": lambda log, held, place: lambda loss: log({"given": place.held, "k": [1]}, loss),
     "a method": lambda log, held, place: lambda loss: place.log(place.held, loss),

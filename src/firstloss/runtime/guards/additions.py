@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import types
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
-from .bytecode import Collect, ItemCollect, Load, Use, call_with
+from .bytecode import Collect, ItemCollect, Load, Passed, Use, call_with
 from .kind import kind_of
 
 _HOLDERS = (dict, list, defaultdict)
@@ -16,7 +15,7 @@ _HOLDERS = (dict, list, defaultdict)
 class Additions:
     """The collections that a step adds to, or passes to step closures, and does not otherwise read."""
 
-    def __init__(self, looked_at: set[int], passed: Collection[tuple[int, types.CodeType, int]]) -> None:
+    def __init__(self, looked_at: set[int], passed: Collection[Passed]) -> None:
         """
         Args:
             looked_at: the ids of the objects that the step is known to read.
@@ -33,11 +32,10 @@ class Additions:
 
     def collects(self, before: Any, uses: list[Use]) -> bool:
         """Whether these uses of a collection only add to it, or pass it to closures, to which they may do anything."""
-        is_passed = [use for use in uses if isinstance(use, Load) and self._is_passed(before, use)]
-        uses = [use for use in uses if use not in is_passed]
-        if is_passed and not uses:
+        others = [use for use in uses if not self._is_passed(before, use)] if id(before) in self._ids else uses
+        if uses and not others:
             return True
-        if not all(isinstance(use, Collect) for use in uses) or not kind_of(type(before)).collects:
+        if not all(isinstance(use, Collect) for use in others) or not kind_of(type(before)).collects:
             return False
         self._collected[id(before)] = before
         return True
@@ -51,9 +49,8 @@ class Additions:
                 self._collected[id(item)] = item
         return True
 
-    def _is_passed(self, value: Any, use: Load) -> bool:
-        call = call_with(use)
-        return call is not None and (id(value), use.code, call) in self._passed
+    def _is_passed(self, value: Any, use: Use) -> bool:
+        return isinstance(use, Load) and (id(value), use.code, call_with(use)) in self._passed
 
     def includes(self, container: Any) -> bool:
         """Whether the step only adds to a collection."""

@@ -37,6 +37,7 @@ class Load(NamedTuple):
 
 
 Use = Collect | ItemCollect | Load | None  # None: it is read
+Passed = tuple[int, types.CodeType, int]  # the id of an object, and where the call is that it is passed in
 
 _COLLECT = {"append", "appendleft", "add", "extend", "extendleft"}
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
@@ -51,14 +52,14 @@ _BUILDS = ("BUILD_LIST", "BUILD_TUPLE", "BUILD_MAP", "BUILD_CONST_KEY_MAP")
 
 
 class Instruction(NamedTuple):
-    """An instruction. No-ops are left out."""
+    """An instruction. No-ops, and what prepares calls, are left out."""
 
     offset: int
     name: str
     argument: Any
     symbol: str  # the operator, of BINARY_OP
     line: int
-    effect: int  # by how much it changes the stack's depth
+    effect: int  # by how much it changes the stack's depth, with what is left out before it
 
 
 def _has(code: types.CodeType, *names: str) -> bool:
@@ -70,13 +71,14 @@ def _has(code: types.CodeType, *names: str) -> bool:
 @functools.lru_cache(maxsize=65536)
 def _instructions(code: types.CodeType) -> list[Instruction]:
     instructions = []
-    line = code.co_firstlineno
+    line, effect = code.co_firstlineno, 0
     for i in dis.get_instructions(code):
         if i.positions is not None and i.positions.lineno is not None:
             line = i.positions.lineno
+        effect += dis.stack_effect(i.opcode, i.arg, jump=False)
         if i.opname not in _NOISE:
-            effect = dis.stack_effect(i.opcode, i.arg, jump=False)
             instructions.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line, effect))
+            effect = 0
     return instructions
 
 

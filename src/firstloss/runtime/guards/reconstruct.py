@@ -87,7 +87,6 @@ class Reconstructor:
         plain: the numbers, texts and classes among the values, as they are in the trace; not those that equal what they
             replace, which another trace of the same call may not replace: a count to which a 0 is added.
         retrace_reason: a description of what cannot be recreated, so that the step has to be traced at each call.
-        is_old: whether an object existed before the step.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Reconstructor:
         self.retrace_reason: str | None = None
         self._numbers: dict[int, int] = {}
         self._is_traced = is_traced
-        self.is_old: Callable[[Any], bool] = is_old
+        self._is_old = is_old
         self._arguments = arguments
         self._makes: dict[int, Make] = {}
         self._constant: set[int] = set()
@@ -124,7 +123,7 @@ class Reconstructor:
         """Release the tensors, once all values have been added."""
         self.tensors.clear()
         self._values.clear()
-        self.is_old = lambda obj: True
+        self._is_old = lambda obj: True
         self._arguments = NO_ARGUMENTS  # also releases what existed before the step
 
     def container(self, container: Any) -> Make:
@@ -155,7 +154,7 @@ class Reconstructor:
         kind = kind_of(type(value))
         if type(value) is UnavailableNumber:
             value.refuse()
-        if kind.is_leaf or not isinstance(value, torch.Tensor) and self.is_old(value):
+        if kind.is_leaf or not isinstance(value, torch.Tensor) and self._is_old(value):
             return constant(value)
         self._values.append(value)  # so that its id is not reused
         box: list[Make] = []
@@ -233,7 +232,7 @@ class Reconstructor:
         if argument is not None:
             return lambda env: env.arguments[argument]
         key = id(value)
-        if not self._is_traced(value) and self.is_old(value):
+        if not self._is_traced(value) and self._is_old(value):
             return lambda env: env.current.get(key, value)
         new, more = self._new_tensor(value), self._attributes_and_gradient(value)
 

@@ -78,7 +78,7 @@ class Recording:
             is_held: whether an object existed before the step.
             profile: also record the code that runs and the C functions that it calls. It costs some 15% of a trace.
         """
-        self.passed: set[tuple[int, types.CodeType, int]] = set()
+        self.passed: set[bytecode.Passed] = set()
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict[Any, Any]]] | None = None

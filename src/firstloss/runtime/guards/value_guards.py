@@ -17,7 +17,7 @@ from ...compat.torch_names import MODULE_TABLES
 from ...optim.schedule import schedules_of
 from .access import MISSING, class_table, slot_value
 from .additions import Additions
-from .bytecode import Use
+from .bytecode import Passed, Use
 from .guards import (
     CellGuard,
     FunctionGuard,
@@ -54,9 +54,7 @@ class Values:
         in_class: greater than 0 within classes, whose contents are code, and not the step's state.
     """
 
-    def __init__(
-        self, snapshot: Snapshot, executed: Executed, passed: Collection[tuple[int, types.CodeType, int]]
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, executed: Executed, passed: Collection[Passed]) -> None:
         """`passed`: as for `Additions`."""
         self.snapshot = snapshot
         self.executed = executed

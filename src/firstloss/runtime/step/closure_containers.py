@@ -82,12 +82,13 @@ class Container:
         parts: what `kept` has kept of its items.
     """
 
-    def __init__(self, container: Any) -> None:
+    def __init__(self, container: Any, existed: Callable[[Any], bool]) -> None:
+        """`existed`: whether an object existed before the step, or stands in for one of its arguments."""
         self.container: Any = container
         self._then, self._spec = _parts(container)
-        self.parts: list[Any] = list(map(kept, self._then))
+        self.parts: list[Any] = [kept(part, existed) for part in self._then]
         self._make: Make | None = None
-        self._exists = False
+        self._existed = existed(container)
 
     @property
     def is_passed_itself(self) -> bool:
@@ -103,8 +104,7 @@ class Container:
         is_same = spec == self._spec and all(a is b or same(_of_caller(a), b) for a, b in zip(then, now, strict=True))
         self.parts = [found(part, reconstructor) for part in self.parts]
         inner = [part.is_passed_itself for part in self.parts if type(part) is Container]
-        self._exists = reconstructor.is_old(container) or reconstructor.holds_arguments(container)
-        if self._exists and is_same and all(inner):
+        if self._existed and is_same and all(inner):
             self._make = reconstructor.container(container)
 
     def at(self, frame: CallFrame, copies: list[Copy]) -> Any:
@@ -112,7 +112,7 @@ class Container:
         if self._make is not None:
             return self._make(frame)
         made = pytree.tree_unflatten([at_call(part, frame, copies) for part in self.parts], self._spec)
-        if self._exists:
+        if self._existed:
             copies.append(Copy(made, "the step"))
         return made
 
@@ -180,11 +180,11 @@ def _of_caller(part: Any) -> Any:
     return part if expression is None or expression.source is None else value_of(part)
 
 
-def kept(leaf: Any) -> Any:
-    """An argument that is no tensor, as a traced step keeps it."""
+def kept(leaf: Any, existed: Callable[[Any], bool]) -> Any:
+    """An argument that is no tensor, as a traced step keeps it; `existed` as for `Container`."""
     if pytree.tree_is_leaf(leaf) or is_size(leaf):
         return input_of(leaf) or leaf
-    return Container(leaf)
+    return Container(leaf, existed)
 
 
 def all_in(leaf: Any) -> list[tuple[Any, int]]:

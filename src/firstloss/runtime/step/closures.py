@@ -8,7 +8,6 @@ import logging
 import operator
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec
 
@@ -28,7 +27,7 @@ from ...errors import ClosureError, StepAssertionError
 from ...program.graph import Ref, Value
 from ...program.source import Source, here
 from ..device.lazy_array import LazyArray, ready
-from ..guards.bytecode import call_at
+from ..guards.bytecode import Passed, call_at
 from ..guards.reconstruct import CallFrame, Reconstructor
 from ..guards.recording import Site
 from ..pytrees import is_size
@@ -210,7 +209,7 @@ def _is_kept(arg: Any) -> bool:
     return type(arg) in _KEPT or is_plain_number(arg) or _varies(arg) or input_of(arg) is not None
 
 
-def find_existing(calls: list[ClosureCall], reconstructor: Reconstructor) -> set[tuple[int, types.CodeType, int]]:
+def find_existing(calls: list[ClosureCall], reconstructor: Reconstructor) -> set[Passed]:
     """Once a step is traced: find the arguments of its closures that existed before it. Returns the ids of the objects
     of which none of these calls makes another one, with the places of the calls."""
     found = [each for call in calls for each in call.find_existing(reconstructor)]
@@ -246,10 +245,10 @@ class ClosureCall:
                     trace.adopt(leaf._storage)
                 self.leaves[i] = ref_of(leaf)
             else:
-                self.leaves[i] = kept(leaf)
+                self.leaves[i] = kept(leaf, trace.existed)
         trace.closures.append(self)
 
-    def find_existing(self, reconstructor: Reconstructor) -> Iterator[tuple[bool, tuple[int, types.CodeType, int]]]:
+    def find_existing(self, reconstructor: Reconstructor) -> Iterator[tuple[bool, Passed]]:
         """Once the step is traced: find the arguments that existed before it. Yields for each object whether it is
         passed itself, and its id with the place of the call."""
         given = [each for leaf in self.leaves if type(leaf) is not Ref for each in all_in(leaf)]
