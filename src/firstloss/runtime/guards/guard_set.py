@@ -44,7 +44,7 @@ class GuardSet:
         external_calls: list[ExternalCall],
         weights: set[int],
     ) -> None:
-        """`weights` are the ids of tensors whose gradients are guarded elsewhere."""
+        """`weights` are the ids of tensors whose layouts are guarded elsewhere."""
         self.external_calls = external_calls
         self.numbers: InputNumbers = InputNumbers()
         self.weak: bool = values.weak
@@ -63,9 +63,9 @@ class GuardSet:
         ordered = [g for g in tables if g.whole and size(g.held) > 1 and type(g.held) is not dict]
         orders = [(g.change(MISSING, None, None), functools.partial(_keys, g.held)) for g in ordered]
         self._reads = [*values.reads.values()]
-        self._reads += [ReadGuard(read, read(), text, name, id_) for (text, name, _, _, id_, _), read in orders]
+        self._reads += [ReadGuard(read, read(), c.description, c.name, c.container_id) for c, read in orders]
         self._tensors = list(values.tensors.values())
-        self._with_facts = [t for t in self._tensors if id(t) not in weights]
+        self._laid_out = [t for t in self._tensors if id(t) not in weights]
         self._watch: Any = None  # created once all guards pass: the step itself may have changed what it reads
         self._holders: dict[int, list[tuple[Guard, Any]]] = {}  # by a tensor's id, the guards and keys that hold it
         for guard in holders:
@@ -75,23 +75,27 @@ class GuardSet:
                     if isinstance(held, torch.Tensor):
                         self._holders.setdefault(id(held), []).append((guard, key))
 
-    def begin(self, numbers: InputNumbers) -> None:
+    def begin(self, numbers: InputNumbers, inputs: Iterable[torch.Tensor]) -> None:
         """Begin to guard; to be called once the trace's effects have been undone, so that tensors are as they were when
         the step began: with the gradients, hooks and `requires_grad` that its Python has found.
 
         Args:
             numbers: the step's input numbers.
+            inputs: the weights that are inputs, however its Python has reached them.
         """
         self.numbers = numbers
         self._weights = [t for t in self._tensors if t.requires_grad]
         self._nodes = HeldNodes()
         self._hooked = self._hooks()
-        self._facts = _facts(self._with_facts)
+        self._with_gradients = list({id(t): t for t in (*self._tensors, *inputs)}.values())
+        self._gradients = _gradients(self._with_gradients)
+        self._layouts = _layouts(self._laid_out)
 
     def release(self) -> None:
         """Stop checking, and release everything that is guarded."""
         for collection in (
-            self._guards, self._reads, self._tensors, self._weights, self._hooked, self._with_facts, self._facts
+            self._guards, self._reads, self._tensors, self._weights, self._hooked, self._with_gradients,
+            self._gradients, self._laid_out, self._layouts,
         ):  # fmt: skip
             collection.clear()
         self._holders.clear()
@@ -119,8 +123,11 @@ class GuardSet:
                 differences.append(guard.change(now))
         if self._hooks() != self._hooked:
             differences.append(Change("the hooks of a tensor", "register_hook", None, None))
-        if self._with_facts and (facts := _facts(self._with_facts)) != self._facts:
-            differences += _changed_facts(self._facts, facts)
+        if (gradients := _gradients(self._with_gradients)) != self._gradients:
+            changed = _changed(_GRADIENTS, self._with_gradients, self._gradients, gradients)
+            differences += [change._replace(of_gradients=True) for change in changed]
+        if self._laid_out and (layouts := _layouts(self._laid_out)) != self._layouts:
+            differences += _changed(_LAYOUTS, self._laid_out, self._layouts, layouts)
         if not differences:
             differences = self._changed_numbers(arguments, known)
         if not differences and self._watch is None and native is not None and _versions_work():
@@ -193,8 +200,10 @@ class GuardSet:
             self._holders[id(new_of[i])] = holders
             for guard, key in holders:
                 guard.expected[key] = new_of[i]
-        self._with_facts = [new_of.get(id(t), t) for t in self._with_facts]
-        self._facts = _facts(self._with_facts)
+        self._with_gradients = [new_of.get(id(t), t) for t in self._with_gradients]
+        self._gradients = _gradients(self._with_gradients)
+        self._laid_out = [new_of.get(id(t), t) for t in self._laid_out]
+        self._layouts = _layouts(self._laid_out)
         return True
 
 
@@ -222,30 +231,31 @@ def _some_attribute(objects: list[Any], names: tuple[str, ...]) -> list[Any]:
 _with_any = getattr(native, "with_any", _some_attribute)
 
 
-# What `_facts` are, for messages, and as code mentions them.
-_FACTS = (
-    ("requires_grad", "requires_grad"),
-    ("presence of a gradient", "grad"),
-    ("shape", "shape"),
-    ("dtype", "dtype"),
-    ("memory layout", "stride"),
-)
+# The properties of tensors, beside their contents, that a step may depend on: as code mentions them, and described.
+_GRADIENTS = {"requires_grad": "requires_grad", "grad": "presence of a gradient"}
+_LAYOUTS = {"shape": "shape", "dtype": "dtype", "stride": "memory layout"}
 
 
-def _facts(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """The properties of tensors, beside their contents, that a step may depend on."""
-    return [
-        (t.requires_grad, t.requires_grad and t.is_leaf and t.grad is not None, t.shape, t.dtype, _layout(t))
-        for t in tensors
-    ]
+def _gradients(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.requires_grad, t.is_leaf and t.grad is not None) for t in tensors]
 
 
-def _changed_facts(before: list[tuple[Any, ...]], now: list[tuple[Any, ...]]) -> list[Change]:
+def _layouts(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.dtype, _layout(t)) for t in tensors]
+
+
+def _changed(
+    properties: dict[str, str],
+    tensors: list[torch.Tensor],
+    before: list[tuple[Any, ...]],
+    now: list[tuple[Any, ...]],
+) -> list[Change]:
+    """For each tensor, the first of its properties that has changed."""
     changes = []
-    for old, new in zip(before, now, strict=True):
-        for (description, name), one, other in zip(_FACTS, old, new, strict=True):
+    for tensor, old, new in zip(tensors, before, now, strict=True):
+        for (name, description), one, other in zip(properties.items(), old, new, strict=True):
             if one != other:
-                of = f"the {description} of a tensor of shape {list(old[2])}"
+                of = f"the {description} of a tensor of shape {list(tensor.shape)}"
                 changes.append(Change(of, name, one, other))
                 break
     return changes

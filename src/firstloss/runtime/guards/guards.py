@@ -102,6 +102,7 @@ class Change(NamedTuple):
     new: Any
     container_id: int = 0  # the id of the dict, list, variable or object that holds it
     place: Place | None = None  # of a number, which may become an input of the step
+    of_gradients: bool = False  # whether a tensor requires a gradient, or has one
 
 
 class Guard:

@@ -331,7 +331,7 @@ class GuardSources:
         Args:
             state_of_generators: the result of `python_generators.states()` before what the step did to them; PyTorch's
                 generators are part of the Program.
-            weights: the ids of tensors whose gradients are guarded elsewhere.
+            weights: the ids of tensors whose layouts are guarded elsewhere.
             varying: the numbers that are inputs of the step.
         """
         mentioned = {

@@ -212,6 +212,7 @@ class Values:
             before = self.snapshot.parameters_before(owner)
             key, read = (id(owner), "params"), functools.partial(_parameters_in, owner)
             self.read(key, read, before, f"the parameters of {kind}", "param_groups")
+            self.tensors.update((id(parameter), parameter) for parameter in before)
 
     def function(self, function: types.FunctionType) -> None:
         """Guard what user code reads of a function; its definition, too, if it has run or code may read that."""

@@ -14,12 +14,9 @@ A compiled step repeats what its Python code did when it was traced. Three mecha
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ...capture import session
 from ...errors import GraphChangedError, TraceError
@@ -31,7 +28,7 @@ from ..guards.recording import record_calls
 from ..lazy_jax import process_count
 from ..pytrees import flatten
 from .arguments import Arguments, ByIdentity, owner_of
-from .cache_entries import CacheEntries
+from .cache_entries import CacheEntries, CacheEntry
 from .owners import Shared
 from .process_settings import modes, settings
 from .reads import OutcomeChanged
@@ -45,8 +42,8 @@ if TYPE_CHECKING:
 # For how many calls, at first, steps are kept that are for other models or objects than that of a new one.
 _PATIENCE = 64
 
-# Backend, structure, shapes and dtypes, sharing among the arguments, modes and settings; and the state of the weights.
-_Key = tuple[tuple[Any, ...], tuple[Any, ...]]
+# Backend, structure, shapes and dtypes, sharing among the arguments, modes and settings.
+_Kind = tuple[Any, ...]
 
 
 class StepCache:
@@ -59,25 +56,19 @@ class StepCache:
     def __init__(self, name: str, refuse: bool, check: bool | str, reads: bool = False) -> None:
         """`reads`: whether the step may read values while it is traced."""
         self._reads = reads
-        self.kinds: dict[_Key, CacheEntries] = {}
+        self.kinds: dict[_Kind, CacheEntries] = {}
         self._found: CompiledStep | None = None  # at the last call
         self._entries = CacheEntries(name, refuse, check)  # those that it was found among
         self._name = name
         self._refuse = refuse
         self._check = check
-        self._seen: tuple[Backend, Set[int]] | None = None
-        # Of each model, a reference that removes it here, and the parameters: not references to these, with which
-        # `torch.utils.swap_tensors` would refuse them.
-        self._of_models: dict[int, tuple[Any, list[torch.nn.Parameter]]] = {}
         # By id, arguments that the step also reaches in another way.
         self._shared: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        # Whether entries read the parameters of some models.
-        self._read_by: dict[tuple[CacheEntries, frozenset[int]], bool] = {}
         # Whether its Python has run twice at a call, since it could not be traced, and written something twice.
         self._wrote_twice = False
         self._calls = 0
         self._patience = _PATIENCE
-        self._dropped: set[tuple[int, tuple[ByIdentity, ...]]] = set()
+        self._dropped: set[tuple[Any, ...]] = set()
 
     def prepare(self, arguments: tuple[Any, ...]) -> None:
         """Before a call, let weights be on the backend, if a compiled step uses them; see `host_tensors`.
@@ -181,38 +172,25 @@ class StepCache:
             Shared: if some arguments must be inputs themselves.
         """
         backend, arguments = request.backend, request.arguments
-        setting = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
-        # Models of other threads are reachable as well, and their gradients come and go while these trace.
+        kind_of_call = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
         self._calls += 1
-        with session.tracing:
-            versions = self._fitting(setting, weights := self._parameters(backend), request)
-            before = self.kinds.get((setting, weights))
-            if versions is None and before is not None and self._runs_untraced(before, request):
+        with session.tracing:  # models of other threads are reachable as well, and others trace these
+            if kind_of_call not in self.kinds:
+                self.kinds[kind_of_call] = CacheEntries(self._name, self._refuse, self._check)
+            entries = self._entries = self.kinds[kind_of_call]
+            entries.called = self._calls
+            fits = entries.fits(request)
+            if not fits and (self._wrote_twice and request.reads or entries.runs_untraced(request)):
                 return None
-            if versions is None:
-                self._seen, known = None, weights
-                weights = self._parameters(backend)
-                if weights != known:  # parameters have been replaced
-                    versions = self._fitting(setting, weights, request)
-            fits = versions is not None
-            if versions is None:
-                new = CacheEntries(self._name, self._refuse, self._check)
-                versions = self.kinds.setdefault((setting, weights), new)
-                if versions is new:
-                    self._drop_stale((setting, weights))
-            if not fits and versions is not before and self._runs_untraced(versions, request):
-                return None
-            self._entries = versions
-            versions.called = self._calls
-            similar = [] if fits else [v for (other, _), v in self.kinds.items() if _is_similar(setting, other)]
+            similar = [] if fits else [v for other, v in self.kinds.items() if _is_similar(kind_of_call, other)]
             (pause if fits else paused_until)(undo)
-            compiled = self._found = versions.step(request, similar)
+            compiled = self._found = entries.step(request, similar)
+            new = entries.entry_of(compiled)
+            if new is not None:
+                new.called = self._calls
+                if not fits:
+                    self._drop_stale(kind_of_call, new)
         return compiled
-
-    def _runs_untraced(self, entries: CacheEntries, request: Request) -> bool:
-        """Whether a call that none of `entries`, for its kind of call, fits is run without a trace."""
-        self._entries = entries
-        return self._wrote_twice and request.reads or entries.runs_untraced(request)
 
     @property
     def latest(self) -> CompiledStep | None:
@@ -222,7 +200,8 @@ class StepCache:
     @property
     def traced_each_time(self) -> str | None:
         """Why the step of the last call must be traced at each call, if it must."""
-        return next((e.traced_each_time for e in self._entries.entries() if e.step is self._found), None)
+        entry = self._entries.entry_of(self._found)
+        return None if entry is None else entry.traced_each_time
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
@@ -232,64 +211,25 @@ class StepCache:
         """The number of cached steps that were compiled."""
         return len({id(step.executable) for step in self.steps()})
 
-    def _drop_stale(self, new: _Key) -> None:
-        """When a kind is new, drop those for other models or objects that no call has been of for some time, since they
+    def _drop_stale(self, new: _Kind, entry: CacheEntry) -> None:
+        """When a step is new, drop those for other models or objects that no call has been of for some time, since they
         keep these alive: as a search over settings has others for each trial. If one comes back, as those of many
         models that are trained in turns, they are kept for longer."""
-        weights, objects = _made_for(new)
-        if (hash(weights), objects) in self._dropped:
+        objects = _objects_of(new)
+        made_for = (*entry.made_for, objects)
+        if made_for in self._dropped:
             self._patience *= 2
-        for key in [key for key, entries in self.kinds.items() if self._calls - entries.called > self._patience]:
-            of_weights, of_objects = made_for = _made_for(key)
-            if made_for != (weights, objects):
-                del self.kinds[key]
-                if all(each.is_weak for each in of_objects):
-                    self._dropped.add((hash(of_weights), of_objects))
-        self._read_by = {}
-
-    def _fitting(self, setting: tuple[Any, ...], weights: tuple[Any, ...], request: Request) -> CacheEntries | None:
-        """The entries that fit the weights: traced with the same weights, or with more or fewer models, of which they
-        read none that exists."""
-        entries = self.kinds.get((setting, weights))
-        if entries is not None and entries.fits(request):
-            return entries
-        now = dict(weights)
-        for (other, before), versions in self.kinds.items():
-            if other != setting or any(now.get(number, states) != states for number, states in before):
-                continue
-            added_or_gone = frozenset(now.keys() ^ dict(before).keys())
-            if not added_or_gone:
-                continue
-            read = self._read_by.get((versions, added_or_gone))
-            if read is None:
-                held = [self._of_models.get(number, (None, ())) for number in added_or_gone]
-                parameters = [p for _, of_model in held for p in of_model]
-                read = self._read_by[versions, added_or_gone] = versions.reads(parameters)
-            if not read and versions.fits(request):
-                return versions
-        return None
-
-    def _parameters(self, backend: Backend) -> tuple[Any, ...]:
-        """For each parameter of each model, whether it requires a gradient, and whether it has one, to which the step
-        then adds.
-
-        Looked up when no step fits; a replaced parameter is noticed as a change of its module.
-        """
-        models = backend.models.numbered()
-        if self._seen is None or self._seen[0] is not backend or self._seen[1] != models.keys():
-            self._seen = (backend, set(models))
-            self._read_by = {}
-            for number, model in models.items():
-                reference = weakref.ref(model, functools.partial(self._forget_model, number))
-                self._of_models[number] = (reference, list(model.parameters()))
-        return tuple([(number, _gradient_states(self._of_models[number][1])) for number in models])
-
-    def _forget_model(self, number: int, _: Any) -> None:
-        self._of_models.pop(number, None)
-
-
-def _gradient_states(parameters: list[torch.nn.Parameter]) -> tuple[tuple[bool, bool], ...]:
-    return tuple([(p.requires_grad, p.grad is not None) for p in parameters])
+        oldest = self._calls - self._patience
+        for kind, entries in list(self.kinds.items()):
+            of_objects = _objects_of(kind)
+            for entry in list(entries.entries()):
+                was_for = (*entry.made_for, of_objects)
+                if entry.called < oldest and was_for != made_for:
+                    entries.drop(entry)
+                    if all(each.is_weak for each in of_objects):
+                        self._dropped.add(was_for)
+            if entries.called < oldest and of_objects != objects:
+                del self.kinds[kind]
 
 
 def _is_similar(setting: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -301,8 +241,8 @@ def _is_similar(setting: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return generalizes(kind, other_kind)
 
 
-def _made_for(key: _Key) -> tuple[tuple[Any, ...], tuple[ByIdentity, ...]]:
-    """The weights' states and the objects that a compiled step is for."""
-    (_, _, kind, more, *_), weights = key
+def _objects_of(kind: _Kind) -> tuple[ByIdentity, ...]:
+    """The objects that the compiled steps of a kind of call are for."""
+    _, _, leaves, more, *_ = kind
     passed = [held for _, held in more[2]] if more else []
-    return weights, (*passed, *(leaf[1] for leaf in kind if type(leaf[1]) is ByIdentity))
+    return (*passed, *(leaf[1] for leaf in leaves if type(leaf[1]) is ByIdentity))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ import torch
 from ...capture.input_numbers import NUMBERS
 from ...capture.input_texts import TEXTS
 from ...capture.python_generators import GENERATORS
-from ...compat.torch_names import parameters_of
 from ...errors import GraphChangedError, TraceError, ValueReadError
 from ...program.compare import Constant, changed_constants, first_difference
 from ...program.source import here
@@ -52,12 +50,9 @@ _OUTCOMES_AT_FIRST = 4
 _MANY_OUTCOMES = 16
 _CALLS_FOR_ONE_MORE = 8
 
-# How many entries, of different guards, are kept for one Program: a step that freezes weights at every third call, and
-# thaws them at the next, comes back to the same few states.
+# How many entries, of different guards, are kept for one Program and the same weights: a step that changes a setting
+# at every third call, and sets it back at the next, comes back to the same few states.
 _MAX_STATES = 4
-
-# Likewise, whatever weights they read: a step that trains the members of an ensemble in turns.
-_MAX_WEIGHTS = 64
 
 # At how many calls in a row it is traced, for whatever reasons, before the next calls run untraced.
 _MAX_IN_A_ROW = 8
@@ -70,15 +65,23 @@ _CHECKING = 0.01
 
 
 class CacheEntry:
-    """A compiled step, and the guards of its trace."""
+    """A compiled step, and the guards of its trace.
+
+    Attributes:
+        called: the number of the last call of it.
+        models: the numbers of the models whose weights it reads.
+        weights: the ids of these weights.
+    """
 
     def __init__(self, step: CompiledStep, observer: TraceObserver, seconds: float, models: Models) -> None:
         """`models`: those of its backend."""
         assert observer.guards is not None
         self.step = step
-        self.weights: frozenset[int] = step.traced.owners.storages_of(p for model in models for p in model.parameters())
+        self.called = 0
+        read = _weights_read(step.traced, models)
+        self.models: frozenset[int] = frozenset(read)
+        self.weights: frozenset[int] = frozenset(id(weight) for weights in read.values() for weight in weights)
         self.guards: GuardSet = observer.guards
-        self._modules = list(map(weakref.ref, observer.snapshot.modules))  # also models that it does not use
         self.optimizers = observer.snapshot.optimizers
         # Whether the executed code is known. If not, names that it computes may be read unnoticed: the next call traces
         # again, and records the code.
@@ -132,12 +135,10 @@ class CacheEntry:
         """Whether only its guards are others: it has the same executable, and the same outcomes of what is read."""
         return self.step.executable is other.step.executable and self.step.traced.outcomes == other.step.traced.outcomes
 
-    def reaches_owner_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether its Python code can reach a module or an optimizer with one of these parameters."""
-        modules = [module for each in self._modules if (module := each()) is not None]
-        held = [p for module in modules for p in parameters_of(module).values()]
-        held += [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return not set(map(id, held)).isdisjoint(map(id, parameters))
+    @property
+    def made_for(self) -> tuple[frozenset[int], int]:
+        """The models and weights that it is for: of those, a number, since there may be thousands."""
+        return self.models, hash(self.weights)
 
     def check_is_due(self) -> bool:
         """Whether to trace again although no guard has failed."""
@@ -146,6 +147,12 @@ class CacheEntry:
         if not self.step.traced.trace.runs_eagerly:  # all processes must trace it at the same call
             return False
         return time.perf_counter() - self._checked > self.seconds / _CHECKING
+
+
+def _weights_read(traced: TracedProgram, models: Models) -> dict[int, list[torch.Tensor]]:
+    """The weights that, or whose gradients, are inputs, by the number of their model."""
+    read = {number: traced.owners.among(model.parameters()) for number, model in models.numbered().items()}
+    return {number: weights for number, weights in read.items() if weights}
 
 
 class CacheEntries:
@@ -172,6 +179,7 @@ class CacheEntries:
         # Whether a trace that has read values has shown that its Python may run twice at a call.
         self._repeatable = False
         self._untraced = UntracedCalls()
+        self._newest = 0  # the number of the newest model at the last call that was to be traced
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         self._in_a_row = 0  # the number of calls in a row at which it was traced
         self._for_outcomes = 0  # the number of steps compiled that have outcomes
@@ -184,6 +192,14 @@ class CacheEntries:
     def entries(self) -> Sequence[CacheEntry]:
         """All entries."""
         return self._entries
+
+    def entry_of(self, step: CompiledStep | None) -> CacheEntry | None:
+        """The entry of a compiled step, if that is kept."""
+        return next((entry for entry in self._entries if entry.step is step), None)
+
+    def drop(self, entry: CacheEntry) -> None:
+        """Drop an entry."""
+        self._entries.remove(entry)
 
     def steps(self) -> list[CompiledStep]:
         """All compiled steps."""
@@ -211,15 +227,11 @@ class CacheEntries:
         # In this order: guards let go of tensors that the last call has replaced, which may be views of weights.
         return not entry.changes(arguments) and not entry.step.outdated()
 
-    def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether one of them reads or writes one of these parameters, or its Python code may inspect it."""
-        return any(entry.step.traced.reads(parameters) or entry.reaches_owner_of(parameters) for entry in self._entries)
-
     def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep | None:
         """The compiled step whose guards hold; to be called after `fits`. None if the call is to run untraced.
 
         Args:
-            similar: entries for the same kind of call, traced with weights in another state.
+            similar: those of kinds of calls that are this one, with other process settings or values of what varies.
         """
         entry = self._fitting
         try:
@@ -273,6 +285,9 @@ class CacheEntries:
         """Whether a call that no step fits is run without a trace; see `UntracedCalls`."""
         if not request.reads:
             return False
+        newest = max(request.backend.models.numbered(), default=0)
+        if newest > self._newest:  # a model that is new may be one for which it can be compiled
+            self._newest, self._untraced, self._in_vain = newest, UntracedCalls(), 0
         if request.values_read:
             if self._outcomes_vary():
                 self._untraced.begin_late()
@@ -300,6 +315,14 @@ class CacheEntries:
         self._places |= places
         twin: list[CacheEntry] = []
 
+        def is_for_others(traced: TracedProgram) -> bool:
+            """Whether it is for other models, or does the same to other weights, as for the next of an ensemble."""
+            read = _weights_read(traced, request.backend.models)
+            if not twin:
+                return bool(read) and all(entry.models.isdisjoint(read) for entry in self._entries)
+            weights = {id(weight) for weights in read.values() for weight in weights}
+            return all(entry.weights != weights for entry in self._entries)
+
         def find(traced: TracedProgram) -> CompiledStep | None:
             for entry in (*self._entries, *(entry for versions in similar for entry in versions._entries)):
                 if entry.step.traced.does_the_same(traced):
@@ -318,13 +341,8 @@ class CacheEntries:
                 changed_now = changed_constants(traced_before[0].program, traced.program)
                 self._constants |= changed_now & self._changed  # two values may be those of a branch
                 self._changed |= changed_now
-            reports = (
-                not outdated
-                and not self._only_intended(why, last)
-                and traced.raised is None
-                and not request.values_read
-            )
-            if last is not None and reports:
+            is_expected = outdated or self._only_intended(why, last) or traced.raised is not None
+            if last is not None and not is_expected and not request.values_read and not is_for_others(traced):
                 difference = first_difference(last.step.traced.program, traced.program)
                 self.reports.report_difference(
                     reasons(last.guards, why) or [last.traced_each_time or "it cannot be seen"], difference
@@ -357,13 +375,13 @@ class CacheEntries:
                 runs = self._runs_untraced_from_now_on(request)
                 self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
+        if is_for_others(traced) or why and all(change.of_gradients for change in why):
+            self._in_vain = self._in_a_row = 0
         if self._in_vain > most and request.reads and last is not None:
             self._untraced.begin_at_once()
             self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them
             self.reports.report_in_vain(reasons(last.guards, why) or [place.description for place in changed])
-        # The same for other weights, as for the next member of an ensemble, is not what changes at each call.
-        is_for_others = bool(twin) and all(e.weights != entry.weights for e in self._entries)
-        self._in_a_row += not self._always and not is_for_others
+        self._in_a_row += not self._always
         is_reported = last is None or entry.traced_each_time is not None or last.changes_by_step(why)
         if self._in_a_row > _MAX_IN_A_ROW and last is not None and not is_reported:
             changing = "; ".join(dict.fromkeys(change.description for change in why)) or "what it reads"
@@ -373,20 +391,21 @@ class CacheEntries:
             return entry
         if twin and entry.records_code:
             entry.uses = max(twin[0].uses, 1)
-        same = [e for e in self._entries if e.shares_program(entry)]
-        unused = [e for e in same if e.weights == entry.weights][_MAX_STATES - 1 :] or same[_MAX_WEIGHTS - 1 :]
-        self._entries = [e for e in self._entries if e not in unused]
+        same = [e for e in self._entries if e.shares_program(entry) and e.weights == entry.weights]
+        self._entries = [e for e in self._entries if e not in same[_MAX_STATES - 1 :]]
         self._entries.insert(0, entry)
         self._each_time(entry, request)
         return entry
 
     @staticmethod
     def _only_intended(why: list[Change], entry: CacheEntry | None) -> bool:
-        """Whether only modes of modules and numbers in parameter groups have changed: train() and eval() are to change
-        the step, and so is another weight decay."""
+        """Whether only modes of modules, numbers in parameter groups, and which weights have or require gradients have
+        changed: train() and eval() are to change the step, and so are another weight decay, and a frozen weight."""
         optimizers = [] if entry is None else entry.optimizers
         groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
-        return bool(why) and all(change.name == "training" or change.container_id in groups for change in why)
+        return bool(why) and all(
+            change.name == "training" or change.container_id in groups or change.of_gradients for change in why
+        )
 
     def _verify(self, entry: CacheEntry, request: Request) -> CacheEntry:
         """Trace the step again, expecting the same Program."""

@@ -12,7 +12,7 @@ from ...capture.constants import owned_by_torch
 from ...capture.data_assignment import InputView
 from ...capture.step import StepTrace, storage_key, whole_storage
 from ...capture.tensor import DeferredStorage, DeferredTensor
-from ...compat.torch_names import HOOK_TABLES, DisableTorchDispatch, storage_use_count
+from ...compat.torch_names import HOOK_TABLES, DisableTorchDispatch, is_parameter, storage_use_count
 from ...program.compare import same_bytes
 from ...program.graph import Geometry, Node, Ref, Value, geometry_of
 from ..guards.effects import Bind, Effects, always
@@ -113,16 +113,20 @@ class Owners:
 
     # -- identification --
 
-    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of `tensors`, or its gradient, is an input."""
-        ids = {id(t) for tensor in tensors for t in (tensor, tensor.grad) if t is not None}
-        storages = {id(t._storage) for tensor in tensors for t in (tensor, tensor.grad) if type(t) is DeferredTensor}
-        return any(id(owner) in ids or id(owner) in storages for owner in self.inputs.values())
+    def among(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `tensors` that, or whose gradients, are inputs."""
+        owners = set(map(id, self.inputs.values()))
+        return [
+            tensor
+            for tensor in tensors
+            if any(id(storage_or_itself(t)) in owners for t in (tensor, tensor.grad) if t is not None)
+        ]
 
-    def storages_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-        """The ids of the backend's storages of `tensors` that are inputs."""
-        ids = {id(tensor._storage) for tensor in tensors if type(tensor) is DeferredTensor}
-        return frozenset(ids & set(map(id, self.inputs.values())))
+    def weights(self) -> list[torch.Tensor]:
+        """The weights that are inputs, without arguments."""
+        viewing = [tensor for view in self._tracing.views.values() if (tensor := view()) is not None]
+        real = [tensor for tensor, _, _ in self._tracing.outside.values()]
+        return [t for t in (*viewing, *real) if t.is_leaf and (t.requires_grad or is_parameter(t))]
 
     def external_inputs(self, per_call: Container[Value]) -> list[Owner | None]:
         """The inputs, changed ones first; None for those passed `per_call`."""

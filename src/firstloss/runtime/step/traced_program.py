@@ -365,10 +365,6 @@ class TracedProgram:
     def _external_inputs(self) -> list[DeferredStorage | torch.Tensor | None]:
         return self.owners.external_inputs({*self.numbers, *self.gradients.read})
 
-    def reads(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether one of `tensors`, or its gradient, is an input."""
-        return self.owners.reads(tensors)
-
     def outdated(self) -> bool:
         """Whether a baked-in number, a weight's memory, or a tensor's value read by its Python code has changed."""
         trace = self.trace

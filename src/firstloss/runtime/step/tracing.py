@@ -339,7 +339,7 @@ class _Trace:
         old_memory = {storage: reconstructor.make(copy) for storage, copy in copies.items()}
         effects.undo()
         if self._observer.guards is not None:
-            self._observer.guards.begin(trace.numbers)
+            self._observer.guards.begin(trace.numbers, owners.weights())
         kept = {id(copy._storage) for copy in copies.values()}
         reachable = _reachable(backend, self.optimizers.seen)
         outputs = Outputs(reconstructor, returned, trace, backend.mesh, kept, reachable)
