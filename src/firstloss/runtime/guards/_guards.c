@@ -251,8 +251,9 @@ static PyMethodDef methods[] = {
      "record_attributes(type, read): call read(object, name) before each attribute look-up, with \"__dict__\" where all "
      "are compared or printed; None to stop."},
     {"recording_method", recording_method, METH_VARARGS,
-     "recording_method(found, thread, through, runtime, looks_inside, method): a method that counts each access by code "
-     "of `thread` in found[id(object), name], a tuple of the object and a dict by (code, offset), and calls `method`. "
+     "recording_method(found, stored, thread, through, runtime, looks_inside, method): a method that counts each access "
+     "by code of `thread` in found[id(object), name], a tuple of the object, a dict by (code, offset), and whether "
+     "`stored` had such an entry before; and calls `method`. "
      "Skips frames of the file `through`, code in the folder `runtime`, and `__dict__` in files of `looks_inside`."},
     {"dict_version", dict_version, METH_O, "The version tag of a dict, which differs after each change."},
     {"same_items", same_items, METH_VARARGS, "same_items(a, b): whether two lists hold the same objects."},

@@ -140,15 +140,15 @@ static PyObject *record_attributes(PyObject *module, PyObject *args) {
 
 /* -- attributes of objects of Python classes, by methods that are put into these classes -- */
 
-/* What a recording method knows: a tuple (found, thread, through, runtime, looks_inside, method). See `recording_method`. */
-enum { FOUND, THREAD, THROUGH, RUNTIME, LOOKS_INSIDE, METHOD };
+/* What a recording method knows, a tuple: see `recording_method`. */
+enum { FOUND, STORED, THREAD, THROUGH, RUNTIME, LOOKS_INSIDE, METHOD };
 
 static int begins_with(PyObject *text, PyObject *prefix) {
     return PyUnicode_Tailmatch(text, prefix, 0, PY_SSIZE_T_MAX, -1) == 1;
 }
 
-/* Adds one to found[id(owner), name][1][code, offset]; the first entry also holds the owner. */
-static int count_access(PyObject *found, PyObject *owner, PyObject *name, PyObject *code, int offset) {
+/* Adds one to found[id(owner), name][1][code, offset]; that tuple also holds the owner, and whether it was stored before. */
+static int count_access(PyObject *found, PyObject *stored, PyObject *owner, PyObject *name, PyObject *code, int offset) {
     int failed = -1;
     PyObject *id = PyLong_FromVoidPtr(owner), *key = id ? PyTuple_Pack(2, id, name) : NULL;
     PyObject *at = PyLong_FromLong(offset), *site = at ? PyTuple_Pack(2, code, at) : NULL;
@@ -156,12 +156,14 @@ static int count_access(PyObject *found, PyObject *owner, PyObject *name, PyObje
     PyObject *entry = PyDict_GetItemWithError(found, key);
     if (entry == NULL) {
         if (PyErr_Occurred()) goto done;
-        PyObject *sites = PyDict_New(), *fresh = sites ? PyTuple_Pack(2, owner, sites) : NULL;
+        int before = PyDict_Contains(stored, key);
+        if (before < 0) goto done;
+        PyObject *sites = PyDict_New(), *fresh = sites ? PyTuple_Pack(3, owner, sites, before ? Py_True : Py_False) : NULL;
         Py_XDECREF(sites);
         if (fresh == NULL) goto done;
-        int stored = PyDict_SetItem(found, key, fresh);
+        int set = PyDict_SetItem(found, key, fresh);
         Py_DECREF(fresh);
-        if (stored < 0) goto done;
+        if (set < 0) goto done;
         entry = fresh; /* held by `found` */
     }
     PyObject *sites = PyTuple_GET_ITEM(entry, 1), *known = PyDict_GetItemWithError(sites, site);
@@ -197,7 +199,8 @@ static int record_access(PyObject *known, PyObject *owner, PyObject *name) {
                 skip = begins_with(code->co_filename, PyTuple_GET_ITEM(inside, i));
         }
         if (!skip)
-            failed = count_access(PyTuple_GET_ITEM(known, FOUND), owner, name, (PyObject *)code, PyFrame_GetLasti(frame));
+            failed = count_access(PyTuple_GET_ITEM(known, FOUND), PyTuple_GET_ITEM(known, STORED), owner, name,
+                                  (PyObject *)code, PyFrame_GetLasti(frame));
     }
     Py_XDECREF(code);
     Py_XDECREF(frame);
@@ -213,9 +216,9 @@ static PyMethodDef recorded_access_method = {"recorded_access", (PyCFunction)(vo
                                              METH_FASTCALL, NULL};
 
 static PyObject *recording_method(PyObject *module, PyObject *args) {
-    PyObject *found, *thread, *through, *runtime, *inside, *method;
-    if (!PyArg_ParseTuple(args, "O!O!UUO!O", &PyDict_Type, &found, &PyLong_Type, &thread, &through, &runtime,
-                          &PyTuple_Type, &inside, &method))
+    PyObject *found, *stored, *thread, *through, *runtime, *inside, *method;
+    if (!PyArg_ParseTuple(args, "O!O!O!UUO!O", &PyDict_Type, &found, &PyDict_Type, &stored, &PyLong_Type, &thread,
+                          &through, &runtime, &PyTuple_Type, &inside, &method))
         return NULL;
     PyObject *function = PyCFunction_New(&recorded_access_method, args);
     PyObject *result = function == NULL ? NULL : PyInstanceMethod_New(function);

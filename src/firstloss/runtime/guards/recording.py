@@ -61,8 +61,10 @@ class Recording:
     """Records the code that runs, and the attributes that are read and stored, in one thread, from `begin` on.
 
     Attributes:
-        reads: by object (its id) and attribute, the object and the instructions that have read it.
-        stores: likewise, those that have set or deleted it; not of a `SimpleNamespace`.
+        reads: by object (its id) and attribute, the object, the instructions that have read it, and whether the step
+            had set it before the first of them.
+        deletes: likewise, those that have deleted it; not of a `SimpleNamespace`.
+        stores: likewise, those that have set it; not of a `SimpleNamespace`.
         codes: by its address, code that has run, with its globals; None if that is not known.
         whole: globals that were accessed as a dict.
         outside: the external state that was read; known where `codes` are.
@@ -79,8 +81,9 @@ class Recording:
             profile: also record the code that runs and the C functions that it calls. It costs some 15% of a trace.
         """
         self.passed: set[bytecode.Passed] = set()
-        self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
-        self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int]]] = {}
+        self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int], bool]] = {}
+        self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int], bool]] = {}
+        self.deletes: dict[tuple[int, str], tuple[Any, dict[Site, int], bool]] = {}
         self.codes: dict[int, tuple[types.CodeType, dict[Any, Any]]] | None = None
         self.whole: list[dict[Any, Any]] = []
         self.outside: ExternalCalls = ExternalCalls()
@@ -93,9 +96,9 @@ class Recording:
         """Record what this thread reads and runs, until `undo` is called."""
         thread = threading.get_ident()
         methods = {
-            "__getattribute__": functools.partial(_recording_method, self.reads, thread),
-            "__setattr__": functools.partial(_recording_method, self.stores, thread),
-            "__delattr__": functools.partial(_recording_method, self.stores, thread),
+            "__getattribute__": functools.partial(_recording_method, self.reads, self.stores, thread),
+            "__setattr__": functools.partial(_recording_method, self.stores, {}, thread),
+            "__delattr__": functools.partial(_recording_method, self.deletes, self.stores, thread),
         }
         methods_before = [
             (cls, name, cls.__dict__.get(name), getattr(cls, name)) for cls in self._classes for name in methods
@@ -106,7 +109,7 @@ class Recording:
                 setattr(cls, name, methods[name](method))
         if native is not None:
             undo(native.record_attributes, types.SimpleNamespace, None)
-            native.record_attributes(types.SimpleNamespace, _recorder(self.reads, thread))
+            native.record_attributes(types.SimpleNamespace, _recorder(self.reads, {}, thread))
         if self._profile:
             self.codes = {}
             record_calls(undo, self._called, self.codes, self.whole)
@@ -119,7 +122,7 @@ class Recording:
     def times_read(self, owner: Any) -> int:
         """How often an attribute of an object has been read, except by `step`."""
         sites_of_reads = [
-            sites for (owner_id, name), (_, sites) in self.reads.items() if owner_id == id(owner) and name != "step"
+            sites for (owner_id, name), (_, sites, _) in self.reads.items() if owner_id == id(owner) and name != "step"
         ]
         return sum(sum(sites.values()) for sites in sites_of_reads)
 
@@ -127,6 +130,7 @@ class Recording:
         """Drop the records, which refer to objects that the step has created."""
         self.reads.clear()
         self.stores.clear()
+        self.deletes.clear()
         self.codes = None
         self.whole.clear()
 
@@ -196,11 +200,11 @@ def _stop(suspended: Any) -> None:
         suspended.enable()
 
 
-def _recording_method(found: dict[Any, Any], thread: int, method: Callable[..., Any]) -> Any:
+def _recording_method(found: dict[Any, Any], stored: dict[Any, Any], thread: int, method: Callable[..., Any]) -> Any:
     """A method of a class that records which attribute of which object is accessed, and calls `method`."""
     if native is not None:
-        return native.recording_method(found, thread, _THROUGH, _RUNTIME, _LOOKS_INSIDE, method)
-    record = _recorder(found, thread, depth=2)
+        return native.recording_method(found, stored, thread, _THROUGH, _RUNTIME, _LOOKS_INSIDE, method)
+    record = _recorder(found, stored, thread, depth=2)
 
     def recorded_access(self: Any, name: str, *value: Any) -> Any:
         record(self, name)
@@ -209,9 +213,9 @@ def _recording_method(found: dict[Any, Any], thread: int, method: Callable[..., 
     return recorded_access
 
 
-def _recorder(table: dict[Any, Any], thread: int, depth: int = 1) -> Callable[[Any, str], None]:
-    """A function that records a read or a store: of which object, and by which instruction of the code `depth` frames
-    up."""
+def _recorder(table: dict[Any, Any], stored: dict[Any, Any], thread: int, depth: int = 1) -> Callable[[Any, str], None]:
+    """A function that records a read or a store: of which object, by which instruction of the code `depth` frames up,
+    and whether it was `stored` before the first."""
 
     def record(owner: Any, name: str) -> None:
         frame = getframe(depth)
@@ -224,7 +228,7 @@ def _recorder(table: dict[Any, Any], thread: int, depth: int = 1) -> Callable[[A
             return
         key = id(owner), name
         if key not in table:
-            table[key] = (owner, {})
+            table[key] = (owner, {}, key in stored)
         sites, site = table[key][1], (code, frame.f_lasti)
         sites[site] = sites.get(site, 0) + 1
 

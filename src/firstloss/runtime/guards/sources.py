@@ -25,7 +25,7 @@ import torch
 
 from ...capture.python_generators import STATES
 from . import bytecode, process_state
-from .access import MISSING, cell_content, items_of, own_attributes
+from .access import MISSING, cell_content, items_of, own_attributes, slot_value
 from .bytecode import Use
 from .external_state import PROCESS_STATE, ExternalCall, state_of
 from .guard_set import GuardSet
@@ -37,7 +37,7 @@ from .recording import Executed, Recording, Site, is_closed_code
 from .set_tables import SetTable
 from .snapshot import Snapshot, is_guarded_elsewhere, size_of_state
 from .states import CellContent, Slots
-from .stored_names import guard_stored_names
+from .stored_names import guard_stored_names, stores_under_its_name
 from .value_guards import Values
 
 
@@ -182,7 +182,7 @@ class GuardSources:
 
     def _attributes(self, recording: Recording) -> None:
         snapshot = self._snapshot
-        for (_, name), (owner, sites) in list(recording.reads.items()):
+        for (_, name), (owner, sites, stored) in list(recording.reads.items()):
             if id(owner) not in snapshot.seen:  # created in the step
                 continue
             if isinstance(owner, (logging.Handler, logging.Formatter)) and all(map(_is_of_logging, sites)):
@@ -199,20 +199,24 @@ class GuardSources:
             table = own_attributes(owner)
             describe = describe_attribute(owner)
             if name == "__dict__":
-                if table is not None and not isinstance(owner, torch.nn.Module):
+                if table is not None:
                     self._values.all_of(table, describe)
                 continue
             if type(owner) in recording.computed or name in _READ_ALL_ATTRIBUTES:
                 self._any_attribute(owner)
+            # Then it does not matter what it was.
+            is_set_first = stored and stores_under_its_name(type(owner)) and (id(owner), name) not in recording.deletes
             slots = snapshot.slots_before(owner)
             if name in slots:
                 before = slots[name]
-                self._values.slot(owner, name, before, self._uses(sites, before))
+                if not (is_set_first and slot_value(owner, name) is not before):
+                    self._values.slot(owner, name, before, self._uses(sites, before))
                 continue
             if table is None:
                 continue
             before = self._values.before(table).get(name, MISSING)
-            self._values.name(table, name, before, describe, self._uses(sites, before) or [None])
+            if not (is_set_first and table.get(name, before) is not before):
+                self._values.name(table, name, before, describe, self._uses(sites, before) or [None])
 
         if self._executed.reads_past_classes:  # these reads are not recorded
             for attributes in snapshot.tables("attributes"):
@@ -239,7 +243,7 @@ class GuardSources:
         for name, before in self._snapshot.slots_before(owner).items():
             self._values.slot(owner, name, before)
         table = own_attributes(owner)
-        if table is not None and not isinstance(owner, (torch.nn.Module, torch.optim.Optimizer, type)):
+        if table is not None and not isinstance(owner, (torch.optim.Optimizer, type)):
             self._values.all_of(table, describe)
 
     def _of_optimizer(self, optimizer: torch.optim.Optimizer, name: str) -> None:

@@ -37,11 +37,15 @@ def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Execu
                     stores.variable(cell, name, function)
     for in_module in snapshot.names_in_modules():
         stores.name(vars(in_module.held), in_module.name, describe_global(vars(in_module.held)))
-    for (_, attribute), (owner, _) in recording.stores.items():
+    for (_, attribute), (owner, _, _) in (*recording.stores.items(), *recording.deletes.items()):
         if id(owner) in snapshot.seen:  # else created in the step
-            method = type(owner).__setattr__
-            translates = isinstance(method, types.FunctionType) and not is_closed(method.__module__)
-            stores.attribute(owner, None if translates else attribute)
+            stores.attribute(owner, attribute if stores_under_its_name(type(owner)) else None)
+    for (_, attribute), (owner, _, was_set) in recording.deletes.items():
+        deleted = own_attributes(owner)
+        if id(owner) in snapshot.seen and deleted is not None and not was_set:
+            key, describe = (id(owner), "has", attribute), describe_attribute(owner)
+            is_there = functools.partial(deleted.__contains__, attribute)
+            values.read(key, is_there, attribute in values.before(deleted), describe(attribute), attribute)
     # These stores are not recorded, at least where the class is not instrumented.
     attributes = snapshot.tables("attributes")
     if executed.stores_past_classes or recording.outside.sets_by_string:
@@ -54,6 +58,12 @@ def guard_stored_names(snapshot: Snapshot, recording: Recording, executed: Execu
     for state in attributes if stored else ():
         for name in stored & state.held.keys() if type(state.owner) is types.SimpleNamespace else ():
             stores.name(state.held, name, describe_attribute(state.owner))
+
+
+def stores_under_its_name(cls: type) -> bool:
+    """Whether what is set as an attribute of its instances is stored under that name, for all that is known."""
+    method = cls.__setattr__
+    return not isinstance(method, types.FunctionType) or is_closed(method.__module__)
 
 
 def _stores_are_recorded(cls: type) -> bool:

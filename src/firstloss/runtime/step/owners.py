@@ -78,7 +78,9 @@ class Owners:
             if move_to_device is not None and isinstance(owner, torch.Tensor) and outside and _is_sole_owner(owner):
                 # It moves to the backend; otherwise each step would have to be waited for.
                 move_to_device([owner])
-                owner = self.inputs[value] = owner._storage  # type: ignore[attr-defined]
+                assert type(owner) is DeferredTensor
+                InputView.record(owner, self._tracing.views)
+                owner = self.inputs[value] = owner._storage
             self.changed[value] = owner._storage if type(owner) is DeferredTensor else owner
         self.edited = [self.arguments[value] for value in changes if value in self.arguments]
         self._writes_external = bool(self.edited) or any(isinstance(h, torch.Tensor) for h in self.changed.values())
