@@ -211,25 +211,25 @@ class StepCache:
         """The number of cached steps that were compiled."""
         return len({id(step.executable) for step in self.steps()})
 
-    def _drop_stale(self, new: _Kind, entry: CacheEntry) -> None:
+    def _drop_stale(self, kind: _Kind, new: CacheEntry) -> None:
         """When a step is new, drop those for other models or objects that no call has been of for some time, since they
         keep these alive: as a search over settings has others for each trial. If one comes back, as those of many
-        models that are trained in turns, they are kept for longer."""
-        objects = _objects_of(new)
-        made_for = (*entry.made_for, objects)
-        if made_for in self._dropped:
+        models that are trained in turns, they are kept for longer. One for a part of its weights, as for an evaluation,
+        is not for other models."""
+        objects = _objects_of(kind)
+        if (*new.made_for, objects) in self._dropped:
             self._patience *= 2
         oldest = self._calls - self._patience
-        for kind, entries in list(self.kinds.items()):
-            of_objects = _objects_of(kind)
+        for other, entries in list(self.kinds.items()):
+            of_objects = _objects_of(other)
             for entry in list(entries.entries()):
-                was_for = (*entry.made_for, of_objects)
-                if entry.called < oldest and was_for != made_for:
+                is_for_them = entry.weights <= new.weights or entry.weights >= new.weights
+                if entry.called < oldest and not (is_for_them and of_objects == objects):
                     entries.drop(entry)
                     if all(each.is_weak for each in of_objects):
-                        self._dropped.add(was_for)
+                        self._dropped.add((*entry.made_for, of_objects))
             if entries.called < oldest and of_objects != objects:
-                del self.kinds[kind]
+                del self.kinds[other]
 
 
 def _is_similar(setting: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
