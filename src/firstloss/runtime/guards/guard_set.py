@@ -87,14 +87,15 @@ class GuardSet:
         self._weights = [t for t in self._tensors if t.requires_grad]
         self._nodes = HeldNodes()
         self._hooked = self._hooks()
-        self._with_gradients = list({id(t): t for t in (*self._tensors, *inputs)}.values())
-        self._gradients = _gradients(self._with_gradients)
+        # The gradients of tensors that are no leaves cannot be asked for.
+        self._leaves = [t for t in {id(t): t for t in (*self._tensors, *inputs)}.values() if t.is_leaf]
+        self._gradients = _gradients(self._leaves)
         self._layouts = _layouts(self._laid_out)
 
     def release(self) -> None:
         """Stop checking, and release everything that is guarded."""
         for collection in (
-            self._guards, self._reads, self._tensors, self._weights, self._hooked, self._with_gradients,
+            self._guards, self._reads, self._tensors, self._weights, self._hooked, self._leaves,
             self._gradients, self._laid_out, self._layouts,
         ):  # fmt: skip
             collection.clear()
@@ -123,11 +124,11 @@ class GuardSet:
                 differences.append(guard.change(now))
         if self._hooks() != self._hooked:
             differences.append(Change("the hooks of a tensor", "register_hook", None, None))
-        if (gradients := _gradients(self._with_gradients)) != self._gradients:
-            changed = _changed(_GRADIENTS, self._with_gradients, self._gradients, gradients)
-            differences += [change._replace(of_gradients=True) for change in changed]
         if self._laid_out and (layouts := _layouts(self._laid_out)) != self._layouts:
             differences += _changed(_LAYOUTS, self._laid_out, self._layouts, layouts)
+        elif (gradients := _gradients(self._leaves)) != self._gradients:
+            changes = _changed(_GRADIENTS, self._leaves, self._gradients, gradients)
+            differences += [change._replace(of_gradients=True) for change in changes]
         if not differences:
             differences = self._changed_numbers(arguments, known)
         if not differences and self._watch is None and native is not None and _versions_work():
@@ -200,10 +201,14 @@ class GuardSet:
             self._holders[id(new_of[i])] = holders
             for guard, key in holders:
                 guard.expected[key] = new_of[i]
-        self._with_gradients = [new_of.get(id(t), t) for t in self._with_gradients]
-        self._gradients = _gradients(self._with_gradients)
-        self._laid_out = [new_of.get(id(t), t) for t in self._laid_out]
-        self._layouts = _layouts(self._laid_out)
+        for tensors, properties, read in (
+            (self._leaves, self._gradients, _gradients),
+            (self._laid_out, self._layouts, _layouts),
+        ):
+            for n, tensor in enumerate(tensors):
+                if id(tensor) in new_of:
+                    tensors[n] = new_of[id(tensor)]
+                    properties[n] = read(tensors[n : n + 1])[0]
         return True
 
 
@@ -233,15 +238,15 @@ _with_any = getattr(native, "with_any", _some_attribute)
 
 # The properties of tensors, beside their contents, that a step may depend on: as code mentions them, and described.
 _GRADIENTS = {"requires_grad": "requires_grad", "grad": "presence of a gradient"}
-_LAYOUTS = {"shape": "shape", "dtype": "dtype", "stride": "memory layout"}
+_LAYOUTS = {"shape": "shape", "dtype": "dtype", "stride": "memory layout", "is_leaf": "autograd history"}
 
 
 def _gradients(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.requires_grad, t.is_leaf and t.grad is not None) for t in tensors]
+    return [(t.requires_grad, t.grad is not None) for t in tensors]
 
 
 def _layouts(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.shape, t.dtype, _layout(t)) for t in tensors]
+    return [(t.shape, t.dtype, _layout(t), t.is_leaf) for t in tensors]
 
 
 def _changed(
@@ -275,7 +280,7 @@ def _is_replacement(key: Any, old: Any, new: Any) -> bool:
     """Whether a change is that of a tensor to another one that can replace it as an input."""
     if key is MISSING or not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
-    if isinstance(new, torch.nn.Parameter) or old.retains_grad or new.retains_grad:
+    if isinstance(new, torch.nn.Parameter) or old.retains_grad or new.retains_grad or old.is_leaf != new.is_leaf:
         return False
     if (old.requires_grad or new.requires_grad) and not (is_returned(old) and is_returned(new)):
         return False
