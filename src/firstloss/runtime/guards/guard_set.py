@@ -87,16 +87,17 @@ class GuardSet:
         self._weights = [t for t in self._tensors if t.requires_grad]
         self._nodes = HeldNodes()
         self._hooked = self._hooks()
-        # The gradients of tensors that are no leaves cannot be asked for.
-        self._leaves = [t for t in {id(t): t for t in (*self._tensors, *inputs)}.values() if t.is_leaf]
-        self._gradients = _gradients(self._leaves)
+        self._tensors = list({id(t): t for t in (*self._tensors, *inputs)}.values())
+        self._leaves = [t for t in self._tensors if t.is_leaf]  # of others the gradient cannot be asked for
+        self._require = _require_gradients(self._tensors)
+        self._have = _have_gradients(self._leaves)
         self._layouts = _layouts(self._laid_out)
 
     def release(self) -> None:
         """Stop checking, and release everything that is guarded."""
         for collection in (
             self._guards, self._reads, self._tensors, self._weights, self._hooked, self._leaves,
-            self._gradients, self._laid_out, self._layouts,
+            self._require, self._have, self._laid_out, self._layouts,
         ):  # fmt: skip
             collection.clear()
         self._holders.clear()
@@ -108,7 +109,7 @@ class GuardSet:
         arguments: Sequence[Any],
         known: dict[Expression, Any],
     ) -> list[Change]:
-        """What the step reads and has changed since it was traced; mostly nothing.
+        """What the step reads and has changed since it was traced, besides `changes_of_gradients`; mostly nothing.
 
         Args:
             arguments: the leaves of the call's arguments.
@@ -126,15 +127,22 @@ class GuardSet:
             differences.append(Change("the hooks of a tensor", "register_hook", None, None))
         if self._laid_out and (layouts := _layouts(self._laid_out)) != self._layouts:
             differences += _changed(_LAYOUTS, self._laid_out, self._layouts, layouts)
-        elif (gradients := _gradients(self._leaves)) != self._gradients:
-            changes = _changed(_GRADIENTS, self._leaves, self._gradients, gradients)
-            differences += [change._replace(of_gradients=True) for change in changes]
         if not differences:
             differences = self._changed_numbers(arguments, known)
         if not differences and self._watch is None and native is not None and _versions_work():
             held = [guard.held for guard in self._guards]
             self._watch = native.Watch(held[: self._count], held[self._count :])
         return differences
+
+    def changes_of_gradients(self) -> list[Change]:
+        """Tensors that require a gradient now, or have one, or do not any more."""
+        if (require := _require_gradients(self._tensors)) != self._require:
+            changes = _changed(_REQUIRE_GRADIENTS, self._tensors, self._require, require)
+        elif (have := _have_gradients(self._leaves)) != self._have:  # still leaves, since they require what they did
+            changes = _changed(_HAVE_GRADIENTS, self._leaves, self._have, have)
+        else:
+            return []
+        return [change._replace(of_gradients=True) for change in changes]
 
     def _hooks(self) -> list[Any]:
         """All hooks of weights that autograd calls."""
@@ -202,7 +210,8 @@ class GuardSet:
             for guard, key in holders:
                 guard.expected[key] = new_of[i]
         for tensors, properties, read in (
-            (self._leaves, self._gradients, _gradients),
+            (self._tensors, self._require, _require_gradients),
+            (self._leaves, self._have, _have_gradients),
             (self._laid_out, self._layouts, _layouts),
         ):
             for n, tensor in enumerate(tensors):
@@ -237,16 +246,21 @@ _with_any = getattr(native, "with_any", _some_attribute)
 
 
 # The properties of tensors, beside their contents, that a step may depend on: as code mentions them, and described.
-_GRADIENTS = {"requires_grad": "requires_grad", "grad": "presence of a gradient"}
-_LAYOUTS = {"shape": "shape", "dtype": "dtype", "stride": "memory layout", "is_leaf": "autograd history"}
+_REQUIRE_GRADIENTS = {"requires_grad": "requires_grad"}
+_HAVE_GRADIENTS = {"grad": "presence of a gradient"}
+_LAYOUTS = {"shape": "shape", "dtype": "dtype", "stride": "memory layout"}
 
 
-def _gradients(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.requires_grad, t.grad is not None) for t in tensors]
+def _require_gradients(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.requires_grad,) for t in tensors]
+
+
+def _have_gradients(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.grad is not None,) for t in tensors]
 
 
 def _layouts(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.shape, t.dtype, _layout(t), t.is_leaf) for t in tensors]
+    return [(t.shape, t.dtype, _layout(t)) for t in tensors]
 
 
 def _changed(

@@ -98,6 +98,19 @@ class CacheEntry:
 
     def changes(self, arguments: Arguments) -> list[Change]:
         """What it reads that has changed since it was traced."""
+        return self._other_changes(arguments) + self.guards.changes_of_gradients()
+
+    def fits(self, arguments: Arguments) -> bool:
+        """Whether nothing has changed. In this order: gradients differ most often between entries, and guards let go of
+        tensors that the last call has replaced, which may be views of weights."""
+        has_changed = self.guards.changes_of_gradients() or self._other_changes(arguments) or self.step.outdated()
+        return not has_changed
+
+    def differs_in_gradients(self, arguments: Arguments) -> bool:
+        """Whether it would fit if other weights required gradients, or had some."""
+        return bool(self.guards.changes_of_gradients()) and not self._other_changes(arguments)
+
+    def _other_changes(self, arguments: Arguments) -> list[Change]:
         return self.guards.changes(self.step.traced.owners.move, arguments.leaves, arguments.known)
 
     @property
@@ -168,7 +181,6 @@ class CacheEntries:
         self._always = check == "always"
         self._entries: list[CacheEntry] = []
         self._fitting: CacheEntry | None = None
-        self._nearest: CacheEntry | None = None  # which would fit, if other weights required gradients, or had some
         self._untraceable: TraceError | None = None  # of this call's trace
         self._held: frozenset[int] | None = None  # the ids of what it could reach, if it has run the step's Python
         self._refuse = refuse
@@ -208,12 +220,13 @@ class CacheEntries:
 
     def fits(self, request: Request) -> bool:
         """Whether the guards of one of them hold."""
-        self._fitting = self._nearest = self._untraceable = None
+        self._fitting = self._untraceable = None
         if not self._always and request.retries <= MAX_RETRIES:
             self._fitting = next((entry for entry in self._entries if self._does_fit(entry, request)), None)
         return self._fitting is not None
 
-    def _does_fit(self, entry: CacheEntry, request: Request) -> bool:
+    @staticmethod
+    def _does_fit(entry: CacheEntry, request: Request) -> bool:
         if entry.guards.unknown or entry.traced_each_time is not None:
             return False
         arguments, numbers = request.arguments, entry.step.traced.trace.numbers
@@ -224,11 +237,7 @@ class CacheEntries:
                 check_outcomes(numbers, arguments.known | {number: v for number, v in read if v is not None})
             except OutcomeChanged:
                 return False
-        # In this order: guards let go of tensors that the last call has replaced, which may be views of weights.
-        changes = entry.changes(arguments)
-        if changes and all(change.of_gradients for change in changes):
-            self._nearest = self._nearest or entry
-        return not changes and not entry.step.outdated()
+        return entry.fits(arguments)
 
     def step(self, request: Request, similar: Sequence[CacheEntries] = ()) -> CompiledStep | None:
         """The compiled step whose guards hold; to be called after `fits`. None if the call is to run untraced.
@@ -310,7 +319,8 @@ class CacheEntries:
 
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
-        last = self._nearest or (self._entries[0] if self._entries else None)
+        nearest = next((entry for entry in self._entries if entry.differs_in_gradients(request.arguments)), None)
+        last = nearest or (self._entries[0] if self._entries else None)
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes(request.arguments)
         changed = [change.place for change in why if change.place is not None]
@@ -378,7 +388,7 @@ class CacheEntries:
                 runs = self._runs_untraced_from_now_on(request)
                 self.reports.report_own_writes(last.guards, last.changes_by_step(why), None if runs else last.seconds)
         most = _MAX_OUTCOMES_UNUSED if traced.outcomes else _MAX_UNUSED
-        if is_for_others(traced) or self._nearest is not None:
+        if is_for_others(traced) or nearest is not None:
             self._in_vain = self._in_a_row = 0
         if self._in_vain > most and request.reads and last is not None:
             self._untraced.begin_at_once()
