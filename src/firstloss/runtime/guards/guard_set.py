@@ -13,7 +13,7 @@ from ...capture.autograd_boundary import is_returned
 from ...capture.gradient_nodes import HeldNodes
 from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredTensor
-from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, is_parameter
+from ...compat.torch_names import HOOK_TABLES, PARAMETER_FLAG, DisableTorchFunctionSubclass, is_parameter
 from .access import MISSING, size, table_of
 from .equality import same
 from .external_state import ExternalCall
@@ -146,7 +146,8 @@ class GuardSet:
 
     def _hooks(self) -> list[Any]:
         """All hooks of weights that autograd calls."""
-        return _hooks(self._weights) + self._nodes.hooks(self._weights)
+        with DisableTorchFunctionSubclass():
+            return _hooks(self._weights) + self._nodes.hooks(self._weights)
 
     def _changed_numbers(self, arguments: Sequence[Any], known: dict[Expression, Any]) -> list[Change]:
         """Input numbers of another type, those whose values the step has branched on, and those from which it cannot
@@ -251,16 +252,20 @@ _HAVE_GRADIENTS = {"grad": "presence of a gradient"}
 _LAYOUTS = {"shape": "shape", "dtype": "dtype", "stride": "memory layout"}
 
 
+# A subclass's `__torch_function__` is not looked up, which takes longer than all else.
 def _require_gradients(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.requires_grad,) for t in tensors]
+    with DisableTorchFunctionSubclass():
+        return [(t.requires_grad,) for t in tensors]
 
 
 def _have_gradients(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.grad is not None,) for t in tensors]
+    with DisableTorchFunctionSubclass():
+        return [(t.grad is not None,) for t in tensors]
 
 
 def _layouts(tensors: list[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(t.shape, t.dtype, _layout(t)) for t in tensors]
+    with DisableTorchFunctionSubclass():
+        return [(t.shape, t.dtype, _layout(t)) for t in tensors]
 
 
 def _changed(
