@@ -850,3 +850,61 @@ def test_an_optimizer_that_reads_and_counts(traits, monkeypatch):
     # Sums of float32 in another order, ten times
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     assert compiled_steps.compilations(step) <= 3 and not traces
+
+
+def trained(model, backend):
+    model = fl.compile(model, backend)
+    return model, sgd(model.parameters())
+
+
+@pytest.mark.parametrize("changes", ["recompile", "refuse"])
+def test_a_step_for_models_of_other_sizes_one_after_another_is_compiled_for_each(changes, backend, traced, recwarn):
+    """A search over architectures, with one step that finds the present model by itself."""
+    now = {}
+
+    @fl.trace(changes=changes)
+    def step(x):
+        model, optimizer = now["trial"]
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for width in range(2, 14):
+        with backend.device:
+            model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+        now["trial"] = trained(model, backend)
+        before = len(traced)
+        for x in batches(5):
+            step(x)
+        assert len(traced) - before == ONCE
+    assert not [w for w in recwarn if "firstloss" in type(w.message).__module__]
+
+
+def test_a_step_that_one_model_keeps_from_being_compiled_is_compiled_for_another(backend, traced):
+    class Selects(nn.Linear):
+        def forward(self, x):
+            return super().forward(x[x.sum(1) > 0])  # a shape that depends on values
+
+    now = {}
+
+    @fl.trace
+    def step(x):
+        model, optimizer = now["model"]
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    warnings.filterwarnings("ignore", ".*not compiled", EagerStepWarning)
+    for kind in (Selects, nn.Linear):
+        with backend.device:
+            model = kind(4, 1)
+        now["model"] = trained(model, backend)
+        traced.clear()
+        for x in batches(6):
+            step(x)
+        assert bool(compiled_steps.steps(step)) == (kind is nn.Linear)
+    assert len(traced) <= COUNTED
