@@ -121,7 +121,8 @@ def test_a_batch_that_is_not_first_is_cut_where_it_is_merged():
     made, results = cut_and_run(lambda w, x: jax.grad(loss, has_aux=True)(w, x), arrays, [None, 1])
     assert sum(map(len, made.gathered)) == 1  # the second result, whose rows are no shards of it
     for result, expected in zip(results, jax.grad(loss, has_aux=True)(*arrays), strict=True):
-        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
+        # Terms as large as the largest element cancel out in others.
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
 def test_random_numbers_belong_to_the_logical_shard():
