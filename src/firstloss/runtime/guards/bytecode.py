@@ -69,22 +69,23 @@ def _has(code: types.CodeType, *names: str) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
-def _instructions(code: types.CodeType) -> list[Instruction]:
-    instructions = []
+def instructions(code: types.CodeType) -> list[Instruction]:
+    """The instructions of `code` itself."""
+    decoded = []
     line, effect = code.co_firstlineno, 0
     for i in dis.get_instructions(code):
         if i.positions is not None and i.positions.lineno is not None:
             line = i.positions.lineno
         effect += dis.stack_effect(i.opcode, i.arg, jump=False)
         if i.opname not in _NOISE:
-            instructions.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line, effect))
+            decoded.append(Instruction(i.offset, i.opname, i.argval, i.argrepr, line, effect))
             effect = 0
-    return instructions
+    return decoded
 
 
 def raises_again(code: types.CodeType) -> bool:
     """Whether `code` has a bare `raise`, which raises the exception that is being handled."""
-    return any(step.name == "RAISE_VARARGS" and step.argument == 0 for step in _instructions(code))
+    return any(step.name == "RAISE_VARARGS" and step.argument == 0 for step in instructions(code))
 
 
 def _use(code: types.CodeType, steps: list[Instruction], i: int) -> Use:
@@ -108,7 +109,7 @@ def _item_collect(after: list[Instruction]) -> ItemCollect | None:
 @functools.lru_cache(maxsize=65536)
 def _uses(code: types.CodeType) -> dict[int, Use]:
     """How the value that each load instruction loads is used, by the instruction's offset."""
-    steps = _instructions(code)
+    steps = instructions(code)
     return {step.offset: _use(code, steps, i) for i, step in enumerate(steps) if step.name in _LOADS}
 
 
@@ -116,7 +117,7 @@ def _uses(code: types.CodeType) -> dict[int, Use]:
 def call_with(load: Load) -> int | None:
     """The offset of the call of which a loaded value is itself an argument, as of `log` in `log(history, x + 1)`, or an
     item of a list, tuple or dict in it, as in `log({"history": history})`; None if it is used otherwise."""
-    steps = _instructions(load.code)
+    steps = instructions(load.code)
     above = 0  # the number of values above it on the stack
     for step in steps[[step.offset for step in steps].index(load.offset) + 1 :]:
         looks_up = step.name in ("LOAD_ATTR", "LOAD_METHOD")
@@ -134,7 +135,7 @@ def call_with(load: Load) -> int | None:
 
 def call_at(code: types.CodeType, offset: int) -> int:
     """The offset of the instruction that a frame of `code` is at, which may stand behind it, at its cache."""
-    return max((step.offset for step in _instructions(code) if step.offset <= offset), default=offset)
+    return max((step.offset for step in instructions(code) if step.offset <= offset), default=offset)
 
 
 def use_at(code: types.CodeType, offset: int) -> Use:
@@ -146,20 +147,20 @@ def use_at(code: types.CodeType, offset: int) -> Use:
 def uses_of(code: types.CodeType, name: str) -> list[Use]:
     """How `code` itself uses the globals and the variables of enclosing functions that it loads."""
     uses = _uses(code)
-    steps = [s for s in _instructions(code) if s.name in _LOADS and "ATTR" not in s.name and "METHOD" not in s.name]
+    steps = [s for s in instructions(code) if s.name in _LOADS and "ATTR" not in s.name and "METHOD" not in s.name]
     return [uses[step.offset] for step in steps if step.argument == name]
 
 
 @functools.lru_cache(maxsize=65536)
 def global_names(code: types.CodeType) -> frozenset[str]:
     """The globals that `code` itself loads."""
-    return frozenset(s.argument for s in _instructions(code) if s.name in _GLOBALS)
+    return frozenset(s.argument for s in instructions(code) if s.name in _GLOBALS)
 
 
 @functools.lru_cache(maxsize=65536)
 def stored_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The globals, and the variables of enclosing functions, that `code` itself sets or deletes."""
-    steps = _instructions(code)
+    steps = instructions(code)
     globals_ = frozenset(s.argument for s in steps if s.name in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"))
     return globals_, frozenset(s.argument for s in steps if s.name in ("STORE_DEREF", "DELETE_DEREF"))
 
@@ -167,13 +168,13 @@ def stored_names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 @functools.lru_cache(maxsize=65536)
 def attribute_names(code: types.CodeType) -> frozenset[str]:
     """The attributes, of any object, that `code` itself looks up, sets or deletes."""
-    return frozenset(s.argument for s in _instructions(code) if s.name in _OF_ATTRIBUTES)
+    return frozenset(s.argument for s in instructions(code) if s.name in _OF_ATTRIBUTES)
 
 
 @functools.lru_cache(maxsize=65536)
 def stored_attributes(code: types.CodeType) -> frozenset[str]:
     """The attributes, of any object, that `code` itself sets or deletes."""
-    return frozenset(s.argument for s in _instructions(code) if s.name in ("STORE_ATTR", "DELETE_ATTR"))
+    return frozenset(s.argument for s in instructions(code) if s.name in ("STORE_ATTR", "DELETE_ATTR"))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -181,7 +182,7 @@ def attributes_set(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     """The dotted paths that `code` itself sets or deletes from a global, as in `torch.nn.functional.gelu = ...`."""
     if not _has(code, "STORE_ATTR", "DELETE_ATTR"):
         return frozenset()
-    steps = _instructions(code)
+    steps = instructions(code)
     paths = []
     for i, step in enumerate(steps):
         if step.name in ("STORE_ATTR", "DELETE_ATTR"):
@@ -228,7 +229,7 @@ def _import_statements(code: types.CodeType) -> list[tuple[str, int, tuple[str, 
     """For each import statement: the module, the number of leading dots, and the imported names."""
     if not _has(code, "IMPORT_NAME"):
         return []
-    steps = _instructions(code)
+    steps = instructions(code)
     return [
         (step.argument, steps[i - 2].argument, steps[i - 1].argument or ())
         for i, step in enumerate(steps)
@@ -262,7 +263,7 @@ def lines(code: types.CodeType) -> NameLines:
     """The lines where `code` reads and writes names, for messages; an update counts as a write."""
     reads: dict[str, Source] = {}
     writes: dict[str, Source] = {}
-    steps = _instructions(code)
+    steps = instructions(code)
     for i, step in enumerate(steps):
         source = Source(code.co_filename, step.line)
         if step.name in _STORES and isinstance(step.argument, str):

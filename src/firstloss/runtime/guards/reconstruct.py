@@ -84,8 +84,9 @@ class Reconstructor:
 
     Attributes:
         tensors: the traced tensors among the values, each once; `CallFrame.fresh` returns their values by index.
-        plain: the numbers, texts and classes among the values, as they are in the trace; not those that equal what they
-            replace, which another trace of the same call may not replace: a count to which a 0 is added.
+        expressions: the numbers and texts among them that each call computes anew.
+        plain: the other numbers, texts and classes among the values, as they are in the trace; not those that equal
+            what they replace, which another trace of the same call may not replace: a count to which a 0 is added.
         retrace_reason: a description of what cannot be recreated, so that the step has to be traced at each call.
     """
 
@@ -103,6 +104,7 @@ class Reconstructor:
         """
         self.tensors: list[DeferredTensor] = []
         self.plain: list[Any] = []
+        self.expressions: list[Expression] = []
         self.retrace_reason: str | None = None
         self._numbers: dict[int, int] = {}
         self._is_traced = is_traced
@@ -122,6 +124,7 @@ class Reconstructor:
     def release(self) -> None:
         """Release the tensors, once all values have been added."""
         self.tensors.clear()
+        self.expressions.clear()
         self._values.clear()
         self._is_old = lambda obj: True
         self._arguments = NO_ARGUMENTS  # also releases what existed before the step
@@ -148,6 +151,7 @@ class Reconstructor:
             value = value.node.number()  # what C++ code has read, as by `super().item()`
         if (expression := input_of(value)) is not None:
             self._note(value_of(value), before)
+            self.expressions.append(expression)
             return computed(expression)
         if type(value) in _PLAIN or isinstance(value, type):
             self._note(value, before)
@@ -391,7 +395,8 @@ def is_constant(make: Make) -> bool:
 class UnavailableNumber:
     """Replaces, while a step is traced, a number in a parameter group that a scheduler sets after the step."""
 
-    def __init__(self, obj: str, scheduler: str) -> None:
+    def __init__(self, obj: str, scheduler: str, error: type[TraceError] = TraceError) -> None:
+        self._error = error
         self._text = (
             f"the traced step reads {obj} after {scheduler}.step(), which runs in Python after the compiled step. "
             "Read it before, or outside of the traced step."
@@ -399,7 +404,7 @@ class UnavailableNumber:
 
     def refuse(self, *args: Any, **kwargs: Any) -> Any:
         """Raise the error on any use."""
-        raise TraceError(f"{here()}: {self._text}")
+        raise self._error(f"{here()}: {self._text}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = refuse
     __pow__ = __rpow__ = __float__ = __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __format__ = refuse

@@ -65,6 +65,7 @@ class Recording:
             had set it before the first of them.
         deletes: likewise, those that have deleted it; not of a `SimpleNamespace`.
         stores: likewise, those that have set it; not of a `SimpleNamespace`.
+        shown: the objects (their ids) and attributes that are first read when they are not what they were.
         codes: by its address, code that has run, with its globals; None if that is not known.
         whole: globals that were accessed as a dict.
         outside: the external state that was read; known where `codes` are.
@@ -84,6 +85,7 @@ class Recording:
         self.reads: dict[tuple[int, str], tuple[Any, dict[Site, int], bool]] = {}
         self.stores: dict[tuple[int, str], tuple[Any, dict[Site, int], bool]] = {}
         self.deletes: dict[tuple[int, str], tuple[Any, dict[Site, int], bool]] = {}
+        self.shown: set[tuple[int, str]] = set()
         self.codes: dict[int, tuple[types.CodeType, dict[Any, Any]]] | None = None
         self.whole: list[dict[Any, Any]] = []
         self.outside: ExternalCalls = ExternalCalls()
@@ -126,11 +128,17 @@ class Recording:
         ]
         return sum(sum(sites.values()) for sites in sites_of_reads)
 
+    def show(self, owner: Any, name: str) -> None:
+        """Note that something is shown to the step as an attribute, from here on, which needs no guard."""
+        if (id(owner), name) not in self.reads:
+            self.shown.add((id(owner), name))
+
     def forget(self) -> None:
         """Drop the records, which refer to objects that the step has created."""
         self.reads.clear()
         self.stores.clear()
         self.deletes.clear()
+        self.shown.clear()
         self.codes = None
         self.whole.clear()
 

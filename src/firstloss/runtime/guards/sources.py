@@ -183,7 +183,7 @@ class GuardSources:
     def _attributes(self, recording: Recording) -> None:
         snapshot = self._snapshot
         for (_, name), (owner, sites, stored) in list(recording.reads.items()):
-            if id(owner) not in snapshot.seen:  # created in the step
+            if id(owner) not in snapshot.seen or (id(owner), name) in recording.shown:  # not what was there before
                 continue
             if isinstance(owner, (logging.Handler, logging.Formatter)) and all(map(_is_of_logging, sites)):
                 continue  # affects only what is logged

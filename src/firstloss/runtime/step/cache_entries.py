@@ -27,6 +27,7 @@ from .owners import Shared
 from .reads import READ, OutcomeChanged, check_outcomes
 from .request import MAX_RETRIES, Repeatable, Request, has_inputs
 from .retrace_reports import ADVICE, Reports, reasons
+from .scheduler_results import STEPPED, ReadsSchedulerError, is_number_list
 from .traced_program import TracedProgram
 from .tracing import StepRaisedError, TraceObserver
 from .untraced_calls import UntracedCalls
@@ -198,7 +199,8 @@ class CacheEntries:
         self._for_outcomes = 0  # the number of steps compiled that have outcomes
         self._fitted = 0  # the number of calls that one fitted
         # What its Python treats as it does the values; see `tracing.trace_step`.
-        self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ)
+        self._inputs: tuple[type, ...] = (*NUMBERS, *TEXTS, *GENERATORS, READ, STEPPED)
+        self._reads_schedulers = False  # numbers of schedulers; see `STEPPED`
         self._reads_by_all = False  # whether it has read values, on several processes
         self._for_one_call: CompiledStep | None = None  # there, the last that was valid for its own call only
 
@@ -283,6 +285,9 @@ class CacheEntries:
         error itself, as in the trace, there is nothing to say.)"""
         if self._untraceable is None:
             return
+        if isinstance(self._untraceable, ReadsSchedulerError) and not self._reads_schedulers:
+            self._reads_schedulers = True  # from the next call on
+            return
         if self._fitting in self._entries:  # it does something else now, though its guards hold
             self._entries.remove(self._fitting)
         self._untraced.begin()
@@ -324,6 +329,7 @@ class CacheEntries:
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes(request.arguments)
         changed = [change.place for change in why if change.place is not None]
+        self._reads_schedulers |= any(is_number_list(change.old) and is_number_list(change.new) for change in why)
         places = {place.id: place for place in changed if place.id not in self._places}
         self._places |= places
         twin: list[CacheEntry] = []
@@ -515,11 +521,14 @@ class CacheEntries:
         # The executed code is recorded when there is time, when the first loss has been returned; if there is no later
         # check; and where it may be traced again, which depends on what it consumes.
         records_code = bool(earlier or untraced or may_have) or not self._check or request.retried
-        records_code |= self._reads_by_all
-        wanted = self._inputs if may_have else (READ,) if READ in self._inputs else ()
+        records_code |= self._reads_by_all or self._reads_schedulers
+        wanted = self._inputs if may_have else tuple(k for k in (READ, STEPPED) if k in self._inputs)
         if not (self._repeatable or self._reads_by_all):
             wanted = tuple(kind for kind in wanted if kind is not READ)
+        if not self._reads_schedulers:
+            wanted = tuple(kind for kind in wanted if kind is not STEPPED)
         then_inputs = specialize_first and may_have and bool(wanted) and not request.reads_by_all
+        then_inputs = then_inputs and STEPPED not in wanted
         inputs = tried = () if then_inputs else wanted
         shared: list[CompiledStep] = []
 

@@ -62,10 +62,13 @@ class Optimizers:
         first_step_only: whether an optimizer's first step, which differs from later ones, was traced.
     """
 
-    def __init__(self, trace: StepTrace, snapshot: Snapshot, keep_fused: bool = False) -> None:
+    def __init__(
+        self, trace: StepTrace, snapshot: Snapshot, inputs: tuple[type, ...], keep_fused: bool = False
+    ) -> None:
         """
         Args:
             snapshot: taken before the trace.
+            inputs: as of `tracing.trace_step`.
             keep_fused: whether the step calls PyTorch's fused kernels if they were asked for.
         """
         self._trace = trace
@@ -74,7 +77,7 @@ class Optimizers:
         self.gradients: set[Value] = set()
         self.groups = ParameterGroups(trace, snapshot)
         self.state = OptimizerStates(snapshot)
-        self.schedulers = Schedulers()
+        self.schedulers = Schedulers(trace.numbers, inputs)
         self.schedule_state: list[torch.Tensor] = []
         self.first_step_only: bool = False
         self._rehearsing = False
@@ -89,11 +92,12 @@ class Optimizers:
         self.groups.end_trace()
 
     @interruptible_inside
-    def watched(self, recording: Recording) -> Iterator[None]:
+    def watched(self, recording: Recording, snapshot: Snapshot) -> Iterator[None]:
         """Context in which every optimizer is prepared just before its first step; its groups are restored afterwards.
 
         Args:
             recording: records what the step reads.
+            snapshot: was taken before the trace.
         """
         with Undo() as undo, undo:
             undo(self.groups.restore)
@@ -104,7 +108,7 @@ class Optimizers:
             self._handles.append(register_optimizer_step_pre_hook(self._before_step))
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
             torch.clear_autocast_cache()  # drop casts made elsewhere, which the step would use
-            with self.schedulers.watched(recording.times_read):
+            with self.schedulers.watched(recording, snapshot):
                 yield
 
     def check(self) -> None:

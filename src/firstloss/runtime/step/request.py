@@ -20,6 +20,7 @@ from . import tracing
 from .arguments import Arguments
 from .mesh_reads import MeshContents
 from .reads import ComputedStep, Reads, TracedContents
+from .scheduler_results import STEPPED_NOW
 from .traced_program import TracedProgram
 from .tracing import TraceObserver
 
@@ -182,8 +183,9 @@ class Request(NamedTuple):
         reads = traced.trace.numbers.reads if self.reads_by_all else ()  # known, without asking the other processes
         values_read = [read.example for read in reads] or self.values_read
         specialized = tracing.trace_step(
-            self.step, self.arguments, self.backend, observer, (), (), self._may_read(values_read), prints=False
-        )
+            self.step, self.arguments, self.backend, observer, (), (STEPPED_NOW,), self._may_read(values_read),
+            prints=False,
+        )  # fmt: skip
         try:
             return self._is_the_same(traced, specialized, contents)
         finally:

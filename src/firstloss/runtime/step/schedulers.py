@@ -1,8 +1,12 @@
-"""PyTorch's schedulers in a traced step: their Python code runs at each call, after the step."""
+"""PyTorch's schedulers in a traced step: their Python code runs at each call, after the step.
+
+What the step reads of them afterwards is computed before it, by copies (`scheduler_results.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -13,11 +17,25 @@ from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
 from ...interpreter import Undo
 from ...program.source import Source, here
+from ..guards.equality import same_items
 from ..guards.reconstruct import UnavailableNumber
+from .scheduler_results import (
+    STEPPED,
+    STEPPED_NOW,
+    ReadsSchedulerError,
+    Results,
+    SchedulerRun,
+    is_number_list,
+    run_of,
+    schedulers_in,
+)
 
 if TYPE_CHECKING:
+    from ...capture.input_numbers import Expression, InputNumbers
     from ..guards.effects import Bind
     from ..guards.reconstruct import CallFrame, Make, Reconstructor
+    from ..guards.recording import Recording
+    from ..guards.snapshot import Snapshot
 
 
 class _SchedulerCall(NamedTuple):
@@ -28,7 +46,8 @@ class _SchedulerCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: Source
-    reads: int  # reads of the scheduler by the step so far
+    reads: int | None  # reads of the scheduler by the step so far; None if it may read it afterwards
+    error: type[TraceError]  # if it does, and may not
 
     def waits(self) -> bool:
         """Whether it needs a value that the step computes, as `ReduceLROnPlateau` does."""
@@ -36,55 +55,111 @@ class _SchedulerCall(NamedTuple):
 
     def refuse_reads(self) -> NoReturn:
         """Make later reads of the scheduler in the step an error."""
-        raise TraceError(
+        raise self.error(
             f"{self.source}: the traced step reads something of this {type(self.scheduler).__name__} after its "
             "step(), which runs in Python after the step has run. Read it before, or outside of the traced "
             "step."
         )
 
 
+class _Shown(NamedTuple):
+    """What the step finds in a place, an entry of a dict, instead of what was there before."""
+
+    scheduler: Any
+    table: dict[str, Any]
+    key: str
+    before: Any
+    shown: Any
+    items: list[Any] | None  # of a list
+
+
 class Schedulers:
     """The schedulers that step in a trace."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: InputNumbers, inputs: tuple[type, ...]) -> None:
+        """
+        Args:
+            numbers: the input numbers of the trace.
+            inputs: as of `tracing.trace_step`.
+        """
+        self._numbers = numbers
+        self._are_shown = STEPPED in inputs or STEPPED_NOW in inputs
+        self._results = Results(numbers, are_inputs=STEPPED in inputs)
+        self._is_computing = False  # results
         self._calls: list[_SchedulerCall] = []
-        self._unavailable: list[tuple[dict[str, Any], str, Any]] = []
-        self._set: list[tuple[dict[str, Any], str, _SchedulerCall]] = []  # what they set
-        self._replaced: list[tuple[dict[str, Any], str]] = []  # what the step sets after them
+        self._shown: list[_Shown] = []
+        self._replaced: list[_Shown] = []  # where the step has left something else
+        self._set: list[tuple[dict[str, Any], str, _SchedulerCall]] = []  # in groups, what schedulers set
         self.afterwards: list[Callable[[CallFrame], Bind]] = []
 
     @contextmanager
-    def watched(self, reads: Callable[[Any], int]) -> Iterator[None]:
+    def watched(self, recording: Recording, snapshot: Snapshot) -> Iterator[None]:
         """Context in which a scheduler's `step()` is recorded instead of run.
 
         Args:
-            reads: returns how often the step has read an object so far.
+            recording: records what the step reads.
+            snapshot: was taken before the trace.
         """
 
-        def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if session.trace is None:  # called in another thread
+                if session.trace is None or schedulers._is_computing:  # called in another thread, or on a copy
                     return original(self, *args, **kwargs)
-                call = _SchedulerCall(original, self, args, kwargs, here(), reads(self))
+                run = None if kwargs else run_of(original, self, args, schedulers._numbers)
+                is_shown = run is not None and schedulers._are_shown
+                reads = None if is_shown else recording.times_read(self)
+                error = TraceError if run is None else ReadsSchedulerError
+                call = _SchedulerCall(original, self, args, kwargs, here(), reads, error)
                 schedulers._calls.append(call)
-                schedulers._make_unavailable(call)
+                if run is not None and is_shown:
+                    schedulers._show_results(call, run, recording)
+                else:
+                    schedulers._make_unavailable(call)
 
-            step._firstloss = True  # type: ignore[attr-defined]
-            step.__wrapped__ = original  # type: ignore[attr-defined]
             return step
 
         schedulers = self
         with Undo() as undo, undo:
             undo(self._restore)
-            for kind in vars(torch.optim.lr_scheduler).values():
-                method = vars(kind).get("step") if isinstance(kind, type) else None
-                if method is not None and not hasattr(method, "_firstloss"):
+            kinds: set[Any] = {kind for kind in vars(torch.optim.lr_scheduler).values() if isinstance(kind, type)}
+            for kind in kinds:
+                method = vars(kind).get("step")
+                if method is not None:
                     undo(setattr, kind, "step", method)
-                    kind.step = recording(method)
+                    kind.step = functools.wraps(method)(recorded(method))
+            for state in snapshot.tables("attributes") if self._are_shown else ():
+                if isinstance(state.owner, torch.optim.lr_scheduler.LRScheduler):
+                    self._show_lists(state.owner, recording)
             yield
             for call in self._calls:
-                if reads(call.scheduler) != call.reads:
+                if call.reads is not None and recording.times_read(call.scheduler) != call.reads:
                     call.refuse_reads()
+
+    def _show_results(self, call: _SchedulerCall, run: SchedulerRun, recording: Recording) -> None:
+        """Let input numbers stand for what the scheduler sets from here on."""
+        self._is_computing = True
+        try:
+            results = list(self._results.run(run))
+        finally:
+            self._is_computing = False
+        for owner, table, key, number in results:
+            if owner is None:
+                self._set.append((table, key, call))
+            else:
+                recording.show(owner, key)
+            self._show(call.scheduler, table, key, number)
+
+    def _show_lists(self, scheduler: Any, recording: Recording) -> None:
+        """Let input numbers stand for those in a scheduler's lists, of which it makes new ones for its rates."""
+        for key, value in list(vars(scheduler).items()):
+            if is_number_list(value):
+                recording.show(scheduler, key)
+                self._show(scheduler, vars(scheduler), key, self._results.items(scheduler, key, value))
+
+    def _show(self, scheduler: Any, table: dict[str, Any], key: str, shown: Any) -> None:
+        items = list(shown) if type(shown) is list else None
+        self._shown.append(_Shown(scheduler, table, key, table[key], shown, items))
+        table[key] = shown
 
     def _make_unavailable(self, call: _SchedulerCall) -> None:
         """Make reads of what the scheduler sets an error from here on."""
@@ -94,23 +169,24 @@ class Schedulers:
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
                 self._set.append((group, key, call))
                 if key in group and type(group[key]) is not UnavailableNumber:
-                    self._unavailable.append((group, key, group[key]))
-                    group[key] = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__)
+                    number = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__, call.error)
+                    self._show(scheduler, group, key, number)
 
     def _restore(self) -> None:
-        while self._unavailable:
-            group, key, value = self._unavailable[-1]
-            if type(group.get(key)) is UnavailableNumber:
-                group[key] = value
-            else:
-                self._replaced.append((group, key))
-            self._unavailable.pop()
+        while self._shown:
+            place = self._shown[-1]
+            is_there = place.table.get(place.key) is place.shown
+            if not is_there or place.items is not None and not same_items(place.items, place.shown):
+                self._replaced.append(place)
+            if is_there:
+                place.table[place.key] = place.before
+            self._shown.pop()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before an optimizer steps, that none of its schedulers has stepped yet."""
         for call in self._calls:
-            if _optimizer_of(call.scheduler) is optimizer:
-                raise TraceError(
+            if call.reads is not None and _optimizer_of(call.scheduler) is optimizer:
+                raise call.error(
                     f"{call.source}: {type(call.scheduler).__name__}.step() is called before its optimizer's step() in "
                     "the traced step, but runs in Python, after the step has run: call it after optimizer.step(), as "
                     "PyTorch requires."
@@ -122,16 +198,26 @@ class Schedulers:
         Args:
             sets: whether it sets an entry of a parameter group.
         """
-        for group, key, call in self._set:
-            replaced = any(g is group and k == key for g, k in self._replaced)
-            if replaced or sets(group, key):
-                raise TraceError(
-                    f"{call.source}: the step sets {key!r} in a parameter group, and so does this "
-                    f"{type(call.scheduler).__name__}, whose step() runs in Python after the compiled step. Set it "
-                    "outside of the traced step, or by the scheduler alone."
-                )
+        places = [(p.key, p.scheduler, "" if p.table is vars(p.scheduler) else " in a parameter group")
+                  for p in self._replaced]  # fmt: skip
+        places += [(key, call.scheduler, " in a parameter group") for table, key, call in self._set if sets(table, key)]
+        for key, scheduler, where in places:
+            source = next((call.source for call in self._calls if call.scheduler is scheduler), here())
+            raise TraceError(
+                f"{source}: the step sets {key!r}{where}, and so does this {type(scheduler).__name__}, whose step() "
+                "runs in Python after the compiled step. Set it outside of the traced step, or by the scheduler alone."
+            )
         self._set.clear()
         self._replaced.clear()
+
+    def check_results(self, left: Iterable[Expression], arguments: Sequence[Any]) -> None:
+        """Check, when the trace's effects have been undone, that calls can compute what the step reads of schedulers.
+
+        Args:
+            left: the numbers that the step leaves in Python.
+            arguments: the leaves of the arguments of this call.
+        """
+        self._results.traced(left, arguments)
 
     def traced(self, effects: Any, reconstructor: Reconstructor) -> None:
         """Record the schedulers' steps, which each call runs at its end."""
@@ -176,11 +262,10 @@ class _SchedulerStep:
 
 def _tables(scheduler: Any) -> Iterator[dict[Any, Any]]:
     """The dicts that a scheduler's step changes: its attributes, those of nested schedulers, and parameter groups."""
-    yield vars(scheduler)
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _tables(inner)
-    optimizer = _optimizer_of(scheduler)
-    yield from () if optimizer is None else optimizer.param_groups
+    for held in schedulers_in(scheduler):
+        yield vars(held)
+        optimizer = _optimizer_of(held)
+        yield from () if optimizer is None else optimizer.param_groups
 
 
 def _copy(table: dict[Any, Any]) -> dict[Any, Any]:

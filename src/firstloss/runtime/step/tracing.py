@@ -137,7 +137,7 @@ def trace_step(
         observer: observes the Python side of the trace.
         places: the places of numbers that are inputs of the step.
         inputs: the classes of the arguments that are inputs if they vary, besides tensors, and of the generators whose
-            draws are inputs.
+            draws are inputs; `READ`, and `STEPPED` or `STEPPED_NOW`.
         reads: which values it may read; None for none.
         prints: whether its `print` prints what is known while it is traced.
         constants: those that are inputs.
@@ -225,7 +225,7 @@ class _Trace:
         self._runs_eagerly = runs_eagerly
         self.effects: Effects | None = None
         self.trace = StepTrace()
-        self.optimizers = Optimizers(self.trace, observer.snapshot, keep_fused=backend.replays)
+        self.optimizers = Optimizers(self.trace, observer.snapshot, inputs, keep_fused=backend.replays)
         weights = dict.fromkeys([*backend.parameters(), *observer.snapshot.weights()])
         self.gradients = Gradients(weights, observer.snapshot.tensors.values())
         self.modes = ModesLeft()
@@ -238,7 +238,7 @@ class _Trace:
         self.modes.traced()
         self.trace.refuse_overlaps()
         self.trace.new_memory.check()
-        traced = self._collect(placeholders, result, raised)
+        traced = self._collect(arguments, placeholders, result, raised)
         self.optimizers.end_trace()
         shared = traced.owners.shared(arguments)
         if shared:
@@ -257,7 +257,7 @@ class _Trace:
         if itself:  # possibly an optimizer's parameters
             raise Shared(itself)
         raised = None
-        active, watched = self.trace.active(), self.optimizers.watched(recording)
+        active, watched = self.trace.active(), self.optimizers.watched(recording, snapshot)
         # TorchScript's optimizer runs another graph at a function's third call than at its first.
         unoptimized = torch.jit.optimized_execution(False)
         with Undo() as undo, undo, active, active, watched, watched, unoptimized:
@@ -307,7 +307,9 @@ class _Trace:
         backend.move_to_device(self.optimizers.state.new, behind=True)
         return placeholders, result, raised
 
-    def _collect(self, placeholders: TracedArguments, result: list[Any], raised: Exception | None) -> TracedProgram:
+    def _collect(
+        self, arguments: Arguments, placeholders: TracedArguments, result: list[Any], raised: Exception | None
+    ) -> TracedProgram:
         """Determine inputs and outputs: results, changed state, and side effects in Python, which are undone and
         repeated at the end of each call. `result` is emptied, so that nothing keeps tensors alive."""
         trace, backend, snapshot = self.trace, self._backend, self._observer.snapshot
@@ -338,6 +340,7 @@ class _Trace:
         copies = {storage: old.copy for storage, old in trace.new_memory.weights.items() if old.copy is not None}
         old_memory = {storage: reconstructor.make(copy) for storage, copy in copies.items()}
         effects.undo()
+        self.optimizers.schedulers.check_results(reconstructor.expressions, arguments.leaves)
         if self._observer.guards is not None:
             self._observer.guards.begin(trace.numbers, owners.weights())
         kept = {id(copy._storage) for copy in copies.values()}
