@@ -22,6 +22,7 @@ import firstloss as fl  # noqa: E402
 from firstloss.errors import BackendError, TraceError  # noqa: E402
 from firstloss.lower import logical_shards, shard_passes  # noqa: E402
 from tests import compiled_steps  # noqa: E402
+from tests.optim.test_scheduler_results import Program  # noqa: E402
 
 MESHES = [{"fsdp": 1}, {"fsdp": 2}, {"data": 4}, {"fsdp": 8}, {"dp": 2, "fsdp": 4}, {"fsdp": 4, "tp": 2}]
 STEPS = 4
@@ -309,6 +310,17 @@ def test_the_plan_says_what_it_costs(tmp_path):
     assert "same_run_cases.py" in str(plan) and "8 logical shards in 1 pass, sends" in str(plan)
     with pytest.raises(BackendError, match="cannot be lowered as one module for a backend with same_run"):
         step.lower(torch.zeros(16, 64)).as_text()
+
+
+@pytest.mark.parametrize("settings", [{"mesh": {"fsdp": 2}}, {"mesh": {"dp": 2}, "same_run": 2}], ids=["mesh", "same"])
+@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_steps_read_what_schedulers_have_set(seed, settings, float64):
+    program = Program(seed)
+    expected, _ = program.run(fl.backend("CPU"))
+    actual, step = program.run(fl.backend("XLA", **settings))
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)  # float64 sums in another order
+    assert compiled_steps.compilations(step) >= 1
 
 
 def test_meshes_that_do_not_divide_it_are_refused():

@@ -169,6 +169,12 @@ def _weights_read(traced: TracedProgram, models: Models) -> dict[int, list[torch
     return {number: weights for number, weights in read.items() if weights}
 
 
+_READS_SCHEDULER = (
+    "reads something of a scheduler that has stepped in it, for which its Python would have to run twice at this call "
+    "on this backend"
+)
+
+
 class CacheEntries:
     """The compiled steps for one kind of call, each with its guards; the most recently used one first.
 
@@ -575,6 +581,11 @@ class CacheEntries:
                     )
                     inputs = tried = (*inputs, READ)
                     records_code = self._reads_by_all = True
+                    continue
+                if isinstance(error, ReadsSchedulerError) and not (request.reads or self._reads_schedulers):
+                    self._check_consumed(observer, _READS_SCHEDULER, error)
+                    inputs = tried = (*inputs, STEPPED)
+                    records_code = self._reads_schedulers = True
                     continue
                 if not inputs:
                     raise

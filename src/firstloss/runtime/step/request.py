@@ -20,7 +20,7 @@ from . import tracing
 from .arguments import Arguments
 from .mesh_reads import MeshContents
 from .reads import ComputedStep, Reads, TracedContents
-from .scheduler_results import STEPPED_NOW
+from .scheduler_results import STEPPED, STEPPED_NOW
 from .traced_program import TracedProgram
 from .tracing import TraceObserver
 
@@ -141,7 +141,8 @@ class Request(NamedTuple):
         if same is not None and _inputs_of(traced) <= _inputs_of(same.traced):
             return
         if not _can_run_twice(traced, observer) or traced.trace.number_reads and observer.recording.writes.calls:
-            if traced.trace.number_reads or _creates_state(traced):
+            must_be_proved = self.reads or STEPPED not in self.inputs  # else it can only be refused
+            if traced.trace.number_reads or _creates_state(traced) and must_be_proved:
                 raise InputNumberError
         elif not self._is_the_same_without_inputs(traced, contents):
             raise InputNumberError
