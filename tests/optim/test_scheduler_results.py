@@ -106,7 +106,7 @@ class Program:
         if rng.random() < 0.3:
             rng.shuffle(order)
         self.order = [(i, rng.sample(list(READS), rng.choice([0, 1, 2]))) for i in order]
-        self.use = rng.choice(["return", "scale", "attribute", "keep", "tensor"])
+        self.use = rng.choice(["return", "scale", "attribute", "keep", "tensor", "item"])
         self.events = [rng.choice(["none"] * 4 + list(EVENTS)) for _ in range(9)]
 
     def run(self, backend):
@@ -137,6 +137,8 @@ class Program:
                 model.rate = sum(results)
             if self.use == "keep":
                 kept.append(results)
+            if self.use == "item":
+                return (loss.item(), *results)
             if self.use == "tensor":
                 return loss.detach(), torch.ones(2) * sum(results)
             return (loss.detach(), *results) if self.use != "attribute" else loss.detach()
@@ -162,6 +164,32 @@ def test_steps_read_what_schedulers_have_set(seed):
     actual, step = program.run(fl.backend("XLA"))
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)  # float64 sums in another order
     assert compilations(step) >= 1
+
+
+def test_code_that_asks_for_a_rates_type_gets_a_float():
+    """Its step runs by its Python."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(2, 1)
+        compiled = fl.compile(model, backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = kinds.StepLR(optimizer, 2)
+
+        @fl.trace
+        def step(x):
+            loss = compiled(x).sum() * (2.0 if type(schedule.get_last_lr()[0]) is float else 3.0)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            return loss.detach() * (2.0 if type(schedule.get_last_lr()[0]) is float else 3.0)
+
+        return [step(torch.ones(1, 2)) for _ in range(4)]
+
+    expected = run(fl.backend("CPU"))
+    with pytest.warns(fl.errors.EagerStepWarning):
+        torch.testing.assert_close(run(fl.backend("XLA")), expected)
 
 
 def noisy(k):

@@ -562,7 +562,7 @@ class CacheEntries:
                 raise
             except Repeatable as repeatable:
                 then_inputs, traced = False, repeatable.traced
-                request = request._replace(specialized=traced)
+                request = request._replace(specialized=None if STEPPED in inputs else traced)
                 inputs = tried = wanted
                 if traced.trace.number_reads:
                     self._repeatable = True

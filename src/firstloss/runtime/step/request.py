@@ -111,10 +111,11 @@ class Request(NamedTuple):
         if (draws := traced.trace.numbers.draws) is not None and not draws.complete:
             raise InputNumberError
         if self._is_for_one_call(traced):
+            may_repeat = self.then_reads and _reads_are_repeatable(traced, observer)
             # Nothing shows that its Python treats them as it does numbers. What it has consumed is gone, though.
-            if has_inputs(traced) and not observer.has_consumed():
+            if has_inputs(traced) and not observer.has_consumed() and not (may_repeat and STEPPED in self.inputs):
                 raise InputNumberError
-            if self.then_reads and _reads_are_repeatable(traced, observer):
+            if may_repeat:
                 traced.trace.contents = None
                 raise Repeatable(traced)
             return None if self.reads else find(traced)
@@ -219,6 +220,8 @@ def _inputs_of(traced: TracedProgram) -> set[tuple[Any, ...]]:
     trace = traced.trace
     sources = [expression.source for expression in trace.numbers.sources if expression.source is not None]
     inputs: set[tuple[Any, ...]] = {(s.description, _where(s.read)) for s in sources if not s.trusted}
+    if traced.optimizers.schedulers.has_inputs:  # also those that it has not computed with
+        inputs.add(("of schedulers",))
     return inputs | {(read.text, read.source) for read in trace.number_reads if trace.numbers_are_inputs}
 
 

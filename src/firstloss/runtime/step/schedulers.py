@@ -74,7 +74,11 @@ class _Shown(NamedTuple):
 
 
 class Schedulers:
-    """The schedulers that step in a trace."""
+    """The schedulers that step in a trace.
+
+    Attributes:
+        has_inputs: whether the step may have seen numbers of schedulers that are inputs.
+    """
 
     def __init__(self, numbers: InputNumbers, inputs: tuple[type, ...]) -> None:
         """
@@ -83,9 +87,11 @@ class Schedulers:
             inputs: as of `tracing.trace_step`.
         """
         self._numbers = numbers
+        self._inputs = inputs
         self._are_shown = STEPPED in inputs or STEPPED_NOW in inputs
         self._results = Results(numbers, are_inputs=STEPPED in inputs)
         self._is_computing = False  # results
+        self.has_inputs: bool = False
         self._calls: list[_SchedulerCall] = []
         self._shown: list[_Shown] = []
         self._replaced: list[_Shown] = []  # where the step has left something else
@@ -158,6 +164,7 @@ class Schedulers:
 
     def _show(self, scheduler: Any, table: dict[str, Any], key: str, shown: Any) -> None:
         items = list(shown) if type(shown) is list else None
+        self.has_inputs = STEPPED in self._inputs
         self._shown.append(_Shown(scheduler, table, key, table[key], shown, items))
         table[key] = shown
 
