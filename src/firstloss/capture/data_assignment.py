@@ -151,7 +151,7 @@ class DataAssignments:
         """
         for weight, line in self._real:
             storage = weight.untyped_storage()
-            if self._trace.views_of(weight) > 1 or storage_use_count(storage) > 2:
+            if self._trace.views_of(id(weight)) > 1 or storage_use_count(storage) > 2:
                 raise TraceError(
                     f"{line}: the step assigns other memory to a tensor of shape {list(weight.shape)} by `.data = "
                     "...`, but another tensor or a NumPy array shares its memory. Use weight.data.copy_(...), which "

@@ -101,7 +101,7 @@ class Tracing:
     def is_external(self, storage: Storage) -> bool:
         raise NotImplementedError
 
-    def views_of(self, tensor: torch.Tensor) -> int:
+    def views_of(self, tensor: int) -> int:
         raise NotImplementedError
 
     def record_external(self, tensor: torch.Tensor) -> None: ...

@@ -275,9 +275,9 @@ class StepTrace(recorder._Tracing):
         """The real tensor from outside, its whole storage, that is represented by `storage`."""
         return next((base for base, known_storage in self._real.values() if known_storage is storage), None)
 
-    def views_of(self, tensor: torch.Tensor) -> int:
-        """The number of real tensors from outside that share the storage of `tensor`."""
-        entry = self.outside.get(id(tensor))
+    def views_of(self, tensor: int) -> int:
+        """The number of real tensors from outside that share the storage of one, given by its id."""
+        entry = self.outside.get(tensor)
         return 0 if entry is None else sum(key == entry[2] for _, _, key in self.outside.values())
 
     def is_external(self, storage: DeferredStorage) -> bool:

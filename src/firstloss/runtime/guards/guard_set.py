@@ -55,10 +55,12 @@ class GuardSet:
         tables = list(values.tables.values())
         # Those of changes that the watch detects, in an order that branch prediction likes.
         self._guards: list[Guard] = [*tables, *values.lists.values(), *values.cells.values()]
-        holders = [guard for guard in self._guards if not is_shared(guard.expected)]
+        holders = [g for g in (*self._guards, *values.deques.values()) if not is_shared(g.expected)]
         self._guards += values.functions.values()
         self._count = len(self._guards)
         self._guards += map(ClassGuard, values.objects.values())
+        self._watched = len(self._guards)
+        self._guards += values.deques.values()  # whose changes the watch does not detect
         # The version of an OrderedDict is the same when an item is moved.
         ordered = [g for g in tables if g.whole and size(g.held) > 1 and type(g.held) is not dict]
         orders = [(g.change(MISSING, None, None), functools.partial(_keys, g.held)) for g in ordered]
@@ -117,8 +119,9 @@ class GuardSet:
             move: called with pairs of replaced tensors and their replacements; returns whether the compiled step
                 accepts the replacements.
         """
-        changed = range(len(self._guards)) if self._watch is None else self._watch.changed()
-        differences = [] if changed is None else self._differences(changed, move)
+        changed = range(self._watched) if self._watch is None else self._watch.changed() or ()
+        numbers = [*changed, *range(self._watched, len(self._guards))]
+        differences = self._differences(numbers, move) if numbers else []
         for guard in self._reads:
             now = guard.read()
             if now is not guard.expected and not same(guard.expected, now):
@@ -130,7 +133,7 @@ class GuardSet:
         if not differences:
             differences = self._changed_numbers(arguments, known)
         if not differences and self._watch is None and native is not None and _versions_work():
-            held = [guard.held for guard in self._guards]
+            held = [guard.held for guard in self._guards[: self._watched]]
             self._watch = native.Watch(held[: self._count], held[self._count :])
         return differences
 
@@ -185,7 +188,8 @@ class GuardSet:
         if replaced and self._moved(replaced, move):
             changes = [(guard, change) for guard, change in changes if not _is_replacement(*change)]
         for n in numbers if self._watch is not None and not changes else ():
-            self._watch.accept(n)  # they do not matter
+            if n < self._watched:
+                self._watch.accept(n)  # they do not matter
         return [guard.change(*change) for guard, change in changes]
 
     def _moved(self, changes: list[tuple[Guard, tuple[Any, ...]]], move: Any) -> bool:

@@ -188,7 +188,7 @@ class TableGuard(Guard):
 
 
 class ListGuard(Guard):
-    """Guards the items of a list."""
+    """Guards the items of a list or deque."""
 
     __slots__ = ()
 

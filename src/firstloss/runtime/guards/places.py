@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ...capture.input_numbers import InputNumbers, Source, is_input_number, is_plain_number
 from ...interpreter import Undo
-from .access import MISSING, cell_content, class_table, slot_value
+from .access import MISSING, cell_content, class_table, items_of, slot_value
 from .equality import AnyNumber, same
 
 
@@ -16,7 +17,7 @@ class Place(NamedTuple):
     """A place that holds a number.
 
     Attributes:
-        container: the dict, list or cell; the class, or the object with `__slots__`.
+        container: the dict, list, deque or cell; the class, or the object with `__slots__`.
         key: of the entry or item, or the attribute's name; None for a cell.
         description, name: of the number, as of `Change`.
         position: of the number in a tuple that the place holds; None for the content itself.
@@ -37,8 +38,9 @@ class Place(NamedTuple):
         """Its content; MISSING if it has none."""
         if isinstance(self.container, dict):
             return dict.get(self.container, self.key, MISSING)
-        if isinstance(self.container, list):
-            return list.__getitem__(self.container, self.key) if self.key < len(self.container) else MISSING
+        if isinstance(self.container, (list, collections.deque)):
+            items = items_of(self.container)
+            return items[self.key] if self.key < len(items) else MISSING
         if isinstance(self.container, types.CellType):
             return cell_content(self.container)
         if isinstance(self.container, type):
@@ -51,6 +53,8 @@ class Place(NamedTuple):
             dict.__setitem__(self.container, self.key, value)
         elif isinstance(self.container, list):
             list.__setitem__(self.container, self.key, value)
+        elif isinstance(self.container, collections.deque):
+            collections.deque.__setitem__(self.container, self.key, value)
         elif isinstance(self.container, types.CellType):
             self.container.cell_contents = value
         elif isinstance(self.container, type):

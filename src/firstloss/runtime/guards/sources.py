@@ -356,7 +356,7 @@ class GuardSources:
             if guard is not None and state.name in guard.expected:
                 guard.expected = {**guard.expected, state.name: state.before}  # a copy: guard sets share namespaces
         for (container, key), any_number in (varying.expected() if varying is not None else {}).items():
-            for guards in (self._values.tables, self._values.lists, self._values.cells):
+            for guards in (self._values.tables, self._values.lists, self._values.deques, self._values.cells):
                 of_container = guards.get(container)
                 if isinstance(of_container, ListGuard):
                     items = enumerate(of_container.expected)

@@ -63,6 +63,7 @@ class Values:
         self.weak = False
         self.tables: dict[int, TableGuard] = {}
         self.lists: dict[int, ListGuard] = {}
+        self.deques: dict[int, ListGuard] = {}
         self.cells: dict[int, CellGuard] = {}
         self.objects: dict[int, Any] = {}
         self.functions: dict[int, FunctionGuard] = {}

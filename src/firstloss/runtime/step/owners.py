@@ -171,7 +171,8 @@ class Owners:
         owners = {id(owner): value for value, owner in self.inputs.items()}
         moved: list[tuple[Value, torch.Tensor]] = []
         for old, new in pairs:
-            if id(self._origin(old)) in self._tracing.read_outside or old is new:
+            origin = self._origin(old)
+            if origin in self._tracing.read_outside or old is new:
                 return False
             value = owners.get(id(storage_or_itself(old)))
             view = self._tracing.views.get(id(old))
@@ -181,17 +182,18 @@ class Owners:
             if type(new) is DeferredTensor and not (new._ref().whole and new._storage.trace is None):
                 return False
             if value is None:
-                if id(self._origin(old)) in self._tracing.outside:  # a view of an input
+                if origin in self._tracing.outside:  # a view of an input
                     return False
                 continue
             if type(old) is DeferredTensor and len(old._storage.alive()) > 1:  # other tensors view the same memory
                 return False
-            if type(old) is not DeferredTensor and self._tracing.views_of(self._origin(old)) > 1:
+            if type(old) is not DeferredTensor and self._tracing.views_of(origin) > 1:
                 return False
             if type(old) is DeferredTensor and not old._ref().whole or tuple(value.shape) != tuple(new.shape):
                 return False
             if type(new) is not DeferredTensor and memory_of(new) != memory_of(old):
-                if exported_memory.storage_at(new) is not None or self._tracing.shares(new):
+                leaves = any(new is other for other, _ in pairs)  # its own place, for this one
+                if exported_memory.storage_at(new) is not None or self._tracing.shares(new) and not leaves:
                     return False
             if id(storage_or_itself(new)) in owners and owners[id(storage_or_itself(new))] is not value:
                 if not any(storage_or_itself(other) is storage_or_itself(new) for other, _ in pairs):
@@ -205,7 +207,9 @@ class Owners:
             self.inputs[value] = storage_or_itself(new)
             if value in self.changed:
                 self.changed[value] = storage_or_itself(new)
-        renamed = {id(new): self._origins.pop(id(old), id(old)) for old, new in pairs}
+        renamed = {id(new): self._origin(old) for old, new in pairs}
+        for old, _ in pairs:
+            self._origins.pop(id(old), None)
         for _, new in pairs:
             self.current[renamed[id(new)]] = new
         self._origins.update(renamed)
@@ -224,10 +228,9 @@ class Owners:
         self._rebinds = session.rebinds
         return False
 
-    def _origin(self, tensor: torch.Tensor) -> Any:
-        """The object at the time of the trace."""
-        entry = self._tracing.outside.get(self._origins.get(id(tensor), id(tensor)))
-        return tensor if entry is None else entry[0]
+    def _origin(self, tensor: torch.Tensor) -> int:
+        """The id of the tensor in whose place it is."""
+        return self._origins.get(id(tensor), id(tensor))
 
 
 def differ(a: Owner, b: Owner) -> bool:

@@ -7,8 +7,9 @@ class UntracedCalls:
     """The calls, of those that no compiled step fits, at which the step's Python runs untraced.
 
     There are some from when a step has read values, could not be traced, would have to be traced at each call, or was
-    compiled in vain. It may do so no more, so it is traced again at the second and third such call, the 16th, the 256th
-    and so on: a trace, computed value by value, takes three to eight times as long as the step.
+    compiled in vain. It may do so no more, so it is traced again at the second and third such call, at three from the
+    16th on, since the first shows what varies, at three from the 256th on, and so on: a trace, computed value by value,
+    takes three to eight times as long as the step.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,11 @@ class UntracedCalls:
 
     def begin_late(self) -> None:
         """Let there be some, beginning with this call; the 256th is the next that is traced."""
-        self._calls = max(self._calls, 16)
+        self._calls = max(self._calls, 18)
 
     def is_next(self) -> bool:
         """Whether the call that begins is one of them."""
         if self._calls:
             self._calls += 1
-        is_power_of_16 = self._calls & (self._calls - 1) == 0 and self._calls.bit_length() % 4 == 1
-        return self._calls > 3 and not is_power_of_16
+        power = 1 << (self._calls.bit_length() - 1) // 4 * 4 if self._calls else 0  # of 16
+        return self._calls > 3 and self._calls >= power + 3

@@ -233,6 +233,9 @@ class SetKind(Collection):
 class DequeKind(Collection):
     """A deque."""
 
+    def guard_each(self, obj: Any, items: list[Any], values: Values, description: str, name: str) -> None:
+        values.deques[id(obj)] = ListGuard(obj, items, description, name)
+
     def added_to(self, obj: Any, before: list[Any], now: list[Any]) -> list[Any] | None:
         if obj.maxlen is None:
             return super().added_to(obj, before, now)
