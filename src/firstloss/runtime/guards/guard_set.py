@@ -119,7 +119,7 @@ class GuardSet:
             move: called with pairs of replaced tensors and their replacements; returns whether the compiled step
                 accepts the replacements.
         """
-        changed = range(self._watched) if self._watch is None else self._watch.changed() or ()
+        changed = self._watch.changed() or () if self._watch is not None else range(len(self._guards[: self._watched]))
         numbers = [*changed, *range(self._watched, len(self._guards))]
         differences = self._differences(numbers, move) if numbers else []
         for guard in self._reads:
