@@ -4,6 +4,8 @@ Each reads some of what the scheduler sets, in one of some ways; between calls, 
 """
 
 import functools
+import io
+import logging
 import math
 import random
 
@@ -106,7 +108,7 @@ class Program:
         if rng.random() < 0.3:
             rng.shuffle(order)
         self.order = [(i, rng.sample(list(READS), rng.choice([0, 1, 2]))) for i in order]
-        self.use = rng.choice(["return", "scale", "attribute", "keep", "tensor", "item"])
+        self.use = rng.choice(["return", "scale", "attribute", "keep", "tensor", "item", "log"])
         self.events = [rng.choice(["none"] * 4 + list(EVENTS)) for _ in range(9)]
 
     def run(self, backend):
@@ -116,7 +118,10 @@ class Program:
         compiled = fl.compile(model, backend)
         optimizer = self.optimizer(list(model.parameters()))
         schedulers = [SCHEDULERS[name](optimizer) for name in self.schedulers]
-        kept = []
+        kept, text = [], io.StringIO()
+        logger = logging.getLogger(__name__)
+        logger.handlers, logger.propagate = [logging.StreamHandler(text)], False
+        logger.setLevel(logging.INFO)
         model.rate = 0.0
 
         @fl.trace
@@ -137,6 +142,8 @@ class Program:
                 model.rate = sum(results)
             if self.use == "keep":
                 kept.append(results)
+            if self.use == "log":
+                logger.info("%s %.17g", len(results), sum(results))
             if self.use == "item":
                 return (loss.item(), *results)
             if self.use == "tensor":
@@ -154,6 +161,7 @@ class Program:
             EVENTS[event](optimizer, schedulers[0])
             found += [model.rate, [dict(g, params=None) for g in optimizer.param_groups]]
             found += [{k: v for k, v in vars(s).items() if isinstance(v, (int, float))} for s in schedulers]
+        kept += [float(word) for word in text.getvalue().split()]
         return [*found, kept, [p.detach().tolist() for p in model.parameters()]], step
 
 

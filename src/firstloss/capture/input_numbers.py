@@ -174,16 +174,6 @@ class InputNumbers:
         """What the step has computed from input numbers and texts."""
         return self._known.values()
 
-    def used(self, others: Iterable[Expression]) -> set[Expression]:
-        """The expressions on which the step depends, and `others`, with those that they are computed from."""
-        found = [*self.guards, *self.outcomes, *self._known.values(), *(e for e, _ in self.inputs), *others]
-        seen = set(found)
-        for expression in found:
-            new = {o for o in expression.operands if type(o) is Expression} - seen
-            seen |= new
-            found += new
-        return seen
-
     def apply(self, combine: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Expression]:
         """The value of `combine(*args)`, where some of `args` are input numbers or their nodes, and its expression."""
         nodes = [node_of(arg) or arg for arg in args]

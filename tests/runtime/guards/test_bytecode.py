@@ -35,7 +35,7 @@ def is_passed_to_the_last_call(text, local):
         scope = {}
         exec(f"def outer({', '.join(names)}):\n return {text}", scope)
         code = scope["outer"].__code__
-    steps = bytecode._instructions(code)
+    steps = bytecode.instructions(code)
     load = next(step for step in steps if step.name in ("LOAD_NAME", "LOAD_GLOBAL") and step.argument == "held")
     return bytecode.call_with(bytecode.Load(code, load.offset)) == max(s.offset for s in steps if "CALL" in s.name)
 

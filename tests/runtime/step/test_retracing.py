@@ -547,7 +547,7 @@ def test_a_step_to_be_traced_at_each_call_is_run_instead(make, options, traced):
             values(step, X, count=calls)
         return
     assert values(step, X, count=calls) == values(eager, X, count=calls)
-    assert len(traced) >= calls if options else len(traced) <= 10
+    assert len(traced) >= calls if options else len(traced) <= 12  # three times from the 16th call on
 
 
 def test_unguarded_changes_are_found_by_spot_checks(monkeypatch):

@@ -908,3 +908,41 @@ def test_a_step_that_one_model_keeps_from_being_compiled_is_compiled_for_another
             step(x)
         assert bool(compiled_steps.steps(step)) == (kind is nn.Linear)
     assert len(traced) <= COUNTED
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_numbers_become_inputs_where_kinds_of_steps_take_turns(every, traced):
+    """The step that updates differs from the last one in more than its counters."""
+
+    def train(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(3, 1)
+        compiled = fl.compile(model, backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = types.SimpleNamespace(updates=0, total=0.0)
+
+        @fl.trace
+        def step(i, x):
+            loss = compiled(x).square().mean()
+            loss.backward()
+            if (i + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                state.updates += 1
+                state.total += 0.5 * state.updates
+            return loss.detach() * (1.0 + 0.1 * state.updates)
+
+        results = []
+        for i in range(60):
+            if i == 30:
+                traced.clear()
+            results.append(float(step(i, torch.randn(4, 3))))
+        return [*results, state.updates, state.total]
+
+    expected = train(fl.backend("CPU"))
+    traced.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphChangeWarning)
+        torch.testing.assert_close(train(fl.backend("XLA")), expected)
+    assert not traced

@@ -84,9 +84,8 @@ class Reconstructor:
 
     Attributes:
         tensors: the traced tensors among the values, each once; `CallFrame.fresh` returns their values by index.
-        expressions: the numbers and texts among them that each call computes anew.
-        plain: the other numbers, texts and classes among the values, as they are in the trace; not those that equal
-            what they replace, which another trace of the same call may not replace: a count to which a 0 is added.
+        plain: the numbers, texts and classes among the values, as they are in the trace; not those that equal what they
+            replace, which another trace of the same call may not replace: a count to which a 0 is added.
         retrace_reason: a description of what cannot be recreated, so that the step has to be traced at each call.
     """
 
@@ -104,7 +103,6 @@ class Reconstructor:
         """
         self.tensors: list[DeferredTensor] = []
         self.plain: list[Any] = []
-        self.expressions: list[Expression] = []
         self.retrace_reason: str | None = None
         self._numbers: dict[int, int] = {}
         self._is_traced = is_traced
@@ -124,7 +122,6 @@ class Reconstructor:
     def release(self) -> None:
         """Release the tensors, once all values have been added."""
         self.tensors.clear()
-        self.expressions.clear()
         self._values.clear()
         self._is_old = lambda obj: True
         self._arguments = NO_ARGUMENTS  # also releases what existed before the step
@@ -151,7 +148,6 @@ class Reconstructor:
             value = value.node.number()  # what C++ code has read, as by `super().item()`
         if (expression := input_of(value)) is not None:
             self._note(value_of(value), before)
-            self.expressions.append(expression)
             return computed(expression)
         if type(value) in _PLAIN or isinstance(value, type):
             self._note(value, before)

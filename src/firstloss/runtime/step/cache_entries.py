@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +106,12 @@ class CacheEntry:
         tensors that the last call has replaced, which may be views of weights."""
         has_changed = self.guards.changes_of_gradients() or self._other_changes(arguments) or self.step.outdated()
         return not has_changed
+
+    def differs_in_new_numbers(self, arguments: Arguments, known: Container[Any]) -> bool:
+        """Whether only numbers that may become inputs are others than when it was traced, and not all do already, which
+        are in the places `known`."""
+        changed = [change.place for change in ([] if self.step.outdated() else self.changes(arguments))]
+        return None not in changed and any(place is not None and place.id not in known for place in changed)
 
     def differs_in_gradients(self, arguments: Arguments) -> bool:
         """Whether it would fit if other weights required gradients, or had some."""
@@ -331,7 +337,8 @@ class CacheEntries:
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold."""
         nearest = next((entry for entry in self._entries if entry.differs_in_gradients(request.arguments)), None)
-        last = nearest or (self._entries[0] if self._entries else None)
+        in_numbers = next((e for e in self._entries if e.differs_in_new_numbers(request.arguments, self._places)), None)
+        last = nearest or in_numbers or (self._entries[0] if self._entries else None)
         outdated = last is not None and last.step.outdated()
         why = [] if last is None or outdated else last.changes(request.arguments)
         changed = [change.place for change in why if change.place is not None]
@@ -380,6 +387,11 @@ class CacheEntries:
         traced = entry.step.traced
         if entry.records_code:
             self._repeatable = entry.traced_each_time is None and not entry.writes
+        if (error := traced.optimizers.schedulers.reads_now) is not None:
+            if self._reads_schedulers:  # its Python does not treat them as it does numbers
+                self._untraced.begin()
+                self.reports.report_eager(str(error))
+            self._reads_schedulers = True
         if entry.step.is_for_one_call and not (traced.trace.reads or traced.trace.number_reads):
             return entry  # an optimizer's first step
         if entry.step.is_for_one_call:
@@ -563,6 +575,9 @@ class CacheEntries:
             except Repeatable as repeatable:
                 then_inputs, traced = False, repeatable.traced
                 request = request._replace(specialized=None if STEPPED in inputs else traced)
+                if traced.optimizers.schedulers.reads_now is not None and STEPPED in self._inputs:
+                    self._reads_schedulers = True
+                    wanted = (*wanted, STEPPED)
                 inputs = tried = wanted
                 if traced.trace.number_reads:
                     self._repeatable = True
@@ -582,7 +597,8 @@ class CacheEntries:
                     inputs = tried = (*inputs, READ)
                     records_code = self._reads_by_all = True
                     continue
-                if isinstance(error, ReadsSchedulerError) and not (request.reads or self._reads_schedulers):
+                is_untried = STEPPED in self._inputs and STEPPED not in tried
+                if isinstance(error, ReadsSchedulerError) and is_untried and (inputs or not request.reads):
                     self._check_consumed(observer, _READS_SCHEDULER, error)
                     inputs = tried = (*inputs, STEPPED)
                     records_code = self._reads_schedulers = True

@@ -77,7 +77,7 @@ class Optimizers:
         self.gradients: set[Value] = set()
         self.groups = ParameterGroups(trace, snapshot)
         self.state = OptimizerStates(snapshot)
-        self.schedulers = Schedulers(trace.numbers, inputs)
+        self.schedulers = Schedulers(trace, inputs)
         self.schedule_state: list[torch.Tensor] = []
         self.first_step_only: bool = False
         self._rehearsing = False

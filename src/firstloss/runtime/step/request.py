@@ -103,6 +103,7 @@ class Request(NamedTuple):
 
         Raises:
             InputNumberError: if it cannot, with these inputs, but can be traced again without them.
+            ReadsSchedulerError: likewise, or with what it reads of schedulers, too.
             Repeatable: if it has no inputs, but can be traced again, with them.
             TraceError: if it cannot.
         """
@@ -114,7 +115,7 @@ class Request(NamedTuple):
             may_repeat = self.then_reads and _reads_are_repeatable(traced, observer)
             # Nothing shows that its Python treats them as it does numbers. What it has consumed is gone, though.
             if has_inputs(traced) and not observer.has_consumed() and not (may_repeat and STEPPED in self.inputs):
-                raise InputNumberError
+                raise traced.optimizers.schedulers.reads_now or InputNumberError
             if may_repeat:
                 traced.trace.contents = None
                 raise Repeatable(traced)

@@ -8,6 +8,7 @@ effects, since it runs twice: PyTorch's own schedulers, and what is passed to th
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from ..guards.places import can_vary
 from ..guards.side_effects import has_side_effects, method_has_side_effects
 
 Entry = tuple[int, Any]  # the id of a dict, and a key of it
-_Read = Callable[[Sequence[Any]], Any]
 _BASE = torch.optim.lr_scheduler.LRScheduler
 _NOT_CALLED = ("__init__", "state_dict", "load_state_dict", "get_last_lr")  # by `step()`
 
@@ -164,80 +164,93 @@ class Results:
         self._numbers = numbers
         self._are_inputs = are_inputs
         self._runs: list[SchedulerRun] = []
-        self._made: list[Expression] = []  # of the numbers
+        self._read: list[tuple[Expression, Any]] = []  # what calls read, with what it is in the trace
 
     def run(self, run: SchedulerRun) -> Iterator[tuple[Any, dict[Any, Any], Any, Any]]:
         """Run a scheduler on copies; for each of its results, yields the scheduler whose attribute it is, or None, the
         dict and its key that hold it, and its input number, or a list or tuple of such."""
         after = run.after({}, map(plain, run.args))
         self._runs.append(run)
-        name = type(run.scheduler).__name__
+        shown: dict[Entry, tuple[Any, dict[Any, Any]]] = {}
         for scheduler in schedulers_in(run.scheduler):
             keys = ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",)
             for table in (vars(scheduler), *vars(scheduler)["optimizer"].param_groups):
                 owner = scheduler if table is vars(scheduler) else None
-                for key, before in list(table.items()):
+                for key, before in table.items():
                     value = after.get((id(table), key), MISSING)
                     if value is not MISSING and (owner is not None or key in keys or not same(plain(before), value)):
-                        where = f"a {type(scheduler).__name__}" if owner is not None else "a parameter group"
-                        result = functools.partial(_after, tuple(self._runs), (id(table), key))
-                        text = f"{key!r} of {where} after {name}.step()"
-                        yield owner, table, key, self._of(value, result, text, str(key))
+                        shown[id(table), key] = owner, table
+        read = functools.partial(_after, tuple(self._runs), tuple(shown))
+        values = [after[entry] for entry in shown]
+        numbers = self._of(values, read, f"what {type(run.scheduler).__name__}.step() sets", "step")
+        for ((_, key), (owner, table)), number in zip(shown.items(), numbers, strict=True):
+            yield owner, table, key, number
 
-    def items(self, scheduler: Any, key: str, value: list[Any]) -> Any:
+    def of_list(self, scheduler: Any, key: str, value: list[Any]) -> Any:
         """The input numbers for those in a list that is an attribute of a scheduler when the step begins."""
-        table = vars(scheduler)
-        text = f"{key!r} of a {type(scheduler).__name__}"
-        return self._of(value, lambda arguments: table.get(key, MISSING), text, key)
+        read = functools.partial(_attribute, vars(scheduler), key)
+        return self._of(value, read, f"the attribute {key} of a {type(scheduler).__name__}", key)
 
-    def _of(self, value: Any, result: _Read, description: str, name: str) -> Any:
-        """The input number for what `result` reads at each call, or for each number in a list or tuple."""
-        if type(value) not in (list, tuple):
-            return self._number(value, result, description, name)
-        items = [functools.partial(_item, result, i) for i in range(len(value))]
-        return type(value)(self._number(v, item, description, name) for v, item in zip(value, items, strict=True))
-
-    def _number(self, value: Any, read: _Read, description: str, name: str) -> Any:
+    def _of(self, values: list[Any], read: Callable[[Sequence[Any]], Any], description: str, name: str) -> list[Any]:
+        """The input numbers for `values`, numbers or lists and tuples of numbers, which `read` returns at each call."""
         if not self._are_inputs:
-            return value * 1.0 if type(value) is float else value  # another object, which the step did not find there
-        number = self._numbers.number(value, Source(read, type(value), description, name))
-        self._made.append(number.node.expression)
-        return number
+            return [_other(value) for value in values]
+        expression = self._numbers.read(Source(read, list, description, name))
+        self._read.append((expression, values))
+        self._numbers.guard(Expression(_kinds, (expression,)), _kinds(values))
 
-    def traced(self, others: Iterable[Expression], arguments: Sequence[Any]) -> None:
-        """End the trace: what the step has not used is not computed at its calls.
+        def number(part: Any, *position: int) -> Any:
+            if type(part) in (list, tuple):
+                return type(part)(number(item, *position, i) for i, item in enumerate(part))
+            item = functools.partial(functools.reduce, operator.getitem, position)
+            return self._numbers.of(Expression(item, (expression,), None, part))
 
+        return [number(value, i) for i, value in enumerate(values)]
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """
         Args:
-            others: what it leaves, besides what it has computed with.
             arguments: the leaves of the arguments of this call.
 
         Raises:
-            TraceError: if a scheduler's result would not be what it was in the trace.
+            TraceError: if the results would not be what they were in the trace, whose effects have been undone.
         """
-        used = self._numbers.used(others)
-        for expression in self._made:
+        for expression, values in self._read:
             source = expression.source
             assert source is not None
-            if expression not in used:
-                self._numbers.sources.remove(expression)
-            elif not same(expression.example, source.read(arguments)):
+            if not same(_flat(values), _flat(source.read(arguments))):
                 raise TraceError(
                     f"{here()}: the traced step reads {source.description} when it has changed what that depends on. "
                     "Read it before, or outside of the traced step."
                 )
-        self._made.clear()
+        self._read.clear()
 
 
-def _after(runs: Iterable[SchedulerRun], entry: Entry, arguments: Sequence[Any]) -> Any:
-    """A result of the last of these runs at a call with these `arguments`; MISSING if there is none."""
+def _after(runs: Iterable[SchedulerRun], entries: Iterable[Entry], arguments: Sequence[Any]) -> list[Any]:
+    """Results of the last of these runs at a call with these `arguments`; MISSING for one that there is not."""
     after: dict[Entry, Any] = {}
     for run in runs:
         args = [a.node.expression.value(arguments, {}) if is_input_number(a) else a for a in run.args]
         after = {**after, **run.after(after, args)}
-    return after.get(entry, MISSING)
+    return [after.get(entry, MISSING) for entry in entries]
 
 
-def _item(read: _Read, position: int, arguments: Sequence[Any]) -> Any:
-    """An item of what `read` reads; MISSING if there is none."""
-    value = read(arguments)
-    return value[position] if type(value) in (list, tuple) and position < len(value) else MISSING
+def _attribute(table: dict[Any, Any], key: str, arguments: Sequence[Any]) -> Any:
+    return table.get(key, MISSING)
+
+
+def _flat(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(_flat, value)) if type(value) in (list, tuple) else value
+
+
+def _kinds(value: Any) -> Any:
+    """The types of numbers, in tuples as they are in lists and tuples."""
+    return tuple(map(_kinds, value)) if type(value) in (list, tuple) else type(value)
+
+
+def _other(value: Any) -> Any:
+    """Another object, which the step did not find there."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_other, value))
+    return value * 1.0 if type(value) is float else value

@@ -6,9 +6,9 @@ What the step reads of them afterwards is computed before it, by copies (`schedu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from ...capture.tensor import DeferredTensor
 from ...errors import TraceError
 from ...interpreter import Undo
 from ...program.source import Source, here
+from ..guards.bytecode import with_inner
 from ..guards.equality import same_items
 from ..guards.reconstruct import UnavailableNumber
 from .scheduler_results import (
@@ -31,7 +32,7 @@ from .scheduler_results import (
 )
 
 if TYPE_CHECKING:
-    from ...capture.input_numbers import Expression, InputNumbers
+    from ...capture.step import StepTrace
     from ..guards.effects import Bind
     from ..guards.reconstruct import CallFrame, Make, Reconstructor
     from ..guards.recording import Recording
@@ -46,16 +47,16 @@ class _SchedulerCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     source: Source
-    reads: int | None  # reads of the scheduler by the step so far; None if it may read it afterwards
-    error: type[TraceError]  # if it does, and may not
+    error: type[TraceError]  # for reads that are refused
+    is_postponed: bool  # so that its optimizer may not step after it
 
     def waits(self) -> bool:
         """Whether it needs a value that the step computes, as `ReduceLROnPlateau` does."""
         return any(type(value) is DeferredTensor for value in (*self.args, *self.kwargs.values()))
 
-    def refuse_reads(self) -> NoReturn:
-        """Make later reads of the scheduler in the step an error."""
-        raise self.error(
+    def refusal(self) -> TraceError:
+        """The error about reads of the scheduler afterwards."""
+        return self.error(
             f"{self.source}: the traced step reads something of this {type(self.scheduler).__name__} after its "
             "step(), which runs in Python after the step has run. Read it before, or outside of the traced "
             "step."
@@ -78,18 +79,16 @@ class Schedulers:
 
     Attributes:
         has_inputs: whether the step may have seen numbers of schedulers that are inputs.
+        reads_now: an error about its reads of what they are at this call only; None if there are none.
     """
 
-    def __init__(self, numbers: InputNumbers, inputs: tuple[type, ...]) -> None:
-        """
-        Args:
-            numbers: the input numbers of the trace.
-            inputs: as of `tracing.trace_step`.
-        """
-        self._numbers = numbers
+    def __init__(self, trace: StepTrace, inputs: tuple[type, ...]) -> None:
+        """`inputs`: as of `tracing.trace_step`."""
+        self._trace = trace
         self._inputs = inputs
         self._are_shown = STEPPED in inputs or STEPPED_NOW in inputs
-        self._results = Results(numbers, are_inputs=STEPPED in inputs)
+        self._results = Results(trace.numbers, are_inputs=STEPPED in inputs)
+        self.reads_now: TraceError | None = None
         self._is_computing = False  # results
         self.has_inputs: bool = False
         self._calls: list[_SchedulerCall] = []
@@ -107,20 +106,29 @@ class Schedulers:
             snapshot: was taken before the trace.
         """
 
+        read: list[tuple[_SchedulerCall, SchedulerRun | None, int]] = []  # how often, before a call
+
+        def times_read(scheduler: Any) -> int:
+            return sum(map(recording.times_read, schedulers_in(scheduler)))
+
         def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
             def step(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if session.trace is None or schedulers._is_computing:  # called in another thread, or on a copy
                     return original(self, *args, **kwargs)
-                run = None if kwargs else run_of(original, self, args, schedulers._numbers)
-                is_shown = run is not None and schedulers._are_shown
-                reads = None if is_shown else recording.times_read(self)
+                run = None if kwargs else run_of(original, self, args, schedulers._trace.numbers)
+                now = run is not None and not schedulers._are_shown and schedulers._trace.may_read()
+                with_groups = run is not None and schedulers._are_shown or now and _mentions_groups(snapshot)
                 error = TraceError if run is None else ReadsSchedulerError
-                call = _SchedulerCall(original, self, args, kwargs, here(), reads, error)
+                call = _SchedulerCall(original, self, args, kwargs, here(), error, not with_groups)
                 schedulers._calls.append(call)
-                if run is not None and is_shown:
-                    schedulers._show_results(call, run, recording)
-                else:
+                if run is not None and (now or schedulers._are_shown):
+                    schedulers._show_results(call, run, recording, with_groups)
+                if not with_groups:
                     schedulers._make_unavailable(call)
+                if now and with_groups:  # who reads a parameter group is not known
+                    schedulers.reads_now = call.refusal()
+                if run is None or not schedulers._are_shown:
+                    read.append((call, run, times_read(self)))
 
             return step
 
@@ -137,30 +145,38 @@ class Schedulers:
                 if isinstance(state.owner, torch.optim.lr_scheduler.LRScheduler):
                     self._show_lists(state.owner, recording)
             yield
-            for call in self._calls:
-                if call.reads is not None and recording.times_read(call.scheduler) != call.reads:
-                    call.refuse_reads()
+            for call, run, times in read:
+                if times_read(call.scheduler) == times:
+                    continue
+                self.reads_now = call.refusal()
+                if run is None or not self._trace.may_read():
+                    raise self.reads_now
 
-    def _show_results(self, call: _SchedulerCall, run: SchedulerRun, recording: Recording) -> None:
-        """Let input numbers stand for what the scheduler sets from here on."""
+    def _show_results(self, call: _SchedulerCall, run: SchedulerRun, recording: Recording, with_groups: bool) -> None:
+        """Show what the scheduler sets from here on: input numbers, or what it is at this call.
+
+        Args:
+            with_groups: also in parameter groups.
+        """
         self._is_computing = True
         try:
             results = list(self._results.run(run))
         finally:
             self._is_computing = False
         for owner, table, key, number in results:
-            if owner is None:
-                self._set.append((table, key, call))
-            else:
+            if owner is not None:
                 recording.show(owner, key)
-            self._show(call.scheduler, table, key, number)
+            elif with_groups:
+                self._set.append((table, key, call))
+            if owner is not None or with_groups:
+                self._show(call.scheduler, table, key, number)
 
     def _show_lists(self, scheduler: Any, recording: Recording) -> None:
         """Let input numbers stand for those in a scheduler's lists, of which it makes new ones for its rates."""
         for key, value in list(vars(scheduler).items()):
             if is_number_list(value):
                 recording.show(scheduler, key)
-                self._show(scheduler, vars(scheduler), key, self._results.items(scheduler, key, value))
+                self._show(scheduler, vars(scheduler), key, self._results.of_list(scheduler, key, value))
 
     def _show(self, scheduler: Any, table: dict[str, Any], key: str, shown: Any) -> None:
         items = list(shown) if type(shown) is list else None
@@ -175,7 +191,8 @@ class Schedulers:
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
                 self._set.append((group, key, call))
-                if key in group and type(group[key]) is not UnavailableNumber:
+                is_shown = any(place.table is group and place.key == key for place in self._shown)
+                if key in group and not is_shown:
                     number = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__, call.error)
                     self._show(scheduler, group, key, number)
 
@@ -192,7 +209,7 @@ class Schedulers:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before an optimizer steps, that none of its schedulers has stepped yet."""
         for call in self._calls:
-            if call.reads is not None and _optimizer_of(call.scheduler) is optimizer:
+            if call.is_postponed and _optimizer_of(call.scheduler) is optimizer:
                 raise call.error(
                     f"{call.source}: {type(call.scheduler).__name__}.step() is called before its optimizer's step() in "
                     "the traced step, but runs in Python, after the step has run: call it after optimizer.step(), as "
@@ -217,14 +234,13 @@ class Schedulers:
         self._set.clear()
         self._replaced.clear()
 
-    def check_results(self, left: Iterable[Expression], arguments: Sequence[Any]) -> None:
+    def check_results(self, arguments: Sequence[Any]) -> None:
         """Check, when the trace's effects have been undone, that calls can compute what the step reads of schedulers.
 
         Args:
-            left: the numbers that the step leaves in Python.
             arguments: the leaves of the arguments of this call.
         """
-        self._results.traced(left, arguments)
+        self._results.check(arguments)
 
     def traced(self, effects: Any, reconstructor: Reconstructor) -> None:
         """Record the schedulers' steps, which each call runs at its end."""
@@ -235,6 +251,12 @@ class Schedulers:
             else:
                 effects.add(lambda: None, _stepping(call, make))
         self._calls.clear()
+
+
+def _mentions_groups(snapshot: Snapshot) -> bool:
+    """Whether code that the step may call mentions parameter groups; PyTorch's does, of course."""
+    codes = [code for code, f in snapshot.functions.items() if not str(f[0].__module__).startswith("torch.")]
+    return any("param_groups" in inner.co_names for code in codes for inner in with_inner(code))
 
 
 def _stepping(call: _SchedulerCall, make: Make) -> Callable[[CallFrame], Bind]:

@@ -314,7 +314,9 @@ class TracedProgram:
         """Whether it is valid for one call only, since its Python uses values that it has read as they are, or is that
         of an optimizer's first step."""
         trace = self.trace
-        if trace.reads or trace.number_reads and not trace.numbers_are_inputs:
+        if trace.reads or self.optimizers.schedulers.reads_now is not None:
+            return True
+        if trace.number_reads and not trace.numbers_are_inputs:
             return True
         if self.optimizers.first_step_only and trace.may_read():
             return True

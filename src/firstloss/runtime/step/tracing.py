@@ -340,7 +340,7 @@ class _Trace:
         copies = {storage: old.copy for storage, old in trace.new_memory.weights.items() if old.copy is not None}
         old_memory = {storage: reconstructor.make(copy) for storage, copy in copies.items()}
         effects.undo()
-        self.optimizers.schedulers.check_results(reconstructor.expressions, arguments.leaves)
+        self.optimizers.schedulers.check_results(arguments.leaves)
         if self._observer.guards is not None:
             self._observer.guards.begin(trace.numbers, owners.weights())
         kept = {id(copy._storage) for copy in copies.values()}
