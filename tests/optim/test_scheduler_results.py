@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import random
+import warnings
 
 import pytest
 import torch
@@ -290,3 +291,57 @@ def test_a_function_that_reads_what_the_step_changes_reads_it_as_the_step_has_le
     assert expected[:2] == [0.05, 0.025]
     with pytest.warns(fl.errors.EagerStepWarning):
         assert run(fl.backend("XLA")) == expected
+
+
+def test_a_function_that_reads_what_the_step_changes_later_is_found_out():
+    """When the step is traced the first time, both values are the same."""
+    with fl.backend("XLA").device:
+        model = nn.Linear(2, 1)
+    compiled = fl.compile(model)
+    state = nn.Module()
+    state.flag = torch.zeros(())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = kinds.LambdaLR(optimizer, lambda k: 1.0 if float(state.flag) < 3 else 0.5)
+
+    @fl.trace
+    def step(x):
+        state.flag = state.flag + 1
+        compiled(x).sum().backward()
+        optimizer.step()
+        schedule.step()
+        return schedule.get_last_lr()[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            rates = [step(torch.ones(1, 2)) for _ in range(5)]
+        except fl.errors.GraphChangedError as error:
+            assert "depends on what the step changes" in str(error)
+        else:  # run by its Python
+            assert rates == [0.1, 0.1, 0.05, 0.05, 0.05]
+
+
+def test_an_error_of_a_scheduler_is_raised_as_by_eager_pytorch():
+    def run(backend):
+        torch.manual_seed(0)
+        with backend.device:
+            model = nn.Linear(2, 1)
+        compiled = fl.compile(model, backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = kinds.OneCycleLR(optimizer, 0.1, total_steps=5)
+
+        @fl.trace
+        def step(x):
+            optimizer.zero_grad()
+            compiled(x).sum().backward()
+            optimizer.step()
+            schedule.step()
+            return schedule.get_last_lr()[0]
+
+        rates = [step(torch.ones(1, 2)) for _ in range(4)]
+        with pytest.raises(ValueError, match="Tried to step 6 times"):
+            for _ in range(2):
+                step(torch.ones(1, 2))
+        return rates, schedule.last_epoch, model.weight.detach().clone()
+
+    torch.testing.assert_close(run(fl.backend("XLA")), run(fl.backend("CPU")))

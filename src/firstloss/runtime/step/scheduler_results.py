@@ -10,17 +10,21 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...capture.input_numbers import Expression, InputNumbers, Source, is_input_number, is_plain_number, plain
-from ...errors import TraceError
+from ...errors import GraphChangedError, TraceError
 from ...program.source import here
 from ..guards.access import MISSING
 from ..guards.equality import same
 from ..guards.places import can_vary
 from ..guards.side_effects import has_side_effects, method_has_side_effects
+
+if TYPE_CHECKING:
+    from ..guards.effects import Bind
+    from ..guards.reconstruct import CallFrame
 
 Entry = tuple[int, Any]  # the id of a dict, and a key of it
 _BASE = torch.optim.lr_scheduler.LRScheduler
@@ -165,6 +169,8 @@ class Results:
         self._are_inputs = are_inputs
         self._runs: list[SchedulerRun] = []
         self._read: list[tuple[Expression, Any]] = []  # what calls read, with what it is in the trace
+        # Where schedulers leave their results, with the expression of a list of such, and the position in it.
+        self._left: dict[Entry, tuple[dict[Any, Any], Expression, int]] = {}
 
     def run(self, run: SchedulerRun) -> Iterator[tuple[Any, dict[Any, Any], Any, Any]]:
         """Run a scheduler on copies; for each of its results, yields the scheduler whose attribute it is, or None, the
@@ -183,8 +189,10 @@ class Results:
         read = functools.partial(_after, tuple(self._runs), tuple(shown))
         values = [after[entry] for entry in shown]
         numbers = self._of(values, read, f"what {type(run.scheduler).__name__}.step() sets", "step")
-        for ((_, key), (owner, table)), number in zip(shown.items(), numbers, strict=True):
-            yield owner, table, key, number
+        for i, ((entry, (owner, table)), number) in enumerate(zip(shown.items(), numbers, strict=True)):
+            if self._are_inputs:
+                self._left[entry] = table, self._read[-1][0], i
+            yield owner, table, entry[1], number
 
     def of_list(self, scheduler: Any, key: str, value: list[Any]) -> Any:
         """The input numbers for those in a list that is an attribute of a scheduler when the step begins."""
@@ -225,13 +233,36 @@ class Results:
                 )
         self._read.clear()
 
+    def checking(self, name: str) -> Callable[[CallFrame], Bind] | None:
+        """What checks, once the schedulers have stepped at a call, that they have left what the step has read; None if
+        there is nothing.
+
+        Args:
+            name: of the step.
+        """
+        left = [(table, key, expression, i) for (_, key), (table, expression, i) in self._left.items()]
+
+        def check(env: CallFrame) -> None:
+            for table, key, expression, i in left:
+                read = expression.value(env.arguments, env.known)[i]
+                if not same(_flat(read), _flat(table.get(key, MISSING))):
+                    raise GraphChangedError(
+                        f"{here()}: {name} has read {read!r} as what a scheduler's step() sets as {key!r}, which is "
+                        f"{table.get(key)!r}: it depends on what the step changes. Read it outside of the traced step."
+                    )
+
+        return (lambda env: functools.partial(check, env)) if left else None
+
 
 def _after(runs: Iterable[SchedulerRun], entries: Iterable[Entry], arguments: Sequence[Any]) -> list[Any]:
     """Results of the last of these runs at a call with these `arguments`; MISSING for one that there is not."""
     after: dict[Entry, Any] = {}
     for run in runs:
         args = [a.node.expression.value(arguments, {}) if is_input_number(a) else a for a in run.args]
-        after = {**after, **run.after(after, args)}
+        try:
+            after = {**after, **run.after(after, args)}
+        except Exception:  # such as that it has stepped too often: it is raised when the step is traced again
+            return [MISSING for _ in entries]
     return [after.get(entry, MISSING) for entry in entries]
 
 

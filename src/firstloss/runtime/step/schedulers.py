@@ -242,14 +242,16 @@ class Schedulers:
         """
         self._results.check(arguments)
 
-    def traced(self, effects: Any, reconstructor: Reconstructor) -> None:
-        """Record the schedulers' steps, which each call runs at its end."""
+    def traced(self, name: str, effects: Any, reconstructor: Reconstructor) -> None:
+        """Record the schedulers' steps, which each call runs at its end. `name` is that of the step."""
         for call in self._calls:
             make = reconstructor.make((call.args, call.kwargs))
             if call.waits():
                 self.afterwards.append(_stepping(call, make))
             else:
                 effects.add(lambda: None, _stepping(call, make))
+        if (check := self._results.checking(name)) is not None:
+            self.afterwards.append(check)
         self._calls.clear()
 
 

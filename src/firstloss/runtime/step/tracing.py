@@ -333,7 +333,7 @@ class _Trace:
         effects = self.effects = self._observer.effects(reconstructor, self.optimizers, weights, trace.numbers.draws)
         owners = Owners(trace, placeholders.inputs)
         self.gradients.traced(trace.inputs, effects, reconstructor)
-        self.optimizers.schedulers.traced(effects, reconstructor)
+        self.optimizers.schedulers.traced(self.name, effects, reconstructor)
         if trace.set_final_generator_state is not None:
             effects.add(lambda: None, always(trace.set_final_generator_state))
         placeholders.follow(effects, reconstructor)
