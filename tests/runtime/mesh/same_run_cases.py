@@ -317,6 +317,8 @@ def test_the_plan_says_what_it_costs(tmp_path):
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_steps_read_what_schedulers_have_set(seed, settings, float64):
     program = Program(seed)
+    if "user's wrapper" in program.schedulers:
+        pytest.skip("its step changes more than numbers at one call, which cannot run by its Python here")
     expected, _ = program.run(fl.backend("CPU"))
     actual, step = program.run(fl.backend("XLA", **settings))
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)  # float64 sums in another order

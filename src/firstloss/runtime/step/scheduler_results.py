@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..guards.reconstruct import CallFrame
 
 Entry = tuple[int, Any]  # the id of a dict, and a key of it
+Result = tuple[Any, dict[Any, Any], Any, Any]  # see `Results.run`
 _BASE = torch.optim.lr_scheduler.LRScheduler
 _NOT_CALLED = ("__init__", "state_dict", "load_state_dict", "get_last_lr")  # by `step()`
 
@@ -44,6 +45,10 @@ class ReadsSchedulerError(TraceError):
     """A step reads numbers of a scheduler that it has stepped: it can be traced with these as inputs."""
 
 
+class ChangesMoreError(Exception):
+    """A scheduler's step changes more than numbers."""
+
+
 class SchedulerRun(NamedTuple):
     """A call of a scheduler's `step()`, which can be made for its results alone."""
 
@@ -58,9 +63,16 @@ class SchedulerRun(NamedTuple):
         Args:
             before: those that differ, when it is called, from what is there.
             args: its arguments at this call.
+
+        Raises:
+            ChangesMoreError: if it changes something that is not a number.
         """
         tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self.step(_copy(self.scheduler, before, {}, tables), *args)
+        copies: dict[int, Any] = {}
+        self.step(_copy(self.scheduler, before, copies, tables), *args)
+        for scheduler in schedulers_in(self.scheduler):
+            if any(not _is_unchanged(scheduler, key, new, copies) for key, new in vars(copies[id(scheduler)]).items()):
+                raise ChangesMoreError
         return {
             (id(old), key): value
             for old, new in tables
@@ -73,6 +85,7 @@ def run_of(
     step: Callable[..., Any], scheduler: Any, args: tuple[Any, ...], numbers: InputNumbers
 ) -> SchedulerRun | None:
     """A call of `step` that can be made for its results; None if it can be made once only."""
+    args = () if args == (None,) else args  # `step(epoch=None)`
     takes_numbers = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts, torch.optim.lr_scheduler.ReduceLROnPlateau
     if args and not isinstance(scheduler, takes_numbers):  # others warn
         return None
@@ -119,6 +132,19 @@ def _is_own(scheduler: Any, name: str) -> bool:
     method = getattr(type(scheduler), name, None)
     method = getattr(method, "__wrapped__", method)  # of `step`, which is recorded
     return callable(method) and not str(method.__module__).startswith("torch.")
+
+
+def _is_unchanged(scheduler: Any, key: str, new: Any, copies: dict[int, Any]) -> bool:
+    """Whether an attribute of a scheduler's copy is what the scheduler's is, or a number."""
+
+    def unchanged(old: Any, new: Any) -> bool:
+        if can_vary(new) or is_number_list(new) or new is copies.get(id(old)):
+            return True
+        if type(new) in (list, tuple):
+            return type(old) is type(new) and len(old) == len(new) and all(map(unchanged, old, new))
+        return same(old, new)
+
+    return unchanged(vars(scheduler).get(key, getattr(type(scheduler), key, MISSING)), new)
 
 
 def _copy(
@@ -172,7 +198,7 @@ class Results:
         # Where schedulers leave their results, with the expression of a list of such, and the position in it.
         self._left: dict[Entry, tuple[dict[Any, Any], Expression, int]] = {}
 
-    def run(self, run: SchedulerRun) -> Iterator[tuple[Any, dict[Any, Any], Any, Any]]:
+    def run(self, run: SchedulerRun) -> Iterator[Result]:
         """Run a scheduler on copies; for each of its results, yields the scheduler whose attribute it is, or None, the
         dict and its key that hold it, and its input number, or a list or tuple of such."""
         after = run.after({}, map(plain, run.args))

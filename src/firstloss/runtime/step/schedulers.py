@@ -23,7 +23,9 @@ from ..guards.reconstruct import UnavailableNumber
 from .scheduler_results import (
     STEPPED,
     STEPPED_NOW,
+    ChangesMoreError,
     ReadsSchedulerError,
+    Result,
     Results,
     SchedulerRun,
     is_number_list,
@@ -48,7 +50,8 @@ class _SchedulerCall(NamedTuple):
     kwargs: dict[str, Any]
     source: Source
     error: type[TraceError]  # for reads that are refused
-    is_postponed: bool  # so that its optimizer may not step after it
+    results: list[Result] | None  # of which it may read some
+    with_groups: bool  # also those in parameter groups
 
     def waits(self) -> bool:
         """Whether it needs a value that the step computes, as `ReduceLROnPlateau` does."""
@@ -72,6 +75,7 @@ class _Shown(NamedTuple):
     before: Any
     shown: Any
     items: list[Any] | None  # of a list
+    is_result: bool  # of a scheduler's step
 
 
 class Schedulers:
@@ -90,6 +94,7 @@ class Schedulers:
         self._results = Results(trace.numbers, are_inputs=STEPPED in inputs)
         self.reads_now: TraceError | None = None
         self._is_computing = False  # results
+        self._is_known = True  # what all that have stepped have set
         self.has_inputs: bool = False
         self._calls: list[_SchedulerCall] = []
         self._shown: list[_Shown] = []
@@ -106,7 +111,7 @@ class Schedulers:
             snapshot: was taken before the trace.
         """
 
-        read: list[tuple[_SchedulerCall, SchedulerRun | None, int]] = []  # how often, before a call
+        read: list[tuple[_SchedulerCall, int]] = []  # how often, before a call
 
         def times_read(scheduler: Any) -> int:
             return sum(map(recording.times_read, schedulers_in(scheduler)))
@@ -115,20 +120,9 @@ class Schedulers:
             def step(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if session.trace is None or schedulers._is_computing:  # called in another thread, or on a copy
                     return original(self, *args, **kwargs)
-                run = None if kwargs else run_of(original, self, args, schedulers._trace.numbers)
-                now = run is not None and not schedulers._are_shown and schedulers._trace.may_read()
-                with_groups = run is not None and schedulers._are_shown or now and _mentions_groups(snapshot)
-                error = TraceError if run is None else ReadsSchedulerError
-                call = _SchedulerCall(original, self, args, kwargs, here(), error, not with_groups)
-                schedulers._calls.append(call)
-                if run is not None and (now or schedulers._are_shown):
-                    schedulers._show_results(call, run, recording, with_groups)
-                if not with_groups:
-                    schedulers._make_unavailable(call)
-                if now and with_groups:  # who reads a parameter group is not known
-                    schedulers.reads_now = call.refusal()
-                if run is None or not schedulers._are_shown:
-                    read.append((call, run, times_read(self)))
+                schedulers._step(original, self, args, kwargs, recording, snapshot)
+                if not schedulers._are_shown or schedulers._calls[-1].results is None:
+                    read.append((schedulers._calls[-1], times_read(self)))
 
             return step
 
@@ -145,31 +139,54 @@ class Schedulers:
                 if isinstance(state.owner, torch.optim.lr_scheduler.LRScheduler):
                     self._show_lists(state.owner, recording)
             yield
-            for call, run, times in read:
+            for call, times in read:
                 if times_read(call.scheduler) == times:
                     continue
                 self.reads_now = call.refusal()
-                if run is None or not self._trace.may_read():
+                if call.results is None:
                     raise self.reads_now
 
-    def _show_results(self, call: _SchedulerCall, run: SchedulerRun, recording: Recording, with_groups: bool) -> None:
-        """Show what the scheduler sets from here on: input numbers, or what it is at this call.
-
-        Args:
-            with_groups: also in parameter groups.
-        """
-        self._is_computing = True
-        try:
-            results = list(self._results.run(run))
-        finally:
-            self._is_computing = False
-        for owner, table, key, number in results:
+    def _step(
+        self,
+        step: Callable[..., Any],
+        scheduler: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        recording: Recording,
+        snapshot: Snapshot,
+    ) -> None:
+        """Record a call of a scheduler's `step`, and show its results: input numbers, or what they are at this call."""
+        run = None if kwargs or not self._is_known else run_of(step, scheduler, args, self._trace.numbers)
+        results = None
+        if run is not None and (self._are_shown or self._trace.may_read()):
+            results = self._results_of(run)
+            run = None if results is None else run
+        self._is_known = run is not None
+        with_groups = results is not None and (self._are_shown or _mentions_groups(snapshot))
+        error = TraceError if run is None else ReadsSchedulerError
+        call = _SchedulerCall(step, scheduler, args, kwargs, here(), error, results, with_groups)
+        self._calls.append(call)
+        for owner, table, key, number in results or ():
             if owner is not None:
                 recording.show(owner, key)
             elif with_groups:
                 self._set.append((table, key, call))
             if owner is not None or with_groups:
-                self._show(call.scheduler, table, key, number)
+                self._show(scheduler, table, key, number, is_result=True)
+        if not with_groups:
+            self._make_unavailable(call)
+        elif not self._are_shown:  # who reads a parameter group is not known
+            self.reads_now = call.refusal()
+
+    def _results_of(self, run: SchedulerRun) -> list[Result] | None:
+        """What a scheduler's step sets; None if that is more than numbers."""
+        self._is_computing = True
+        try:
+            return list(self._results.run(run))
+        except ChangesMoreError:
+            return None
+        finally:
+            self._is_computing = False
 
     def _show_lists(self, scheduler: Any, recording: Recording) -> None:
         """Let input numbers stand for those in a scheduler's lists, of which it makes new ones for its rates."""
@@ -178,10 +195,10 @@ class Schedulers:
                 recording.show(scheduler, key)
                 self._show(scheduler, vars(scheduler), key, self._results.of_list(scheduler, key, value))
 
-    def _show(self, scheduler: Any, table: dict[str, Any], key: str, shown: Any) -> None:
+    def _show(self, scheduler: Any, table: dict[str, Any], key: str, shown: Any, is_result: bool = False) -> None:
         items = list(shown) if type(shown) is list else None
         self.has_inputs = STEPPED in self._inputs
-        self._shown.append(_Shown(scheduler, table, key, table[key], shown, items))
+        self._shown.append(_Shown(scheduler, table, key, table[key], shown, items, is_result))
         table[key] = shown
 
     def _make_unavailable(self, call: _SchedulerCall) -> None:
@@ -194,13 +211,14 @@ class Schedulers:
                 is_shown = any(place.table is group and place.key == key for place in self._shown)
                 if key in group and not is_shown:
                     number = UnavailableNumber(f"{key!r} of a parameter group", type(scheduler).__name__, call.error)
-                    self._show(scheduler, group, key, number)
+                    self._show(scheduler, group, key, number, is_result=True)
 
     def _restore(self) -> None:
         while self._shown:
             place = self._shown[-1]
             is_there = place.table.get(place.key) is place.shown
-            if not is_there or place.items is not None and not same_items(place.items, place.shown):
+            is_changed = place.items is not None and not same_items(place.items, place.shown)
+            if is_changed or not is_there and place.is_result:
                 self._replaced.append(place)
             if is_there:
                 place.table[place.key] = place.before
@@ -209,7 +227,7 @@ class Schedulers:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before an optimizer steps, that none of its schedulers has stepped yet."""
         for call in self._calls:
-            if call.is_postponed and _optimizer_of(call.scheduler) is optimizer:
+            if not call.with_groups and _optimizer_of(call.scheduler) is optimizer:
                 raise call.error(
                     f"{call.source}: {type(call.scheduler).__name__}.step() is called before its optimizer's step() in "
                     "the traced step, but runs in Python, after the step has run: call it after optimizer.step(), as "
