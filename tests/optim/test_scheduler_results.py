@@ -8,8 +8,11 @@ import io
 import logging
 import math
 import random
+import types
 import warnings
+from os import environ
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,6 +28,7 @@ pytestmark = [
 
 kinds = torch.optim.lr_scheduler
 WARMUP = 3
+SETTINGS = types.SimpleNamespace(warmup=2, rates={"first": 0.5})
 
 
 def warmed_up(step, *, warmup, total):
@@ -246,18 +250,33 @@ def stored(k):
     return 1.0
 
 
+def of_an_imported_object(k):
+    environ.update({})
+    return 1.0
+
+
 class Called:
     def __call__(self, k):
         self.k = k
         return 1.0
 
 
-NOT_PURE = [noisy, counted, drawn, stored, Called(), lambda k: noisy(k), functools.partial(counted, 1)]
+NOT_PURE = [
+    noisy,
+    counted,
+    drawn,
+    stored,
+    of_an_imported_object,
+    Called(),
+    lambda k: noisy(k),
+    functools.partial(counted, 1),
+]
 PURE = [
     lambda k: 1 / (k + 1),
     lambda k: math.cos(k) + max(1, WARMUP),
     functools.partial(warmed_up, warmup=2, total=30),
     lambda k: [0.1, 0.2, 0.3][min(k, 2)],
+    lambda k: SETTINGS.warmup / max(1, k) + np.cos(k) * SETTINGS.rates.get("first", 1.0) + float(environ.get("A", 1)),
     lambda k: sum(x * 0.1 for x in (1, 2)) if k else {"a": 1.0}.get("a", 2.0),
 ]
 

@@ -75,8 +75,9 @@ class _Search:
                 known, value = _value(step, function, cells)
                 if known and not isinstance(value, types.ModuleType) and self.function(value):
                     return True
-            if _looks_up(step) and (value := _in_module(steps[: i + 1], function, cells)) is not None:
-                if not isinstance(value, types.ModuleType) and self.function(value):
+            known, value = _looked_up(steps[: i + 1], function, cells) if _looks_up(step) else (False, None)
+            if known:  # whether it is called is not
+                if not isinstance(value, types.ModuleType) and step.argument not in _METHODS and self.function(value):
                     return True
             elif _looks_up_method(step):
                 is_own = cls is not None and hasattr(cls, step.argument)
@@ -94,16 +95,17 @@ def _value(step: Instruction, function: types.FunctionType, cells: dict[str, Any
     return step.argument in cells, cells.get(step.argument)
 
 
-def _in_module(steps: list[Instruction], function: types.FunctionType, cells: dict[str, Any]) -> Any:
-    """What the last instruction looks up in a module, as in `np.linalg.norm`; None if it is something else."""
+def _looked_up(steps: list[Instruction], function: types.FunctionType, cells: dict[str, Any]) -> tuple[bool, Any]:
+    """Whether what the last instruction looks up is an attribute of a known object, as in `np.linalg.norm`, and it;
+    None if that is made when it is looked up."""
     path = []
     while steps and _looks_up(steps[-1]):
         path.append(steps[-1].argument)
         steps = steps[:-1]
-    _, value = _value(steps[-1], function, cells) if steps else (False, None)
-    for part in reversed(path):
-        value = getattr(value, part, None) if isinstance(value, types.ModuleType) else None
-    return value
+    known, value = _value(steps[-1], function, cells) if steps else (False, None)
+    for part in reversed(path) if known else ():
+        value = getattr(value, "__dict__", {}).get(part, getattr(type(value), part, None))
+    return known, value
 
 
 def _is_known(function: Any) -> bool:
