@@ -100,7 +100,8 @@ def losses(backend, change, read, fails):
     with backend.device:
         net = nn.Linear(2, 1)
     model, optimizer = fl.compile(net, backend), torch.optim.SGD(net.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    steps = []  # the rate has a side effect, so that it cannot be computed ahead
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: steps.append(k) or 0.1**k)
 
     @fl.trace
     def step(x):
