@@ -102,9 +102,13 @@ def schedulers_in(scheduler: Any) -> list[Any]:
     found = [scheduler]
     for held in found:
         for value in vars(held).values():
-            parts = value if type(value) in (list, tuple) else (value,)
-            found += [s for s in parts if isinstance(s, _BASE) and not any(s is other for other in found)]
+            found += [s for s in _parts(value) if isinstance(s, _BASE) and not any(s is other for other in found)]
     return found
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The items of a list or tuple; of another value, it alone."""
+    return value if type(value) in (list, tuple) else (value,)
 
 
 def _can_run_twice(scheduler: Any) -> bool:
@@ -113,13 +117,13 @@ def _can_run_twice(scheduler: Any) -> bool:
         return False
     for group in optimizer.param_groups:
         for key, value in group.items():
-            parts = value if type(value) in (list, tuple) else (value,)
-            if key != "params" and any(isinstance(part, (torch.Tensor, torch.SymFloat)) for part in map(plain, parts)):
+            parts = map(plain, _parts(value))
+            if key != "params" and any(isinstance(part, (torch.Tensor, torch.SymFloat)) for part in parts):
                 return False
     functions = [
         part
         for value in vars(scheduler).values()
-        for part in (value if type(value) in (list, tuple) else (value,))
+        for part in _parts(value)
         if callable(part) and not isinstance(part, _BASE)
     ]
     own = [name for name in vars(_BASE) if name not in _NOT_CALLED and _is_own(scheduler, name)]
