@@ -14,7 +14,7 @@ from . import counter_fill
 from .replay import new_tensors as made
 from .sampler import call_with
 
-__all__ = ["barrier", "draw", "made", "view"]
+__all__ = ["draw", "made", "view"]
 
 
 def draw(stream: Any, position: int | tuple[int, int], op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +45,3 @@ def view(
 ) -> torch.Tensor:
     """A view of `tensor` as another dtype; `stride` and `offset` are in elements of that dtype."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
-
-
-def barrier(tensors: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tensor]:
-    """The optimization barrier of a step: copies of `tensors`; eagerly there is nothing to order."""
-    return [tensor.clone() for tensor in tensors]

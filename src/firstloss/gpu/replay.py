@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from ..compat.torch_names import DisableTorchDispatch, schema_of
+from ..engine.foreach_chunks import schedule
 from ..engine.replay import Replay, last_reads
 from ..errors import MaterializeError
 from ..program.graph import Node, Ref, Value, is_number_type
 from ..program.node_kinds import is_unwritten
-from ..program.operations import barrier
 from ..program.program import Program
-from .foreach_chunks import schedule
 
 _LIST_BYTES = 1 << 29  # of a list of weights that are updated at a time
 _REHEARSED_BYTES = 1 << 26  # of weights and state that a rehearsal copies at most
@@ -126,10 +125,6 @@ class _InPlaceReplay(Replay):
         return super().buffer(value)
 
     def _run_one(self, node: Node) -> None:
-        if node.op is barrier:
-            for value, ref in zip(node.outputs, node.args[0], strict=True):
-                self.buffers[value] = ref.view(self.buffer(ref.value)).clone()
-            return
         if schema_of(node.op).name.startswith("aten::_fused_") and type(node.kwargs.get("lr")) is Ref:
             self._run_fused_optimizer(node, node.kwargs["lr"])
             return

@@ -18,9 +18,10 @@ _LIBRARY.define(
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 _LIBRARY.impl("trunc_normal_", lambda *args, **kwargs: original(_TRUNC_NORMAL)(*args, **kwargs), "CPU")
-# An optimization barrier: see `capture/activation_checkpointing.py`.
+# An optimization barrier (see `capture/activation_checkpointing.py`); for PyTorch's kernels there is nothing to order.
 _LIBRARY.define("barrier(Tensor[] xs, Tensor after) -> Tensor[]")
 _LIBRARY.impl("barrier", lambda xs, after: [torch.empty_like(x) for x in xs], "Meta")
+_LIBRARY.impl("barrier", lambda xs, after: [x.clone() for x in xs], "CompositeExplicitAutograd")
 
 trunc_normal_: Any = torch.ops.firstloss.trunc_normal_.default
 barrier: Any = torch.ops.firstloss.barrier.default

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from ..rng.stream import Stream
     from .graph import Node, Ref, Value
 
-_HEAD = (
-    "import torch\nfrom firstloss.engine.text_runtime import barrier, draw, made, view\n\naten = torch.ops.aten\n\n\n"
-)
+_HEAD = "import torch\nfrom firstloss.engine.text_runtime import draw, made, view\n\naten = torch.ops.aten\n\n\n"
 _LITERALS = (type(None), bool, int, str, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -133,8 +131,6 @@ class PythonText:
 
     def _call(self, node: Node, texts: list[str]) -> str:
         op = self._op(node.op)
-        if op == "torch.ops.firstloss.barrier.default":
-            return f"barrier({', '.join(texts)})"
         if node.draw is None:
             return f"{op}({', '.join(texts)})"
         stream = self.streams.setdefault(node.draw.stream, f"stream{len(self.streams)}")

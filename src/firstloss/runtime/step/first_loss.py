@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ...compat.torch_names import DisableTorchDispatch
-from ...engine.replay import last_reads
 from ...errors import FirstlossError
 from ...interpreter import gc_thresholds
 from ...program.graph import Value, slice_for
@@ -26,11 +24,10 @@ from ..device.dispatch import finish_at_exit
 from ..device.lazy_array import BackgroundWork, LazyArray, copied_later
 from ..device.placement import start_waiting_materializations
 from ..lazy_jax import is_array
-from .step_replay import StepReplay
+from .step_replay import StepContents
 from .traced_program import Groups
 
 if TYPE_CHECKING:
-    from .kernel_draws import Draws
     from .segmented import SegmentedRun, SegmentedStep
 
 
@@ -49,80 +46,58 @@ class FirstLoss:
         self._device = device
         self._refs = [program.outputs[name] for name in names]
         inputs = set(program.inputs.values())
-        self._nodes = slice_for([ref.value for ref in self._refs], stop=inputs)
-        read = {ref.value for node in self._nodes for ref in node.refs()} | {ref.value for ref in self._refs}
+        nodes = slice_for([ref.value for ref in self._refs], stop=inputs)
+        read = {ref.value for node in nodes for ref in node.refs()} | {ref.value for ref in self._refs}
         self.inputs: set[Value] = read & inputs
-        # Mutated Values are copied.
-        self._written = {ref.value for node in self._nodes for ref in node.writes} & inputs
-        self._last = last_reads(self._nodes, {ref.value for ref in self._refs})
-        self._random = [node for node in self._nodes if node.draw is not None]
         self.failed: bool = False  # an operation is supported only by the compiler
-        self.possible = bool(names) and len(self._nodes) <= _MOST_OF_A_STEP * len(program.nodes)
+        self.possible: bool = bool(names) and len(nodes) <= _MOST_OF_A_STEP * len(program.nodes)
 
     def attempt(self, arrays: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray] | None:
-        """Like `compute`, for inputs that are arrays or lazy arrays. None if PyTorch's kernels do not support it.
-
-        Args:
-            seed: the two words from which the compiled step derives its random numbers.
-        """
-
-        def content(value: Value) -> torch.Tensor:
-            array = arrays[value]
-            if type(array) is LazyArray:
-                borrowed = array.borrow()
-                if borrowed is not None:
-                    return borrowed
-                array = array.wait()
-            if not is_array(array):
-                return torch.from_numpy(np.asarray(array))
-            if self._device is not None:
-                return on_gpu.view(array)
-            from ..jax_support import to_host
-
-            return to_host(array)
-
+        """Like `compute`; None if PyTorch's kernels do not support it."""
         try:
-            return self.compute(content, self._draws(seed))  # random operations compile while the weights are drawn
+            return self.compute(arrays, seed)
         except FirstlossError:
             raise
         except Exception:  # an operation that only the compiler supports
             self.failed = True
             return None
 
-    def _draws(self, seed: np.ndarray) -> Draws | None:
-        if not self._random:
-            return None
-        from .kernel_draws import Draws  # imported late, because it imports JAX
-
-        return Draws(seed, self._random)
-
-    def compute(self, content_of: Callable[[Value], torch.Tensor], draws: Draws | None = None) -> list[LazyArray]:
+    def compute(self, arrays: Mapping[Value, Any], seed: np.ndarray) -> list[LazyArray]:
         """Compute the outputs, in host memory.
 
         Args:
-            content_of: waits for and returns the content of an input, which must not be written to.
-            draws: runs the random operations, if there are any.
+            arrays: the inputs, arrays or lazy arrays.
+            seed: the two words from which the compiled step derives its random numbers.
         """
-        replay = StepReplay(draws, self._device)
-        with DisableTorchDispatch():
-            for node in self._nodes:
-                for value in {ref.value for ref in node.refs()} & self.inputs - replay.buffers.keys():
-                    content = content_of(value).reshape(value.shape)
-                    if self._device is not None:
-                        content = content.to(self._device)
-                    as_it_is = content.stride() == value.stride and value not in self._written
-                    replay.buffers[value] = content if as_it_is else replay.allocate(value).copy_(content)
-                replay.run([node])
-                for value in self._last.get(node.index, ()):
-                    replay.buffers.pop(value, None)
-            results = [
-                ref.view(replay.buffer(ref.value)).clone(memory_format=torch.contiguous_format) for ref in self._refs
-            ]
-            replay.buffers.clear()
-            if self._device is not None:
-                results = [tensor.cpu() for tensor in results]
-                on_gpu.wait(self._device)
+        results = _ArrayContents(arrays, lambda: seed, self._device).take(self._refs)
+        if self._device is not None:
+            results = [tensor.cpu() for tensor in results]
+            on_gpu.wait(self._device)
         return [copied_later(tensor) for tensor in results]
+
+
+class _ArrayContents(StepContents):
+    """The content of a Program's Values, whose inputs are arrays."""
+
+    def _input(self, value: Value) -> torch.Tensor:
+        content = self._content(self._inputs[value]).reshape(value.shape)
+        if self._device is not None:
+            content = content.to(self._device)
+        return content if content.stride() == value.stride else self.allocate(value).copy_(content)
+
+    def _content(self, array: Any) -> torch.Tensor:
+        if type(array) is LazyArray:
+            borrowed = array.borrow()
+            if borrowed is not None:
+                return borrowed
+            array = array.wait()
+        if not is_array(array):
+            return torch.from_numpy(np.asarray(array))
+        if self._device is not None:
+            return on_gpu.view(array)
+        from ..jax_support import to_host
+
+        return to_host(array)
 
 
 _LOOK_SECONDS = 0.05  # interval of checks for a thread that is lowering

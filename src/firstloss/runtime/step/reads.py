@@ -10,8 +10,7 @@ by PyTorch's kernels, like the values; further calls run the step's Python witho
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +20,13 @@ from ...capture.input_numbers import Expression, InputNumbers
 from ...capture.recorder import DeferredStorage, DeferredTensor
 from ...capture.step import Contents, StepTrace
 from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode
-from ...engine.replay import last_reads, materialize_whole
-from ...program.graph import Node, Ref, Value, slice_for
+from ...engine.replay import materialize_whole
+from ...program.graph import Value
 from ..device.buffer import laid_out
 from ..device.lazy_array import copied_later, to_device_later
 from ..guards.equality import same
 from .owners import Owner
-from .step_replay import StepReplay
+from .step_replay import StepContents, StepReplay
 from .traced_program import TracedProgram
 
 _MOST_ASSUMED = 1 << 28  # bytes of an operation's operands, above which its result is taken to be 1
@@ -85,85 +84,30 @@ def check_outcomes(numbers: InputNumbers, known: dict[Expression, Any]) -> None:
             raise OutcomeChanged([known.get(read) for read in list(numbers.reads)[: last + 1]])
 
 
-class TracedContents(StepReplay):
-    """The content of the Values of a trace, each computed once.
-
-    While the step is traced, nothing is overwritten, since it may still read any Value; see `finish` for afterwards.
-    """
+class TracedContents(StepContents):
+    """The content of the Values of a trace."""
 
     only_numbers = False
 
     def __init__(self, trace: StepTrace, seed: Callable[[], np.ndarray]) -> None:
         """`seed` returns the two words from which the call's random numbers are derived."""
-        super().__init__()
+        super().__init__(trace.inputs, seed)
         self._trace = trace
-        self._inputs: Mapping[Value, Owner] = trace.inputs
-        self._seed = seed
-        # After the trace: for each node's index, the Values that nothing reads after it; and those whose memory no
-        # other Value has, as the result of a kernel that returns its operand.
-        self._last: dict[int, list[Value]] = {}
-        self._own: set[Value] = set()
 
     def keep_inputs(self) -> None:
         """After the trace, keep the inputs, among which its arguments are forgotten."""
         self._inputs = dict(self._inputs)
 
-    def of(self, value: Value) -> torch.Tensor:
-        """The content of `value`; it must not be modified.
-
-        Raises:
-            NotImplementedError: if only a compiler supports an operation.
-        """
-        nodes = self._missing([value])
-        with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False):
-            self.run(nodes)
-            self._read(value)
-            return self.buffer(value)
-
-    def finish(self, refs: Sequence[Ref]) -> list[torch.Tensor]:
-        """The contents of a trace's outputs, in memory of their own, once it has ended. What is not needed any more is
-        overwritten or freed, as in eager PyTorch."""
-        kept = Counter(ref.value for ref in refs)
-        nodes = self._missing(kept)
-        needed = {*kept, *(value for node in nodes for value in node.reads())}
-        for value in self.buffers.keys() - needed:
-            del self.buffers[value]
-        self._last = last_reads(nodes, kept)
-        contents = []
-        with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
-            self.run(nodes)
-            for ref in refs:
-                self._read(ref.value)
-                content = ref.view(self.buffer(ref.value))
-                is_own = ref.value in self._own and kept[ref.value] == 1 and ref.whole and content.is_contiguous()
-                contents.append(content if is_own else content.clone(memory_format=torch.contiguous_format))
-                kept[ref.value] -= 1
-                if not kept[ref.value]:
-                    del self.buffers[ref.value]
-        return contents
-
-    def _missing(self, values: Iterable[Value]) -> list[Node]:
-        """The nodes that compute `values` from what is there."""
-        nodes = slice_for(values, stop={*self._inputs, *self.buffers})
-        if self._draws is None and any(node.draw is not None for node in nodes):
-            from .kernel_draws import Draws  # imported late, because it imports JAX
-
-            self._draws = Draws(self._seed())
-        return nodes
-
-    def _read(self, value: Value) -> None:
-        """If it is an input, get its content."""
-        if value in self._inputs and value not in self.buffers:
-            self.buffers[value] = laid_out(self._input(value), value)
-
     def _input(self, value: Value) -> torch.Tensor:
-        owner = self._inputs[value]
+        owner: Owner = self._inputs[value]
         if type(owner) is DeferredTensor:  # an argument
-            return owner._ref().view(self._content(owner._storage, owner._storage.value))
-        if not isinstance(owner, DeferredStorage):
-            return owner.detach().reshape(value.shape)
-        before = self._trace.before(owner) if owner.resident is None else owner.value
-        return laid_out(self._content(owner, before).reshape(value.shape), value)
+            content = owner._ref().view(self._content(owner._storage, owner._storage.value))
+        elif isinstance(owner, DeferredStorage):
+            before = self._trace.before(owner) if owner.resident is None else owner.value
+            content = self._content(owner, before).reshape(value.shape)
+        else:
+            content = owner.detach().reshape(value.shape)
+        return laid_out(content, value)
 
     @staticmethod
     def _content(storage: DeferredStorage, value: Value) -> torch.Tensor:
@@ -172,48 +116,6 @@ class TracedContents(StepReplay):
         lazy = storage.resident.lazy_array()
         content = None if lazy is None else lazy.borrow()
         return storage.resident.read() if content is None else content
-
-    def _run_one(self, node: Node) -> None:
-        """Run a node; what it writes to is copied before, if something else may need the old content."""
-        written = {ref.value for ref in node.writes}
-        for value in {*node.reads(), *written}:
-            self._read(value)
-        last = self._last.get(node.index, ())
-        old = {value: self.buffers.get(value) for value in written.difference(self._own.intersection(last))}
-        for value in old:
-            self.buffers[value] = self.allocate(value) if node.overwrites else self.buffer(value).clone()
-        super()._run_one(node)
-        self._own.update(node.outputs[: len(node.writes)])
-        if self._last:
-            self._note_new_memory(node)
-        for value, buffer in old.items():
-            if buffer is None:
-                del self.buffers[value]
-            else:
-                self.buffers[value] = buffer
-        for value in last:
-            self.buffers.pop(value, None)
-
-    def _note_new_memory(self, node: Node) -> None:
-        """Note which results of a node are in memory of their own, and which operands are no longer."""
-        holders: dict[int | None, list[Value]] = {}
-        for value in node.reads():
-            holders.setdefault(_memory(self.buffers[value]), []).append(value)
-        for value in node.outputs[len(node.writes) :]:
-            memory = _memory(self.buffers[value])
-            others = holders.setdefault(memory, [])
-            self._own.difference_update(others)
-            if memory is not None and not others:
-                self._own.add(value)
-            others.append(value)
-
-
-def _memory(tensor: Any) -> int | None:
-    """What identifies the memory of a tensor; None for an unexpected result, and for PyTorch's efficient zeros."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
 
 
 class ComputedStep:
@@ -238,7 +140,7 @@ class ComputedStep:
         contents, program = self._contents, self._traced.program
         assert contents is not None, "it computes one call only"
         names = [name for group in self._traced.groups.outputs for name in group]
-        for name, content in zip(names, contents.finish([program.outputs[name] for name in names]), strict=True):
+        for name, content in zip(names, contents.take([program.outputs[name] for name in names]), strict=True):
             sharding = self._sharding_of(name)
             self._arrays[name] = copied_later(content) if sharding is None else to_device_later(content, sharding)
 

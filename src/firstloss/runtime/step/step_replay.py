@@ -1,34 +1,45 @@
-"""`StepReplay`: runs the nodes of a step's Program by PyTorch's own kernels, one by one."""
+"""Runs a step's Program by PyTorch's own kernels, node by node.
+
+`StepReplay` runs single nodes; `StepContents` computes Values, each once, and overwrites or frees the memory of those
+that nothing reads any more.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...compat.torch_names import schema_of
-from ...engine.replay import Replay
-from ...program.graph import Node, Ref, Value, is_number_type
+from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, InferenceMode, schema_of
+from ...engine.foreach_chunks import schedule
+from ...engine.replay import Replay, last_reads
+from ...program.graph import Node, Ref, Value, is_number_type, slice_for
 
 if TYPE_CHECKING:
     from .kernel_draws import Draws
+
+# Of a list of weights that are updated at a time: what the processor's caches hold.
+_LIST_BYTES = 1 << 22
 
 _ATTENTION_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class StepReplay(Replay):
-    """Replays nodes like recipes, and what only steps have: symbolic numbers, barriers, random numbers from a key."""
+    """Replays nodes like recipes, and what only steps have: symbolic numbers, and random numbers from a key."""
 
-    def __init__(self, draws: Draws | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         """
         Args:
             device: where to run nodes, if not on the recorded device.
         """
         super().__init__(Value.empty if device is None else functools.partial(_empty_on, device))
         self._allocate_result = self.allocate
-        self._draws = draws
+        self._draws: Draws | None = None  # runs the random operations
         self._device = device
 
     def _real(self, arg: Any) -> Any:
@@ -38,10 +49,6 @@ class StepReplay(Replay):
         if node.draw is not None and self._draws is not None:
             for value, content in zip(node.outputs, self._draws.run(node, self.buffer), strict=True):
                 self.buffers[value] = self.allocate(value).copy_(content.reshape(value.shape))
-            return
-        if node.op is torch.ops.firstloss.barrier.default:  # returns its operands
-            for value, ref in zip(node.outputs, node.args[0], strict=True):
-                self.buffers[value] = self.allocate(value).copy_(ref.view(self.buffer(ref.value)))
             return
         if node.op is _ATTENTION_OF_CPUS and self._device is not None:
             self._attention(node)
@@ -99,3 +106,123 @@ def _is_number(arg: Any, node: Node) -> bool:
 
 def _empty_on(device: torch.device, value: Value) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+
+
+class StepContents(StepReplay):
+    """The content of Values, each computed once.
+
+    Nothing is overwritten, since any Value may still be asked for; see `take` for when that is no longer so.
+    """
+
+    def __init__(
+        self, inputs: Mapping[Value, Any], seed: Callable[[], np.ndarray], device: torch.device | None = None
+    ) -> None:
+        """
+        Args:
+            inputs: the Values that are given, with what `_input` gets their content from.
+            seed: returns the two words from which the call's random numbers are derived.
+        """
+        super().__init__(device)
+        self._inputs = inputs
+        self._seed = seed
+        # While `take` runs: the Values that nothing reads after the node that is run.
+        self._last: Sequence[Value] | None = None
+        self._own: set[Value] = set()  # whose memory no other Value has, and nobody else
+
+    def _input(self, value: Value) -> torch.Tensor:
+        """The content of an input, with its layout; it is not written to."""
+        raise NotImplementedError
+
+    def of(self, value: Value) -> torch.Tensor:
+        """The content of `value`; it must not be modified.
+
+        Raises:
+            NotImplementedError: if only a compiler supports an operation.
+        """
+        nodes = self._missing([value])
+        with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False):
+            self.run(nodes)
+            self._read(value)
+            return self.buffer(value)
+
+    def take(self, refs: Sequence[Ref]) -> list[torch.Tensor]:
+        """The contents of `refs`, in memory of their own. Nothing else is asked for any more: other memory is
+        overwritten or freed, as in eager PyTorch."""
+        kept = Counter(ref.value for ref in refs)
+        nodes = self._missing(kept)
+        needed = {*kept, *(value for node in nodes for value in node.reads())}
+        for value in self.buffers.keys() - needed:
+            del self.buffers[value]
+        contents = []
+        with DisableTorchDispatch(), DisableAutocast(), InferenceMode(False), torch.no_grad():
+            try:
+                for node, self._last in schedule(nodes, last_reads(nodes, kept), _LIST_BYTES):
+                    self.run([node])
+            finally:
+                self._last = None
+            for ref in refs:
+                self._read(ref.value)
+                content = ref.view(self.buffer(ref.value))
+                is_own = ref.value in self._own and kept[ref.value] == 1 and ref.whole and content.is_contiguous()
+                contents.append(content if is_own else content.clone(memory_format=torch.contiguous_format))
+                kept[ref.value] -= 1
+                if not kept[ref.value]:
+                    del self.buffers[ref.value]
+        return contents
+
+    def _missing(self, values: Iterable[Value]) -> list[Node]:
+        """The nodes that compute `values` from what is there."""
+        nodes = slice_for(values, stop={*self._inputs, *self.buffers})
+        random = [node for node in nodes if node.draw is not None] if self._draws is None else []
+        if random:
+            from .kernel_draws import Draws  # imported late, because it imports JAX
+
+            self._draws = Draws(self._seed(), random)
+        return nodes
+
+    def _read(self, value: Value) -> None:
+        """If it is an input, get its content."""
+        if value in self._inputs and value not in self.buffers:
+            self.buffers[value] = self._input(value)
+
+    def _run_one(self, node: Node) -> None:
+        """Run a node; what it writes to is copied before, if something else may need the old content."""
+        written = {ref.value for ref in node.writes}
+        for value in {*node.reads(), *written}:
+            self._read(value)
+        last = self._last or ()
+        old = {value: self.buffers.get(value) for value in written.difference(self._own.intersection(last))}
+        for value in old:
+            self.buffers[value] = self.allocate(value) if node.overwrites else self.buffer(value).clone()
+        super()._run_one(node)
+        self._own.update(node.outputs[: len(node.writes)])
+        if self._last is not None:
+            self._note_new_memory(node)
+        for value, buffer in old.items():
+            if buffer is None:
+                del self.buffers[value]
+            else:
+                self.buffers[value] = buffer
+        for value in last:
+            self.buffers.pop(value, None)
+
+    def _note_new_memory(self, node: Node) -> None:
+        """Note which results of a node are in memory of their own, and which operands are no longer."""
+        holders: dict[int | None, list[Value]] = {}
+        for value in node.reads():
+            holders.setdefault(_memory(self.buffers[value]), []).append(value)
+        for value in node.outputs[len(node.writes) :]:
+            memory = _memory(self.buffers[value])
+            others = holders.setdefault(memory, [])
+            self._own.difference_update(others)
+            if memory is not None and not others:
+                self._own.add(value)
+            others.append(value)
+
+
+def _memory(tensor: Any) -> int | None:
+    """What identifies the memory of a tensor; None for an unexpected result, and for PyTorch's efficient zeros."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
