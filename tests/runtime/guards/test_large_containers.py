@@ -13,7 +13,7 @@ import firstloss as fl
 from firstloss.errors import EagerStepWarning, GraphChangeWarning
 from firstloss.runtime.guards.kinds.containers import MAX_ITEMS
 from firstloss.runtime.guards.snapshot import LARGEST
-from firstloss.runtime.step import cache_entries
+from firstloss.runtime.step import cache_entry
 
 MANY, TOO_MANY = 5000, MAX_ITEMS + 2000
 X = torch.ones(2)
@@ -77,7 +77,7 @@ def test_a_change_in_a_large_set_is_detected(backend):
 
 
 def test_unchanged_large_containers_do_not_retrace(backend, monkeypatch, traced):
-    monkeypatch.setattr(cache_entries, "_CHECKING", 1e-9)
+    monkeypatch.setattr(cache_entry, "_CHECKING", 1e-9)
     held = {"flags": [0] * MANY, "table": np.zeros(1 << 17), "names": dict.fromkeys(map(str, range(MANY)))}
 
     @fl.trace

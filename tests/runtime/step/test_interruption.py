@@ -18,7 +18,7 @@ from firstloss.capture import recorder, session
 from firstloss.interpreter import Uninterrupted
 from firstloss.lower import aten, segments
 from firstloss.runtime.device import dispatch
-from firstloss.runtime.step import cache_entries, segmentation
+from firstloss.runtime.step import cache_entry, segmentation
 from tests import scale
 
 OURS = os.path.dirname(fl.__file__) + os.sep
@@ -199,7 +199,7 @@ def kind(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_checks_in_between(monkeypatch):
     """A step is sometimes retraced to check it, depending on the clock; each call here must run the same lines."""
-    monkeypatch.setattr(cache_entries, "_CHECKING", 1e-9)
+    monkeypatch.setattr(cache_entry, "_CHECKING", 1e-9)
 
 
 def sampled(lines, count):

@@ -17,7 +17,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import EagerStepWarning, GraphChangedError, GraphChangeWarning, ShapeError
-from firstloss.runtime.step import cache_entries, compiling, tracing
+from firstloss.runtime.step import cache_entry, compiling, tracing
 from tests import compiled_steps
 from tests.compiled_steps import check_runs_eagerly
 
@@ -555,7 +555,7 @@ def test_unguarded_changes_are_found_by_spot_checks(monkeypatch):
     step = fl.trace(lambda x: x if b"\xff".decode("ascii", "strange") == "a" else -x)
     assert quiet(step, X, count=4) == [[1.0, 2.0]] * 4
 
-    monkeypatch.setattr(cache_entries, "_CHECKING", 1e9)  # unlimited time
+    monkeypatch.setattr(cache_entry, "_CHECKING", 1e9)  # unlimited time
     codecs.register_error("strange", lambda error: ("b", error.end))
     with pytest.raises(GraphChangedError, match="4 steps ago"):
         step(X)

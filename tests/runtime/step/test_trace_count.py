@@ -23,7 +23,7 @@ import firstloss as fl
 from firstloss.compat import torch_names
 from firstloss.errors import EagerStepWarning, GraphChangeWarning
 from firstloss.runtime.guards.native import native
-from firstloss.runtime.step import cache_entries
+from firstloss.runtime.step import cache_entries, cache_entry
 from firstloss.trainer import Callback, Checkpoint, Logging, Trainer, TrainingLoop
 from firstloss.trainer.loggers import ProgressLogger
 from tests import compiled_steps, small_training
@@ -36,7 +36,7 @@ COUNTED = 3  # the same, and the proof that a number may be an input
 
 @pytest.fixture(autouse=True)
 def _no_more_verifications(monkeypatch):
-    monkeypatch.setattr(cache_entries, "_CHECKING", 1e-9)  # none because of the time elapsed
+    monkeypatch.setattr(cache_entry, "_CHECKING", 1e-9)  # none because of the time elapsed
 
 
 @pytest.fixture(autouse=True)

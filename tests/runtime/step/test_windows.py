@@ -73,4 +73,4 @@ def test_a_window_of_results_is_compiled_once_it_is_full(container, value, is_fu
     expected, _ = run(fl.backend("CPU"))
     actual, step = run(fl.backend("XLA"))
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)  # float64 sums in another order
-    assert step._cache._entries._fitted >= 10  # the last calls
+    assert step._cache._entries._counts.fitted >= 10  # the last calls

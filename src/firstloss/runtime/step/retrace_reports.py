@@ -21,11 +21,15 @@ ADVICE = (
 
 
 class Reports:
-    """The warnings and errors of a step, for one kind of call."""
+    """The warnings and errors of a step, for one kind of call.
+
+    Attributes:
+        name: the step's name.
+    """
 
     def __init__(self, name: str, refuse: bool) -> None:
         """`refuse`: whether a change of the step is an error."""
-        self._name = name
+        self.name = name
         self._refuse = refuse
         self._reported: set[str] = set()
         self._reads_reported: set[Source] = set()
@@ -33,7 +37,7 @@ class Reports:
     def report_difference(self, why: list[str], difference: Difference | None) -> None:
         """Report that the step behaves differently now, with the reasons."""
         text = (
-            f"{self._name} does something else now than when it was traced: {difference}. "
+            f"{self.name} does something else now than when it was traced: {difference}. "
             f"What has changed: {_some(why)}."
         )
         if self._refuse:
@@ -49,7 +53,7 @@ class Reports:
         if all(change.description in self._reported for change in changes):
             return
         self._reported.update(change.description for change in changes)
-        text = f"{self._name} changes what it reads itself: {_some(reasons(guards, changes))}. A compiled step runs no"
+        text = f"{self.name} changes what it reads itself: {_some(reasons(guards, changes))}. A compiled step runs no"
         if seconds is None:
             self._warn_runs(f"{text} Python, so this one is not compiled")
         else:
@@ -80,7 +84,7 @@ class Reports:
                 self._reads_reported.add(read.source)
                 warn(
                     EagerStepWarning(
-                        f"{read.source}: {text} {what}, so {self._name} is not compiled: its Python runs at each call, "
+                        f"{read.source}: {text} {what}, so {self.name} is not compiled: its Python runs at each call, "
                         f"by PyTorch's kernels (in {seconds:.2g} s, with a trace this time). To have it compiled, "
                         f'{instead}; fl.trace(reads="refuse") makes it an error.'
                     )
@@ -98,7 +102,7 @@ class Reports:
                 text = f"`{read.text}`" if read.text else "this line"
                 _warn(
                     f"{text} at {read.source} reads a value that the step has computed, and makes something else of it "
-                    f"than numbers and decisions. So {self._name} is traced at each call ({seconds:.2f} s), and "
+                    f"than numbers and decisions. So {self.name} is traced at each call ({seconds:.2f} s), and "
                     "compiled again where shapes change. Compute with the tensor (torch.where(condition, a, b)), "
                     "return it, or read it in fl.step_closure."
                 )
@@ -107,14 +111,14 @@ class Reports:
         """Report that the step runs eagerly, since it reads values in a way that cannot be traced."""
         if why not in self._reported:
             self._reported.add(why)
-            warn(EagerStepWarning(f"{why} So {self._name} runs eagerly: its Python runs at each call."))
+            warn(EagerStepWarning(f"{why} So {self.name} runs eagerly: its Python runs at each call."))
 
     def report_written_twice(self, calls: Iterable[ExternalCall]) -> None:
         """Report that the step's Python has run twice at this call, and what it has done twice."""
         what = _some([f"{call.function}() at {call.line}" for call in calls])
         warn(
             EagerStepWarning(
-                f"{self._name} has run up to where it cannot be traced, and then again without a trace. What these "
+                f"{self.name} has run up to where it cannot be traced, and then again without a trace. What these "
                 f"calls write cannot be undone, so it may be there twice: {what}. From now on it runs once a call."
             )
         )
@@ -125,8 +129,7 @@ class Reports:
             self._reported.add("in vain")
             changes = _some(why) if why else "what it reads"
             self._warn_runs(
-                f"{self._name} is another computation at each call, since this changes: {changes}. So it is not "
-                "compiled"
+                f"{self.name} is another computation at each call, since this changes: {changes}. So it is not compiled"
             )
 
     def report_each_time(self, why: str, seconds: float | None) -> None:
@@ -139,9 +142,9 @@ class Reports:
             return
         self._reported.add(why)
         if seconds is None:
-            self._warn_runs(f"{self._name} would have to be traced at each call, since {why}. So it is not compiled")
+            self._warn_runs(f"{self.name} would have to be traced at each call, since {why}. So it is not compiled")
         else:
-            _warn(f"{self._name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
+            _warn(f"{self.name} is traced at each call ({seconds:.2f} s): {why}. {ADVICE}")
 
     @staticmethod
     def _warn_runs(why: str) -> None:

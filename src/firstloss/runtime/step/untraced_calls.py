@@ -1,6 +1,75 @@
-"""`UntracedCalls`: at which calls a step that cannot stay compiled runs its Python without being traced first."""
+"""When a step that cannot stay compiled runs its Python without being traced first.
+
+`TraceCounts` counts what has come of its traces; `UntracedCalls` decides at which of the calls that no compiled step
+fits it is not traced.
+"""
 
 from __future__ import annotations
+
+# How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced; fewer if
+# they differ in what they have read, as the steps of an adaptive solver do.
+_MAX_UNUSED = 3
+_MAX_OUTCOMES_UNUSED = 1
+
+# How many compiled steps there may be whose outcomes differ.
+_MAX_OUTCOMES = 8
+
+# How many steps that differ in their outcomes are compiled at first (one, if they have many outcomes, as an adaptive
+# solver's do), and after how many calls that fit one of them one more is.
+_OUTCOMES_AT_FIRST = 4
+_MANY_OUTCOMES = 16
+_CALLS_FOR_ONE_MORE = 8
+
+# At how many calls in a row it is traced, for whatever reasons, before the next calls run untraced.
+_MAX_IN_A_ROW = 8
+
+
+class TraceCounts:
+    """What has come of a step's traces, for one kind of call."""
+
+    def __init__(self) -> None:
+        self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
+        self._in_a_row = 0  # the number of calls in a row at which it was traced
+        self._for_outcomes = 0  # the number of steps compiled that have outcomes
+        self.fitted: int = 0  # the number of calls that one fitted
+
+    def fits(self) -> None:
+        """Count a call that a compiled step fits."""
+        self._in_vain = self._in_a_row = 0
+        self.fitted += 1
+
+    def compiled(self, outcomes: int, is_new: bool) -> None:
+        """Count a step that was compiled, or has the executable of an earlier one."""
+        self._in_vain = self._in_vain + 1 if is_new else 0
+        self._for_outcomes += is_new and outcomes > 0
+
+    def traced(self) -> None:
+        """Count a call at which it was traced."""
+        self._in_a_row += 1
+
+    def begin_anew(self, is_traced: bool = False) -> None:
+        """Forget what was in vain; if `is_traced`, also at how many calls in a row it was traced."""
+        self._in_vain = 0
+        if is_traced:
+            self._in_a_row = 0
+
+    def is_in_vain(self, outcomes: int) -> bool:
+        """Whether too many steps in a row, of which the last has so many outcomes, were compiled in vain."""
+        return self._in_vain > (_MAX_OUTCOMES_UNUSED if outcomes else _MAX_UNUSED)
+
+    def is_traced_each_time(self) -> bool:
+        """Whether it was traced at too many calls in a row."""
+        return self._in_a_row > _MAX_IN_A_ROW
+
+    def may_have_other_outcomes(self, entries: int) -> bool:
+        """Whether one more may be compiled for other outcomes, where there are so many."""
+        return self._in_vain <= _MAX_OUTCOMES_UNUSED and entries < _MAX_OUTCOMES
+
+    def outcomes_vary(self, outcomes: int) -> bool:
+        """Whether too few calls have fitted the steps compiled so far, which differ in so many outcomes, to compile one
+        more."""
+        most = 1 if outcomes > _MANY_OUTCOMES else _OUTCOMES_AT_FIRST
+        return self._for_outcomes >= most + self.fitted // _CALLS_FOR_ONE_MORE
 
 
 class UntracedCalls:
