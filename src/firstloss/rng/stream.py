@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -85,12 +85,6 @@ class Stream:
             record["has_normal"] = spare is not None
             record["normal"] = 0.0 if spare is None else self._second_normal(spare)
         return build_state(record)
-
-    def states_at(self, positions: Iterable[Position]) -> list[NDArray[np.uint8]]:
-        """`state_at` of each position; computed in ascending order, so that jumps are shared."""
-        requested = list(positions)
-        states = {position: self.state_at(position) for position in sorted(set(requested), key=lambda p: p.words)}
-        return [states[position] for position in requested]
 
     def words_at(self, begin: int, count: int) -> Words:
         """The `count` 32-bit words drawn from position `begin` on: uint32, shape (count,)."""

@@ -161,10 +161,6 @@ class CompiledFunctions:
             devices = self._edges.whole.mesh.devices
             return self._peers.compile(number, self._name, lowered, options, devices)
 
-    def reuses(self, number: int) -> bool:
-        """Whether a function overwrites old state."""
-        return self._functions[number].reused > 0
-
     def done(self, number: int) -> bool:
         """Whether a function has been compiled, or has failed to compile."""
         return number in self._futures and self._futures[number].done()
