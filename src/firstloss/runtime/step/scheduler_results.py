@@ -106,13 +106,19 @@ def schedulers_in(scheduler: Any) -> list[Any]:
     return found
 
 
+def optimizer_of(scheduler: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that a scheduler is of; None if it has none, as one that chains others."""
+    optimizer: torch.optim.Optimizer | None = object.__getattribute__(scheduler, "__dict__").get("optimizer")
+    return optimizer
+
+
 def _parts(value: Any) -> Iterable[Any]:
     """The items of a list or tuple; of another value, it alone."""
     return value if type(value) in (list, tuple) else (value,)
 
 
 def _can_run_twice(scheduler: Any) -> bool:
-    optimizer = vars(scheduler).get("optimizer")
+    optimizer = optimizer_of(scheduler)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
     for group in optimizer.param_groups:
@@ -210,7 +216,9 @@ class Results:
         shown: dict[Entry, tuple[Any, dict[Any, Any]]] = {}
         for scheduler in schedulers_in(run.scheduler):
             keys = ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",)
-            for table in (vars(scheduler), *vars(scheduler)["optimizer"].param_groups):
+            optimizer = optimizer_of(scheduler)
+            assert optimizer is not None  # else it cannot run twice
+            for table in (vars(scheduler), *optimizer.param_groups):
                 owner = scheduler if table is vars(scheduler) else None
                 for key, before in table.items():
                     value = after.get((id(table), key), MISSING)
@@ -256,7 +264,7 @@ class Results:
         for expression, values in self._read:
             source = expression.source
             assert source is not None
-            if not same(_flat(values), _flat(source.read(arguments))):
+            if not same(_tuples(values), _tuples(source.read(arguments))):
                 raise TraceError(
                     f"{here()}: the traced step reads {source.description} when it has changed what that depends on. "
                     "Read it before, or outside of the traced step."
@@ -275,7 +283,7 @@ class Results:
         def check(env: CallFrame) -> None:
             for table, key, expression, i in left:
                 read = expression.value(env.arguments, env.known)[i]
-                if not same(_flat(read), _flat(table.get(key, MISSING))):
+                if not same(_tuples(read), _tuples(table.get(key, MISSING))):
                     raise GraphChangedError(
                         f"{here()}: {name} has read {read!r} as what a scheduler's step() sets as {key!r}, which is "
                         f"{table.get(key)!r}: it depends on what the step changes. Read it outside of the traced step."
@@ -300,14 +308,14 @@ def _attribute(table: dict[Any, Any], key: str, arguments: Sequence[Any]) -> Any
     return table.get(key, MISSING)
 
 
-def _flat(value: Any) -> Any:
-    """Lists as tuples."""
-    return tuple(map(_flat, value)) if type(value) in (list, tuple) else value
+def _tuples(value: Any, of: Callable[[Any], Any] = lambda part: part) -> Any:
+    """Tuples for lists and tuples, with `of` of what is in them."""
+    return tuple(_tuples(part, of) for part in value) if type(value) in (list, tuple) else of(value)
 
 
 def _kinds(value: Any) -> Any:
     """The types of numbers, in tuples as they are in lists and tuples."""
-    return tuple(map(_kinds, value)) if type(value) in (list, tuple) else type(value)
+    return _tuples(value, type)
 
 
 def _other(value: Any) -> Any:

@@ -29,6 +29,7 @@ from .scheduler_results import (
     Results,
     SchedulerRun,
     is_number_list,
+    optimizer_of,
     run_of,
     schedulers_in,
 )
@@ -204,7 +205,7 @@ class Schedulers:
     def _make_unavailable(self, call: _SchedulerCall) -> None:
         """Make reads of what the scheduler sets an error from here on."""
         scheduler = call.scheduler
-        optimizer = _optimizer_of(scheduler)
+        optimizer = optimizer_of(scheduler)
         for group in optimizer.param_groups if optimizer is not None else ():
             for key in ("lr", "momentum", "betas") if hasattr(scheduler, "cycle_momentum") else ("lr",):
                 self._set.append((group, key, call))
@@ -227,7 +228,7 @@ class Schedulers:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before an optimizer steps, that none of its schedulers has stepped yet."""
         for call in self._calls:
-            if not call.with_groups and _optimizer_of(call.scheduler) is optimizer:
+            if not call.with_groups and optimizer_of(call.scheduler) is optimizer:
                 raise call.error(
                     f"{call.source}: {type(call.scheduler).__name__}.step() is called before its optimizer's step() in "
                     "the traced step, but runs in Python, after the step has run: call it after optimizer.step(), as "
@@ -313,7 +314,7 @@ def _tables(scheduler: Any) -> Iterator[dict[Any, Any]]:
     """The dicts that a scheduler's step changes: its attributes, those of nested schedulers, and parameter groups."""
     for held in schedulers_in(scheduler):
         yield vars(held)
-        optimizer = _optimizer_of(held)
+        optimizer = optimizer_of(held)
         yield from () if optimizer is None else optimizer.param_groups
 
 
@@ -338,8 +339,3 @@ def _restore_state(table: dict[Any, Any], before: dict[Any, Any]) -> None:
                 value.copy_(content)
         elif content is not None:
             value[:] = content
-
-
-def _optimizer_of(scheduler: Any) -> torch.optim.Optimizer | None:
-    optimizer: torch.optim.Optimizer | None = object.__getattribute__(scheduler, "__dict__").get("optimizer")
-    return optimizer
