@@ -131,7 +131,7 @@ class StepContents(StepReplay):
 
     def _input(self, value: Value) -> torch.Tensor:
         """The content of an input, with its layout; it is not written to."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define _input(value)")
 
     def of(self, value: Value) -> torch.Tensor:
         """The content of `value`; it must not be modified.
@@ -177,7 +177,7 @@ class StepContents(StepReplay):
         if random:
             from .kernel_draws import Draws  # imported late, because it imports JAX
 
-            self._draws = Draws(self._seed(), random)
+            self._draws = Draws(self._seed(), random)  # compiled before the weights are waited for
         return nodes
 
     def _read(self, value: Value) -> None:
