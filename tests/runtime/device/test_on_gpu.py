@@ -10,8 +10,10 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.compat.torch_names import DisableTorchDispatch
+from firstloss.program.graph import slice_for
 from firstloss.runtime.device import on_gpu
 from firstloss.runtime.step import first_loss
+from firstloss.runtime.step.step_replay import StepReplay
 from tests import forked
 from tests.gpu.emulated import compiler, vectorised
 from tests.small_training import build, training_step
@@ -71,12 +73,11 @@ def test_all_of_a_first_loss_is_computed_on_its_device(tmp_path, monkeypatch):
     step = training_step(compiled, optimizer, lambda module, x: F.cross_entropy(module(x).flatten(0, 1), x.flatten()))
     step(torch.randint(20, (2, 5)))
     (program,) = seen
-    kernels = first_loss.StepReplay(None, torch.device("meta"))
+    kernels, nodes = StepReplay(torch.device("meta")), slice_for([r.value for r in program._refs], program.inputs)
     with DisableTorchDispatch():
         for value in program.inputs:
             kernels.buffers[value] = kernels.allocate(value)
-        for node in program._nodes:
-            kernels.run([node])
-    names = {str(node.op) for node in program._nodes}
+        kernels.run(nodes)
+    names = {str(node.op) for node in nodes}
     assert any("scaled_dot_product" in name for name in names) and any("arange" in name for name in names), names
     assert {buffer.device.type for buffer in kernels.buffers.values()} == {"meta"}
