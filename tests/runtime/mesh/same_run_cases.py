@@ -48,7 +48,7 @@ class Attention(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(103, 48)
         layer = nn.TransformerEncoderLayer(48, 4, 96, 0.1, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
@@ -181,16 +181,11 @@ def test_any_mesh_gives_the_same_bits(case, tmp_path):
         others, turn = MESHES[1:], list(CASES).index(case)
         for mesh in others if case == "words" else (others[turn % 5], others[(turn + 2) % 5]):
             assert train(case, mesh, tmp_path) == expected, mesh
-    assert np.isfinite(expected[0]).all()
-
-
-@pytest.mark.parametrize("case", ["images", "images in bfloat16", "recurrent"])
-def test_losses_are_nearly_those_without_it(case, tmp_path):
-    """Of the models that draw nothing: otherwise each logical shard draws numbers of its own."""
-    same, plain = (train(case, MESHES[0], tmp_path, same_run=shards) for shards in (8, None))
-    # Sums are in another order, which training amplifies; half precision rounds each term of a sum.
-    assert same[0] == pytest.approx(plain[0], rel=2e-2 if "bfloat16" in case else 2e-4)
-    assert same[1] != plain[1]
+        plain, digest = train(case, MESHES[0], tmp_path, same_run=None)
+    assert np.isfinite(plain).all() and digest != expected[1]
+    if CASES[case][0] in (Recurrent, Images):  # those of the others draw, each logical shard numbers of its own
+        # Sums are in another order, which training amplifies; half precision rounds each term of a sum.
+        assert expected[0] == pytest.approx(plain, rel=2e-2 if "bfloat16" in case else 2e-4)
 
 
 def test_without_it_meshes_differ(tmp_path):

@@ -166,19 +166,15 @@ class CacheEntries:
     def _trace(self, request: Request, similar: Sequence[CacheEntries]) -> CacheEntry:
         """Trace the step, because no entry's guards hold; the new entry is kept, if other calls may fit it."""
         known = [*self._entries, *(entry for entries in similar for entry in entries._entries)]
-        retrace = Retrace(request, self._entries, known, self._learned, self.reports)
+        retrace = Retrace(request, self._entries, known, self._for_one_call, self._learned, self.reports)
         request = request._replace(constants=frozenset(self._learned.constants))
-
-        def find(traced: TracedProgram) -> CompiledStep | None:
-            return retrace.find(traced, self._for_one_call)
-
-        entry = self._traced(request, find, similar, retrace.specializes_first())
+        entry = self._traced(request, retrace.find, similar, retrace.specializes_first())
         if entry.records_code:
             self._learned.is_repeatable = entry.traced_each_time is None and not entry.writes
         self._note_scheduler_reads(entry)
         if entry.step.is_for_one_call:
             self._note_reads(entry, request)
-        elif entry.step.traced.raised is None and not self._runs_from_now_on(entry, retrace, request):
+        elif entry.step.traced.raised is None and not self._is_given_up(entry, retrace, request):
             self._keep(entry, retrace.twin, request)
         return entry  # one that raises may not raise the next time
 
@@ -205,7 +201,7 @@ class CacheEntries:
         elif trace.reads or entry.records_code and not learned.is_repeatable or READ not in learned.kinds:
             self.reports.report_reads(reads, entry.seconds)
 
-    def _runs_from_now_on(self, entry: CacheEntry, retrace: Retrace, request: Request) -> bool:
+    def _is_given_up(self, entry: CacheEntry, retrace: Retrace, request: Request) -> bool:
         """Report why a new step will not last, if it will not; returns whether its Python runs from now on, since it
         would be traced at each call."""
         runs = False

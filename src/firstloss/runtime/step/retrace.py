@@ -32,6 +32,7 @@ class Retrace:
         request: Request,
         entries: Sequence[CacheEntry],
         known: Sequence[CacheEntry],
+        for_one_call: CompiledStep | None,
         learned: Learned,
         reports: Reports,
     ) -> None:
@@ -39,11 +40,13 @@ class Retrace:
         Args:
             entries: those for this kind of call.
             known: also those for similar kinds.
+            for_one_call: the last step that was valid for its own call only.
         """
         arguments = request.arguments
         self._request = request
         self._entries = entries
         self._known = known
+        self._for_one_call = for_one_call
         self._learned = learned
         self._reports = reports
         nearest = next((entry for entry in entries if entry.differs_in_gradients(arguments)), None)
@@ -71,19 +74,16 @@ class Retrace:
         weights = {id(weight) for weights in read.values() for weight in weights}
         return all(entry.weights != weights for entry in self._entries)
 
-    def find(self, traced: TracedProgram, for_one_call: CompiledStep | None) -> CompiledStep | None:
-        """An earlier step that does the same. If there is none, and that was not to be expected, it is reported.
-
-        Args:
-            for_one_call: the last step that was valid for its own call only.
-        """
+    def find(self, traced: TracedProgram) -> CompiledStep | None:
+        """An earlier step that does the same. If there is none, and that was not to be expected, it is reported."""
         self.twin = None
         for entry in self._known:
             if entry.step.traced.does_the_same(traced):
                 self.twin = entry
                 return entry.step
         if traced.is_for_one_call:
-            return for_one_call if for_one_call is not None and for_one_call.traced.does_the_same(traced) else None
+            before = self._for_one_call
+            return before if before is not None and before.traced.does_the_same(traced) else None
         last = self.last
         if last is not None and self._has_more_inputs(last, traced):
             return None  # compiled once more for any numbers
