@@ -14,6 +14,7 @@ from torch.ops import aten
 
 from ..compat.torch_names import DisableTorchDispatch
 from ..program.graph import Ref, Value
+from ..program.nested import mapped
 from . import session
 from .constants import constant_tensor
 from .op_call import OpCall
@@ -95,11 +96,9 @@ def _run_on(call: OpCall, values: Mapping[int, Tensor | None]) -> Any:
     """The result of a call, of the values of its tensors, by their ids."""
 
     def made(arg: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return values[id(arg)]
-        return [made(a) for a in arg] if type(arg) in (list, tuple) else arg
+        return values[id(arg)] if isinstance(arg, Tensor) else arg
 
-    args, kwargs = [made(a) for a in call.args], {k: made(v) for k, v in call.kwargs.items()}
+    args, kwargs = mapped(made, [*call.args]), {k: mapped(made, v) for k, v in call.kwargs.items()}
     with DisableTorchDispatch(), torch.no_grad():
         return call.op(*args, **kwargs)
 

@@ -117,22 +117,23 @@ def _deferred_handler(op: Any, handle: Callable[..., Any], target: str | None = 
     def handler(op_call: Any, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
         if shards_a_deferred_tensor(args[0] if target is None else kwargs[target]):
             return handle(op_call, args, kwargs)
-        with _without_handler(op, handler):
+        with _without_handler(op):
             return op_call(*args, **kwargs)
 
     return handler
 
 
 @contextmanager
-def _without_handler(op: Any, handler: Callable[..., Any]) -> Iterator[None]:
+def _without_handler(op: Any) -> Iterator[None]:
     from torch.distributed.tensor import DTensor
 
     handlers = operation_handlers(DTensor)  # context parallelism replaces the table by a copy
-    handlers.pop(op, None)
+    handler = handlers.pop(op, None)  # None if another thread has it
     try:
         yield
     finally:
-        handlers[op] = handler
+        if handler is not None:
+            handlers[op] = handler
 
 
 @replaces(*_INITIALIZERS)

@@ -13,6 +13,7 @@ from ..engine.cpu_engine import WantedPart, materialize_parts
 from ..engine.splits import Box
 from ..errors import TraceError
 from ..program.graph import FileValue, Ref, geometry_of, is_contiguous, is_not_strided
+from ..program.nested import mapped
 from ..program.source import here
 from . import session
 from .constant_folding import compute, known_value
@@ -181,13 +182,12 @@ def run_from_file(call: OpCall) -> Any:
 
 def call_with_content(call: OpCall) -> Any:
     """Run a call on the memory of its tensors, without copies; it writes to real tensors only."""
+    args, kwargs = mapped(_content, [*call.args]), {k: mapped(_content, v) for k, v in call.kwargs.items()}
+    return _call(call, args, kwargs)
 
-    def real(arg: Any) -> Any:
-        if type(arg) is DeferredTensor:
-            return content(arg)
-        return [real(a) for a in arg] if type(arg) in (list, tuple) else arg
 
-    return _call(call, [real(a) for a in call.args], {k: real(v) for k, v in call.kwargs.items()})
+def _content(arg: Any) -> Any:
+    return content(arg) if type(arg) is DeferredTensor else arg
 
 
 def run_now(call: OpCall) -> Any:
@@ -296,15 +296,13 @@ def _real_arguments(call: OpCall) -> tuple[Any, dict[str, Any]]:
         real = iter(compute(refs)) if refs else iter(())  # together, to share work
 
         def made(arg: Any) -> Any:
-            if type(arg) is DeferredTensor:
-                state = state_of(arg._storage)
-                if state.pending:
-                    return next(real)
-                return state.content(arg) if state is OnBackend else state.value(arg)
-            if type(arg) in (list, tuple):
-                return [made(a) for a in arg]
-            return arg
+            if type(arg) is not DeferredTensor:
+                return arg
+            state = state_of(arg._storage)
+            if state.pending:
+                return next(real)
+            return state.content(arg) if state is OnBackend else state.value(arg)
 
-        args = [made(a) for a in call.args]
-        kwargs = {k: made(v) for k, v in call.kwargs.items()}
+        args = mapped(made, [*call.args])
+        kwargs = {k: mapped(made, v) for k, v in call.kwargs.items()}
     return args, kwargs

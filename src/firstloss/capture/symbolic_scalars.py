@@ -19,6 +19,7 @@ from torch.ops import aten
 from ..compat.torch_names import schema_of
 from ..errors import TraceError
 from ..program.graph import Ref
+from ..program.nested import mapped
 from ..program.source import here
 from . import session
 from .input_numbers import OF_NODES, NumberNode, node_of, specialized
@@ -215,14 +216,7 @@ def with_known_positions(call: OpCall) -> tuple[OpCall, OpCall]:
     def known(arg: Any, kind: str) -> Any:
         if kind in _TENSOR_TYPES and is_symbolic(arg) and (node := node_of(arg)) is not None:
             return session.trace.input_of(node, _dtype_beside(call, node))  # type: ignore[union-attr]
-        if kind in _NUMBER_TYPES or kind in _TENSOR_TYPES:
-            return arg
-        if type(arg) in (list, tuple):
-            return type(arg)([known(a, kind) for a in arg])
-        if not is_symbolic(arg):
-            return arg
-        node = node_of(arg)
-        return arg.node.read() if node is None else node.specialized()
+        return arg if kind in _NUMBER_TYPES or kind in _TENSOR_TYPES else mapped(_specialized, arg)
 
     args = tuple([known(arg, kind) for arg, kind in zip(call.args, types, strict=False)])
     kwargs = {name: known(arg, by_name[name]) for name, arg in call.kwargs.items()}
@@ -237,6 +231,13 @@ def with_known_positions(call: OpCall) -> tuple[OpCall, OpCall]:
         {k: given(call.kwargs[k], v) for k, v in kwargs.items()},
     )
     return OpCall(call.op, call.traits, args, kwargs), numbers
+
+
+def _specialized(arg: Any) -> Any:
+    if not is_symbolic(arg):
+        return arg
+    node = node_of(arg)
+    return arg.node.read() if node is None else node.specialized()
 
 
 _NUMBER_TYPES = ("number", "Optional[number]", "List[number]")

@@ -16,6 +16,7 @@ from jax import lax
 
 from ..errors import LoweringError
 from ..program.graph import Node, Ref, Value
+from ..program.nested import mapped
 from ..program.program import Program
 from ..program.source import UNKNOWN, Source
 from .registry import rule
@@ -76,11 +77,9 @@ class _Rewriting:
         def rewritten(arg: Any) -> Any:
             if type(arg) is Ref:
                 return refs[id(arg)]
-            if type(arg) in (list, tuple):
-                return type(arg)(map(rewritten, arg))
             return torch.float32 if arg is torch.float16 else arg
 
-        args, kwargs = tuple(map(rewritten, node.args)), {key: rewritten(arg) for key, arg in node.kwargs.items()}
+        args, kwargs = mapped(rewritten, node.args), {key: mapped(rewritten, arg) for key, arg in node.kwargs.items()}
         writes = tuple(refs[id(ref)] for ref in node.writes)
         new_node = Node(next(self._index), node.op, args, kwargs, writes, node.overwrites, node.draw, node.source)
         new_node.outputs = tuple(Value(v.shape, v.stride, _wide(v.dtype), v.device, new_node) for v in node.outputs)

@@ -20,6 +20,7 @@ from jax import lax
 from ..compat.torch_names import schema_of
 from ..errors import LoweringError
 from ..program.graph import Node, Ref, Value
+from ..program.nested import mapped
 from ..program.program import Program
 from . import aten, precision
 from .decompose import decomposition, rule_of
@@ -196,17 +197,15 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
             inputs.append(ref.value)
         return ArrayParameter(i, view_of(ref))
 
-    def walk(arg: Any) -> Any:
+    def parameter(arg: Any) -> Any:
         if type(arg) is Ref:
             return slot(arg)
-        if type(arg) in (list, tuple):
-            return tuple(walk(a) for a in arg)
         if type(arg) is float or type(arg) is bool:
             return _NumberArgument(type(arg), arg)  # 1, 1.0 and True are equal in Python, but not in PyTorch
         return arg
 
-    args = walk(node.args)
-    kwargs = tuple((k, walk(v)) for k, v in node.kwargs.items()) if node.kwargs else ()
+    args = mapped(parameter, node.args, tuple)
+    kwargs = tuple((k, mapped(parameter, v, tuple)) for k, v in node.kwargs.items()) if node.kwargs else ()
     writes = tuple((slot(ref).number, view_of(ref)) for ref in node.writes)
     outputs = tuple((value.shape, value.dtype) for value in node.outputs)
     return Template(node.op, args, kwargs, writes, outputs, node.draw is not None)
@@ -254,20 +253,18 @@ def function_of(
             if type(arg) is ArrayParameter:
                 array = arrays[arg.number]
                 return array if arg.view is None else read_view(array, arg.view)
-            if type(arg) is _NumberArgument:
-                return arg.value
-            if type(arg) is tuple:
-                return [fill(a) for a in arg]
-            return arg
+            return arg.value if type(arg) is _NumberArgument else arg
 
-        kwargs = {name: fill(arg) for name, arg in template.kwargs if name not in names_out and name != "generator"}
+        given = ((name, arg) for name, arg in template.kwargs if name not in names_out and name != "generator")
+        kwargs = {name: mapped(fill, arg, list) for name, arg in given}
         if template.keyed:
             kwargs["rng_key"] = arrays[-1]
         if template.op in OF_PROGRAMS:
             kwargs["lower"] = lower
         if template.op in OF_ORDERS:
             kwargs["by_columns"] = [_by_columns(arg.view) for arg in template.args if type(arg) is ArrayParameter]
-        results = rule(*[fill(arg) for arg in template.args if not isinstance(arg, torch.Generator)], **kwargs)
+        args = [mapped(fill, arg, list) for arg in template.args if not isinstance(arg, torch.Generator)]
+        results = rule(*args, **kwargs)
         flat = list(_flatten(results))
         count = len(template.writes)
         # Functional overloads return new tensors first, then the new contents of mutated ones.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ScheduleError
+from ..program.nested import mapped
 
 Tensor = torch.Tensor
 Tags = str | None | Iterable[str | None]
@@ -243,11 +244,9 @@ def _as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     values = [value for schedule in schedules_of(optimizer) for value in schedule.numbers()]
 
     def number(entry: Any) -> Any:
-        if isinstance(entry, tuple):
-            return tuple(number(e) for e in entry)
         return float(entry) if any(entry is value for value in values) else entry
 
-    groups = [{k: v if k == "params" else number(v) for k, v in g.items()} for g in state_dict["param_groups"]]
+    groups = [{k: v if k == "params" else mapped(number, v) for k, v in g.items()} for g in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .graph import FileValue, Ref, Value, slice_for
+from .nested import mapped
 
 
 def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
@@ -38,13 +39,12 @@ def fingerprint(refs: Iterable[Ref], *extra: object) -> str:
     def show(arg: Any) -> object:
         if type(arg) is Ref:
             return name(arg.value), arg.size, arg.stride, arg.offset, str(arg.dtype)
-        if type(arg) in (list, tuple):
-            return tuple(show(a) for a in arg)
         return str(arg)
 
     update(torch.__version__, torch.backends.cpu.get_cpu_capability(), *extra)
     for node in slice_for(ref.value for ref in wanted):
-        update(str(node.op), show(node.args), sorted((k, show(v)) for k, v in node.kwargs.items()))
+        kwargs = sorted((k, mapped(show, v, tuple)) for k, v in node.kwargs.items())
+        update(str(node.op), mapped(show, node.args, tuple), kwargs)
         if node.draw is not None:
             stream = node.draw.stream
             if id(stream) not in streams:

@@ -117,54 +117,66 @@ def decode(data: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         CheckpointError: if `data` was not written by an Encoder.
     """
 
-    def walk(data: Any) -> Any:
+    return _Decoder(tensor).decode(data)
+
+
+class _Decoder:
+    """Decodes what an Encoder has written."""
+
+    def __init__(self, tensor: Callable[[str], torch.Tensor]) -> None:
+        self.tensor = tensor
+
+    def decode(self, data: Any) -> Any:
+        """Decode `data`, at any depth."""
         if isinstance(data, list):
-            return [walk(item) for item in data]
+            return [*map(self.decode, data)]
         if not isinstance(data, dict):
             return data
         mark = next(iter(data)) if len(data) == 1 else ""
         if not mark.startswith("$"):
-            return {key: walk(value) for key, value in data.items()}
+            return {key: self.decode(value) for key, value in data.items()}
         content = data[mark]
         if mark == "$tensor":
-            return tensor(content)
+            return self.tensor(content)
         if mark == "$array":
-            return tensor(content).numpy()
-        return read(mark, content)
-
-    def pairs(content: Any) -> list[tuple[Any, Any]]:
-        return [(walk(key), walk(value)) for key, value in content]
-
-    def state_dict(content: Any) -> Any:
-        out = walk(content[0])
-        setattr(out, STATE_DICT_METADATA, walk(content[1]))
-        return out
-
-    readers: dict[str, Callable[[Any], Any]] = {
-        "$float": float,
-        "$tuple": lambda c: tuple(walk(item) for item in c),
-        "$size": lambda c: torch.Size(c),
-        "$dict": lambda c: dict(pairs(c)),
-        "$ordered": lambda c: OrderedDict(pairs(c)),
-        "$state_dict": state_dict,
-        "$counter": lambda c: Counter(dict(pairs(c))),
-        "$set": lambda c: set(walk(c)),
-        "$frozenset": lambda c: frozenset(walk(c)),
-        "$dtype": _dtype,
-        "$device": torch.device,
-        "$complex": lambda c: complex(walk(c[0]), walk(c[1])),
-        "$bytes": base64.b64decode,
-    }
-
-    def read(mark: str, content: Any) -> Any:
+            return self.tensor(content).numpy()
         try:
-            return readers[mark](content)
+            return _READERS[mark](self, content)
         except CheckpointError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise CheckpointError(f"{mark} of {content!r:.80} cannot be decoded") from error
 
-    return walk(data)
+    def items(self, content: Any) -> Any:
+        """The decoded items of a list."""
+        return map(self.decode, content)
+
+    def pairs(self, content: Any) -> dict[Any, Any]:
+        """A dict of decoded pairs."""
+        return dict(map(self.items, content))
+
+    def state_dict(self, content: Any) -> Any:
+        """A state dict, with its metadata."""
+        out, metadata = self.items(content)
+        setattr(out, STATE_DICT_METADATA, metadata)
+        return out
+
+
+_READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
+    "$float": lambda self, content: float(content),
+    "$tuple": lambda self, content: tuple(self.items(content)),
+    "$size": lambda self, content: torch.Size(content),
+    "$dict": _Decoder.pairs,
+    "$ordered": lambda self, content: OrderedDict(self.pairs(content)),
+    "$state_dict": _Decoder.state_dict,
+    "$counter": lambda self, content: Counter(self.pairs(content)),
+    "$set": lambda self, content: set(self.items(content)),
+    "$frozenset": lambda self, content: frozenset(self.items(content)),
+    "$dtype": lambda self, content: _dtype(content),
+    "$device": lambda self, content: torch.device(content),
+    "$complex": lambda self, content: complex(*self.items(content)),
+    "$bytes": lambda self, content: base64.b64decode(content),
+}
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -16,6 +16,7 @@ import torch
 
 from ...capture.input_numbers import Expression, InputNumbers, Source, is_input_number, is_plain_number, plain
 from ...errors import GraphChangedError, TraceError
+from ...program.nested import mapped
 from ...program.source import here
 from ..guards.access import MISSING
 from ..guards.equality import same
@@ -146,15 +147,16 @@ def _is_own(scheduler: Any, name: str) -> bool:
 
 def _is_unchanged(scheduler: Any, key: str, new: Any, copies: dict[int, Any]) -> bool:
     """Whether an attribute of a scheduler's copy is what the scheduler's is, or a number."""
+    return _is_the_same(vars(scheduler).get(key, getattr(type(scheduler), key, MISSING)), new, copies)
 
-    def unchanged(old: Any, new: Any) -> bool:
-        if can_vary(new) or is_number_list(new) or new is copies.get(id(old)):
-            return True
-        if type(new) in (list, tuple):
-            return type(old) is type(new) and len(old) == len(new) and all(map(unchanged, old, new))
-        return same(old, new)
 
-    return unchanged(vars(scheduler).get(key, getattr(type(scheduler), key, MISSING)), new)
+def _is_the_same(old: Any, new: Any, copies: dict[int, Any]) -> bool:
+    if can_vary(new) or is_number_list(new) or new is copies.get(id(old)):
+        return True
+    if type(new) in (list, tuple):
+        same_type = type(old) is type(new) and len(old) == len(new)
+        return same_type and all(_is_the_same(*pair, copies) for pair in zip(old, new, strict=True))
+    return same(old, new)
 
 
 def _copy(
@@ -163,23 +165,22 @@ def _copy(
     copies: dict[int, Any],
     tables: list[tuple[dict[Any, Any], dict[Any, Any]]],
 ) -> Any:
-    """A copy of a scheduler or its optimizer, with copies of the lists, schedulers and groups that a step changes.
+    """A copy of a scheduler or its optimizer, with copies of the lists, schedulers and groups that a step changes; of
+    an input number, the number; of other objects, themselves.
 
     Args:
         copies: those made so far, by the id of the original.
         tables: the dicts that hold numbers, each with its copy, to which it is added.
     """
+    if not isinstance(obj, (_BASE, torch.optim.Optimizer)):
+        return plain(obj)
+    copied = functools.partial(_copy, before=before, copies=copies, tables=tables)
 
     def fill(new: dict[Any, Any], of: dict[Any, Any]) -> dict[Any, Any]:
         for key, value in of.items():
-            new[key] = value if key == "params" else part(before.get((id(of), key), value))
+            new[key] = value if key == "params" else mapped(copied, before.get((id(of), key), value))
         tables.append((of, new))
         return new
-
-    def part(value: Any) -> Any:
-        if isinstance(value, (_BASE, torch.optim.Optimizer)):
-            return _copy(value, before, copies, tables)
-        return type(value)(map(part, value)) if type(value) in (list, tuple) else plain(value)
 
     if id(obj) not in copies:
         copies[id(obj)] = new = object.__new__(type(obj))
@@ -244,14 +245,14 @@ class Results:
         expression = self._numbers.read(Source(read, list, description, name))
         self._read.append((expression, values))
         self._numbers.guard(Expression(_kinds, (expression,)), _kinds(values))
+        return self._part(values, expression)
 
-        def number(part: Any, *position: int) -> Any:
-            if type(part) in (list, tuple):
-                return type(part)(number(item, *position, i) for i, item in enumerate(part))
-            item = functools.partial(functools.reduce, operator.getitem, position)
-            return self._numbers.of(Expression(item, (expression,), None, part))
-
-        return [number(value, i) for i, value in enumerate(values)]
+    def _part(self, part: Any, expression: Expression, *position: int) -> Any:
+        """The input numbers for `part`, which is at a position in the lists and tuples that are an expression's."""
+        if type(part) in (list, tuple):
+            return type(part)(self._part(item, expression, *position, i) for i, item in enumerate(part))
+        item = functools.partial(functools.reduce, operator.getitem, position)
+        return self._numbers.of(Expression(item, (expression,), None, part))
 
     def check(self, arguments: Sequence[Any]) -> None:
         """
@@ -308,18 +309,16 @@ def _attribute(table: dict[Any, Any], key: str, arguments: Sequence[Any]) -> Any
     return table.get(key, MISSING)
 
 
-def _tuples(value: Any, of: Callable[[Any], Any] = lambda part: part) -> Any:
-    """Tuples for lists and tuples, with `of` of what is in them."""
-    return tuple(_tuples(part, of) for part in value) if type(value) in (list, tuple) else of(value)
+def _tuples(value: Any) -> Any:
+    """Tuples for lists and tuples."""
+    return mapped(lambda part: part, value, tuple)
 
 
 def _kinds(value: Any) -> Any:
     """The types of numbers, in tuples as they are in lists and tuples."""
-    return _tuples(value, type)
+    return mapped(type, value, tuple)
 
 
 def _other(value: Any) -> Any:
     """Another object, which the step did not find there."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_other, value))
-    return value * 1.0 if type(value) is float else value
+    return mapped(lambda part: part * 1.0 if type(part) is float else part, value)
