@@ -15,7 +15,6 @@ CASES = [
     ("print('x', f'{n}', 3, end=f'{m}', file=out)", [1, 1]),
     ("print(f'{n}' + 'x', file=out)", [0]),
     ("print(len(f'{n}'), file=out)", [0]),
-    ("t = f'{n}'", [0]),
     ("print(f'{f\"{n}\":>5}', file=out)", [0]),
     ("print((f'{n}', 1), file=out)", [0]),
     ("print([f'{n}'], file=out)", [0]),
@@ -45,6 +44,42 @@ CASES = [
     ("[print(f'{n}', file=out) for _ in 'a']", [1]),
     ("(lambda: print(f'{n}', file=out))()", [1]),
     ("print(print(f'{n}', file=out), file=out)", [1]),
+    ("print('{}'.format(n), file=out)", [1]),
+    ("print('a {:.3f} b {x}'.format(n, x=m), w, file=out)", [1, 1]),
+    ("print('{0:.1f} {0}'.format(n), file=out)", [1, 1]),
+    ("print(f'{\"{}\".format(n)} {m}', file=out)", [0, 1]),
+    ("print('{:{}}'.format(w, n), file=out)", [0]),
+    ("print('{}'.format(n).upper(), file=out)", [0]),
+    ("t = '{}'; print(t.format(n), file=out)", [0]),
+    ("pr('{}'.format(n))", [0]),
+    ("print('{} {}'.format(f'{n}', w), file=out)", [1]),
+    ("print(format(n, '.3f'), file=out)", [0]),
+    ("log.warning('{}'.format(n))", [1]),
+    ("print('{}'.format(fast(n, '{}'.format(m))), file=out)", [0]),
+]
+# The same of code in a function, whose variables nothing else can read.
+LOCALS = [
+    ("t = f'{n}'", [1]),
+    ("t = f'{n}'; print(t, file=out)", [1]),
+    ("t = f'{n}'; print(t, file=out); log.info(t)", [1]),
+    ("t = f'{n}'; print(t, file=out); pr(t)", [0]),
+    ("t = f'{n}'; print(len(t), file=out)", [0]),
+    ("t = f'{n}'; print(f'a {t}', t, file=out)", [0]),
+    ("t = f'{n}'; u = '{} {}'.format(t, m); print(u, file=out)", [1, 1]),
+    ("t = f'{n}'; print('{:>9}'.format(t), file=out)", [0]),
+    ("t = f'{n}'; print('{!r}'.format(t), file=out)", [0]),
+    ("t = f'{n}'; print('{[0]}'.format(t), file=out)", [0]),
+    ("t = f'{n}'; print(t[0], file=out)", [0]),
+    ("t = '{}'.format(n)\nif w:\n  print(t, file=out)\nelse:\n  log.info('%s', t)", [1]),
+    ("t = f'{n}'; t = pr(t)", [0]),
+    ("t = f'{n}'; print(t, file=out); locals()", [0]),
+    ("t = f'{n}'; print(t, file=out); return t", [0]),
+    ("t = f'{n}'; print((lambda: t)(), file=out)", [0]),
+    ("t = f'{n}'; t += 'a'; print(t, file=out)", [0]),
+    ("def g():\n  t = f'{n}'\n  yield\n  print(t, file=out)\nlist(g())", [0]),
+    ("t = u = f'{n}'; print(t, u, file=out)", [0]),
+    ("for _ in 'ab':\n  t = f'{n}'\n  print(t, file=out)", [1, 1]),
+    ("t = ''\nfor _ in 'ab':\n  print(t, file=out)\n  t = f'{n}'", [1, 1]),
 ]
 
 
@@ -60,8 +95,12 @@ class Number:
         return "1"
 
 
-@pytest.mark.parametrize("where", ["a module", "a function"])
-@pytest.mark.parametrize("code, expected", CASES)
+@pytest.mark.parametrize(
+    ("where", "code", "expected"),
+    [(where, *case) for where in ("a module", "a function") for case in CASES]
+    + [("a function", *case) for case in LOCALS]
+    + [("a module", "t = f'{n}'", [0])],
+)
 def test_only_what_is_printed_or_logged_at_once_is(code, expected, where, monkeypatch, tmp_path):
     monkeypatch.setattr(printed_texts, "is_replacement", lambda name, function: function is print)
     log = logging.getLogger("made_up_for_texts")

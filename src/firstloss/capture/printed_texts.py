@@ -1,16 +1,19 @@
 """Texts of input numbers that a step prints: `print(f"step {i}: loss {loss.item():.4f}")`.
 
-C code joins the pieces of such a text, and reads them. Where the code that formats a number does nothing with the
-result but print or log it, its bytecode shows that; then a *mark* takes the number's place in the text, and is replaced
-at each call (`runtime/step/closures.py`). Elsewhere the step is specialized on what the number is formatted to.
+C code joins the pieces of such a text, and reads them. Where the code that formats a number, in an f-string or by
+`"...".format(...)`, does nothing with the result but print or log it, its bytecode shows that; then a *mark* takes the
+number's place in the text, and is replaced at each call (`runtime/step/closures.py`). Elsewhere the step is specialized
+on what the number is formatted to.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import logging
 import re
+import string
 from types import CodeType, FrameType
 from typing import Any
 
@@ -31,6 +34,8 @@ _TAKEN = {
 _COUNTED = ("BUILD_STRING", "BUILD_TUPLE", "BUILD_LIST", "CALL", "CALL_KW")
 _NAMES = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF")
 _CALLS = ("CALL", "CALL_KW")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+_NO_LOADS = ("PUSH_NULL", "EXTENDED_ARG", "CACHE", "KW_NAMES")
 _LOGGING = ("debug", "info", "warning", "error", "critical", "exception")
 
 
@@ -48,10 +53,13 @@ def pieces(text: Any) -> list[str | int]:
 
 
 def is_for_print(frame: FrameType) -> bool:
-    """Whether `frame`, which formats a value within an f-string, only prints or logs the result."""
-    names = _called_with(frame.f_code, frame.f_lasti)
-    if names is None:
-        return False
+    """Whether `frame`, which formats a value within an f-string or `str.format`, only prints or logs the result."""
+    calls = _uses(frame.f_code, frame.f_lasti)
+    return calls is not None and all(_prints(names, frame) for names in calls)
+
+
+def _prints(names: tuple[str, ...], frame: FrameType) -> bool:
+    """Whether these names in a frame's code are `print`, or a logger's method."""
     first, *rest = names
     scopes = (frame.f_locals, frame.f_globals, frame.f_builtins)
     called = next((scope[first] for scope in scopes if first in scope), None)
@@ -64,21 +72,44 @@ def is_for_print(frame: FrameType) -> bool:
     return is_logger and method in _LOGGING and logging.getLogRecordFactory() is logging.LogRecord
 
 
+_Calls = frozenset[tuple[str, ...]]
+
+
 @functools.lru_cache(1 << 10)
-def _called_with(code: CodeType, offset: int) -> tuple[str, ...] | None:
-    """The names in the expression for the function whose argument the value at `offset` becomes, perhaps as a piece of
-    a text: `print`, or `self.log.info`. None if it may become anything else."""
+def _uses(code: CodeType, offset: int) -> _Calls | None:
+    """What the text that the instruction at `offset` makes becomes an argument of, perhaps as a piece of another text,
+    or by a local variable: the names in the expressions for these functions, such as `print`, or `self.log.info`. None
+    if it may become anything else."""
     instructions = list(dis.get_instructions(code))
     start = next((n for n, one in enumerate(instructions) if one.offset == offset), None)
-    if start is None or not instructions[start].opname.startswith("FORMAT_"):
+    if start is None:
         return None
-    if instructions[start].opname == "FORMAT_VALUE" and (instructions[start].arg or 0) & 3:  # repr or str before
+    maker = instructions[start]
+    if maker.opname in _CALLS:
+        if not _is_format(instructions, maker):
+            return None
+    elif not maker.opname.startswith("FORMAT_"):
         return None
+    elif maker.opname == "FORMAT_VALUE" and (maker.arg or 0) & 3:  # repr or str before
+        return None
+    return _uses_of_top(code, instructions, start, frozenset())
+
+
+def _uses_of_top(
+    code: CodeType, instructions: list[dis.Instruction], start: int, followed: frozenset[str]
+) -> _Calls | None:
+    """As `_uses`, of what is on top of the stack after an instruction.
+
+    Args:
+        followed: the local variables that it has been in.
+    """
     above = 0  # the number of values on the stack above it
     for one in instructions[start + 1 :]:
         if one.is_jump_target:
             return None
         count = one.arg or 0
+        if one.opname == "STORE_FAST" and not above:
+            return _uses_of_variable(code, instructions, one.argval, followed)
         if one.opname == "FORMAT_VALUE":
             taken = 2 if count & 4 else 1
         elif one.opname in _TAKEN:
@@ -89,7 +120,10 @@ def _called_with(code: CodeType, offset: int) -> tuple[str, ...] | None:
             above = 0
         elif taken > above:
             is_argument = one.opname in _CALLS and above < count + (one.opname == "CALL_KW")
-            return _names_called(instructions, one) if is_argument else None
+            if not (is_argument and _is_format(instructions, one, texts=True)):
+                names = _names_called(instructions, one) if is_argument else None
+                return None if names is None else frozenset([names])
+            above = 0
         elif one.opname in _CALLS:
             above += 1 - taken
         elif one.opname != "PRECALL":  # of Python 3.11, whose effect belongs to CALL's
@@ -97,14 +131,67 @@ def _called_with(code: CodeType, offset: int) -> tuple[str, ...] | None:
     return None
 
 
+def _uses_of_variable(
+    code: CodeType, instructions: list[dis.Instruction], name: str, followed: frozenset[str]
+) -> _Calls | None:
+    """As `_uses`, of what a local variable has."""
+    if name in followed:
+        return frozenset()
+    if code.co_flags & _SUSPENDED or not _READING_LOCALS.isdisjoint(code.co_names):
+        return None
+    calls: _Calls = frozenset()
+    for n, one in enumerate(instructions):
+        if not one.opname.startswith(("LOAD_FAST", "STORE_FAST_")) or name not in (one.argval, *_several(one.argval)):
+            continue
+        if one.argval != name:  # two instructions in one
+            return None
+        uses = _uses_of_top(code, instructions, n, followed | {name})
+        if uses is None:
+            return None
+        calls |= uses
+    return calls
+
+
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # may go on at a later call
+_READING_LOCALS = {"locals", "vars", "eval", "exec", "dir"}
+
+
+def _several(names: Any) -> tuple[Any, ...]:
+    return names if isinstance(names, tuple) else ()
+
+
+def _is_format(instructions: list[dis.Instruction], call: dis.Instruction, texts: bool = False) -> bool:
+    """Whether a call is `"...".format(...)`, which places what its arguments are formatted to as it is.
+
+    Args:
+        texts: whether it has to place texts as they are.
+    """
+    match _loads_of_callee(instructions, call):
+        case [template, method] if template.opname == "LOAD_CONST" and type(template.argval) is str:
+            try:
+                fields = [field for field in string.Formatter().parse(template.argval) if field[1] is not None]
+            except ValueError:
+                return False
+            if texts and any(conversion or spec or "." in name or "[" in name for _, name, spec, conversion in fields):
+                return False
+            in_specs = any("{" in (spec or "") for _, _, spec, _ in fields)
+            return method.opname in _ATTRIBUTES and method.argval == "format" and not in_specs
+    return False
+
+
 def _names_called(instructions: list[dis.Instruction], call: dis.Instruction) -> tuple[str, ...] | None:
     """The names in the expression for what `call` calls, if it consists of names."""
-    at = call.positions
-    if at is None or at.lineno is None or at.col_offset is None:  # as by `python -X no_debug_ranges`
-        return None
-    begin, before = (at.lineno, at.col_offset), (one for one in instructions if one.offset < call.offset)
-    here = [one for one in before if one.positions and (one.positions.lineno, one.positions.col_offset) == begin]
-    loads = [one for one in here if one.positions != at and one.opname not in ("PUSH_NULL", "EXTENDED_ARG", "CACHE")]
-    are_names = [one.opname in ("LOAD_ATTR", "LOAD_METHOD") for one in loads]
+    loads = _loads_of_callee(instructions, call)
+    are_names = [one.opname in _ATTRIBUTES for one in loads]
     are_names[:1] = [loads[0].opname in _NAMES] if loads else [False]
     return tuple([one.argval for one in loads]) if all(are_names) else None
+
+
+def _loads_of_callee(instructions: list[dis.Instruction], call: dis.Instruction) -> list[dis.Instruction]:
+    """The instructions that load what `call` calls; none if they are not known."""
+    at = call.positions
+    if at is None or at.lineno is None or at.col_offset is None:  # as by `python -X no_debug_ranges`
+        return []
+    begin, before = (at.lineno, at.col_offset), (one for one in instructions if one.offset < call.offset)
+    here = [one for one in before if one.positions and (one.positions.lineno, one.positions.col_offset) == begin]
+    return [one for one in here if one.positions != at and one.opname not in _NO_LOADS]

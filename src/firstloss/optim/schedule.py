@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..errors import ScheduleError
-from ..program.nested import mapped
 
 Tensor = torch.Tensor
 Tags = str | None | Iterable[str | None]
@@ -246,7 +245,10 @@ def _as_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     def number(entry: Any) -> Any:
         return float(entry) if any(entry is value for value in values) else entry
 
-    groups = [{k: v if k == "params" else mapped(number, v) for k, v in g.items()} for g in state_dict["param_groups"]]
+    def plain(entry: Any) -> Any:
+        return tuple(map(number, entry)) if isinstance(entry, tuple) else number(entry)
+
+    groups = [{k: v if k == "params" else plain(v) for k, v in g.items()} for g in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 
 

@@ -232,9 +232,9 @@ def printed(tmp_path, capfd):
 
 
 def logged(tmp_path, capfd):
-    log, stream = logging.Logger("made_up"), io.StringIO()
-    log.addHandler(logging.StreamHandler(stream))
-    return (lambda: log.warning("written")), stream.getvalue
+    log = logging.Logger("made_up")
+    log.addHandler(logging.FileHandler(tmp_path / "log"))
+    return (lambda: log.warning("written")), (tmp_path / "log").read_text
 
 
 def to_file(tmp_path, capfd):
@@ -284,6 +284,30 @@ def test_what_cannot_be_undone_is_written_twice_at_one_call_at_most_and_this_is_
     assert [loss for loss, _ in actual] == pytest.approx([loss for loss, _ in expected], rel=1e-5)  # see `compare`
     if isinstance(expected[0][1], int) and writes is not printed:
         assert [content for _, content in actual] == [content + 1 for _, content in expected]
+
+
+MEMORY = {
+    "text": (lambda: io.StringIO("a\r\n", newline="\r\n"), lambda file: file.write("b\n")),
+    "bytes": (lambda: io.BytesIO(b"abc"), lambda file: file.write(b"d")),
+    "lines": (lambda: io.StringIO("a\nb\n" * 20), lambda file: file.readline()),
+    "printed": (io.StringIO, lambda file: print("a", file=file)),
+    "truncated": (lambda: io.StringIO("a" * 20), lambda file: file.truncate(len(file.getvalue()) - 1)),
+    "behind its end": (io.BytesIO, lambda file: file.seek(file.tell() + 3)),
+}
+
+
+@pytest.mark.parametrize("fails", ["never", "rate", "sparse"])
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_a_trace_has_done_to_a_file_in_memory_is_undone(name, fails, tmp_path, recwarn):
+    def run(backend):
+        make, use = MEMORY[name]
+        file = make()
+        return losses(backend, lambda: (use(file), 1.0)[1], lambda: (file.getvalue(), file.tell()), fails)
+
+    actual, expected = run(fl.backend("XLA", artifact_dir=tmp_path)), run(fl.backend("CPU"))
+    assert [content for _, content in actual] == [content for _, content in expected]
+    twice = [str(w.message) for w in recwarn if "twice" in str(w.message)]
+    assert not twice or name == "printed"  # of a call of `print` it is not known where to
 
 
 def test_what_the_step_has_made_itself_may_be_written_twice_unnoticed(tmp_path, recwarn):

@@ -591,6 +591,7 @@ ITERATORS = {
     "chain": lambda: itertools.chain(one_by_one(NUMBERS[:4]), NUMBERS[4:]),
     "map": lambda: map(abs, one_by_one(NUMBERS)),
     "enumerate": lambda: (number for _, number in enumerate(one_by_one(NUMBERS))),
+    "StringIO": lambda: map(float, io.StringIO("1\n2\n3\n" * 9)),
     "zip": lambda: (a for a, _ in zip(one_by_one(NUMBERS), itertools.repeat(1), strict=False)),
 }
 
@@ -599,7 +600,6 @@ UNREADABLE = {
     "struct.iter_unpack": (lambda: struct.iter_unpack("b", bytes(range(1, 40))), lambda item: item[0]),
     "csv.reader": (lambda: csv.reader(["1", "2", "3"] * 9), lambda row: float(row[0])),
     "numpy.flatiter": (lambda: np.arange(1.0, 40.0).flat, float),
-    "StringIO": (lambda: io.StringIO("1\n2\n3\n" * 9), float),
     "zip of one": (lambda: zip(struct.iter_unpack("b", bytes(range(1, 40)))), lambda item: item[0][0]),
 }
 

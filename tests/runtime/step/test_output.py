@@ -96,6 +96,7 @@ WRITES = {
     "print a tuple": lambda n, loss: print("step", (n, "of", (loss * 0 + n).long())),
     "print NumPy's numbers": lambda n, loss: print("step", np.float64(0.5), np.int32(n)),
     "print a formatted text": lambda n, loss: print(f"step {n:03d}"),
+    "print a text by format": lambda n, loss: print("step {:03d} {}: {l:.2f}".format(n, "of", l=(loss * 0 + n).item())),
     "print a value": lambda n, loss: print(f"{(loss * 0 + n).item():.2f}"),
     "print values": lambda n, loss: print(f"step {n:03d}: {(loss * 0 + n).item():>8.2f}", end=f" of {n}\n"),
     "print values as they are": lambda n, loss: print(f"{n}", f"{(loss * 0 + n).item()}", "step", sep=f" {n} "),
@@ -174,6 +175,7 @@ COMPILED = [
     "print a value",
     "print values",
     "print values as they are",
+    "print a text by format",
 ]
 
 
@@ -211,7 +213,8 @@ def test_another_thread_prints_numbers_as_they_are(by_kernels, tmp_path, capsys)
 
 @st.composite
 def _printing(draw):
-    """A call of `print`, as text, of f-strings of `n`, a number that varies, `v`, one that is read, and others."""
+    """Statements that print, or write to what has been printed to, f-strings and texts made by `str.format` of `n`, a
+    number that varies, `v`, one that is read, and others."""
 
     def piece(depth):
         value = draw(
@@ -234,21 +237,62 @@ def _printing(draw):
     def text(depth, quote):
         return f"f{quote}{''.join(piece(depth) for _ in range(draw(st.integers(1, 3))))}{quote}"
 
-    texts = [text(1, '"') for _ in range(draw(st.integers(1, 3)))]
+    def formatted():
+        of_numbers = st.tuples(
+            st.sampled_from(["{}", "{:.3f}", "{!r:>8}", "{:>10.2e}"]), st.sampled_from(["n", "v", "x"])
+        )
+        of_texts = st.tuples(st.sampled_from(["{}", "{!r:>8}", "{:>12}", "{{}}{}"]), st.just(text(0, "'")))
+        fields = draw(st.lists(st.one_of(of_numbers, of_texts), min_size=1, max_size=3))
+        return f'"{" ".join(field for field, _ in fields)}".format({", ".join(value for _, value in fields)})'
+
+    texts = [draw(st.booleans()) and formatted() or text(1, '"') for _ in range(draw(st.integers(1, 3)))]
+    lines = []
+    for i in range(draw(st.integers(0, len(texts)))):
+        lines.append(f"t{i} = {texts[i]}")
+        texts[i] = draw(st.sampled_from([f"t{i}", f"'a {{}}'.format(t{i})", f"f'{{t{i}}} {{n}}'", f"f'{{t{i}:>20}}'"]))
     if draw(st.booleans()):
         texts.append(draw(st.sampled_from(["n", "v", "'x'", "*[n, 'y']", f"({text(0, chr(34))}, n)"])))
+    if draw(st.integers(0, 3)) == 0:
+        return "; ".join([*lines, f"sys.stdout.write(str({texts[0]}))"])
     texts += draw(st.sampled_from([[], ['end=f"{n} ;\\n"'], ["sep='|'"], ["file=sys.stdout"]]))
-    return f"print({', '.join(texts)})"
+    return "; ".join([*lines, f"print({', '.join(texts)})"])
+
+
+class Written:
+    """A file of the user's own."""
+
+    def __init__(self):
+        self.texts = []
+
+    def write(self, text):
+        self.texts.append(text)
+
+    def flush(self):
+        pass
+
+    def getvalue(self):
+        return "".join(self.texts)
+
+
+class Wrapper(io.TextIOWrapper):
+    """A file of the standard library, as pytest and terminals have one."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO(), write_through=True)
+
+    def getvalue(self):
+        return self.buffer.getvalue().decode()
 
 
 @pytest.mark.optimized
 @settings(max_examples=scale.of(25, 400), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(call=_printing())
-def test_f_strings_are_printed_as_by_eager_pytorch(call, by_kernels, capsys):
+@given(call=_printing(), stdout=st.sampled_from([io.StringIO, Written, Wrapper]))
+def test_texts_are_printed_as_by_eager_pytorch(call, stdout, by_kernels):
     try:
         code = compile(f"def write(n, v, x, width=9, fixed=2.5): {call}", "<printing>", "exec")
     except SyntaxError:  # what only Python 3.12 takes
         assume(False)
+    assume(stdout is not Wrapper or "stdout.write" not in call)  # may be written twice, with a warning
     names = {"sys": sys}
     exec(code, names)
 
@@ -264,9 +308,9 @@ def test_f_strings_are_printed_as_by_eager_pytorch(call, by_kernels, capsys):
         step = fl.trace(step) if traced else step
         if traced:
             fl.backend("XLA")
-        capsys.readouterr()
-        for number in range(4):
-            step(torch.full((2,), float(number)))
-        return capsys.readouterr().out
+        with contextlib.redirect_stdout(stdout()) as out:
+            for number in range(4):
+                step(torch.full((2,), float(number)))
+        return out.getvalue()
 
     assert run(True) == run(False)

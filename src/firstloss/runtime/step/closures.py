@@ -145,7 +145,8 @@ def print_later(original: Callable[..., None], *args: Any, **kwargs: Any) -> Non
     args = tuple([printed(arg, trace.numbers) for arg in args])
     kwargs = {name: printed(option, trace.numbers) for name, option in kwargs.items()}
     has_marks = not all(map(operator.is_, given, (*args, *kwargs.values())))
-    if isinstance(sys.stdout if file is None else file, io.StringIO):
+    in_memory = isinstance(sys.stdout if file is None else file, io.StringIO)
+    if in_memory and not trace.is_console(file):
         original(*map(_read, args), **{name: _read(option) for name, option in kwargs.items()})
     elif has_marks or any(map(_varies, args)) or trace.is_console(file) and all(map(_is_kept, args)):
         _Closure(original, checkpoint=False)(*args, **kwargs)

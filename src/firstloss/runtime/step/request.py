@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence, Set
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from ...program.compare import Constant, first_difference
 from ...program.source import here
 from ..backend import Backend
 from ..guards.equality import same_items
+from ..guards.packages import is_installed
 from ..guards.places import Place
 from ..lazy_jax import on_cpu
 from . import tracing
@@ -51,7 +53,9 @@ class Request(NamedTuple):
 
     def roots(self) -> tuple[Any, ...]:
         """The roots of everything that the step's Python code can reach."""
-        return (self.step, *self.arguments.guarded(), *self.backend.models)
+        # Code reaches by `sys.stdout`, where the search does not follow it, what users have put there.
+        streams = [file for file in (sys.stdout, sys.stderr) if not is_installed(type(file).__module__)]
+        return (self.step, *self.arguments.guarded(), *self.backend.models, *streams)
 
     @property
     def runs_where_weights_are(self) -> bool:

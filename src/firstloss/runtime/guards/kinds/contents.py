@@ -389,12 +389,45 @@ class UnknownIterator(Unknown):
 
 
 def _progress(iterator: Any) -> tuple[Any, ...]:
-    """What is left (`struct.iter_unpack`, a file in memory, to which writes append), the line (`csv.reader`), or the
-    index (`numpy.flatiter`)."""
+    """What is left (`struct.iter_unpack`), the line (`csv.reader`), or the index (`numpy.flatiter`)."""
     left = operator.length_hint(iterator, -1)
-    if isinstance(iterator, (io.StringIO, io.BytesIO)) and not iterator.closed:
-        left = len(iterator.getvalue()) - iterator.tell()
     return left, getattr(iterator, "line_num", None), getattr(iterator, "index", None)
 
 
 UNKNOWN_ITERATOR = UnknownIterator()
+
+
+def _state_of_memory_file(file: Any) -> tuple[Any, ...] | None:
+    """Its content, line ends and position, without attributes; None if it is closed."""
+    return None if file.closed else (*file.__getstate__()[:-1], None)
+
+
+def _restore_memory_file(file: Any, before: tuple[Any, ...] | None) -> bool:
+    if file.closed or before is None:
+        return file.closed and before is None
+    try:
+        file.__setstate__(before)
+    except BufferError:  # `file.getbuffer()` is held
+        return False
+    return True
+
+
+class MemoryFileContent(OpaqueContent):
+    """What a file in memory contains, and its position, which are others at each call of a step that uses it."""
+
+    __slots__ = ()
+
+    def compare(self, effects: Effects) -> None:
+        super().compare(effects)
+        if effects.reads is not None and not self.is_unchanged():
+            effects.retrace_reason = f"it consumes or changes {with_article(type(self.held).__qualname__)}"
+
+
+class MemoryFile(Opaque):
+    """A file in memory: what an abandoned trace has read or written is undone."""
+
+    def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
+        snapshot.keep(MemoryFileContent(obj, functools.partial(_state_of_memory_file, obj), self))
+
+
+register((io.StringIO, io.BytesIO), MemoryFile(_state_of_memory_file, restore=_restore_memory_file))
