@@ -169,10 +169,10 @@ def _is_format(instructions: list[dis.Instruction], call: dis.Instruction, texts
     match _loads_of_callee(instructions, call):
         case [template, method] if template.opname == "LOAD_CONST" and type(template.argval) is str:
             try:
-                fields = [field for field in string.Formatter().parse(template.argval) if field[1] is not None]
+                fields = [f for f in string.Formatter().parse(template.argval) if f[1] is not None]
             except ValueError:
                 return False
-            if texts and any(conversion or spec or "." in name or "[" in name for _, name, spec, conversion in fields):
+            if texts and any(to or spec or "." in str(name) or "[" in str(name) for _, name, spec, to in fields):
                 return False
             in_specs = any("{" in (spec or "") for _, _, spec, _ in fields)
             return method.opname in _ATTRIBUTES and method.argval == "format" and not in_specs
