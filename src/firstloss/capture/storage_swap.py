@@ -115,11 +115,12 @@ def _become(tensor: Tensor, other: Tensor) -> None:
             "weak reference to it in C++, as torch.jit.trace does to the tensors that it traces. Call "
             f"firstloss.materialize_module(model) before. ({str(error).splitlines()[0]})"
         ) from error
-    # PyTorch may still hold the old C++ tensor, which is now that of `other`; it needs the old class.
+    # PyTorch may still hold the old C++ tensor, which is now that of `other`; it needs the old class. Of a weight on a
+    # backend, each graph that is kept may hold one, which shows the storage's content and is never exchanged again.
     other.__class__ = old_class
     other.__dict__.clear()
     other.__dict__.update(old_attributes)
-    if old_class is DeferredTensor:
+    if old_class is DeferredTensor and old_attributes["_storage"].resident is None:
         old_attributes["_storage"].add(other)
     if grad is not None:
         set_gradient(tensor, Hooks.materialize(grad) if type(tensor) is not DeferredTensor else grad)

@@ -313,6 +313,22 @@ def test_weights_are_plain_until_another_step_is_compiled(backend):
     assert type(run.optimizer.state[weight]["exp_avg"]) is DeferredTensor
 
 
+def test_losses_that_are_kept_do_not_make_later_calls_slower(backend, monkeypatch):
+    """Their graphs hold each weight as it was at their call, which is not exchanged again."""
+    run, exchanged = Run(backend, True), []
+    original = host_tensors._become_plain
+    monkeypatch.setattr(host_tensors, "_become_plain", lambda *args: exchanged.append(args[0]) or original(*args))
+    counts = []
+    for n in range(16):
+        begin = len(exchanged)
+        for _ in range(2):
+            run.kept.append(run.step(BATCHES[n]))
+        run.evaluate(BATCHES[n])
+        counts.append(len(exchanged) - begin)
+        assert all(len(p._storage.alive()) < 4 for p in run.model.parameters()), counts
+    assert counts[-1] == counts[-5] > 0
+
+
 def _backward_outside(run, n, loss):
     if n not in run.graphs:
         return
