@@ -17,6 +17,7 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.errors import EagerStepWarning, TraceError
+from firstloss.runtime import jax_support
 from tests.compiled_steps import check_runs_eagerly
 
 
@@ -830,3 +831,57 @@ def test_a_class_of_batches_can_be_registered_with_pytorch_later(backend):
     torch.utils._pytree.register_pytree_node(Batch, lambda batch: ([batch.x], None), lambda xs, _: Batch(*xs))
     total, made = step(Batch(torch.ones(3)))
     assert total.item() == 3 and made == "by the constructor"
+
+
+DATA = {
+    "whole": lambda data: data,
+    "a part": lambda data: data[1:],
+    "not aligned": lambda data: data.flatten()[3:],
+    "transposed": lambda data: data.t(),
+    "expanded": lambda data: data[:1].expand(700, -1),
+    "bfloat16": lambda data: data.to(torch.bfloat16),
+    "integers": lambda data: (data * 100).long(),
+    "small": lambda data: data[:9, :8].clone(),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_data_set_that_is_no_argument_may_change_between_calls(name, tmp_path):
+    """A large one is not copied at each call: it is read where it is, before the call returns."""
+
+    def run(backend):
+        torch.manual_seed(0)
+        whole = torch.randn(700, 800)
+        data = DATA[name](whole)
+        with backend.device:
+            model = fl.compile(nn.Linear(4, 1), backend)
+
+        @fl.trace
+        def step(n):
+            rows = data.index_select(0, n).float().flatten()
+            return model(rows[:4]).sum() + data.double().sum()
+
+        losses = []
+        for n in range(6):
+            losses.append(step(torch.tensor([n, n + 1, n + 2, n + 3])))
+            whole.mul_(1.1)
+            data = data if data._base is not None else data * 2 if n == 3 else data.mul_(2)
+        return torch.stack([loss.detach().cpu() for loss in losses])
+
+    expected = run(fl.backend("CPU"))
+    torch.testing.assert_close(run(fl.backend("XLA", artifact_dir=tmp_path)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_data_set_is_not_copied(tmp_path, monkeypatch):
+    data, given = torch.randn(700, 800), []
+    original = jax_support.share_memory
+    monkeypatch.setattr(jax_support, "share_memory", lambda tensor: given.append(original(tensor)) or given[-1])
+    backend = fl.backend("XLA", artifact_dir=tmp_path)
+    with backend.device:
+        model = fl.compile(nn.Linear(800, 1), backend)
+    step = fl.trace(lambda n: model(data[n]).sum())
+    for n in range(4):
+        step(torch.tensor([n])).item()
+        shared = [array for array in given if array.shape == data.shape]
+        given.clear()
+    assert [array.unsafe_buffer_pointer() for array in shared] == [data.data_ptr()]

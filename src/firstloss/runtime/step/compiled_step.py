@@ -25,7 +25,7 @@ from ..device.host_memory import HostMemory
 from ..device.lazy_array import LazyArray, ready, share_later, to_device_later
 from ..guards.effects import Bind
 from ..guards.reconstruct import CallFrame
-from ..lazy_jax import is_array, is_imported, use_x64
+from ..lazy_jax import is_array, is_imported, on_cpu, use_x64
 from . import closures as _closures  # noqa: F401 - registers the handling of assertions
 from . import loop as loops
 from .arguments import Arguments
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 
 _COPIED_BYTES = 1 << 16  # below, a tensor is passed to a call as a NumPy array
+# From this size on, a tensor of the host's that is no argument, such as a data set, is not copied for a call.
+_BORROWED_BYTES = 1 << 20
+_ALIGNMENT = 64  # of memory that XLA takes as it is
 # Dtypes that torch can convert to NumPy, and JAX from it.
 _NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -315,7 +318,8 @@ class Inputs:
 
     Attributes:
         where: on a mesh, the sharding of each input.
-        exported: whether, at this call, some are in exported memory (`DeviceBuffer.memory`); see `export_results`.
+        exported: whether, at this call, some are in memory that others may write to as soon as the call has returned:
+            exported (`DeviceBuffer.memory`) or borrowed; see `export_results`.
     """
 
     def __init__(
@@ -335,6 +339,7 @@ class Inputs:
         if backend.mesh is not None:
             self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
         self.exported: bool = False
+        self._may_borrow = False
 
     def state(
         self, changed: Mapping[Value, Owner], arguments: Arguments, wait: bool = True
@@ -343,6 +348,7 @@ class Inputs:
         backend have no buffer. There may be a thousand arrays, most of them untouched since the last step: only for the
         others is anything computed."""
         self.exported = False
+        self._may_borrow = wait and is_imported() and on_cpu()
         buffers = _buffers(changed)
         if self.where or not wait:
             arrays = self.arrays(changed, arguments, wait, donated=True)
@@ -398,6 +404,11 @@ class Inputs:
                     "do not have. Keep it dense, and multiply or torch.where with its mask."
                 )
             return to_device_later(owner, sharding)
+        elif index is None and not donated and self._may_borrow and _can_be_borrowed(owner):
+            from ..jax_support import share_memory
+
+            self.exported = True
+            return share_memory(owner.detach())
         else:  # a copy, since the caller may write to the tensor while the step runs
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
         if sharding is None:
@@ -412,8 +423,8 @@ class Inputs:
         return array
 
     def export_results(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
-        """After dispatch: if inputs are in exported memory, which others may access once the call has returned, wait
-        for the step and write its results `arrays` back there."""
+        """After dispatch: if others may write to inputs once the call has returned, or read results in exported memory,
+        wait for the step, and write its results `arrays` back there."""
         if not self.exported:
             return
         for array in arrays:
@@ -468,6 +479,13 @@ class Inputs:
         if storage.resident is None:
             self._backend.move_to_device(_tensors_of(storage))
         return storage.resident
+
+
+def _can_be_borrowed(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        return False
+    is_large = tensor.numel() * tensor.itemsize >= _BORROWED_BYTES
+    return is_large and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
 
 
 def _given(tensor: torch.Tensor) -> Any:
