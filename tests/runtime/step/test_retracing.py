@@ -502,6 +502,15 @@ def test_an_open_file_that_the_step_holds_is_read_at_each_call():
         assert values(step, X, count=4) == [[n, 2 * n] for n in (1.0, 2.0, 3.0, 4.0)]
 
 
+def test_what_others_append_to_a_file_in_memory_is_no_change(traced):
+    log = io.StringIO()
+    step = fl.trace(lambda x: x if log is None else 2 * x)
+    for _ in range(6):
+        assert step(X).tolist() == [2.0, 4.0]
+        log.write("a line\n")
+    assert len(traced) == 2  # and one for the verification
+
+
 def test_a_file_read_is_found_at_the_second_call(tmp_path):
     file = tmp_path / "number"
     file.write_text("1")

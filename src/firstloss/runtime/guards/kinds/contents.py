@@ -412,6 +412,11 @@ def _restore_memory_file(file: Any, before: tuple[Any, ...] | None) -> bool:
     return True
 
 
+def _left_to_read(state: tuple[Any, ...] | None) -> int | None:
+    """The length from the position on, which what others append to a log does not change."""
+    return None if state is None else max(len(state[0]) - state[-2], 0)
+
+
 class MemoryFileContent(OpaqueContent):
     """What a file in memory contains, and its position, which are others at each call of a step that uses it."""
 
@@ -428,6 +433,14 @@ class MemoryFile(Opaque):
 
     def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         snapshot.keep(MemoryFileContent(obj, functools.partial(_state_of_memory_file, obj), self))
+
+    def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
+        content = values.snapshot.content(obj)
+        if content is not None:
+            left = _left_to_read(content.before)
+            values.read(
+                id(obj), lambda: _left_to_read(_state_of_memory_file(obj)), left, f"what is left of {description}", name
+            )
 
 
 register((io.StringIO, io.BytesIO), MemoryFile(_state_of_memory_file, restore=_restore_memory_file))
