@@ -92,18 +92,18 @@ def _uses(code: CodeType, offset: int) -> _Calls | None:
         return None
     elif maker.opname == "FORMAT_VALUE" and (maker.arg or 0) & 3:  # repr or str before
         return None
-    return _uses_of_top(code, instructions, start, frozenset())
+    return _uses_on_stack(code, instructions, start, 0, frozenset())
 
 
-def _uses_of_top(
-    code: CodeType, instructions: list[dis.Instruction], start: int, followed: frozenset[str]
+def _uses_on_stack(
+    code: CodeType, instructions: list[dis.Instruction], start: int, above: int, followed: frozenset[str]
 ) -> _Calls | None:
-    """As `_uses`, of what is on top of the stack after an instruction.
+    """As `_uses`, of what is on the stack after an instruction.
 
     Args:
+        above: the number of values on the stack above it.
         followed: the local variables that it has been in.
     """
-    above = 0  # the number of values on the stack above it
     for one in instructions[start + 1 :]:
         if one.is_jump_target:
             return None
@@ -141,23 +141,23 @@ def _uses_of_variable(
         return None
     calls: _Calls = frozenset()
     for n, one in enumerate(instructions):
-        if not one.opname.startswith(("LOAD_FAST", "STORE_FAST_")) or name not in (one.argval, *_several(one.argval)):
+        if not one.opname.startswith(("LOAD_FAST", "STORE_FAST_")):
             continue
-        if one.argval != name:  # two instructions in one
-            return None
-        uses = _uses_of_top(code, instructions, n, followed | {name})
-        if uses is None:
-            return None
-        calls |= uses
+        variables = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # of two instructions in one
+        for above, variable in enumerate(reversed(variables)):
+            if variable != name:
+                continue
+            if one.opname.startswith("STORE_FAST_"):
+                return None
+            uses = _uses_on_stack(code, instructions, n, above, followed | {name})
+            if uses is None:
+                return None
+            calls |= uses
     return calls
 
 
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR  # may go on at a later call
 _READING_LOCALS = {"locals", "vars", "eval", "exec", "dir"}
-
-
-def _several(names: Any) -> tuple[Any, ...]:
-    return names if isinstance(names, tuple) else ()
 
 
 def _is_format(instructions: list[dis.Instruction], call: dis.Instruction, texts: bool = False) -> bool:
@@ -194,4 +194,5 @@ def _loads_of_callee(instructions: list[dis.Instruction], call: dis.Instruction)
         return []
     begin, before = (at.lineno, at.col_offset), (one for one in instructions if one.offset < call.offset)
     here = [one for one in before if one.positions and (one.positions.lineno, one.positions.col_offset) == begin]
-    return [one for one in here if one.positions != at and one.opname not in _NO_LOADS]
+    loads = [one for one in here if one.positions != at and one.opname not in _NO_LOADS]
+    return [one for one in loads if not isinstance(one.argval, tuple)]  # the names of keywords
