@@ -68,9 +68,8 @@ def test_self_references_are_found(text, names):
     assert sorted(found(text)) == sorted(names)
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_nested_function_reaches_itself(path):
-    assert found(path.read_text()) == []
+def test_no_nested_function_reaches_itself():
+    assert {path: names for path in SOURCE.rglob("*.py") if (names := found(path.read_text()))} == {}
 
 
 def test_mapped():
