@@ -10,6 +10,7 @@ import torch
 
 from ..compat.torch_names import DisableTorchDispatch
 from .graph import Node, Ref, Value
+from .nested import mapped
 from .program import Program
 from .source import Source
 
@@ -97,13 +98,9 @@ def _canonical(node: Node) -> tuple[Any, tuple[Any, ...]]:
 _UNKNOWN = torch.empty(0)
 
 
-def _filled(part: Any, known: Mapping[Value, Any]) -> Any:
-    """Arguments with tensors in place of Refs."""
-    if type(part) is Ref:
-        return part.view(known[part.value])
-    if isinstance(part, dict):
-        return {key: _filled(value, known) for key, value in part.items()}
-    return type(part)(_filled(value, known) for value in part) if type(part) in (list, tuple) else part
+def _filled(argument: Any, known: Mapping[Value, Any]) -> Any:
+    """An argument with tensors in place of Refs."""
+    return mapped(lambda part: part.view(known[part.value]) if type(part) is Ref else part, argument)
 
 
 class _Correspondence:
@@ -132,7 +129,8 @@ class _Correspondence:
             self._known |= dict.fromkeys(node.outputs, _UNKNOWN)
             return True
         with DisableTorchDispatch(), torch.no_grad():
-            results = node.op(*_filled(node.args, known), **_filled(node.kwargs, known))
+            options = {name: _filled(option, known) for name, option in node.kwargs.items()}
+            results = node.op(*_filled(node.args, known), **options)
         outputs = results if isinstance(results, (list, tuple)) else (results,)
         self._known |= zip(node.outputs, outputs, strict=True)
         return True

@@ -75,7 +75,13 @@ class OpaqueContent(Content):
 
 
 class Opaque(WithAttributes):
-    """An object whose content only these functions can read."""
+    """An object whose content only these functions can read.
+
+    Attributes:
+        state: the class of what a snapshot holds of its content.
+    """
+
+    state: type[OpaqueContent] = OpaqueContent
 
     def __init__(
         self,
@@ -106,7 +112,7 @@ class Opaque(WithAttributes):
     def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
         read = self.reader(obj)
         if read is not None:
-            snapshot.keep(OpaqueContent(obj, read, self))
+            snapshot.keep(self.state(obj, read, self))
         stack += self.inside(obj)
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
@@ -431,8 +437,7 @@ class MemoryFileContent(OpaqueContent):
 class MemoryFile(Opaque):
     """A file in memory: what an abandoned trace has read or written is undone."""
 
-    def visit_content(self, obj: Any, snapshot: Snapshot, stack: list[Any]) -> None:
-        snapshot.keep(MemoryFileContent(obj, functools.partial(_state_of_memory_file, obj), self))
+    state = MemoryFileContent
 
     def guard(self, obj: Any, values: Values, description: str, name: str) -> None:
         content = values.snapshot.content(obj)
