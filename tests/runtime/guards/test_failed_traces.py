@@ -286,7 +286,14 @@ def test_what_cannot_be_undone_is_written_twice_at_one_call_at_most_and_this_is_
         assert [content for _, content in actual] == [content + 1 for _, content in expected]
 
 
+def log_to(file):
+    log = logging.Logger("made_up")
+    log.addHandler(logging.StreamHandler(file))
+    log.warning("a %s", log_to)  # not kept for after the step, as texts and numbers are
+
+
 MEMORY = {
+    "logged": (io.StringIO, log_to),
     "text": (lambda: io.StringIO("a\r\n", newline="\r\n"), lambda file: file.write("b\n")),
     "bytes": (lambda: io.BytesIO(b"abc"), lambda file: file.write(b"d")),
     "lines": (lambda: io.StringIO("a\nb\n" * 20), lambda file: file.readline()),

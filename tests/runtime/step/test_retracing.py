@@ -511,6 +511,17 @@ def test_what_others_append_to_a_file_in_memory_is_no_change(traced):
     assert len(traced) == 2  # and one for the verification
 
 
+@pytest.mark.filterwarnings("ignore::firstloss.errors.EagerStepWarning")
+def test_what_others_write_to_a_file_in_memory_is_read_at_each_call():
+    held = io.StringIO("2")
+    held.seek(0, io.SEEK_END)
+    step = fl.trace(lambda x: x * float(held.getvalue()))
+    assert values(step, X, count=4) == [[2.0, 4.0]] * 4
+    held.seek(0)
+    held.write("3")
+    assert values(step, X, count=4) == [[3.0, 6.0]] * 4
+
+
 def test_a_file_read_is_found_at_the_second_call(tmp_path):
     file = tmp_path / "number"
     file.write_text("1")

@@ -318,7 +318,7 @@ class Inputs:
 
     Attributes:
         where: on a mesh, the sharding of each input.
-        exported: whether, at this call, some are in memory that others may write to as soon as the call has returned:
+        is_shared: whether, at this call, some are in memory that others may write to as soon as the call has returned:
             exported (`DeviceBuffer.memory`) or borrowed; see `export_results`.
     """
 
@@ -338,7 +338,7 @@ class Inputs:
         self.where: dict[Value, Any] = {}
         if backend.mesh is not None:
             self.where = {value: self._sharding(value, backend.mesh) for value in (*owners.changed, *owners.read)}
-        self.exported: bool = False
+        self.is_shared: bool = False
         self._may_borrow = False
 
     def state(
@@ -347,7 +347,7 @@ class Inputs:
         """The arrays of the state that the step changes, and the buffers for its new content; tensors outside the
         backend have no buffer. There may be a thousand arrays, most of them untouched since the last step: only for the
         others is anything computed."""
-        self.exported = False
+        self.is_shared = False
         self._may_borrow = wait and is_imported() and on_cpu()
         buffers = _buffers(changed)
         if self.where or not wait:
@@ -407,7 +407,7 @@ class Inputs:
         elif index is None and not donated and self._may_borrow and _can_be_borrowed(owner):
             from ..jax_support import share_memory
 
-            self.exported = True
+            self.is_shared = True
             return share_memory(owner.detach())
         else:  # a copy, since the caller may write to the tensor while the step runs
             return _given(owner.detach().clone(memory_format=torch.contiguous_format))
@@ -419,13 +419,13 @@ class Inputs:
 
     def _argument(self, buffer: DeviceBuffer, donated: bool = False) -> jax.Array:
         array = buffer.argument(donated)
-        self.exported = self.exported or buffer.is_exported
+        self.is_shared = self.is_shared or buffer.is_exported
         return array
 
     def export_results(self, buffers: Iterable[DeviceBuffer | None], arrays: Iterable[Any]) -> None:
         """After dispatch: if others may write to inputs once the call has returned, or read results in exported memory,
         wait for the step, and write its results `arrays` back there."""
-        if not self.exported:
+        if not self.is_shared:
             return
         for array in arrays:
             ready(array).block_until_ready()
