@@ -25,6 +25,7 @@ from ..compat.torch_names import (
     are_functorch_transforms_active,
     base_of,
     buffers_of,
+    keep_dynamo_disabled,
     parameters_of,
     swap_tensor_impl,
 )
@@ -253,6 +254,8 @@ def compile(original: Any, *args: Any, **kwargs: Any) -> Any:
         return function
     compiled = original(*args, **kwargs)
     install_imported()
+    if session.trace is not None or session.this_thread.used is not None:  # in a step
+        keep_dynamo_disabled()
     return compiled
 
 

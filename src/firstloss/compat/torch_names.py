@@ -45,11 +45,29 @@ def is_parameter(tensor: Any) -> bool:
 
 def disable_dynamo(undo: Callable[..., None]) -> None:
     """Let functions of `torch.compile` run as written, as with `torch.compiler.set_stance("force_eager")`, until `undo`
-    runs what it is given. Nothing if nobody has imported dynamo, which takes a second."""
-    if NAMES["eval_frame"].target in sys.modules:
-        module = _imported("eval_frame")
-        undo(module._set_stance, module._stance)
+    runs what it is given. Nobody may have imported dynamo, which takes a second: `keep_dynamo_disabled` is for that."""
+    module = _dynamo()
+    undo(_set_stance, None if module is None else module._stance)
+    if module is not None:
         module._set_stance(module.DynamoStance("force_eager"))
+
+
+def keep_dynamo_disabled() -> None:
+    """Disable a dynamo that has been imported since `disable_dynamo`."""
+    module = _dynamo()
+    if module is not None:
+        module._set_stance(module.DynamoStance("force_eager"))
+
+
+def _dynamo() -> Any:
+    return _imported("eval_frame") if NAMES["eval_frame"].target in sys.modules else None
+
+
+def _set_stance(stance: Any) -> None:
+    """Set dynamo's stance; None: the one with which it is imported."""
+    module = _dynamo()
+    if module is not None:
+        module._set_stance(stance or module.DynamoStance())
 
 
 def _operation() -> Any:
@@ -292,7 +310,7 @@ NAMES = {
     "global_step_post_hooks": Name("torch.optim.optimizer._global_optimizer_post_hooks", "As above", "tracing"),
     "eval_frame": Name(
         "torch._dynamo.eval_frame",
-        "Runs what `torch.compile` wraps as written while a step is traced; an interrupt could prevent the end of "
+        "Runs what `torch.compile` wraps as written in a step; an interrupt could prevent the end of "
         "`torch.compiler.set_stance`",
         "functions of `torch.compile` in traced steps",
     ),

@@ -1,6 +1,8 @@
 """What `torch.compile` wraps is part of a traced step, which is compiled as a whole."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -94,3 +96,59 @@ def test_a_torchscript_function_is_the_same_at_each_call(tmp_path, recwarn):
     assert losses == pytest.approx(expected, rel=1e-5)  # XLA sums in another order
     assert not [warning for warning in recwarn if issubclass(warning.category, fl.errors.EagerStepWarning)]
     assert not [warning for warning in recwarn if issubclass(warning.category, fl.errors.GraphChangeWarning)]
+
+
+_STEP_OF_ITS_OWN = """
+import sys
+import warnings
+
+import torch
+from torch import nn
+
+import firstloss as fl
+
+
+def update(parameters):
+    for p in parameters:
+        p.sub_((p.grad * 0.1).view_as(p))
+
+
+def losses(backend, how, reads):
+    compiled = [] if how == "late" else [torch.compile(update, backend="eager", fullgraph=True)]
+    fl.backend(backend)
+    torch.manual_seed(0)
+    with fl.current_backend().device:
+        net = nn.Linear(4, 4)
+    run = fl.compile(net)
+
+    def step(x):
+        loss = run(x).square().mean()
+        loss.backward()
+        if reads:  # so its Python runs at each call
+            loss = loss + x[x.sum(1) * loss > -1e9].sum()
+        compiled.extend([] if compiled else [torch.compile(update, backend="eager", fullgraph=True)])
+        with torch.no_grad():
+            compiled[0](list(net.parameters()))
+        net.zero_grad()
+        return loss
+
+    step = fl.trace(step) if backend == "XLA" else step
+    draws = torch.Generator().manual_seed(0)
+    return [step(torch.randn(3, 4, generator=draws)).item() for _ in range(5)]
+
+
+how, reads = sys.argv[1], sys.argv[2] == "reads"
+warnings.simplefilter("ignore", fl.errors.EagerStepWarning)
+assert "torch._dynamo" not in sys.modules
+actual = losses("XLA", how, reads)
+assert sys.modules["torch._dynamo"].eval_frame._stance.stance == "default"
+torch.testing.assert_close(actual, losses("CPU", how, reads))
+"""
+
+
+@pytest.mark.parametrize("reads", ["reads", "compiled"])
+@pytest.mark.parametrize("how", ["before", "late"])
+def test_a_list_of_weights_is_given_to_a_compiled_function(how, reads):
+    """Also where the function, or dynamo itself, comes only while the step runs."""
+    done = subprocess.run([sys.executable, "-c", _STEP_OF_ITS_OWN, how, reads], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -27,9 +27,9 @@ from ...capture.tensor import (
     on_backend,
 )
 from ...compat.python_names import frames_of_threads
-from ...compat.torch_names import DisableTorchDispatch, InferenceMode, use_count
+from ...compat.torch_names import DisableTorchDispatch, InferenceMode, disable_dynamo, use_count
 from ...errors import MaterializeError
-from ...interpreter import Uninterrupted
+from ...interpreter import Undo, Uninterrupted
 from ...program.graph import Geometry, geometry_of
 from .placement import become_resident, move_to_device
 
@@ -90,7 +90,8 @@ def in_step() -> Iterator[None]:
     _running.add(thread)
     session.this_thread.used = _used
     try:
-        with first_use.in_step():
+        with Undo() as undo, undo, first_use.in_step():
+            disable_dynamo(undo)  # it knows no tensors of other classes; they may also be exchanged while it compiles
             yield
     finally:
         session.this_thread.used = None
