@@ -149,7 +149,7 @@ class ExecutorError(FirstlossError, ValueError):
 
 
 class BackendError(FirstlossError, ValueError):
-    """An unknown backend, or one that this machine does not support."""
+    """An unknown backend, one that this machine does not support, or a tensor on one where that is refused."""
 
 
 class ProcessLostError(FirstlossError, RuntimeError):

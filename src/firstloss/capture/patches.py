@@ -29,7 +29,7 @@ from ..compat.torch_names import (
     parameters_of,
     swap_tensor_impl,
 )
-from ..errors import CaptureError, TraceError
+from ..errors import BackendError, CaptureError, TraceError
 from ..program.graph import geometry_of
 from ..program.source import here
 from . import session
@@ -264,9 +264,19 @@ _HIGHER_ORDER = "torch._higher_order_ops."
 
 @replaces("torch._dynamo.variables.builder.VariableBuilder.__call__")
 def build(original: Any, self: Any, value: Any) -> Any:
-    """Materialize a deferred tensor that Dynamo meets."""
+    """Materialize a deferred tensor that Dynamo meets.
+
+    Raises:
+        BackendError: if it is on a backend.
+    """
     if is_pending(value) and not session.depth:
         value = Hooks.materialize_all(value)
+    if type(value) is DeferredTensor and on_backend(value):
+        raise BackendError(
+            f"{here()}: torch.compile has met a tensor on a backend, which it cannot compile. A step of fl.trace "
+            "compiles all that it calls; elsewhere, call the function as it is, or under "
+            'torch.compiler.set_stance("force_eager").'
+        )
     return original(self, value)
 
 

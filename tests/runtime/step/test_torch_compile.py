@@ -98,6 +98,18 @@ def test_a_torchscript_function_is_the_same_at_each_call(tmp_path, recwarn):
     assert not [warning for warning in recwarn if issubclass(warning.category, fl.errors.GraphChangeWarning)]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_outside_of_a_step_a_tensor_on_a_backend_is_an_error(whole, tmp_path):
+    net = nn.Linear(4, 4)
+    fl.compile(net, fl.backend("XLA", artifact_dir=tmp_path))
+    run = torch.compile(lambda x: net(x) + 1, backend="eager", fullgraph=whole)
+    message = r"test_torch_compile.py:\d+: torch.compile has met a tensor on a backend.* set_stance\(.force_eager.\)"
+    with pytest.raises(Exception, match=message):
+        run(torch.ones(1, 4))
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(run(torch.ones(1, 4)), net(torch.ones(1, 4)) + 1)
+
+
 _STEP_OF_ITS_OWN = """
 import sys
 import warnings
