@@ -103,7 +103,7 @@ def test_outside_of_a_step_a_tensor_on_a_backend_is_an_error(whole, tmp_path):
     net = nn.Linear(4, 4)
     fl.compile(net, fl.backend("XLA", artifact_dir=tmp_path))
     run = torch.compile(lambda x: net(x) + 1, backend="eager", fullgraph=whole)
-    message = r"test_torch_compile.py:\d+: torch.compile has met a tensor on a backend.* set_stance\(.force_eager.\)"
+    message = r"test_torch_compile.py:\d+: torch.compile has met a tensor on a backend.*set_stance\(.force_eager.\)"
     with pytest.raises(Exception, match=message):
         run(torch.ones(1, 4))
     with torch.compiler.set_stance("force_eager"):
