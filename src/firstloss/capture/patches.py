@@ -66,6 +66,14 @@ def _new(original: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return original(args[0], data, *args[2:], **kwargs)
 
 
+@replaces("torch.nn.Parameter.__new__")
+def _new_parameter(original: Any, cls: type, data: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `torch.nn.Parameter.__new__`; a subclass gets the materialized data, since it would lose its class."""
+    if cls is not torch.nn.Parameter and type(data) is DeferredTensor and session.trace is None:
+        data = to_host(data)
+    return original(cls, data, *args, **kwargs)
+
+
 @replaces("torch.random.get_rng_state")
 def get_rng_state(original: Any) -> torch.Tensor:
     """As `torch.get_rng_state`; returns the real state, which outlives tickets."""

@@ -91,6 +91,7 @@ PATCHES = {
     "torch.Tensor.data": Patch(DEFERRED, "Assignment bypasses the dispatcher"),
     "torch.Tensor.__new__": Patch(DEFERRED, "A C++ tensor cannot have two Python classes", static=True),
     "torch.Tensor._make_subclass": Patch(DEFERRED, "As above", static=True),
+    "torch.nn.Parameter.__new__": Patch(DEFERRED, "As above", static=True),
     "torch.Tensor.__deepcopy__": Patch(CAPTURE, "It copies the storage of a real tensor, which a capture would record"),
     "torch.utils.swap_tensors": Patch(DEFERRED, "It rejects tensors with weak references, which storages keep"),
     "torch.utils.dlpack.to_dlpack": Patch(DEFERRED, "It takes the memory's address", ("torch.to_dlpack",)),

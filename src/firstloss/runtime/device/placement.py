@@ -319,13 +319,18 @@ def movable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     Raises:
         BackendError: if a parameter is such a view of shared memory.
     """
-    tensors = list(tensors)
+    tensors = [tensor for tensor in tensors if not _is_of_another_class(tensor)]
     for tensor in tensors:
         if type(tensor) is DeferredTensor and tensor._storage.resident is None and tensor._storage.mirrors is not None:
             Hooks.materialize_storages([tensor._storage])  # with everything that shares its memory
     with_bits = [t for t in tensors if type(t) is not DeferredTensor and (t.is_conj() or t.is_neg())]
     unresolved = {id(tensor) for tensor in with_bits if not _resolved(tensor, tensors)}
     return [tensor for tensor in tensors if id(tensor) not in unresolved]
+
+
+def _is_of_another_class(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class is not PyTorch's: it may have methods of its own, and others may ask for it."""
+    return type(tensor) is not DeferredTensor and type(tensor).__module__.partition(".")[0] != "torch"
 
 
 def _resolved(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
