@@ -20,6 +20,7 @@ from firstloss.errors import BackendError, ElsewhereError, ShardingError  # noqa
 from firstloss.runtime.mesh import sharded_weights as mesh_placement  # noqa: E402
 from firstloss.runtime.mesh.mesh import Mesh  # noqa: E402
 from firstloss.runtime.step import functions  # noqa: E402
+from tests.runtime.device import test_parameter_classes as parameter_classes  # noqa: E402
 from tests.runtime.step import test_first_loss  # noqa: E402
 
 computed, train_a_net = test_first_loss.computed, test_first_loss.run
@@ -478,3 +479,14 @@ def test_weights_are_whole_on_each_replica(mesh, parts, one_device, tmp_path):
     assert shards == {(1000 // parts, 64)}
     average = array_of(run.optimizer.state[run.model.embed.weight]["exp_avg"])
     assert {shard.data.shape for shard in average.addressable_shards} == {(1000 // parts, 64)}
+
+
+@pytest.mark.parametrize("optimizer", parameter_classes.OPTIMIZERS)
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"dp": 2, "fsdp": 2}])
+def test_parameters_of_users_own_classes_are_trained(mesh, optimizer, tmp_path):
+    expected, weights = parameter_classes.trained(fl.backend("CPU"), False, optimizer, reads=False)
+    backend = fl.backend("XLA", mesh=mesh, artifact_dir=tmp_path)
+    losses, updated = parameter_classes.trained(backend, False, optimizer, reads=False)
+    assert losses == pytest.approx(expected, rel=1e-4)  # sums are in another order
+    for a, e in zip(updated, weights, strict=True):
+        torch.testing.assert_close(a.as_subclass(torch.Tensor), e.as_subclass(torch.Tensor), rtol=1e-4, atol=1e-5)
