@@ -48,8 +48,7 @@ def disable_dynamo(undo: Callable[..., None]) -> None:
     runs what it is given. Nobody may have imported dynamo, which takes a second: `keep_dynamo_disabled` is for that."""
     module = _dynamo()
     undo(_set_stance, None if module is None else module._stance)
-    if module is not None:
-        module._set_stance(module.DynamoStance("force_eager"))
+    keep_dynamo_disabled()
 
 
 def keep_dynamo_disabled() -> None:
