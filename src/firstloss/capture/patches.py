@@ -256,15 +256,19 @@ def values_alone(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 @replaces("torch.compile")
 def compile(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """As `torch.compile`, which imports Dynamo; returns PyTorch's control flow unchanged in a step."""
-    function = args[0] if args else None
-    if session.trace is not None and getattr(function, "__module__", "").startswith(_HIGHER_ORDER):
-        return function
+    """As `torch.compile`, which imports Dynamo, and as written in a step.
+
+    PyTorch's control flow is compiled by itself: it is unchanged in a trace, and checked by dynamo otherwise.
+    """
+    is_control_flow = getattr(args[0] if args else None, "__module__", "").startswith(_HIGHER_ORDER)
+    if session.trace is not None and is_control_flow:
+        return args[0]
     compiled = original(*args, **kwargs)
     install_imported()
-    if session.trace is not None or session.this_thread.used is not None:  # in a step
-        keep_dynamo_disabled()
-    return compiled
+    if session.trace is None and session.this_thread.used is None:  # not in a step
+        return compiled
+    keep_dynamo_disabled()
+    return torch.compiler.set_stance("default")(compiled) if is_control_flow else compiled
 
 
 _HIGHER_ORDER = "torch._higher_order_ops."
