@@ -48,7 +48,7 @@ class Attention(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(103, 48)
         layer = nn.TransformerEncoderLayer(48, 4, 96, 0.1, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
