@@ -21,7 +21,10 @@ FLAGS = [
     "-ffp-contract=off",  # its last bits depend on which operations are fused: those that it fuses itself
     "-fvisibility=hidden",
 ]
-XLA = {"depends": [f"src/firstloss/lower/_{name}.h" for name in ("ffi", "pointwise")], "optional": True}
+XLA = {
+    "depends": [f"src/firstloss/lower/_{name}.h" for name in ("ffi", "norms", "pointwise", "processor")],
+    "optional": True,
+}
 
 PARTS = [
     *(

@@ -15,6 +15,7 @@ import firstloss as fl
 from firstloss.lower import aten as kernels
 from firstloss.lower.convolution import convolution
 from firstloss.lower.matmul import mm
+from firstloss.lower.norms import native_batch_norm
 from firstloss.lower.program import forget_functions
 from tests import compiled_steps, forked
 
@@ -102,6 +103,7 @@ def geometries():
         padding = [int(n) for n in numbers.integers(0, 2, space)]
         lengths = [int(n) for n in numbers.integers(12, 15, space)]  # too many positions for a matrix product
         yield space, transposed, batch, groups, each_in, each_out, kernel, stride, dilation, padding, lengths
+        yield space, transposed, batch, groups, each_in, each_out, [1] * space, stride, [1] * space, padding, lengths
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -243,6 +245,64 @@ def test_small_products_and_attention_are_left_to_xla(monkeypatch):
 
 
 HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+# Rows of one element, of less than a vector, of vectors and a rest; channels of one share, and of several.
+NORMED = [(7, 5), (3, 4, 5), (2, 3, 4, 4), (5, 19, 37), (3, 2, 9, 11), (2, 96, 24, 24), (1, 3, 2, 5, 7)]
+
+
+@pytest.mark.parametrize("given", list(itertools.product((False, True), repeat=3)), ids=str)
+@pytest.mark.parametrize("shape", NORMED, ids=str)
+def test_batch_norm_in_training_and_its_gradients_match_eager(shape, given, calls):
+    torch.manual_seed(0)
+    channels = shape[1]
+    x, g = torch.randn(shape) * 3 + 50, torch.randn(shape)
+    weight, bias = (torch.randn(channels) if is_given else None for is_given in given[:2])
+    running = [torch.randn(channels), torch.rand(channels)] if given[2] else [None, None]
+    with kernels.within():
+        functional = aten._native_batch_norm_legit_functional.default
+        how = (True, 0.3, 1e-5)
+        if given[2]:
+            updated = [v.clone() for v in running]
+            expected = (*aten._native_batch_norm_legit.default(x, weight, bias, *updated, *how), *updated)
+            assert_rule(functional, (x, weight, bias, *running, *how), {}, expected)
+        expected = aten.native_batch_norm.default(x, weight, bias, None, None, *how)
+        assert_rule(aten.native_batch_norm.default, (x, weight, bias, None, None, *how), {}, expected)
+        args = (g, x, weight, None, None, *expected[1:], True, 1e-5, [True, True, True])
+        backward = aten.native_batch_norm_backward.default
+        assert_rule(backward, args, {}, backward(*args))
+    assert {"firstloss_batch_norm", "firstloss_batch_norm_backward"} <= set(calls)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+def test_batch_norm_is_as_exact_as_eager_where_the_mean_is_large(offset):
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 16, 16) + offset
+    how = (None, None, None, None, True, 0.1, 1e-5)
+    exact = aten.native_batch_norm.default(x.double(), *how)
+    with kernels.within():
+        actual = jax.jit(lambda x: native_batch_norm(x, *how))(to_array(x))
+    for a, e, reference in zip(actual, aten.native_batch_norm.default(x, *how), exact, strict=True):
+        error, eager = ((v.double() - reference).abs().max() for v in (to_tensor(a, torch.float32), e))
+        assert error <= 2 * eager + 1e-6 * reference.abs().max()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_batch_norm_of_values_that_are_not_finite_matches_eager(value):
+    x = torch.randn(4, 3, 5, 5)
+    x[1, 2, 3, 4] = value
+    args = (x, None, None, None, None, True, 0.1, 1e-5)
+    with kernels.within():
+        assert_rule(aten.native_batch_norm.default, args, {}, aten.native_batch_norm.default(*args))
+
+
+def test_batch_norm_of_long_columns_and_of_other_dtypes_is_left_to_xla():
+    channel = np.ones(2, np.float32)
+    with kernels.within():
+        assert not kernels.normalizes(np.ones((1 << 16, 2), np.float32), channel)
+        assert not kernels.normalizes(np.ones((3, 2, 16), jnp.bfloat16), channel)
+        assert kernels.normalizes(np.ones((3, 2, 16), np.float32), channel, None)
+    assert not kernels.normalizes(np.ones((3, 2, 16), np.float32), channel)
 
 
 def lowered(x, weight):

@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "_ffi.h"
+#include "_norms.h"
 #include "_pointwise.h"
 
 #if defined(__x86_64__) && defined(__GLIBC__)
@@ -446,13 +447,53 @@ static int run_pointwise(const struct call_frame *frame, struct part part) {
     int64_t end = elements(results[0]), from = part.from * BLOCK, to = part.to * BLOCK;
     const struct instruction *program = (const struct instruction *)(words + 1);
     int length = (int)((attribute->size - 1) * sizeof *words / sizeof *program);
-    run_blocks()(program, length, (struct arrays){read, written, numbers}, from, to < end ? to : end);
+    run_blocks(program, length, (struct arrays){read, written, numbers}, from, to < end ? to : end);
+    return 0;
+}
+
+static int64_t channel_length(const struct buffer *buffer) {
+    return elements(buffer) / (buffer->dims[0] * buffer->dims[1]);
+}
+
+/* Attributes: which of weight, bias and the running statistics are given, then eps and the momentum. */
+static int normalize(const struct call_frame *frame, struct part part) {
+    const int64_t *given = ((const struct array *)frame->attributes.values[0])->data;
+    const double *numbers = ((const struct array *)frame->attributes.values[1])->data;
+    struct buffer **next = (struct buffer **)frame->arguments.buffers;
+    struct buffer **results = (struct buffer **)frame->results.buffers;
+    const struct buffer *x = *next++;
+    struct batch_norm norm = {x->dims[0], x->dims[1], channel_length(x), numbers[0], numbers[1], x->data};
+    norm.weight = given[0] ? (*next++)->data : NULL;
+    norm.bias = given[1] ? (*next++)->data : NULL;
+    norm.y = results[0]->data;
+    norm.mean = results[1]->data;
+    norm.rstd = results[2]->data;
+    if (given[2]) {
+        norm.running_mean = next[0]->data;
+        norm.running_var = next[1]->data;
+        norm.new_running_mean = results[3]->data;
+        norm.new_running_var = results[4]->data;
+    }
+    batch_norm(&norm, part.from, part.to);
+    return 0;
+}
+
+/* The arguments are the gradient of the output, the input, the mean, the inverse deviation, and maybe the weight. */
+static int normalize_backward(const struct call_frame *frame, struct part part) {
+    struct buffer **given = (struct buffer **)frame->arguments.buffers;
+    struct buffer **results = (struct buffer **)frame->results.buffers;
+    const struct buffer *x = given[1];
+    const float *weight = frame->arguments.count > 4 ? given[4]->data : NULL;
+    struct batch_norm_backward norm = {
+        x->dims[0], x->dims[1], channel_length(x), given[0]->data, x->data, given[2]->data, given[3]->data, weight,
+        results[0]->data, results[1]->data, results[2]->data};
+    batch_norm_backward(&norm, part.from, part.to);
     return 0;
 }
 
 /* --- A call, in shares --- */
 
-enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD, POINTWISE };
+enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD, POINTWISE, NORM, NORM_BACKWARD };
 
 struct call {
     struct call_frame frame; /* a copy: XLA's own is gone when the handler returns, what it points to is kept */
@@ -478,6 +519,12 @@ static int share(const struct call *call, int64_t number) {
     }
     if (call->operation == POINTWISE) {
         return run_pointwise(&call->frame, part_of(call->pieces[0], number));
+    }
+    if (call->operation == NORM) {
+        return normalize(&call->frame, part_of(call->pieces[0], number));
+    }
+    if (call->operation == NORM_BACKWARD) {
+        return normalize_backward(&call->frame, part_of(call->pieces[0], number));
     }
     if (call->operation >= ATTENTION) {
         return attend(&call->frame, part_of(call->pieces[0], number), call->operation == ATTENTION_BACKWARD);
@@ -697,21 +744,36 @@ static struct call *attention_backward(const struct call_frame *frame) {
  * to come. */
 enum { LEAST_BLOCKS = 16, FEW_BLOCKS = 64 };
 
-static int64_t blocks_of(const struct call_frame *frame) {
-    return (elements(frame->results.buffers[0]) + BLOCK - 1) / BLOCK;
-}
-
 static struct call *pointwise(const struct call_frame *frame) {
-    int64_t blocks = blocks_of(frame);
+    int64_t blocks = (elements(frame->results.buffers[0]) + BLOCK - 1) / BLOCK;
     struct call *call = new_call(frame, POINTWISE);
     if (call == NULL) {
         return NULL;
     }
-    int64_t most = (blocks + LEAST_BLOCKS - 1) / LEAST_BLOCKS;
+    int64_t most = blocks <= FEW_BLOCKS ? 1 : (blocks + LEAST_BLOCKS - 1) / LEAST_BLOCKS;
     call->pieces[0] = (struct pieces){BATCH, blocks, most < call->threads ? most : call->threads};
     call->shares = call->pieces[0].shares;
     return call;
 }
+
+enum { LEAST_ELEMENTS = 1 << 14 }; /* of a share of a normalization, which has some of the channels */
+
+static struct call *channelwise(const struct call_frame *frame, enum operation operation) {
+    const struct buffer *x = frame->arguments.buffers[operation == NORM ? 0 : 1];
+    struct call *call = new_call(frame, operation);
+    if (call == NULL) {
+        return NULL;
+    }
+    int64_t most = elements(x) / LEAST_ELEMENTS, shares = most < call->threads ? most : call->threads;
+    shares = shares < channels(x) ? shares : channels(x);
+    call->pieces[0] = (struct pieces){OUT, channels(x), shares > 1 ? shares : 1};
+    call->shares = call->pieces[0].shares;
+    return call;
+}
+
+static struct call *norm(const struct call_frame *frame) { return channelwise(frame, NORM); }
+
+static struct call *norm_backward(const struct call_frame *frame) { return channelwise(frame, NORM_BACKWARD); }
 
 static void *handle(struct call_frame *frame, struct call *(*prepare)(const struct call_frame *), const char *message) {
     if (is_asked_for_version(frame->extension)) {
@@ -722,6 +784,11 @@ static void *handle(struct call_frame *frame, struct call *(*prepare)(const stru
         return error_of(frame, message);
     }
     call->message = message;
+    if (call->shares == 1 && call->operation >= POINTWISE) { /* no code of PyTorch's: this thread can run it at once */
+        int failed = share(call, 0);
+        free(call);
+        return failed ? error_of(frame, message) : NULL;
+    }
     return run(call, frame);
 }
 
@@ -747,15 +814,13 @@ EXPORT void *firstloss_attention_backward(struct call_frame *frame) {
 }
 
 EXPORT void *firstloss_pointwise(struct call_frame *frame) {
-    const char *message = "an elementwise program has too many arrays";
-    if (is_asked_for_version(frame->extension)) {
-        return NULL;
-    }
-    int64_t blocks = blocks_of(frame);
-    if (blocks <= FEW_BLOCKS) {
-        return run_pointwise(frame, (struct part){BATCH, 0, blocks}) ? error_of(frame, message) : NULL;
-    }
-    return handle(frame, pointwise, message);
+    return handle(frame, pointwise, "an elementwise program has too many arrays");
+}
+
+EXPORT void *firstloss_batch_norm(struct call_frame *frame) { return handle(frame, norm, "out of memory"); }
+
+EXPORT void *firstloss_batch_norm_backward(struct call_frame *frame) {
+    return handle(frame, norm_backward, "out of memory");
 }
 
 /* Called once, before any other; `functions` in the order of the structure. */

@@ -6,6 +6,8 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "_processor.h"
+
 /* In the order of fused_updates.py. */
 enum opcode { COPY, NEG, ABS, SQRT, SQUARE, ADD, SUB, MUL, DIV, MAX, MIN };
 
@@ -65,8 +67,7 @@ static inline float smaller(float a, float b) { return a != a || b != b ? a + b 
 #define PRODUCT_OF(x, y) ((x) * (y))
 #define QUOTIENT(x, y) ((x) / (y))
 
-static inline __attribute__((always_inline)) void compute(int64_t opcode, int count, float *to, const float *a, int one_a,
-                                                          const float *b, int one_b) {
+static INLINE void compute(int64_t opcode, int count, float *to, const float *a, int one_a, const float *b, int one_b) {
     switch (opcode) {
         UNARY(COPY, x[i])
         UNARY(NEG, -x[i])
@@ -82,8 +83,8 @@ static inline __attribute__((always_inline)) void compute(int64_t opcode, int co
     }
 }
 
-static inline __attribute__((always_inline)) void run_blocks_inline(const struct instruction *program, int length,
-                                                                    struct arrays arrays, int64_t from, int64_t to) {
+static INLINE void run_blocks_inline(const struct instruction *program, int length, struct arrays arrays, int64_t from,
+                                     int64_t to) {
     float scratch[MOST_SCRATCH][BLOCK];
     for (; from < to; from += BLOCK) {
         int count = to - from < BLOCK ? (int)(to - from) : BLOCK;
@@ -102,33 +103,5 @@ static inline __attribute__((always_inline)) void run_blocks_inline(const struct
     }
 }
 
-typedef void run_blocks_function(const struct instruction *, int, struct arrays, int64_t, int64_t);
-
-static void run_blocks_anywhere(const struct instruction *program, int length, struct arrays arrays, int64_t from,
-                                int64_t to) {
-    run_blocks_inline(program, length, arrays, from, to);
-}
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void run_blocks_of_8(const struct instruction *program, int length,
-                                                            struct arrays arrays, int64_t from, int64_t to) {
-    run_blocks_inline(program, length, arrays, from, to);
-}
-
-__attribute__((target("avx512f,avx512vl"))) static void run_blocks_of_16(const struct instruction *program, int length,
-                                                                         struct arrays arrays, int64_t from, int64_t to) {
-    run_blocks_inline(program, length, arrays, from, to);
-}
-#endif
-
-static run_blocks_function *run_blocks(void) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")) {
-        return run_blocks_of_16;
-    }
-    if (__builtin_cpu_supports("avx2")) {
-        return run_blocks_of_8;
-    }
-#endif
-    return run_blocks_anywhere;
-}
+BY_PROCESSOR(run_blocks, (const struct instruction *program, int length, struct arrays arrays, int64_t from, int64_t to),
+             (program, length, arrays, from, to))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -37,6 +38,8 @@ TARGETS = (
     "firstloss_attention",
     "firstloss_attention_backward",
     "firstloss_pointwise",
+    "firstloss_batch_norm",
+    "firstloss_batch_norm_backward",
 )
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",
@@ -222,6 +225,42 @@ def attention_backward(
     given = _attended((grad_out, query, key, value, out, logsumexp), mask)
     call = jax.ffi.ffi_call(TARGETS[4], [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[1:4]])
     return [_heads(x) for x in call(*given, **_numbers(causal, scale))]
+
+
+# Of a channel's elements that follow each other in memory: fewer are no vector, which only costs where there are many.
+_LEAST_ROW = 16
+_FEW_ELEMENTS = 1 << 16
+
+
+def normalizes(x: Any, *vectors: Any) -> bool:
+    """Whether batch norm of `x` in training should be one call: XLA compiles six loops for each new shape of `x`.
+
+    Args:
+        vectors: the weight, the statistics and others, one number per channel; some may be None.
+    """
+    if not usable() or not all(v is None or v.dtype == np.float32 for v in (x, *vectors)) or 0 in x.shape:
+        return False
+    return math.prod(x.shape[2:]) >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
+
+
+def batch_norm(x: Any, weight: Any, bias: Any, running: Sequence[Any], momentum: float, eps: float) -> list[Any]:
+    """Batch norm in training: the output, the mean, the inverse deviation, and the new running statistics.
+
+    Args:
+        running: the running mean and variance, or nothing.
+    """
+    channel = jax.ShapeDtypeStruct((x.shape[1],), x.dtype)
+    call = jax.ffi.ffi_call(TARGETS[6], [jax.ShapeDtypeStruct(x.shape, x.dtype), *[channel] * (2 + len(running))])
+    given = np.array([weight is not None, bias is not None, len(running)], np.int64)
+    vectors = [v for v in (weight, bias, *running) if v is not None]
+    return list(call(x, *vectors, given=given, numbers=np.array([eps, momentum], np.float64)))
+
+
+def batch_norm_backward(grad_output: Any, x: Any, mean: Any, rstd: Any, weight: Any) -> list[Any]:
+    """The derivatives with respect to the input, the weight and the bias."""
+    channel = jax.ShapeDtypeStruct(mean.shape, x.dtype)
+    call = jax.ffi.ffi_call(TARGETS[7], [jax.ShapeDtypeStruct(x.shape, x.dtype), channel, channel])
+    return list(call(grad_output, x, mean, rstd, *([] if weight is None else [weight])))
 
 
 def _attended(arrays: Sequence[Any], mask: Any) -> list[Any]:

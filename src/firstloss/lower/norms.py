@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from torch.ops import aten
 
+from . import aten as kernels
 from .dtypes import axis, cast, floating, opmath, to_jax, where
 from .reductions import moments
 from .registry import rule
@@ -164,6 +165,15 @@ def _by_channel(values, x):
 
 def _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
     """Output, saved mean and inverse deviation, and the updated running statistics."""
+    running = [running_mean, running_var]
+    if (
+        training
+        and isinstance(momentum, float)
+        and (running_mean is None) == (running_var is None)
+        and kernels.normalizes(input, weight, bias, *running)
+    ):
+        results = kernels.batch_norm(input, weight, bias, [v for v in running if v is not None], momentum, eps)
+        return *results, *running[: 5 - len(results)]
     x = wide(input)
     dims = _all_but_channels(x)
     if training:
@@ -231,6 +241,8 @@ def batch_norm_backward(
 def native_batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
 ):
+    if train and kernels.normalizes(input, grad_out, weight, save_mean, save_invstd):
+        return tuple(kernels.batch_norm_backward(grad_out, input, save_mean, save_invstd, weight))
     g, x = wide(grad_out), wide(input)
     dims = _all_but_channels(x)
     mean, rstd = (save_mean, save_invstd) if train else (running_mean, lax.rsqrt(wide(running_var) + eps))

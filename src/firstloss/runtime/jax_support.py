@@ -14,11 +14,9 @@ from ..engine.huge_pages import advise_huge
 from ..lower import unwritten
 from ..lower.dtypes import as_numpy, constant, to_jax, to_torch
 from .device import on_gpu
+from .device.pages import OWNED_BYTES
 from .lazy_jax import on_cpu, pending_cache_directory
 
-# Arrays of at least this size get memory that the device owns from the start: only such memory can be donated, and a
-# donated step updates it in place.
-_OWNED_BYTES = 1 << 16
 _LEVEL = "xla_backend_optimization_level"
 
 
@@ -85,7 +83,7 @@ def to_device(tensor: torch.Tensor) -> jax.Array:
     tensor = tensor.detach()
     if not on_cpu():
         return _put(tensor)
-    if tensor.numel() * tensor.itemsize >= _OWNED_BYTES:
+    if tensor.numel() * tensor.itemsize >= OWNED_BYTES:
         array, memory = empty(tuple(tensor.shape), tensor.dtype)
         memory.copy_(tensor)
         return array

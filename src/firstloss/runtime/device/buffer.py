@@ -20,6 +20,7 @@ from ..lazy_jax import on_cpu, process_count
 from . import dispatch
 from .host_memory import HostMemory, ReadOnlyCopy, is_countable
 from .lazy_array import LazyArray, ready
+from .pages import OWNED_BYTES
 
 if TYPE_CHECKING:
     import jax
@@ -28,13 +29,9 @@ if TYPE_CHECKING:
     from ..mesh.mesh import MeshSharding
 
 
-# Smaller weights are copied from host memory: allocating device memory for them takes longer.
-_DIRECT_BYTES = 1 << 16
-
-
 def is_direct(value: Value) -> bool:
     """Whether a weight is materialized directly in the device's memory."""
-    return on_cpu() and value.nbytes >= _DIRECT_BYTES and is_contiguous(value.shape, value.stride)
+    return on_cpu() and value.nbytes >= OWNED_BYTES and is_contiguous(value.shape, value.stride)
 
 
 # How often a buffer's state is read anew, since other threads change it.

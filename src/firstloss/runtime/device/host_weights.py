@@ -17,7 +17,7 @@ from ...engine.huge_pages import allocate_huge
 from ...program.graph import Value, is_contiguous
 from .host_memory import has_other_owners
 from .lazy_array import LazyArray
-from .pages import LEAST_BYTES, Pages
+from .pages import LEAST_BYTES, OWNED_BYTES, Pages
 
 if TYPE_CHECKING:
     import jax
@@ -42,7 +42,7 @@ def materialize(values: list[Value], niceness: Sequence[int]) -> dict[Value, Laz
     buffers = materialize_values(values, allocate=allocate, niceness=niceness)
     drawn = {value: HostWeight(value, buffer, pages.get(buffer.data_ptr())) for value, buffer in buffers.items()}
     pages.clear()  # also those of intermediate values
-    return _lazy_arrays(drawn, _SingleDevice([each for each in drawn.values() if each.pages is not None]))
+    return _lazy_arrays(drawn, _SingleDevice(list(drawn.values())))
 
 
 def materialize_unsharded(shardings: Mapping[Value, MeshSharding], niceness: Sequence[int]) -> dict[Value, LazyArray]:
@@ -96,20 +96,22 @@ class _SingleDevice:
     """Makes arrays on one device, allocated in one call because XLA takes some 20 ms for each new shape and dtype."""
 
     def __init__(self, drawn: list[HostWeight]) -> None:
-        self._kinds = {
-            id(each): (tuple(each.pages.tensor.shape), each.pages.tensor.dtype) for each in drawn if each.pages
-        }
-        self._made: dict[int, tuple[jax.Array, torch.Tensor]] | None = None
+        owned = [each.value for each in drawn if each.value.nbytes >= OWNED_BYTES]
+        self._kinds = {value: (tuple(value.shape), value.dtype) for value in owned}
+        self._made: dict[Value, tuple[jax.Array, torch.Tensor]] | None = None
         self._lock = threading.Lock()
 
     def array(self, drawn: HostWeight, content: torch.Tensor) -> jax.Array:
         """The array of a weight, with its pages moved into the allocated memory if possible."""
         from ..jax_support import to_device
 
-        pages = drawn.pages
-        if pages is None:
+        if drawn.value not in self._kinds:
             return to_device(content)
         array, memory = self._allocate(drawn)
+        pages = drawn.pages
+        if pages is None:
+            memory.copy_(content)
+            return array
         pages.tensor = content  # one tensor rather than two, so that owners can be counted
         if not pages.moved and (has_other_owners(content) or not pages.move(memory)):
             memory.copy_(content)
@@ -122,13 +124,13 @@ class _SingleDevice:
         with self._lock:
             if self._made is None:
                 self._made = dict(zip(self._kinds, empties(list(self._kinds.values())), strict=True))
-            return self._made[id(drawn)]
+            return self._made[drawn.value]
 
     def forget(self, drawn: HostWeight) -> None:
         """Release the weight's allocation: it has its array."""
         with self._lock:
             if self._made is not None:
-                self._made.pop(id(drawn), None)
+                self._made.pop(drawn.value, None)
 
 
 class _OnMesh:

@@ -20,6 +20,9 @@ from ...engine.huge_pages import advise_huge
 from ...program.graph import contiguous_stride
 
 _HUGE = 2 << 20
+# Arrays of at least this size get memory that the device owns from the start: only such memory can be donated, and a
+# donated step updates it in place. For smaller ones allocating it takes longer than copying them.
+OWNED_BYTES = 1 << 16
 # The smallest size worth a separate mapping: the C library also maps arrays from this size on (`malloc_settings`).
 LEAST_BYTES = 4 << 20
 # The offset of an XLA array in malloc's mapping: behind the header, at the next multiple of 64 bytes. At any other
