@@ -191,8 +191,8 @@ def deferred_init(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         name = getattr(fn, "__qualname__", repr(fn))
         raise NothingDeferredError(
             f"{here()}: {name} returned {_describe(result)}, which contains no tensor, so there is nothing to "
-            "initialize. Pass a callable that returns an nn.Module or a tensor. For an object that keeps modules in its "
-            "attributes write: with firstloss.deferred(): ..."
+            "initialize. Pass a callable that returns an nn.Module or a tensor. For an object that keeps modules in "
+            "its attributes write: with firstloss.deferred(): ..."
         )
     return result
 
