@@ -134,10 +134,19 @@ def test_convolutions_of_every_geometry_match_eager(geometry, dtype, calls):
 SIZES = [(128, 96, 130), (40, 1024, 65), (31, 1100, 31), (96, 700, 1024)]
 
 
+@pytest.fixture(params=["avx512_bf16", "amx_bf16"])
+def instructions(request, monkeypatch):
+    """The instructions for bfloat16 that the processor is said to have; PyTorch computes without them, too."""
+    monkeypatch.setattr(kernels, "_has", lambda capability: capability == request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_columns", list(itertools.product((False, True), repeat=2)), ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns, dtype, calls, monkeypatch):
+def test_products_of_row_and_column_major_matrices_match_eager(
+    sizes, by_columns, dtype, instructions, calls, monkeypatch
+):
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)  # independent of the CPU's vendor
     monkeypatch.setattr(kernels, "_LEAST_PRODUCT", 1)
     torch.manual_seed(0)
@@ -154,7 +163,7 @@ def test_products_of_row_and_column_major_matrices_match_eager(sizes, by_columns
         result = jax.jit(run)(*arguments)
     assert_same(to_tensor(result, dtype), x @ y)
     if dtype == torch.bfloat16:
-        assert taken is (kernels._bfloat16() and by_columns[0])
+        assert taken is (by_columns[0] or instructions == "amx_bf16")
     else:
         assert taken is kernels._sets_mkl_threads()
     assert ("firstloss_product" in calls) is taken
@@ -217,7 +226,7 @@ ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 @pytest.mark.parametrize("how", ["plain", "causal", "mask", "mask of each"])
 # batch, query and key heads, length and width: split by the batch, by heads, or not at all
 @pytest.mark.parametrize("sizes", [(4, 8, 4, 16, 32), (1, 8, 4, 20, 16), (3, 4, 4, 9, 8), (1, 3, 1, 7, 5)], ids=str)
-def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls, monkeypatch):
+def test_attention_and_its_gradients_match_eager(sizes, how, dtype, instructions, calls, monkeypatch):
     monkeypatch.setattr(kernels, "_LEAST_ATTENTION", 1)
     torch.manual_seed(0)
     batch, heads, kv_heads, length, width = sizes
@@ -231,7 +240,8 @@ def test_attention_and_its_gradients_match_eager(sizes, how, dtype, calls, monke
     with kernels.within():
         assert_rule(ATTENTION, args, options, (out, logsumexp))
         assert_rule(ATTENTION_BACKWARD, backward, options, ATTENTION_BACKWARD(*backward, **options))
-    assert set(calls) == ({"firstloss_attention", "firstloss_attention_backward"} if dtype == torch.float32 else set())
+    taken = dtype == torch.float32 or instructions == "amx_bf16"
+    assert set(calls) == ({"firstloss_attention", "firstloss_attention_backward"} if taken else set())
 
 
 def test_small_products_and_attention_are_left_to_xla(monkeypatch):

@@ -128,8 +128,8 @@ def _product_backward(g, x, weight, windows):
 
 def _by_pytorch(input, weight, windows, groups):
     """Whether PyTorch's convolution is faster: in bfloat16 always; in float32 where XLA would transpose the weight, or
-    all of the input (1 x 1 kernels: 50 ms instead of 174 for 256 channels of 56 x 56 to 64, in a batch of 8); in float64
-    if it has groups, which XLA computes with a plain loop then."""
+    all of the input (1 x 1 kernels: 50 ms instead of 174 for 256 channels of 56 x 56 to 64, in a batch of 8); in
+    float64 if it has groups, which XLA computes with a plain loop then."""
     grouped = kernels.usable() and input.dtype == np.float64 and groups > 1
     if not (kernels.computes(input.dtype) or grouped) or input.dtype != weight.dtype or input.ndim not in (3, 4, 5):
         return False
