@@ -169,6 +169,24 @@ def test_products_of_row_and_column_major_matrices_match_eager(
     assert ("firstloss_product" in calls) is taken
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_columns", list(itertools.product((False, True), repeat=2)), ids=str)
+@pytest.mark.parametrize("batch", [1, 7])
+def test_batches_of_products_match_eager(batch, by_columns, dtype, calls, monkeypatch):
+    monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)  # independent of the CPU's vendor
+    monkeypatch.setattr(kernels, "_has", lambda capability: True)
+    monkeypatch.setattr(kernels, "_LEAST_PRODUCT", 1)
+    torch.manual_seed(0)
+    x, y = torch.randn(batch, 12, 33).to(dtype), torch.randn(batch, 33, 18).to(dtype)
+    x, y = (a.mT.contiguous().mT if columns else a for a, columns in zip((x, y), by_columns, strict=True))
+    with kernels.within():
+        assert_rule(aten.bmm.default, (x, y), {"by_columns": by_columns}, torch.bmm(x, y))
+        z = torch.randn(batch, 12, 18).to(dtype)
+        options = {"beta": 0.5, "alpha": 2, "by_columns": (False, *by_columns)}
+        assert_rule(aten.baddbmm.default, (z, x, y), options, torch.baddbmm(z, x, y, beta=0.5, alpha=2))
+    assert ("firstloss_product" in calls) is (dtype == torch.bfloat16 or kernels._sets_mkl_threads())
+
+
 def test_a_transposed_operand_is_passed_without_a_copy(monkeypatch, tmp_path):
     """The gradient of a layer's weight is a product of transposes, computed without a copy."""
     monkeypatch.setattr(kernels, "_mkl", kernels._sets_mkl_threads)

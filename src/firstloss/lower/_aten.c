@@ -143,6 +143,7 @@ static struct {
                                     int64_t, const int32_t *, int64_t, tensor *, tensor *, tensor *);
     int32_t (*mm_out)(tensor, tensor, tensor);
     int32_t (*addmm_out)(tensor, tensor, tensor, tensor, double, double);
+    int32_t (*bmm_out)(tensor, tensor, tensor);
     int32_t (*attention)(tensor, tensor, tensor, double, int32_t, tensor *, double *, tensor *, tensor *);
     int32_t (*attention_backward)(tensor, tensor, tensor, tensor, tensor, tensor, double, int32_t, tensor *, double *,
                                   tensor *, tensor *, tensor *);
@@ -160,7 +161,7 @@ struct range {
     int64_t from, to;
 };
 
-/* How a tensor's dimensions lie in XLA's memory, which is row-major: as they are, a matrix by columns, or (batch, length,
+/* How a tensor's dimensions lie in XLA's memory, which is row-major: as they are, matrices by columns, or (batch, length,
  * heads, ...) for (batch, heads, length, ...). */
 enum order { ROWS, COLUMNS, HEADS };
 
@@ -173,7 +174,9 @@ static tensor lent_part(const struct buffer *buffer, struct range range, struct 
         return NULL;
     }
     for (int64_t i = buffer->rank - 1; i >= 0; i--) {
-        int64_t d = order == COLUMNS ? 1 - i : order == HEADS && (i == 1 || i == 2) ? 3 - i : i;
+        int64_t d = order == COLUMNS && i >= buffer->rank - 2 ? 2 * buffer->rank - 3 - i
+                    : order == HEADS && (i == 1 || i == 2)    ? 3 - i
+                                                              : i;
         strides[d] = stride;
         dims[d] = buffer->dims[i];
         stride *= buffer->dims[i];
@@ -361,12 +364,34 @@ static int is_slow_unpacked(const struct buffer *matrix, int by_columns, int64_t
            matrix->dims[1] % CONFLICTING_FLOATS == 0;
 }
 
-/* Some rows or columns of a product of two matrices, written where XLA wants them. Which of the two matrices lie
- * by columns, is the one attribute. */
+/* Which of the two matrices of a product lie by columns, is its one attribute. */
+static const int64_t *by_columns_of(const struct call_frame *frame) {
+    return ((const struct array *)frame->attributes.values[0])->data;
+}
+
+/* Some of a batch of products, written where XLA wants them. */
+static int multiply_pairs(const struct call_frame *frame, struct part part) {
+    const int64_t *by_columns = by_columns_of(frame);
+    struct buffer **given = (struct buffer **)frame->arguments.buffers;
+    struct range pairs = part.cut == BATCH ? (struct range){0, part.from, part.to} : ALL;
+    tensor all[3] = {
+        lent(frame->results.buffers[0], pairs),
+        lent_in_order(given[0], pairs, by_columns[0] ? COLUMNS : ROWS),
+        lent_in_order(given[1], pairs, by_columns[1] ? COLUMNS : ROWS),
+    };
+    int failed = all[0] == NULL || all[1] == NULL || all[2] == NULL || torch_.bmm_out(all[0], all[1], all[2]);
+    release(all, 3);
+    return failed;
+}
+
+/* Some rows or columns of a product of two matrices. */
 static int multiply(const struct call_frame *frame, struct part part) {
-    const int64_t *by_columns = ((const struct array *)frame->attributes.values[0])->data;
+    const int64_t *by_columns = by_columns_of(frame);
     struct buffer **given = (struct buffer **)frame->arguments.buffers;
     const struct buffer *result = frame->results.buffers[0];
+    if (result->rank == 3) {
+        return multiply_pairs(frame, part);
+    }
     struct range rows = part.cut == BATCH ? (struct range){0, part.from, part.to} : ALL;
     struct range columns = part.cut == OUT ? (struct range){1, part.from, part.to} : ALL;
     enum order order_a = by_columns[0] ? COLUMNS : ROWS, order_b = by_columns[1] ? COLUMNS : ROWS;
@@ -699,13 +724,19 @@ static struct call *backward(const struct call_frame *frame) {
 
 enum { LEAST_LENGTH = 32 }; /* of a share of a product, in rows or columns */
 
-/* A product of matrices, cut along the longer side of the result: all shares read the smaller one of the operands. */
+/* A product of matrices, cut along the longer side of the result: all shares read the smaller one of the operands. A batch
+ * of them is cut into smaller batches. */
 static struct call *product(const struct call_frame *frame) {
     const struct buffer *result = frame->results.buffers[0];
     int64_t rows = result->dims[0], columns = result->dims[1];
     struct call *call = new_call(frame, PRODUCT);
     if (call == NULL) {
         return NULL;
+    }
+    if (result->rank == 3) {
+        call->shares = rows < call->threads ? rows : call->threads;
+        call->pieces[0] = (struct pieces){BATCH, rows, call->shares};
+        return call;
     }
     int64_t longest = rows >= columns ? rows : columns, most = longest / LEAST_LENGTH;
     int64_t shares = most < call->threads ? most : call->threads;

@@ -2,9 +2,10 @@
 
 XLA's convolutions on a CPU run on one core if there are few channels, compute bfloat16 in float32, and require another
 layout of the weight than PyTorch's; PyTorch uses oneDNN. PyTorch's attention never stores the whole matrix of scores.
-Of matrix products, MKL computes those in float32 faster than XLA on Intel processors, and oneDNN the gradients of
-weights in bfloat16, if the processor has instructions for it. A custom call (`_aten.c`) passes an operation's arrays to
-PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in libtorch_cpu), which needs neither
+Of matrix products, MKL computes those in float32 faster than XLA on Intel processors, and oneDNN those in bfloat16 if
+the processor has AMX, or the gradients of weights if it has other instructions for it. Batch norm is ours (`_norms.h`),
+since XLA compiles six loops for each shape, and needs two to six times as long. A custom call (`_aten.c`) passes an
+operation's arrays to PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in libtorch_cpu), which needs neither
 Python nor C++. If that interface is missing, or `_aten.c` was not compiled, XLA computes the operation.
 
 Only steps for a single CPU device are lowered `within` this: an array on a mesh is sharded, and a module written to a
@@ -53,6 +54,7 @@ _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_cpu_convolution_backward",
     "aoti_torch_cpu_mm_out",
     "aoti_torch_cpu_addmm_out",
+    "aoti_torch_cpu_bmm_out",
     "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu",
     "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward",
     "_ZN2at15get_num_threadsEv",  # at::get_num_threads()
@@ -172,12 +174,12 @@ def _mkl() -> bool:
 
 
 def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
-    """Whether PyTorch should compute the product of two matrices.
+    """Whether PyTorch should compute the product of two matrices, or of each pair in two batches.
 
     Args:
         by_columns: which of the two lie in memory by columns.
     """
-    if x.dtype != y.dtype or not computes(x.dtype) or x.shape[0] * x.shape[1] * y.shape[1] < _LEAST_PRODUCT:
+    if x.dtype != y.dtype or not computes(x.dtype) or x.size * y.shape[-1] < _LEAST_PRODUCT:
         return False
     if x.dtype != np.float32:  # XLA does not use AMX (4 ms instead of 22 for 788 x 768 x 3072)
         return bool(by_columns[0]) or _has("amx_bf16")  # XLA packs what lies by columns slowly: a weight's gradient
@@ -185,10 +187,10 @@ def multiplies(x: Any, y: Any, by_columns: Sequence[bool]) -> bool:
 
 
 def product(x: Any, y: Any, by_columns: Sequence[bool]) -> Any:
-    """The product of two matrices, in their dtype; arguments as for `multiplies`."""
-    call = jax.ffi.ffi_call(TARGETS[2], jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype))
+    """The products, in the dtype of the matrices; arguments as for `multiplies`."""
+    call = jax.ffi.ffi_call(TARGETS[2], jax.ShapeDtypeStruct((*x.shape[:-1], y.shape[-1]), x.dtype))
     # In memory order: XLA removes a transpose of a transpose.
-    given = (lax.transpose(a, (1, 0)) if columns else a for a, columns in zip((x, y), by_columns, strict=True))
+    given = (jnp.swapaxes(a, -1, -2) if columns else a for a, columns in zip((x, y), by_columns, strict=True))
     return call(*given, by_columns=np.array(by_columns, np.int64))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
@@ -38,7 +40,7 @@ def _plus(self, product, beta, alpha):
 
 
 def of_matrices(x, y, by_columns=(False, False)):
-    """The product of two matrices, by PyTorch's kernels if they are faster.
+    """The product of two matrices, or of each pair in two batches, by PyTorch's kernels if they are faster.
 
     Args:
         by_columns: which of the two lie in memory by columns.
@@ -46,14 +48,9 @@ def of_matrices(x, y, by_columns=(False, False)):
     return kernels.product(x, y, by_columns) if kernels.multiplies(x, y, by_columns) else matmul(x, y)
 
 
-@rule(aten.mm.default)
+@rule(aten.mm.default, aten.bmm.default)
 def mm(self, mat2, *, by_columns=(False, False)):
     return of_matrices(self, mat2, by_columns)
-
-
-@rule(aten.bmm.default)
-def bmm(self, mat2):
-    return matmul(self, mat2)
 
 
 @rule(aten.mm.dtype, aten.bmm.dtype)
@@ -61,17 +58,12 @@ def mm_dtype(self, mat2, out_dtype):
     return matmul(self, mat2)
 
 
-@rule(aten.addmm.default)
+@rule(aten.addmm.default, aten.baddbmm.default)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, by_columns=(False,) * 3):
     return _plus(self, of_matrices(mat1, mat2, by_columns[1:]), beta, alpha)
 
 
-OF_ORDERS.update((aten.mm.default, aten.addmm.default))
-
-
-@rule(aten.baddbmm.default)
-def baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
-    return _plus(self, matmul(batch1, batch2), beta, alpha)
+OF_ORDERS.update((aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default))
 
 
 @rule(aten._addmm_activation.default)
@@ -113,7 +105,9 @@ def vdot(self, other):
 
 @rule(aten.linear.default)
 def linear(input, weight, bias=None):
-    product = contract(input, weight, (((input.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    rows = lax.reshape(input, (math.prod(input.shape[:-1]), input.shape[-1]))
+    product = of_matrices(rows, lax.transpose(weight, (1, 0)), (False, True))
+    product = lax.reshape(product, (*input.shape[:-1], weight.shape[0]))
     return product if bias is None else product + cast(bias, product.dtype)
 
 

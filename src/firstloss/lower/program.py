@@ -291,8 +291,8 @@ def function_of(
 
 
 def _by_columns(view: View | None) -> bool:
-    """Whether a view is of matrices that are stored by columns."""
-    return view is not None and len(view.size) == 2 and view.stride[0] < view.stride[1] and view.size[0] > 1
+    """Whether a view is of a matrix, or a batch of them, that is stored by columns."""
+    return view is not None and len(view.size) in (2, 3) and view.stride[-2] < view.stride[-1] and view.size[-2] > 1
 
 
 def forget_functions() -> None:
