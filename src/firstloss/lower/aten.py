@@ -3,10 +3,11 @@
 XLA's convolutions on a CPU run on one core if there are few channels, compute bfloat16 in float32, and require another
 layout of the weight than PyTorch's; PyTorch uses oneDNN. PyTorch's attention never stores the whole matrix of scores.
 Of matrix products, MKL computes those in float32 faster than XLA on Intel processors, and oneDNN those in bfloat16 if
-the processor has AMX, or the gradients of weights if it has other instructions for it. Batch norm is ours (`_norms.h`),
-since XLA compiles six loops for each shape, and needs two to six times as long. A custom call (`_aten.c`) passes an
-operation's arrays to PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in libtorch_cpu), which needs neither
-Python nor C++. If that interface is missing, or `_aten.c` was not compiled, XLA computes the operation.
+the processor has AMX, or the gradients of weights if it has other instructions for it. A custom call (`_aten.c`) passes
+an operation's arrays to PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in
+libtorch_cpu), which needs neither Python nor C++. Batch norm (`_norms.h`) is a call, too, since XLA compiles six loops
+for each shape, which take two to six times as long. If that interface is missing, or `_aten.c` was not compiled, XLA
+computes the operation.
 
 Only steps for a single CPU device are lowered `within` this: an array on a mesh is sharded, and a module written to a
 file must run without PyTorch.

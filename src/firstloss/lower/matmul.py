@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
@@ -105,9 +103,7 @@ def vdot(self, other):
 
 @rule(aten.linear.default)
 def linear(input, weight, bias=None):
-    rows = lax.reshape(input, (math.prod(input.shape[:-1]), input.shape[-1]))
-    product = of_matrices(rows, lax.transpose(weight, (1, 0)), (False, True))
-    product = lax.reshape(product, (*input.shape[:-1], weight.shape[0]))
+    product = contract(input, weight, (((input.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return product if bias is None else product + cast(bias, product.dtype)
 
 

@@ -31,10 +31,14 @@ from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real
 
 
 class ArrayParameter(NamedTuple):
-    """In a node's template, a placeholder for array `number`, read through a view (None: the whole array)."""
+    """In a node's template, a placeholder for array `number`, read through a view (None: the whole array).
+
+    `start` is where the view's offset is if it is an operand: the number of an array, and an index.
+    """
 
     number: int
     view: View | None
+    start: tuple[int, int] | None = None
 
 
 class View(NamedTuple):
@@ -252,7 +256,8 @@ def function_of(
         def fill(arg: Any) -> Any:
             if type(arg) is ArrayParameter:
                 array = arrays[arg.number]
-                return array if arg.view is None else read_view(array, arg.view)
+                start = None if arg.start is None else arrays[arg.start[0]][arg.start[1]]
+                return array if arg.view is None else read_view(array, arg.view, start)
             return arg.value if type(arg) is _NumberArgument else arg
 
         given = ((name, arg) for name, arg in template.kwargs if name not in names_out and name != "generator")
@@ -340,11 +345,14 @@ def _dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) ->
     return True
 
 
-def read_view(base: Any, view: View) -> Any:
-    """Read the view from `base`, an array of `view.base_shape` in logical order."""
+def read_view(base: Any, view: View, start: Any = None) -> Any:
+    """Read the view from `base`, an array of `view.base_shape` in logical order; from `start` on, if it is given."""
     memory = _in_memory_order(base, view)
     if view.dtype != view.base_dtype:
         memory = _reinterpret(memory, view.base_dtype, view.dtype)
+    if start is not None:
+        extent = 1 + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
+        memory = lax.dynamic_slice_in_dim(lax.reshape(memory, (memory.size,)), start, extent)
     order = _order(view.size, view.stride)
     if view.offset == 0 and memory.size == np.prod(view.size, dtype=int) and _dense(view.size, view.stride, order):
         # A reshaped or transposed whole: do not flatten it, which would lose its sharding.

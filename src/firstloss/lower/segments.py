@@ -17,6 +17,7 @@ import torch
 
 from ..program.graph import Ref, Value
 from ..program.program import Program
+from . import offsets
 from .foreach_split import split_foreach_calls
 from .program import LoweredCall, View, view_of
 from .repeats import Repeats, find_runs
@@ -75,6 +76,7 @@ def cut(
     separate: Iterable[str] = (),
     early: Iterable[str] = (),
     least_periods: int = 2,
+    on_mesh: bool = False,
 ) -> Cut:
     """Cut `program` where it repeats, if enough of it does.
 
@@ -84,6 +86,7 @@ def cut(
         separate: names of outputs that get a Value of their own, which is neither an input nor another output.
         early: names of outputs that are needed before anything else: what they do not need is in other segments.
         least_periods: how often a run has to repeat.
+        on_mesh: whether arrays may be sharded, so that a view's offset has to be known.
     """
     calls = split_foreach_calls(program.nodes)
     views = _output_views(program, separate)
@@ -92,7 +95,12 @@ def cut(
     outputs = _outputs(program, views)
     calls, count = _in_front(calls, [outputs[name] for name in early])
     bounds = {0, count, len(calls)}
-    if runs := _runs(calls, least_periods):
+    runs = _runs(calls, least_periods)
+    if not runs and not on_mesh:
+        steps = offsets.as_operands(calls)
+        runs = _runs(steps, least_periods)
+        calls = steps if runs else calls
+    if runs:
         last_use = {value: i for i, call in enumerate(calls) for value in call.inputs}
         last_use.update(dict.fromkeys(outputs.values(), len(calls)))
         results = {outputs[name] for name in first}

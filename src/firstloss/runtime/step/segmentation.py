@@ -124,7 +124,7 @@ def segment_step(traced: TracedProgram, inputs: Inputs, backend: Backend, same_r
     same_run = same_run and backend.same_run is not None
     if same_run:  # a logical shard goes through all layers before the next
         least_periods = sys.maxsize
-    pieces = cut(program, names, separate, traced.early, least_periods)
+    pieces = cut(program, names, separate, traced.early, least_periods, mesh is not None)
     edges = None
     if mesh is not None:
         kind = SameRunEdges if same_run else PartitionedEdges
