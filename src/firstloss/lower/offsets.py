@@ -1,6 +1,6 @@
 """Offsets of views as operands, so that the steps of a loop over time are equal.
 
-A loop reads one part of a sequence after another, such as `x[:, t]`, and so does a recurrent layer that PyTorch unrolls.
+A loop reads one part of a sequence after another, such as `x[:, t]`; so does a recurrent layer that PyTorch unrolls.
 Its steps are the same but for the offset of the view. If the offset is an operand instead of a part of the code, equal
 steps become one function (`segments.py`): a GRU over 100 steps compiled for 36 seconds without.
 """

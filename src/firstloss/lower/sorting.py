@@ -14,21 +14,25 @@ from .dtypes import axis, cast, where
 from .registry import rule
 
 
-def _rounded_keys(x):
-    """Elements as float32 in the same order: NaN is the largest, and both zeros are equal. None for other dtypes."""
-    if x.dtype not in (np.float32, np.float16, jnp.bfloat16):
+def _bits(x):
+    """The bits of elements as float32, of which equal ones have the same, and NaN has a positive one's; None for other
+    dtypes. (By their bits: where XLA computes, numbers close to zero may count as zero.)"""
+    if x.dtype == jnp.bfloat16:
+        bits = lax.shift_left(cast(lax.bitcast_convert_type(x, np.int16), np.dtype(np.int32)), np.int32(16))
+    elif x.dtype in (np.float32, np.float16):
+        bits = lax.bitcast_convert_type(cast(x, np.dtype(np.float32)), np.int32)
+    else:
         return None
-    x = cast(x, np.dtype(np.float32))
-    return where(x != x, np.nan, where(x == 0, 0.0, x))
+    is_nan = (bits & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000)
+    return where(is_nan, np.int32(0x7FC00000), where(bits == np.int32(-0x80000000), np.int32(0), bits))
 
 
 def _keys(x):
-    """Elements as int32 in the same order; None for dtypes that are wider."""
-    floats = _rounded_keys(x)
-    if floats is not None:
-        bits = lax.bitcast_convert_type(floats, np.int32)
-        return where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return cast(x, np.dtype(np.int32)) if x.dtype.kind in "bi" and x.dtype.itemsize <= 4 else None
+    """Elements as int32 in the same order; None for dtypes that are wider. NaN is the largest, both zeros are equal."""
+    bits = _bits(x)
+    if bits is not None:
+        return where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits)
+    return cast(x, np.dtype(np.int32)) if np.can_cast(x.dtype, np.int32) else None
 
 
 def _at(x, positions, d):
@@ -49,10 +53,10 @@ def _sort_on_cpu(x, d, descending):
 
 def _largest_on_cpu(x, k, d):
     """The `k` largest elements and their positions, or None: XLA selects from rows of float32, without sorting."""
-    keys = _rounded_keys(x) if kernels.usable() and k else None
-    if keys is None:
+    bits = _bits(x) if kernels.usable() and k else None
+    if bits is None:
         return None
-    rows = jnp.moveaxis(keys, d, -1)
+    rows = jnp.moveaxis(lax.bitcast_convert_type(bits, np.float32), d, -1)
     _, positions = lax.top_k(lax.reshape(rows, (math.prod(rows.shape[:-1]), rows.shape[-1])), k)
     positions = lax.reshape(cast(positions, np.dtype(np.int64)), (*rows.shape[:-1], k))
     positions = jnp.moveaxis(positions, -1, d)
