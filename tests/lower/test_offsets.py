@@ -1,5 +1,7 @@
 """Steps of loops over time: offsets of views as operands, and one function for all steps."""
 
+import math
+
 import jax
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 
 import firstloss as fl
 from firstloss.lower import segments
-from firstloss.lower.program import View, read_view
+from firstloss.lower.program import View, read_view, write_view
+from firstloss.lower.views import strided_positions
 
 from .harness import to_array, to_tensor
 
@@ -33,7 +36,14 @@ def test_a_view_that_starts_at_an_operand_is_the_view(geometry):
     view = View((length,), (1,), base.dtype, size, stride, 0, base.dtype)
     with jax.enable_x64(True):
         actual = jax.jit(lambda base, start: read_view(base, view, start))(to_array(base), offset)
+        new = -torch.arange(float(math.prod(size))).view(size)
+        write = jax.jit(lambda base, new, start: write_view(base, new, view, start))
+        written = write(to_array(base), to_array(new), offset)
+        positions = strided_positions(size, stride, 0).reshape(-1).tolist()
     assert torch.equal(to_tensor(actual, base.dtype), base.as_strided(size, stride, offset))
+    if len(set(positions)) == new.numel():  # else which is written last?
+        base.as_strided(size, stride, offset).copy_(new)
+        assert torch.equal(to_tensor(written, base.dtype), base)
 
 
 class Cell(nn.Module):
@@ -52,6 +62,18 @@ class Cell(nn.Module):
         return torch.stack(outputs, 1)
 
 
+class Filling(Cell):
+    """As in tutorials on translation, with the outputs written to a tensor that was there before."""
+
+    def forward(self, x):
+        parts = self.read(x)
+        h, outputs = x.new_zeros(x.shape[0], 8), torch.zeros(len(parts), x.shape[0], 8)
+        for t, part in enumerate(parts):
+            h = self.cell(part, h)
+            outputs[t] = h
+        return outputs
+
+
 class First(nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -68,6 +90,7 @@ MODELS = {
     "a loop over indices": lambda: Cell(lambda x: [x[:, t] for t in range(x.shape[1])]),
     "a loop over a list": lambda: Cell(lambda x: x.unbind(1)),
     "a loop over slices": lambda: Cell(lambda x: [x[:, t : t + 2].mean(1) for t in range(x.shape[1] - 1)]),
+    "a loop that fills a tensor": lambda: Filling(lambda x: [x[:, t] for t in range(x.shape[1])]),
     "a loop backwards": lambda: Cell(lambda x: [x[:, -t] for t in range(1, x.shape[1])]),
 }
 

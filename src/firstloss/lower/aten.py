@@ -130,7 +130,8 @@ def _bfloat16() -> bool:
 @functools.cache
 def _has(capability: str) -> bool:
     """Whether PyTorch uses these instructions of the processor; older versions cannot tell."""
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get(capability))
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get(capability))
 
 
 def computes(dtype: np.dtype) -> bool:

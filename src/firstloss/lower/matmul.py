@@ -110,8 +110,16 @@ def linear(input, weight, bias=None):
 @rule(aten._trilinear.default)
 def _trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1):
     """The product of three tensors, each with inserted dimensions, summed over some."""
-    x, y, z = (lax.expand_dims(i, e) for i, e in ((i1, expand1), (i2, expand2), (i3, expand3)))
-    return jnp.sum(cast(x, opmath(x.dtype)) * y * z, tuple(sumdim))
+    count = i1.ndim + len(expand1)
+    operands = []
+    for array, inserted in ((i1, expand1), (i2, expand2), (i3, expand3)):
+        operands += [cast(array, opmath(array.dtype)), [d for d in range(count) if d not in inserted]]
+    given = {d for dims in operands[1::2] for d in dims}
+    left = [d for d in range(count) if d not in sumdim]
+    product = jnp.einsum(
+        *operands, [d for d in left if d in given], optimize="optimal", precision=precision.now().products
+    )
+    return lax.expand_dims(product, [i for i, d in enumerate(left) if d not in given])
 
 
 @rule(aten._grouped_mm.default)

@@ -31,18 +31,17 @@ from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real
 
 
 class ArrayParameter(NamedTuple):
-    """In a node's template, a placeholder for array `number`, read through a view (None: the whole array).
-
-    `start` is where the view's offset is if it is an operand: the number of an array, and an index.
-    """
+    """In a node's template, a placeholder for array `number`, read through a view (None: the whole array)."""
 
     number: int
     view: View | None
-    start: tuple[int, int] | None = None
 
 
 class View(NamedTuple):
-    """A Ref without its Value: the geometries of the view and of its base."""
+    """A Ref without its Value: the geometries of the view and of its base.
+
+    `start` is where the offset is if it is an operand of the call: the number of an array, and an index.
+    """
 
     base_shape: tuple[int, ...]
     base_stride: tuple[int, ...]
@@ -51,6 +50,7 @@ class View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    start: tuple[int, int] | None = None
 
 
 class Template(NamedTuple):
@@ -253,11 +253,13 @@ def function_of(
     names_out = {a.name for a in schema_of(template.op).arguments if a.kwarg_only and a.alias_info is not None}
 
     def call(*arrays: Any) -> tuple[Any, ...]:
+        def start_of(view: View) -> Any:
+            return None if view.start is None else arrays[view.start[0]][view.start[1]]
+
         def fill(arg: Any) -> Any:
             if type(arg) is ArrayParameter:
-                array = arrays[arg.number]
-                start = None if arg.start is None else arrays[arg.start[0]][arg.start[1]]
-                return array if arg.view is None else read_view(array, arg.view, start)
+                array, view = arrays[arg.number], arg.view
+                return array if view is None else read_view(array, view, start_of(view))
             return arg.value if type(arg) is _NumberArgument else arg
 
         given = ((name, arg) for name, arg in template.kwargs if name not in names_out and name != "generator")
@@ -280,7 +282,7 @@ def function_of(
                 out.append(_checked(template, new, shape, dtype))
             else:
                 new = _checked(template, new, view.size, view.dtype)
-                out.append(write_view(arrays[index], new, view))
+                out.append(write_view(arrays[index], new, view, start_of(view)))
         new_tensors = [m for m in new_tensors if m is not None]
         expected = template.outputs[count:]
         if len(new_tensors) != len(expected):
@@ -351,8 +353,7 @@ def read_view(base: Any, view: View, start: Any = None) -> Any:
     if view.dtype != view.base_dtype:
         memory = _reinterpret(memory, view.base_dtype, view.dtype)
     if start is not None:
-        extent = 1 + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
-        memory = lax.dynamic_slice_in_dim(lax.reshape(memory, (memory.size,)), start, extent)
+        memory = lax.dynamic_slice_in_dim(lax.reshape(memory, (memory.size,)), start, _extent(view))
     order = _order(view.size, view.stride)
     if view.offset == 0 and memory.size == np.prod(view.size, dtype=int) and _dense(view.size, view.stride, order):
         # A reshaped or transposed whole: do not flatten it, which would lose its sharding.
@@ -362,14 +363,24 @@ def read_view(base: Any, view: View, start: Any = None) -> Any:
     return as_strided(memory, view.size, view.stride, view.offset)
 
 
-def write_view(base: Any, new: Any, view: View) -> Any:
-    """Write `new` through the view, and return the new base."""
+def _extent(view: View) -> int:
+    """From a view's first element to its last, in elements of the memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
+
+
+def write_view(base: Any, new: Any, view: View, start: Any = None) -> Any:
+    """Write `new` through the view, and return the new base; from `start` on, if it is given."""
     memory = _in_memory_order(base, view)
     if view.dtype != view.base_dtype:
         memory = _reinterpret(memory, view.base_dtype, view.dtype)
     order = _order(view.size, view.stride)
     if view.offset == 0 and memory.size == np.prod(view.size, dtype=int) and _dense(view.size, view.stride, order):
         memory = lax.reshape(lax.transpose(new, order), memory.shape)
+    elif start is not None:
+        flat = lax.reshape(memory, (memory.size,))
+        part = lax.dynamic_slice_in_dim(flat, start, _extent(view))
+        part = as_strided_scatter(part, new, view.size, view.stride, 0)
+        memory = lax.reshape(lax.dynamic_update_slice_in_dim(flat, part, start, 0), memory.shape)
     else:
         memory = as_strided_scatter(memory, new, view.size, view.stride, view.offset)
     if view.dtype != view.base_dtype:
