@@ -35,6 +35,7 @@ FIGURES = (
     "trainer_overhead",
     "trainer_resume",
     "step_speed",
+    "operation_speed",
     "construct_on_ranks",
     "load_checkpoint",
     "load_experts",

@@ -205,7 +205,7 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
         if type(arg) is Ref:
             return slot(arg)
         if type(arg) is float or type(arg) is bool:
-            return _NumberArgument(type(arg), arg)  # 1, 1.0 and True are equal in Python, but not in PyTorch
+            return NumberArgument(type(arg), arg)  # 1, 1.0 and True are equal in Python, but not in PyTorch
         return arg
 
     args = mapped(parameter, node.args, tuple)
@@ -215,7 +215,7 @@ def template_of(node: Node, inputs: list[Value]) -> Template:
     return Template(node.op, args, kwargs, writes, outputs, node.draw is not None)
 
 
-class _NumberArgument(NamedTuple):
+class NumberArgument(NamedTuple):
     kind: type
     value: Any
 
@@ -260,7 +260,7 @@ def function_of(
             if type(arg) is ArrayParameter:
                 array, view = arrays[arg.number], arg.view
                 return array if view is None else read_view(array, view, start_of(view))
-            return arg.value if type(arg) is _NumberArgument else arg
+            return arg.value if type(arg) is NumberArgument else arg
 
         given = ((name, arg) for name, arg in template.kwargs if name not in names_out and name != "generator")
         kwargs = {name: mapped(fill, arg, list) for name, arg in given}

@@ -17,7 +17,7 @@ import torch
 
 from ..program.graph import Ref, Value
 from ..program.program import Program
-from . import offsets
+from . import loops
 from .foreach_split import split_foreach_calls
 from .program import LoweredCall, View, view_of
 from .repeats import Repeats, find_runs
@@ -86,7 +86,7 @@ def cut(
         separate: names of outputs that get a Value of their own, which is neither an input nor another output.
         early: names of outputs that are needed before anything else: what they do not need is in other segments.
         least_periods: how often a run has to repeat.
-        on_mesh: whether arrays may be sharded, so that a view's offset has to be known.
+        on_mesh: whether arrays may be sharded, so that the offsets of views have to be known.
     """
     calls = split_foreach_calls(program.nodes)
     views = _output_views(program, separate)
@@ -97,7 +97,7 @@ def cut(
     bounds = {0, count, len(calls)}
     runs = _runs(calls, least_periods)
     if not runs and not on_mesh:
-        steps = offsets.as_operands(calls)
+        steps = loops.as_operands(calls)
         runs = _runs(steps, least_periods)
         calls = steps if runs else calls
     if runs:
@@ -218,6 +218,7 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
     signatures: list[Hashable] = []
     arguments: list[tuple[Value | int, ...]] = []
     read_outside: dict[int, set[int]] = {}  # for each function, which outputs of its calls are read outside
+    arrays |= _varying_numbers(pieces, arrays)
     for piece in pieces:
         signature, outside = _signature(piece, arrays)
         number = functions.setdefault(signature, len(functions))
@@ -234,8 +235,30 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
     return segments
 
 
-def _signature(piece: Sequence[LoweredCall], arrays: set[Value]) -> tuple[Hashable, tuple[Value | int, ...]]:
-    """The piece's computation from the arrays given to it, and these arrays in the order of first use."""
+def _varying_numbers(pieces: Sequence[Sequence[LoweredCall]], arrays: set[Value]) -> set[Value]:
+    """Constants in which pieces differ that are equal otherwise: if they are given to the pieces, these are one
+    function."""
+    alike: dict[Hashable, list[list[Value]]] = {}
+    for piece in pieces:
+        numbers: list[Value] = []
+        signature, _ = _signature(piece, arrays, numbers)
+        alike.setdefault(signature, []).append(numbers)
+    varying: set[Value] = set()
+    for group in alike.values():
+        for values in zip(*group, strict=True):
+            if len({_bytes(value) for value in values}) > 1:
+                varying.update(value for value in values if value.real is not None)
+    return varying
+
+
+def _signature(
+    piece: Sequence[LoweredCall], arrays: set[Value], numbers: list[Value] | None = None
+) -> tuple[Hashable, tuple[Value | int, ...]]:
+    """The piece's computation from the arrays given to it, and these arrays in the order of first use.
+
+    Args:
+        numbers: gets the numbers that are part of the code; the result is then the same for others.
+    """
     names: dict[Any, tuple[Any, ...]] = {}
     outside: list[Value | int] = []
     signature: list[Any] = []
@@ -246,7 +269,9 @@ def _signature(piece: Sequence[LoweredCall], arrays: set[Value]) -> tuple[Hashab
             wire = names.get(value)
             if wire is None:
                 if _baked(value, arrays):
-                    wire = ("baked", value.shape, value.dtype, _bytes(value))
+                    wire = ("baked", value.shape, value.dtype, _bytes(value) if numbers is None else len(numbers))
+                    if numbers is not None:
+                        numbers.append(value)
                 else:
                     wire = ("outside", len(outside), value.shape, value.dtype)
                     outside.append(value)
