@@ -30,14 +30,18 @@ _WIDER = {torch.float32: torch.float32, torch.float64: torch.float64} | dict.fro
 
 def as_operands(calls: Sequence[LoweredCall]) -> list[LoweredCall]:
     """The calls, in which the offsets and numbers that differ from step to step are operands."""
-    seen: defaultdict[Hashable, list[set[Any]]] = defaultdict(list)
-    for call in calls:
-        parts = _parts(call)
-        sets = seen[_without_parts(call)]
-        sets.extend(set() for _ in range(len(parts) - len(sets)))
-        for found, part in zip(sets, parts, strict=True):
-            found.add(_content(part))
-    return [_changed(call, [len(found) >= _MANY for found in seen[_without_parts(call)]]) for call in calls]
+    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for i, call in enumerate(calls):
+        alike[_without_parts(call)].append(i)
+    changed = list(calls)
+    for group in alike.values():
+        if len(group) < _MANY:
+            continue
+        contents = zip(*([_content(part) for part in _parts(calls[i])] for i in group), strict=True)
+        varies = [len(set(found)) >= _MANY for found in contents]
+        for i in group if any(varies) else ():
+            changed[i] = _changed(calls[i], varies)
+    return changed
 
 
 def _content(part: View | NumberArgument) -> Any:
@@ -89,8 +93,6 @@ def _without_parts(call: LoweredCall) -> Hashable:
 def _changed(call: LoweredCall, varies: Sequence[bool]) -> LoweredCall:
     """`call` with its parts that vary in one or two more inputs, first the offsets."""
     parts = [part for part, changes in zip(_parts(call), varies, strict=True) if changes]
-    if not parts:
-        return call
     offsets = [part.offset for part in parts if isinstance(part, View)]
     values = [part.value for part in parts if not isinstance(part, View)]
     of_offsets, of_values = len(call.inputs), len(call.inputs) + bool(offsets)

@@ -96,7 +96,7 @@ def cut(
     calls, count = _in_front(calls, [outputs[name] for name in early])
     bounds = {0, count, len(calls)}
     runs = _runs(calls, least_periods)
-    if not runs and not on_mesh:
+    if not runs and not on_mesh and _may_repeat(calls, least_periods):
         steps = loops.as_operands(calls)
         runs = _runs(steps, least_periods)
         calls = steps if runs else calls
@@ -131,9 +131,14 @@ def _in_front(calls: list[LoweredCall], values: Sequence[Value]) -> tuple[list[L
     return [*(calls[i] for i in sorted(needed, key=lambda i: (recorded[i], i))), *others], len(needed)
 
 
+def _may_repeat(calls: Sequence[LoweredCall], least_periods: int) -> bool:
+    """Whether there are enough calls for a run."""
+    return len(calls) >= max(_SAVED, least_periods)
+
+
 def _runs(calls: Sequence[LoweredCall], least_periods: int) -> list[Repeats]:
     """Where the calls repeat at least so often; empty if too few do."""
-    if len(calls) < _SAVED:
+    if not _may_repeat(calls, least_periods):
         return []
     kinds: dict[Hashable, int] = {}
     keys = [kinds.setdefault((call.kind, _avals(call)), len(kinds)) for call in calls]
@@ -218,7 +223,8 @@ def _shared(pieces: Sequence[Sequence[LoweredCall]], inputs: set[Value], results
     signatures: list[Hashable] = []
     arguments: list[tuple[Value | int, ...]] = []
     read_outside: dict[int, set[int]] = {}  # for each function, which outputs of its calls are read outside
-    arrays |= _varying_numbers(pieces, arrays)
+    if len(pieces) > 1:  # else the Program is not cut
+        arrays |= _varying_numbers(pieces, arrays)
     for piece in pieces:
         signature, outside = _signature(piece, arrays)
         number = functions.setdefault(signature, len(functions))
