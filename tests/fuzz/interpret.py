@@ -95,7 +95,7 @@ def instead_of_compiling() -> None:
         compiling.compile_step = interpreted
 
 
-def interpreted(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Any:
+def interpreted(traced: TracedProgram, inputs: Inputs, backend: Backend, once: bool = False) -> Any:
     if traced.draws or backend.mesh is not None:
-        return _compile(traced, inputs, backend)
+        return _compile(traced, inputs, backend, once)
     return Interpreted(traced)

@@ -72,6 +72,11 @@ class Models:
         references = list(self._references.items())
         return {number: model for number, each in references if (model := each()) is not None}
 
+    @property
+    def newest(self) -> int:
+        """The number of the newest of them; 0 if there are none."""
+        return max(self.numbered(), default=0)
+
     def __iter__(self) -> Iterator[torch.nn.Module]:
         return iter(self.numbered().values())
 

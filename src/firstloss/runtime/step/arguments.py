@@ -68,13 +68,14 @@ class Arguments:
         padded: the indices of leaves that are padded copies.
         varying: the indices of numbers and texts that are inputs, since they have been seen to change; with names.
         known: numbers that were computed for this call.
+        news: how they differ from those of earlier calls, in words, if they are of a new kind.
         early: what another compiled step has computed at this call, up to a read that decided otherwise than in its
             trace, with what its inputs were; see `SegmentedRun.take_early`.
     """
 
     __slots__ = (
-        "leaves", "spec", "gradients", "itself", "padded", "varying", "known", "early", "_args_and_kwargs", "_count",
-        "_containers",
+        "leaves", "spec", "gradients", "itself", "padded", "varying", "known", "news", "early", "_args_and_kwargs",
+        "_count", "_containers",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +85,7 @@ class Arguments:
         spec: Any,
         padded: frozenset[int] = frozenset(),
         varying: Mapping[int, str] | None = None,
+        news: str | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +94,7 @@ class Arguments:
         """
         self.varying: Mapping[int, str] = {} if varying is None else varying
         self.known: dict[Expression, Any] = {}
+        self.news: str | None = news
         self.early: tuple[Any, list[Any]] | None = None
         self.leaves: list[Any] = list(leaves)
         self.spec: Any = spec

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...capture import session
-from ...errors import GraphChangedError, TraceError
+from ...errors import EagerStepWarning, GraphChangedError, GraphChangeWarning, TraceError
 from ...interpreter import Undo, pause, paused_until
-from ...program.source import here
+from ...program.source import here, warn
 from ..backend import Backend, current_backend
 from ..device import host_tensors
 from ..guards.recording import record_calls
@@ -34,6 +34,7 @@ from .process_settings import modes, settings
 from .reads import OutcomeChanged
 from .request import MAX_RETRIES, Request
 from .shapes import generalizes
+from .untraced_calls import NewKinds
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
@@ -58,7 +59,9 @@ class StepCache:
         self._reads = reads
         self.kinds: dict[_Kind, CacheEntries] = {}
         self._found: CompiledStep | None = None  # at the last call
-        self._entries = CacheEntries(name, refuse, check)  # those that it was found among
+        self._new_kinds = NewKinds()
+        self._reported_new = False
+        self._entries = CacheEntries(name, refuse, check, self._new_kinds)  # those that it was found among
         self._name = name
         self._refuse = refuse
         self._check = check
@@ -175,8 +178,8 @@ class StepCache:
         kind_of_call = (id(backend), arguments.spec, kind, arguments.key(), modes(), settings())
         self._calls += 1
         with session.tracing:  # models of other threads are reachable as well, and others trace these
-            if kind_of_call not in self.kinds:
-                self.kinds[kind_of_call] = CacheEntries(self._name, self._refuse, self._check)
+            if kind_of_call not in self.kinds and self._runs_new_kind_untraced(kind_of_call, request):
+                return None
             entries = self._entries = self.kinds[kind_of_call]
             entries.called = self._calls
             fits = entries.fits(request)
@@ -191,6 +194,27 @@ class StepCache:
                 if not fits:
                     self._drop_stale(kind_of_call, new)
         return compiled
+
+    def _runs_new_kind_untraced(self, kind: _Kind, request: Request) -> bool:
+        """Begin with calls of a new kind; returns whether the step's Python runs at this one."""
+        self._entries = CacheEntries(self._name, self._refuse, self._check, self._new_kinds)
+        news, may_run = request.arguments.news, request.runs_where_weights_are and self._check != "always"
+        self._new_kinds.note_newest(request.backend.models.newest)
+        if not (may_run and self._new_kinds.run_untraced(kind)):
+            self.kinds[kind] = self._entries
+            if news is not None:
+                warn(GraphChangeWarning(f"{here()}: {self._name} is recompiled for {news}."))
+            return False
+        if not self._reported_new:
+            self._reported_new = True
+            warn(
+                EagerStepWarning(
+                    f"{here()}: {self._name} is called with batches of another kind each time: now with "
+                    f"{news or 'other arguments'}. From now on its Python runs at the first call of a new kind, by "
+                    "PyTorch's kernels, and it is compiled for those that come again."
+                )
+            )
+        return True
 
     @property
     def latest(self) -> CompiledStep | None:
@@ -209,7 +233,7 @@ class StepCache:
 
     def compilations(self) -> int:
         """The number of cached steps that were compiled."""
-        return len({id(step.executable) for step in self.steps()})
+        return len({id(step.executable) for step in self.steps() if step.is_compiled})
 
     def _drop_stale(self, kind: _Kind, new: CacheEntry) -> None:
         """When a step is new, drop those for other models or objects that no call has been of for some time, since they

@@ -21,7 +21,7 @@ from .retrace_reports import ADVICE, Reports, reasons
 from .scheduler_results import ReadsSchedulerError
 from .traced_program import TracedProgram
 from .tracing import StepRaisedError, TraceObserver
-from .untraced_calls import TraceCounts, UntracedCalls
+from .untraced_calls import NewKinds, TraceCounts, UntracedCalls
 
 if TYPE_CHECKING:
     from .compiled_step import CompiledStep
@@ -38,7 +38,7 @@ class CacheEntries:
         called: the number of the last call of this kind.
     """
 
-    def __init__(self, name: str, refuse: bool, check: bool | str) -> None:
+    def __init__(self, name: str, refuse: bool, check: bool | str, new_kinds: NewKinds) -> None:
         self.called: int = 0
         self._check = bool(check)
         self._always = check == "always"
@@ -49,7 +49,8 @@ class CacheEntries:
         self._refuse = refuse
         self._name = name
         self._learned = Learned()
-        self._counts = TraceCounts()
+        self._new_kinds = new_kinds
+        self._counts = TraceCounts(new_kinds)
         self._untraced = UntracedCalls()
         self._newest = 0  # the number of the newest model at the last call that was to be traced
         self._for_one_call: CompiledStep | None = None  # on several processes, the last valid for its own call only
@@ -151,7 +152,8 @@ class CacheEntries:
         """Whether a call that no step fits is run without a trace; see `UntracedCalls`."""
         if not request.reads:
             return False
-        newest = max(request.backend.models.numbered(), default=0)
+        newest = request.backend.models.newest
+        self._new_kinds.note_newest(newest)
         if newest > self._newest:  # a model that is new may be one for which it can be compiled
             self._newest, self._untraced = newest, UntracedCalls()
             self._counts.begin_anew()
@@ -167,7 +169,8 @@ class CacheEntries:
         """Trace the step, because no entry's guards hold; the new entry is kept, if other calls may fit it."""
         known = [*self._entries, *(entry for entries in similar for entry in entries._entries)]
         retrace = Retrace(request, self._entries, known, self._for_one_call, self._learned, self.reports)
-        request = request._replace(constants=frozenset(self._learned.constants))
+        once = self._counts.are_in_vain() and request.runs_where_weights_are and not self._always
+        request = request._replace(constants=frozenset(self._learned.constants), once=once)
         entry = self._traced(request, retrace.find, similar, retrace.specializes_first())
         if entry.records_code:
             self._learned.is_repeatable = entry.traced_each_time is None and not entry.writes
@@ -213,7 +216,7 @@ class CacheEntries:
                 runs = self._runs_untraced_from_now_on(request)
                 self.reports.report_own_writes(last.guards, by_step, None if runs else last.seconds)
         if retrace.is_for_others(entry.step.traced) or retrace.is_for_other_gradients:
-            self._counts.begin_anew(is_traced=True)
+            self._counts.begin_anew(of_all_kinds=last is not None, is_traced=True)
         if self._counts.is_in_vain(outcomes) and request.reads and last is not None:
             self._untraced.begin_at_once()
             self._entries = [entry for entry in self._entries if entry.uses > 1]  # else each call checks them

@@ -111,7 +111,7 @@ class CacheEntry:
 
     def shares_program(self, other: CacheEntry) -> bool:
         """Whether only its guards are others: it has the same executable, and the same outcomes of what is read."""
-        return self.step.executable is other.step.executable and self.step.traced.outcomes == other.step.traced.outcomes
+        return self.step.shares_executable(other.step) and self.step.traced.outcomes == other.step.traced.outcomes
 
     @property
     def made_for(self) -> tuple[frozenset[int], int]:

@@ -91,6 +91,16 @@ class CompiledStep(BoundStep):
             executable = self._executable = executable.made()
         return executable
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is compiled, or being compiled: not if PyTorch's kernels have run it, once."""
+        executable = self._executable
+        return not (isinstance(executable, BackgroundCompiledStep) and executable.whole and not executable.is_made)
+
+    def shares_executable(self, other: CompiledStep) -> bool:
+        """Whether it has the executable of another one."""
+        return self._executable is other._executable  # the first's has been replaced when it was given to the second
+
     def wait_until_lowered(self) -> None:
         """Wait while the first run lowers the step, before it is traced again."""
         if isinstance(self._executable, BackgroundCompiledStep):

@@ -19,9 +19,15 @@ if TYPE_CHECKING:
     from .segmented import SegmentedStep
 
 
-def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> SegmentedStep | BackgroundCompiledStep:
+def compile_step(
+    traced: TracedProgram, inputs: Inputs, backend: Backend, once: bool = False
+) -> SegmentedStep | BackgroundCompiledStep:
     """Compile a step. Called with the state that it changes, its other inputs and a seed, the executable returns the
     new state, effects and results. The state is donated and updated in place.
+
+    Args:
+        once: whether it may be called only once, so that PyTorch's kernels run its first call, and it is compiled at
+            the second.
 
     Raises:
         BackendError: for an abstract mesh.
@@ -32,7 +38,8 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
             f"{traced.name} cannot be compiled for an AbstractMesh, which has no devices: only planned, as "
             f"{traced.name}.plan(batch). Pass the backend sizes of axes, as mesh={backend.mesh.axes}."
         )
-    first_loss = _first_loss(traced, traced.results, backend)
+    names = [name for group in traced.groups.outputs for name in group]
+    first_loss = FirstLoss(traced.program, names) if once else _first_loss(traced, traced.results, backend)
     if first_loss is None or not all(map(is_certain, traced.program.nodes)):
         from .segmentation import refuse_unsupported
 
@@ -45,7 +52,7 @@ def compile_step(traced: TracedProgram, inputs: Inputs, backend: Backend) -> Seg
 
     if first_loss is None:
         return make()
-    return BackgroundCompiledStep(make, first_loss, traced.groups, traced.early)
+    return BackgroundCompiledStep(make, first_loss, traced.groups, traced.early, whole=once)
 
 
 def _first_loss(traced: TracedProgram, names: Sequence[str], backend: Backend) -> FirstLoss | None:

@@ -3,11 +3,14 @@
 A step's result is a slice of its Program, like each weight of its constructor's: mostly the forward pass. It needs the
 weights but no compiler, so it is computed as soon as these are available; the step itself is lowered, compiled and run
 afterwards. The first loss is then bit-identical to eager PyTorch's, and training follows the compiled step as always.
+
+A step that may be called only once is run by the kernels as a whole, and compiled at its second call; see `NewKinds`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -112,6 +115,7 @@ class BackgroundCompiledStep:
         first_loss: FirstLoss,
         groups: Groups,
         early: Sequence[str],
+        whole: bool = False,
     ) -> None:
         """
         Args:
@@ -119,8 +123,10 @@ class BackgroundCompiledStep:
             first_loss: computes the last group of outputs.
             groups: its inputs and outputs.
             early: names of outputs in the last group that are computed before any state changes.
+            whole: whether `first_loss` computes all groups, and the step is created at its second run.
         """
         self.early: list[int] = [groups.outputs[-1].index(name) for name in early]
+        self.whole: bool = whole
         self._make = make
         self._made: SegmentedStep | None = None
         self._lock = threading.Lock()
@@ -144,6 +150,11 @@ class BackgroundCompiledStep:
                 finish_at_exit()
                 self._made = self._make()
             return self._made
+
+    @property
+    def is_made(self) -> bool:
+        """Whether there is a segmented step."""
+        return self._made is not None
 
     def lower_in_background(self, later: BackgroundWork) -> None:
         """Start `later`, which lowers the step and runs the rest of it."""
@@ -170,7 +181,7 @@ class BackgroundCompiledStep:
 
     def begin(self, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> KernelsFirstRun | SegmentedRun:
         """An execution; see `dispatch.execute`."""
-        if self.first_loss is None or self._made is not None:
+        if self.first_loss is None or self.is_made:
             return self.made().begin(state, rest, seed)
         return KernelsFirstRun(self, state, rest, seed)
 
@@ -181,6 +192,7 @@ class KernelsFirstRun:
     def __init__(self, step: BackgroundCompiledStep, state: Sequence[Any], rest: Sequence[Any], seed: Any) -> None:
         self._step = step
         self._inputs = state, rest, seed
+        self._before: list[LazyArray] = []  # the outputs before the last group, if they are computed, too
         self._results: list[LazyArray] | None = None
         self._instead: SegmentedRun | None = None  # runs the step if the kernels cannot
         self._later: BackgroundWork | None = None
@@ -196,8 +208,11 @@ class KernelsFirstRun:
         state, rest, seed = self._inputs
         arrays: Mapping[Value, Any] = dict(zip(step.inputs, (*state, *rest), strict=True))
         assert step.first_loss is not None
-        self._results = step.first_loss.attempt(arrays, seed)
-        if self._results is None:
+        results = step.first_loss.attempt(arrays, seed)
+        if results is not None:
+            start = len(results) - step.counts[-1]
+            self._before, self._results = results[:start], results[start:]
+        else:
             step.first_loss = None
             from ..jax_support import x64
 
@@ -220,6 +235,9 @@ class KernelsFirstRun:
             with x64():
                 self._instead.finish()
             return
+        if self._step.whole:
+            self._step.first_loss = None
+            return
         self._later = BackgroundWork(functools.partial(_finish, self._step, *self._inputs))
         self._inputs = (), (), None
         self._step.lower_in_background(self._later)
@@ -229,7 +247,11 @@ class KernelsFirstRun:
         if self._instead is not None:
             return self._instead.outputs()
         later, *counts = self._later, *self._step.counts[:-1]
-        assert later is not None and self._results is not None
+        assert self._results is not None
+        if self._step.whole:
+            before = iter(self._before)
+            return (*(tuple(itertools.islice(before, count)) for count in counts), tuple(self._results))
+        assert later is not None
         groups = [
             tuple(LazyArray(functools.partial(later.of, (group, i))) for i in range(count))
             for group, count in enumerate(counts)

@@ -46,6 +46,7 @@ class Request(NamedTuple):
     reads_by_all: bool = False  # whether it may read values which all processes of a mesh compute together
     values_read: Sequence[Any] = ()  # at a call whose outcomes were others than those of a compiled step
     retries: int = 0  # how often they were
+    once: bool = False  # whether the compiled step may be called only once; see `compiling.compile_step`
     then_inputs: bool = False  # whether what varies becomes an input at this call, if it can be traced again
     then_reads: bool = False  # and whether what it reads does
     constants: Set[Constant] = frozenset()  # that are inputs
@@ -163,7 +164,9 @@ class Request(NamedTuple):
             inputs.same_shardings(same.inputs) and traced.outputs.same_shardings(same.traced.outputs)
         ):
             same = None
-        executable = compiling.compile_step(traced, inputs, self.backend) if same is None else same.executable
+        executable = (
+            compiling.compile_step(traced, inputs, self.backend, self.once) if same is None else same.executable
+        )
         return CompiledStep(traced, inputs, executable, self.backend, ran=same is not None)
 
     def _computed(self, traced: TracedProgram) -> CompiledStep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +10,15 @@ import torch
 
 from ...capture.input_numbers import is_plain_number
 from ...capture.input_texts import is_text
-from ...errors import GraphChangeWarning, NotTraceableError, ShapeError, TraceError
+from ...errors import NotTraceableError, ShapeError, TraceError
 from ...program.graph import is_not_strided
-from ...program.source import here, warn
+from ...program.source import here
 from ..guards.kind import kind_of
 from ..pytrees import flatten, flatten_with_path
 from .arguments import Arguments, ByIdentity
 
-# How many kinds there may be that are for certain objects, which may be others at each call.
-_MAX_FOR_OBJECTS = 1024
+# How many kinds are remembered: shapes, or objects, may be others at each call.
+_MAX_KINDS = 1024
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Shapes:
         self._step = step
         self._policy = policy
         self._parameters = parameters
-        self._kinds: dict[Any, tuple[Any, ...]] = {}  # kinds, by everything except shapes
+        self._kinds: dict[Any, dict[tuple[Any, ...], None]] = {}  # kinds, by everything except shapes
         self._varying: dict[Any, dict[int, str]] = {}  # likewise, indices and names of changed numbers and texts
 
     def admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, tuple[Any, ...]]:
@@ -82,22 +82,24 @@ class Shapes:
         """
         leaves, spec = flatten(args_and_kwargs := (args, kwargs))
         kind = tuple(map(_kind, leaves))
-        kinds = self._kinds.setdefault(spec, ())
+        kinds = self._kinds.setdefault(spec, {})
         padded: frozenset[int] = frozenset()
         varying = self._varying.get(spec, {})
         if varying:
             kind = _without_values(kind, varying)
-        if kind not in kinds and kinds and (changed := _changed_inputs(kinds[-1], kind)):
+        if kind not in kinds and kinds and (changed := _changed_inputs(_last(kinds), kind)):
             names = self._names(args, kwargs)
             varying = self._varying[spec] = {**varying, **{i: names[i] for i in changed}}
             kind = _without_values(kind, varying)
-            self._kinds[spec] = kinds = tuple(dict.fromkeys(_without_values(k, varying) for k in kinds))
+            self._kinds[spec] = kinds = dict.fromkeys(_without_values(k, varying) for k in kinds)
         if kind in kinds:
             return Arguments(args_and_kwargs, leaves, spec, varying=varying), kind
         if isinstance(self._policy, Pad):
             self._check_names(args, kwargs)
         if kinds and self._policy == "refuse":
-            raise ShapeError(f"{here()}: {self._step} is called with {self._change(kinds[-1], kind, args, kwargs)}.")
+            change = self._change(_last(kinds), kind, args, kwargs)
+            raise ShapeError(f"{here()}: {self._step} is called with {change}.")
+        news = None
         if kinds and isinstance(self._policy, Pad):
             target = self._target(kinds, kind)
             if target is not None:
@@ -107,13 +109,15 @@ class Shapes:
                 if target in kinds:
                     return Arguments(args_and_kwargs, leaves, spec, padded, varying), target
                 kind, new = target, kind
-                self._warn(self._change(kinds[-1], new, args, kwargs))
+                news = self._change(_last(kinds), new, args, kwargs)
         elif kinds:
-            self._warn(self._change(kinds[-1], kind, args, kwargs))
-        self._kinds[spec] = (*_latest(kinds), kind)
-        return Arguments(args_and_kwargs, leaves, spec, padded, varying), kind
+            news = self._change(_last(kinds), kind, args, kwargs)
+        kinds[kind] = None
+        if len(kinds) > _MAX_KINDS:
+            del kinds[next(iter(kinds))]
+        return Arguments(args_and_kwargs, leaves, spec, padded, varying, news), kind
 
-    def _target(self, kinds: tuple[Any, ...], kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _target(self, kinds: Iterable[tuple[Any, ...]], kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The kind to pad to: the smallest known one that is large enough, else a new one; None if no known kind is
         similar."""
         fits = [old for old in kinds if _holds(old, kind)]
@@ -182,9 +186,6 @@ class Shapes:
             )
         return "; ".join(changed) + advice
 
-    def _warn(self, text: str) -> None:
-        warn(GraphChangeWarning(f"{here()}: {self._step} is recompiled for {text}."))
-
 
 def _kind(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
@@ -211,12 +212,8 @@ def _kind(leaf: Any) -> tuple[Any, ...]:
     return (type(leaf), ByIdentity(leaf) if is_one_of_many else leaf)
 
 
-def _latest(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of `kinds` of which another call may be: without those for objects that are gone, and for the oldest."""
-    certain = [kind for kind in kinds if any(type(leaf[1]) is ByIdentity for leaf in kind)]
-    gone = [kind for kind in certain if any(type(leaf[1]) is ByIdentity and leaf[1].is_gone for leaf in kind)]
-    dropped = set(map(id, (*gone, *certain[:-_MAX_FOR_OBJECTS])))
-    return tuple(kind for kind in kinds if id(kind) not in dropped)
+def _last(kinds: dict[tuple[Any, ...], None]) -> tuple[Any, ...]:
+    return next(reversed(kinds))
 
 
 class _AnyValue:

@@ -1,15 +1,25 @@
 """When a step that cannot stay compiled runs its Python without being traced first.
 
 `TraceCounts` counts what has come of its traces; `UntracedCalls` decides at which of the calls that no compiled step
-fits it is not traced.
+fits it is not traced, and `NewKinds` at which of those of a kind that has not been met before.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 # How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced; fewer if
 # they differ in what they have read, as the steps of an adaptive solver do.
 _MAX_UNUSED = 3
 _MAX_OUTCOMES_UNUSED = 1
+
+# How many there are for calls of all kinds, before a step that is new is compiled only if it is needed again; and from
+# how many on a second one for calls of one kind is too many.
+_MAX_UNUSED_AT_FIRST = 1
+_MAX_UNUSED_OF_ALL_KINDS = 8
+
+# How many kinds of calls are remembered that were run untraced when they were new.
+_MAX_MET = 1024
 
 # How many compiled steps there may be whose outcomes differ.
 _MAX_OUTCOMES = 8
@@ -24,10 +34,48 @@ _CALLS_FOR_ONE_MORE = 8
 _MAX_IN_A_ROW = 8
 
 
+class NewKinds:
+    """The kinds of calls, such as shapes of batches, that were new when too many steps had been compiled in vain.
+
+    A step whose batches have other shapes each time (graphs, boxes, sentences) would be compiled at each call. So one
+    that is new runs its Python by then, and is compiled if it comes again.
+
+    Attributes:
+        in_vain: the number of steps compiled in a row, for calls of any kind, that no call has fitted.
+    """
+
+    def __init__(self) -> None:
+        self.in_vain: int = 0
+        self._met: dict[Hashable, None] = {}
+        self._newest = 0
+
+    def are_in_vain(self) -> bool:
+        """Whether too many were compiled in vain."""
+        return self.in_vain > _MAX_UNUSED_AT_FIRST
+
+    def note_newest(self, newest: int) -> None:
+        """Note the number of the newest model; if that is new, what was in vain was so for others."""
+        if newest > self._newest:
+            self._newest, self.in_vain = newest, 0
+
+    def run_untraced(self, kind: Hashable) -> bool:
+        """Whether a call of a kind that no step was compiled for runs the step's Python."""
+        if kind in self._met:
+            del self._met[kind]
+            return False
+        if not self.are_in_vain():
+            return False
+        self._met[kind] = None
+        if len(self._met) > _MAX_MET:
+            del self._met[next(iter(self._met))]
+        return True
+
+
 class TraceCounts:
     """What has come of a step's traces, for one kind of call."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_kinds: NewKinds) -> None:
+        self._new_kinds = new_kinds
         self._in_vain = 0  # the number of steps compiled in a row that no call has fitted
         self._in_a_row = 0  # the number of calls in a row at which it was traced
         self._for_outcomes = 0  # the number of steps compiled that have outcomes
@@ -35,27 +83,36 @@ class TraceCounts:
 
     def fits(self) -> None:
         """Count a call that a compiled step fits."""
-        self._in_vain = self._in_a_row = 0
+        self._in_vain = self._new_kinds.in_vain = self._in_a_row = 0
         self.fitted += 1
 
     def compiled(self, outcomes: int, is_new: bool) -> None:
         """Count a step that was compiled, or has the executable of an earlier one."""
         self._in_vain = self._in_vain + 1 if is_new else 0
+        self._new_kinds.in_vain = self._new_kinds.in_vain + 1 if is_new else 0
         self._for_outcomes += is_new and outcomes > 0
 
     def traced(self) -> None:
         """Count a call at which it was traced."""
         self._in_a_row += 1
 
-    def begin_anew(self, is_traced: bool = False) -> None:
-        """Forget what was in vain; if `is_traced`, also at how many calls in a row it was traced."""
+    def begin_anew(self, of_all_kinds: bool = False, is_traced: bool = False) -> None:
+        """Forget what was in vain, for calls of this kind or of all; if `is_traced`, also at how many calls in a row it
+        was traced."""
         self._in_vain = 0
+        if of_all_kinds:
+            self._new_kinds.in_vain = 0
         if is_traced:
             self._in_a_row = 0
 
     def is_in_vain(self, outcomes: int) -> bool:
         """Whether too many steps in a row, of which the last has so many outcomes, were compiled in vain."""
-        return self._in_vain > (_MAX_OUTCOMES_UNUSED if outcomes else _MAX_UNUSED)
+        few = outcomes or self._new_kinds.in_vain > _MAX_UNUSED_OF_ALL_KINDS
+        return self._in_vain > (_MAX_OUTCOMES_UNUSED if few else _MAX_UNUSED)
+
+    def are_in_vain(self) -> bool:
+        """Whether too many steps in a row were compiled in vain for calls of all kinds."""
+        return self._new_kinds.are_in_vain()
 
     def is_traced_each_time(self) -> bool:
         """Whether it was traced at too many calls in a row."""
