@@ -1,4 +1,4 @@
-"""Steps whose batches are of another kind at each call: what comes again is compiled, PyTorch's kernels run the rest."""
+"""Steps whose batches are of other kinds at each call: what comes again is compiled, PyTorch's kernels run the rest."""
 
 import random
 import warnings
