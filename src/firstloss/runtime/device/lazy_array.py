@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import timeline
+from ...interpreter import gc_thresholds, switch_interval
 from ..lazy_jax import is_imported
 
 if TYPE_CHECKING:
@@ -134,10 +135,13 @@ class BackgroundWork(Future[Any]):
         finish, self._finish = self._finish, None  # freed when it has run
         assert finish is not None
         try:
-            from ..jax_support import x64
+            # Without full collections, which take as long as importing JAX; and without waiting 5 ms for each of the
+            # many times that the step's Python, traced again meanwhile, has the interpreter.
+            with gc_thresholds.changed(), switch_interval.changed():
+                from ..jax_support import x64
 
-            with timeline.span(timeline.REST), x64():
-                result = finish()
+                with timeline.span(timeline.REST), x64():
+                    result = finish()
         except BaseException as error:  # re-raised where the state is needed
             self.set_exception(error)
         else:

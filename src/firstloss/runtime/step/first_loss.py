@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from ...errors import FirstlossError
-from ...interpreter import gc_thresholds
 from ...program.graph import Value, slice_for
 from ...program.program import Program
 from ..device import on_gpu
@@ -159,16 +158,15 @@ class BackgroundCompiledStep:
     def lower_in_background(self, later: BackgroundWork) -> None:
         """Start `later`, which lowers the step and runs the rest of it."""
         self._later = later
+        start_waiting_materializations()  # on the core that importing JAX leaves idle
         later.begin()
 
     def lower(self) -> SegmentedStep:
         """Lower the step and start compiling it; returns the segmented step."""
         try:
-            with gc_thresholds.changed():  # no full collections
-                step = self.made()
-                start_waiting_materializations()
-                step.lower()
-                return step
+            step = self.made()
+            step.lower()
+            return step
         finally:
             self._lowered.set()
 
