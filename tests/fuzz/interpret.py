@@ -19,7 +19,7 @@ from firstloss.runtime.backend import Backend
 from firstloss.runtime.device.lazy_array import ready
 from firstloss.runtime.jax_support import share_memory, to_host
 from firstloss.runtime.step import compiling
-from firstloss.runtime.step.compiled_step import Inputs
+from firstloss.runtime.step.inputs import Inputs
 from firstloss.runtime.step.step_replay import StepReplay
 from firstloss.runtime.step.traced_program import TracedProgram
 

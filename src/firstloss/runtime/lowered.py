@@ -26,8 +26,8 @@ from .checkpoint.file import TensorPart, write
 from .exported_step import FORMAT, MODULE
 from .jax_support import to_host, x64
 from .step.arguments import Arguments
-from .step.compiled_step import Inputs
 from .step.functions import step_key
+from .step.inputs import Inputs
 from .step.intermediates import Intermediate, intermediates
 from .step.plan import StepPlan
 from .step.planning import names_of, plan_step, traced_only

@@ -11,8 +11,8 @@ from ...lower.registry import is_certain
 from ..backend import Backend
 from ..device import on_gpu
 from ..lazy_jax import process_count
-from .compiled_step import Inputs
 from .first_loss import BackgroundCompiledStep, FirstLoss
+from .inputs import Inputs
 from .traced_program import TracedProgram
 
 if TYPE_CHECKING:

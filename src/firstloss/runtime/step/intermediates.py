@@ -13,8 +13,8 @@ from ..backend import Backend
 from ..jax_support import compile_options, to_host, x64
 from ..lazy_jax import process_count
 from .arguments import Arguments
-from .compiled_step import Inputs
 from .functions import lower_function, whole_function
+from .inputs import Inputs
 from .traced_program import TracedProgram
 
 

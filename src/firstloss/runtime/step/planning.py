@@ -30,8 +30,8 @@ from ..mesh.same_run import SameRunEdges
 from ..mesh.segment_shardings import spec_of
 from . import tracing
 from .arguments import Arguments
-from .compiled_step import Inputs
 from .functions import Function, computation
+from .inputs import Inputs
 from .owners import Owner, storage_or_itself
 from .plan import PlannedArray, PlannedPart, SameRunCost, StepPlan
 from .reads import READ, AssumedNumbers, Reads

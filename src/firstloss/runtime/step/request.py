@@ -157,7 +157,8 @@ class Request(NamedTuple):
     def _bound(self, traced: TracedProgram, same: CompiledStep | None) -> CompiledStep:
         """The step that runs a trace; by the executable of an equivalent earlier one, if there is one."""
         from . import compiling  # imported late, because it imports JAX
-        from .compiled_step import CompiledStep, Inputs
+        from .compiled_step import CompiledStep
+        from .inputs import Inputs
 
         inputs = Inputs(self.backend, traced.owners, traced.numbers)
         if same is not None and not (
@@ -171,7 +172,8 @@ class Request(NamedTuple):
 
     def _computed(self, traced: TracedProgram) -> CompiledStep:
         """A step that has read values, for this call only."""
-        from .compiled_step import CompiledStep, Inputs
+        from .compiled_step import CompiledStep
+        from .inputs import Inputs
 
         inputs = Inputs(self.backend, traced.owners, traced.numbers)
         contents, mesh = traced.trace.contents, self.backend.mesh

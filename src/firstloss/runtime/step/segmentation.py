@@ -25,8 +25,8 @@ from ..lazy_jax import on_cpu
 from ..mesh.mesh import Mesh
 from ..mesh.same_run import SameRunEdges
 from ..mesh.segment_shardings import Edges, PartitionedEdges
-from .compiled_step import Inputs
 from .functions import Function, functions_of, keep_compiled
+from .inputs import Inputs
 from .segmented import SegmentedStep
 from .traced_program import Groups, TracedProgram
 
