@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import timeline
-from ...interpreter import gc_thresholds, switch_interval
+from ...interpreter import gc_thresholds
 from ..lazy_jax import is_imported
 
 if TYPE_CHECKING:
@@ -135,9 +135,7 @@ class BackgroundWork(Future[Any]):
         finish, self._finish = self._finish, None  # freed when it has run
         assert finish is not None
         try:
-            # Without full collections, which take as long as importing JAX; and without waiting 5 ms for each of the
-            # many times that the step's Python, traced again meanwhile, has the interpreter.
-            with gc_thresholds.changed(), switch_interval.changed():
+            with gc_thresholds.changed():  # no full collections, which take as long as importing JAX
                 from ..jax_support import x64
 
                 with timeline.span(timeline.REST), x64():

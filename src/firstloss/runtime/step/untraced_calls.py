@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 # How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced; fewer if
-# they differ in what they have read, as the steps of an adaptive solver do.
+# they differ in what they have read, as the steps of an adaptive solver do, or if there are so many for all kinds of
+# calls. A resumed run compiles these anew: it has an uninterrupted one's bits if it needs no more.
 _MAX_UNUSED = 3
-_MAX_OUTCOMES_UNUSED = 1
-
-# How many there are for calls of all kinds, before a step that is new is compiled only if it is needed again; and from
-# how many on a second one for calls of one kind is too many.
-_MAX_UNUSED_AT_FIRST = 1
+_MAX_FEW_UNUSED = 1
 _MAX_UNUSED_OF_ALL_KINDS = 8
 
 # How many kinds of calls are remembered that were run untraced when they were new.
@@ -37,8 +34,8 @@ _MAX_IN_A_ROW = 8
 class NewKinds:
     """The kinds of calls, such as shapes of batches, that were new when too many steps had been compiled in vain.
 
-    A step whose batches have other shapes each time (graphs, boxes, sentences) would be compiled at each call. So one
-    that is new runs its Python by then, and is compiled if it comes again.
+    A step whose batches have other shapes each time (graphs, boxes, sentences) would be compiled at each call. So then
+    it runs its Python for one that is new, and is compiled if that comes again.
 
     Attributes:
         in_vain: the number of steps compiled in a row, for calls of any kind, that no call has fitted.
@@ -51,7 +48,7 @@ class NewKinds:
 
     def are_in_vain(self) -> bool:
         """Whether too many were compiled in vain."""
-        return self.in_vain > _MAX_UNUSED_AT_FIRST
+        return self.in_vain > _MAX_UNUSED
 
     def note_newest(self, newest: int) -> None:
         """Note the number of the newest model; if that is new, what was in vain was so for others."""
@@ -108,7 +105,7 @@ class TraceCounts:
     def is_in_vain(self, outcomes: int) -> bool:
         """Whether too many steps in a row, of which the last has so many outcomes, were compiled in vain."""
         few = outcomes or self._new_kinds.in_vain > _MAX_UNUSED_OF_ALL_KINDS
-        return self._in_vain > (_MAX_OUTCOMES_UNUSED if few else _MAX_UNUSED)
+        return self._in_vain > (_MAX_FEW_UNUSED if few else _MAX_UNUSED)
 
     def are_in_vain(self) -> bool:
         """Whether too many steps in a row were compiled in vain for calls of all kinds."""
@@ -120,7 +117,7 @@ class TraceCounts:
 
     def may_have_other_outcomes(self, entries: int) -> bool:
         """Whether one more may be compiled for other outcomes, where there are so many."""
-        return self._in_vain <= _MAX_OUTCOMES_UNUSED and entries < _MAX_OUTCOMES
+        return self._in_vain <= _MAX_FEW_UNUSED and entries < _MAX_OUTCOMES
 
     def outcomes_vary(self, outcomes: int) -> bool:
         """Whether too few calls have fitted the steps compiled so far, which differ in so many outcomes, to compile one
