@@ -1566,6 +1566,15 @@ def reused_batch(d: Draft) -> None:
         d.after.append(f"{kept}.append((x, y))")
 
 
+def resized(d: Draft) -> None:
+    """Batches of other sizes, most of them new when they come."""
+    rows = d.name("rows")
+    d.setup.append(
+        f"{rows} = {d.pick('[7, 3, 11, 5, 9, 4, 8, 2]', '[6, 4, 5, 3, 2, 3, 5, 3]', '[3, 5, 3, 5, 7, 9, 2]')}"
+    )
+    d.each.append(f"x, y = (torch.cat([t, t])[: {rows}[i % len({rows})]] for t in (x, y))")
+
+
 def edited_after(d: Draft) -> None:
     """What a step reads is edited as soon as the call has returned, when the step may not have run yet."""
     s = d.name("w")
@@ -1637,6 +1646,7 @@ PIECES = (
     + [only_clears]
     + [outside] * 3
     + [reused_batch] * 3
+    + [resized] * 4
     + [edited_after] * 3
     + [closed_over]
     + [argument_edited] * 3
