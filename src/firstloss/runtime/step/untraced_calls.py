@@ -10,10 +10,14 @@ from collections.abc import Hashable
 
 # How many steps are compiled in a row, none of which a later call fits, before the next calls run untraced; fewer if
 # they differ in what they have read, as the steps of an adaptive solver do, or if there are so many for all kinds of
-# calls. A resumed run compiles these anew: it has an uninterrupted one's bits if it needs no more.
+# calls.
 _MAX_UNUSED = 3
 _MAX_FEW_UNUSED = 1
 _MAX_UNUSED_OF_ALL_KINDS = 8
+
+# For calls of all kinds, before those that are new run untraced: one more, as the first of a kind is not counted. A
+# resumed run compiles these anew, so that it has an uninterrupted one's bits if it needs no more.
+_MAX_UNUSED_NEW = 4
 
 # How many kinds of calls are remembered that were run untraced when they were new.
 _MAX_MET = 1024
@@ -48,7 +52,7 @@ class NewKinds:
 
     def are_in_vain(self) -> bool:
         """Whether too many were compiled in vain."""
-        return self.in_vain > _MAX_UNUSED
+        return self.in_vain > _MAX_UNUSED_NEW
 
     def note_newest(self, newest: int) -> None:
         """Note the number of the newest model; if that is new, what was in vain was so for others."""
