@@ -132,6 +132,24 @@ def test_shapes_that_come_again_are_compiled():
     assert kinds(step) == compilations(step) == 6
 
 
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning", "ignore::firstloss.errors.EagerStepWarning")
+def test_new_shapes_among_many_of_one_shape_are_hardly_compiled():
+    """As of sentences that are cut off at a length that most of them have."""
+    sizes = [size for i in range(1, STEPS // 2) for size in (50, i)]
+    expected = train(fl.backend("CPU"), batches_of(rows, sizes), loss_of_rows)
+    actual = train(fl.backend("XLA"), batches_of(rows, sizes), loss_of_rows)
+    assert_close(actual, expected)
+    assert compilations(actual[2]) == 6
+
+
+@pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning", "ignore::firstloss.errors.EagerStepWarning")
+def test_shapes_that_rarely_come_again_are_compiled_ever_later():
+    sizes = [*range(1, 15), *range(1, 15), *range(1, 15), *range(1, 15)]
+    *_, step = train(fl.backend("XLA"), batches_of(rows, sizes), loss_of_rows)
+    assert kinds(step) == compilations(step) == 14
+    assert not step._cache._new_kinds._unused
+
+
 @pytest.mark.filterwarnings("ignore::firstloss.errors.GraphChangeWarning")
 def test_a_batch_that_is_smaller_at_the_end_of_an_epoch_is_compiled_at_once():
     with warnings.catch_warnings():

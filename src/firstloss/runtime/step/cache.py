@@ -183,7 +183,9 @@ class StepCache:
             entries = self._entries = self.kinds[kind_of_call]
             entries.called = self._calls
             fits = entries.fits(request)
-            if not fits and (self._wrote_twice and request.reads or entries.runs_untraced(request)):
+            if fits:
+                self._new_kinds.fits(kind_of_call)
+            elif self._wrote_twice and request.reads or entries.runs_untraced(request):
                 return None
             similar = [] if fits else [v for other, v in self.kinds.items() if _is_similar(kind_of_call, other)]
             (pause if fits else paused_until)(undo)

@@ -15,11 +15,17 @@ _MAX_UNUSED = 3
 _MAX_FEW_UNUSED = 1
 _MAX_UNUSED_OF_ALL_KINDS = 8
 
-# For calls of all kinds, before those that are new run untraced: one more, as the first of a kind is not counted. A
-# resumed run compiles these anew, so that it has an uninterrupted one's bits if it needs no more.
-_MAX_UNUSED_NEW = 4
+# For calls of all kinds, before a step is compiled at its second call only: one more, as the first of a kind is not
+# counted.
+_MAX_UNUSED_AT_ONCE = 4
 
-# How many kinds of calls are remembered that were run untraced when they were new.
+# How many kinds of calls there may be whose steps no call has fitted, before those that are new run untraced; one time
+# more for each so many. A resumed run compiles the first anew, so that it has an uninterrupted one's bits if it needs
+# no more.
+_MAX_UNUSED_KINDS = 4
+_UNUSED_FOR_ONE_MORE = 8
+
+# How many kinds of calls are remembered that have run untraced.
 _MAX_MET = 1024
 
 # How many compiled steps there may be whose outcomes differ.
@@ -47,26 +53,32 @@ class NewKinds:
 
     def __init__(self) -> None:
         self.in_vain: int = 0
-        self._met: dict[Hashable, None] = {}
+        self._unused: set[Hashable] = set()  # kinds for which a step was compiled that no call has fitted
+        self._met: dict[Hashable, int] = {}  # how many calls of a kind have run untraced
         self._newest = 0
 
     def are_in_vain(self) -> bool:
         """Whether too many were compiled in vain."""
-        return self.in_vain > _MAX_UNUSED_NEW
+        return self.in_vain > _MAX_UNUSED_AT_ONCE
 
     def note_newest(self, newest: int) -> None:
         """Note the number of the newest model; if that is new, what was in vain was so for others."""
         if newest > self._newest:
             self._newest, self.in_vain = newest, 0
+            self._unused.clear()
+
+    def fits(self, kind: Hashable) -> None:
+        """Note a call that a step fits, which was compiled for this kind."""
+        if self._unused:
+            self._unused.discard(kind)
 
     def run_untraced(self, kind: Hashable) -> bool:
         """Whether a call of a kind that no step was compiled for runs the step's Python."""
-        if kind in self._met:
-            del self._met[kind]
+        unused, met = len(self._unused), self._met.pop(kind, 0)
+        if unused <= _MAX_UNUSED_KINDS or met >= max(1, unused // _UNUSED_FOR_ONE_MORE):
+            self._unused.add(kind)
             return False
-        if not self.are_in_vain():
-            return False
-        self._met[kind] = None
+        self._met[kind] = met + 1
         if len(self._met) > _MAX_MET:
             del self._met[next(iter(self._met))]
         return True
