@@ -85,8 +85,8 @@ def trace(
         step: a function or method of batches, which are tensors in lists, tuples, dicts and dataclasses, and other
             values.
         shapes: how to handle a batch of new shapes. "recompile": compile the step for it as well, with a
-            `GraphChangeWarning`; if that has been in vain five times in a row, as shapes are others at each call, run
-            its Python, and compile it when they come again; "refuse": raise a `ShapeError`; `fl.Pad(...)`: pad it to a
+            `GraphChangeWarning`; if that was in vain for five, as shapes are others at each call, run its Python for
+            more, and compile it when they come again; "refuse": raise a `ShapeError`; `fl.Pad(...)`: pad it to a
             known shape.
         changes: how to handle changes of Python values that the step reads, if it would behave differently.
             "recompile": recompile it, with a `GraphChangeWarning` that names values and lines; "refuse": raise a
