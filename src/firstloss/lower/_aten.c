@@ -19,6 +19,7 @@
 #include "_ffi.h"
 #include "_norms.h"
 #include "_pointwise.h"
+#include "_threefry.h"
 
 #if defined(__x86_64__) && defined(__GLIBC__)
 // These moved within glibc in 2.34: under their older versions, a wheel that is built there also runs where PyTorch's do.
@@ -28,7 +29,7 @@ __asm__(".symver pthread_detach, pthread_detach@GLIBC_2.2.5");
 
 /* --- XLA's structures --- */
 
-enum { F32 = 11, F64 = 12, BF16 = 16 };
+enum { U8 = 6, U16 = 7, U32 = 8, U64 = 9, F32 = 11, F64 = 12, BF16 = 16 };
 enum { INTERNAL = 13 };
 
 struct buffer {
@@ -516,9 +517,31 @@ static int normalize_backward(const struct call_frame *frame, struct part part) 
     return 0;
 }
 
+/* The arguments are the key and the first counter; the one attribute is whether both words of each hash are wanted. A share
+ * is a range of blocks. */
+static int64_t hashes(const struct call_frame *frame) {
+    const int64_t *words = ((const struct array *)frame->attributes.values[0])->data;
+    return elements(frame->results.buffers[0]) / (*words ? 2 : 1);
+}
+
+static int draw(const struct call_frame *frame, struct part part) {
+    const int64_t *words = ((const struct array *)frame->attributes.values[0])->data;
+    struct buffer **given = (struct buffer **)frame->arguments.buffers;
+    const struct buffer *result = frame->results.buffers[0];
+    enum form form = *words                   ? WORDS
+                     : result->dtype == U8  ? WIDTH_8
+                     : result->dtype == U16 ? WIDTH_16
+                     : result->dtype == U32 ? WIDTH_32
+                                            : WIDTH_64;
+    int64_t end = hashes(frame), to = part.to * HASHES;
+    random_bits(given[0]->data, *(const uint32_t *)given[1]->data, form, result->data, part.from * HASHES,
+                to < end ? to : end);
+    return 0;
+}
+
 /* --- A call, in shares --- */
 
-enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD, POINTWISE, NORM, NORM_BACKWARD };
+enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD, POINTWISE, NORM, NORM_BACKWARD, DRAW };
 
 struct call {
     struct call_frame frame; /* a copy: XLA's own is gone when the handler returns, what it points to is kept */
@@ -536,29 +559,24 @@ struct call {
 };
 
 static int share(const struct call *call, int64_t number) {
-    if (call->operation == FORWARD) {
-        return convolve(&call->frame, call->how, part_of(call->pieces[0], number));
-    }
-    if (call->operation == PRODUCT) {
-        return multiply(&call->frame, part_of(call->pieces[0], number));
-    }
-    if (call->operation == POINTWISE) {
-        return run_pointwise(&call->frame, part_of(call->pieces[0], number));
-    }
-    if (call->operation == NORM) {
-        return normalize(&call->frame, part_of(call->pieces[0], number));
-    }
-    if (call->operation == NORM_BACKWARD) {
-        return normalize_backward(&call->frame, part_of(call->pieces[0], number));
-    }
-    if (call->operation >= ATTENTION) {
-        return attend(&call->frame, part_of(call->pieces[0], number), call->operation == ATTENTION_BACKWARD);
-    }
+    const struct call_frame *frame = &call->frame;
     int64_t first = call->pieces[0].shares;
-    if (number < first) {
-        return gradient(&call->frame, call->how, part_of(call->pieces[0], number), 0, 0);
+    if (call->operation == BACKWARD && number >= first) {
+        return gradient(frame, call->how, part_of(call->pieces[1], number - first), 1, first > 0);
     }
-    return gradient(&call->frame, call->how, part_of(call->pieces[1], number - first), 1, first > 0);
+    struct part part = part_of(call->pieces[0], number);
+    switch (call->operation) {
+    case FORWARD: return convolve(frame, call->how, part);
+    case BACKWARD: return gradient(frame, call->how, part, 0, 0);
+    case PRODUCT: return multiply(frame, part);
+    case ATTENTION: return attend(frame, part, 0);
+    case ATTENTION_BACKWARD: return attend(frame, part, 1);
+    case POINTWISE: return run_pointwise(frame, part);
+    case NORM: return normalize(frame, part);
+    case NORM_BACKWARD: return normalize_backward(frame, part);
+    case DRAW: return draw(frame, part);
+    }
+    return 1;
 }
 
 static void leave(struct call *call) {
@@ -771,13 +789,12 @@ static struct call *attention_backward(const struct call_frame *frame) {
     return attention(frame, ATTENTION_BACKWARD);
 }
 
-/* Blocks of a share of an elementwise program; and up to how many the thread that calls runs at once: helpers take 0.1 ms
+/* Blocks of a share of an elementwise program, or of random bits; and up to how many the thread that calls runs at once: helpers take 0.1 ms
  * to come. */
 enum { LEAST_BLOCKS = 16, FEW_BLOCKS = 64 };
 
-static struct call *pointwise(const struct call_frame *frame) {
-    int64_t blocks = (elements(frame->results.buffers[0]) + BLOCK - 1) / BLOCK;
-    struct call *call = new_call(frame, POINTWISE);
+static struct call *by_blocks(const struct call_frame *frame, enum operation operation, int64_t blocks) {
+    struct call *call = new_call(frame, operation);
     if (call == NULL) {
         return NULL;
     }
@@ -785,6 +802,14 @@ static struct call *pointwise(const struct call_frame *frame) {
     call->pieces[0] = (struct pieces){BATCH, blocks, most < call->threads ? most : call->threads};
     call->shares = call->pieces[0].shares;
     return call;
+}
+
+static struct call *pointwise(const struct call_frame *frame) {
+    return by_blocks(frame, POINTWISE, (elements(frame->results.buffers[0]) + BLOCK - 1) / BLOCK);
+}
+
+static struct call *threefry(const struct call_frame *frame) {
+    return by_blocks(frame, DRAW, (hashes(frame) + HASHES - 1) / HASHES);
 }
 
 enum { LEAST_ELEMENTS = 1 << 14 }; /* of a share of a normalization, which has some of the channels */
@@ -853,6 +878,8 @@ EXPORT void *firstloss_batch_norm(struct call_frame *frame) { return handle(fram
 EXPORT void *firstloss_batch_norm_backward(struct call_frame *frame) {
     return handle(frame, norm_backward, "out of memory");
 }
+
+EXPORT void *firstloss_threefry(struct call_frame *frame) { return handle(frame, threefry, "out of memory"); }
 
 /* Called once, before any other; `functions` in the order of the structure. */
 EXPORT int firstloss_aten(void **functions, int count) {

@@ -11,6 +11,7 @@ from torch.ops import aten
 from .dtypes import cast, floats, is_complex, number_in, operands, where
 from .pointwise import clamp, mul
 from .registry import rule
+from .threefry import by_call
 
 
 @rule(aten.silu.default)
@@ -114,7 +115,7 @@ def rrelu_with_noise_functional(self, noise, lower=0.125, upper=1 / 3, training=
     if not training:
         return leaky_relu(self, (lower + upper) / 2), noise
     (x,) = operands(self)
-    slopes = where(x > 0, 1, jax.random.uniform(rng_key, x.shape, x.dtype, lower, upper))
+    slopes = where(x > 0, 1, jax.random.uniform(by_call(rng_key), x.shape, x.dtype, lower, upper))
     return x * slopes, slopes
 
 

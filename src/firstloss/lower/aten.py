@@ -42,6 +42,7 @@ TARGETS = (
     "firstloss_pointwise",
     "firstloss_batch_norm",
     "firstloss_batch_norm_backward",
+    "firstloss_threefry",
 )
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",

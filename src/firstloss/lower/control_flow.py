@@ -13,6 +13,7 @@ from ..program import operations, regions
 from ..program.regions import FLOWS, Flow, Region
 from .dtypes import cast, to_jax
 from .registry import OF_PROGRAMS, rule
+from .threefry import fold_in
 
 # A function that computes a region on its operands, with a random key.
 Run = Callable[[Region, Sequence[Any], Any], tuple[Any, ...]]
@@ -77,7 +78,7 @@ def _scan(run: Run, flow: Flow, shared: Sequence[Any], lifted: Sequence[Sequence
 
 def _round(key: Any, number: Any) -> Any:
     """The key of one iteration of a loop; the backward loop draws the same numbers as the forward loop."""
-    return None if key is None else jax.random.fold_in(key, number)
+    return None if key is None else fold_in(key, number)
 
 
 @rule(operations.barrier)

@@ -27,6 +27,7 @@ from .decompose import decomposition, rule_of
 from .dtypes import cast, constant, to_jax
 from .registry import OF_ORDERS, OF_PROGRAMS, PORTABLE_RULES, functional
 from .rules import RULES
+from .threefry import fold_in
 from .views import as_strided, as_strided_scatter, view_as_complex, view_as_real, view_dtype
 
 
@@ -153,7 +154,7 @@ def lower(program: Program, values: Mapping[Value, jax.Array], key: jax.Array | 
         key: the step's random key, from which each random operation's key is derived; needed if there is any.
     """
     arrays: dict[Value, Any] = dict(values)
-    run_calls(map(call_of, program.nodes), arrays, lambda draw: jax.random.fold_in(key, draw))
+    run_calls(map(call_of, program.nodes), arrays, lambda draw: fold_in(key, draw))
     out = {}
     for name, ref in program.outputs.items():
         base = _array(arrays, ref.value)

@@ -18,17 +18,25 @@ from torch.ops import aten
 
 from .dtypes import cast, floating, is_complex, operands, opmath, to_jax, where
 from .registry import rule
+from .threefry import by_call
+
+_FLOAT = np.dtype(np.float32)
+
+
+def _unit(rng_key, shape, dtype=_FLOAT):
+    """In [0, 1), to be compared with a probability: in float32, of which an accelerator draws more at a time."""
+    return jax.random.uniform(by_call(rng_key), shape, dtype)
 
 
 def _uniform(rng_key, shape, dtype, low=0.0, high=1.0):
     # Drawn at least in float32: a half-precision uniform would round up to `high` too often.
     wide = opmath(dtype)
-    return cast(jax.random.uniform(rng_key, shape, wide, low, high), dtype)
+    return cast(jax.random.uniform(by_call(rng_key), shape, wide, low, high), dtype)
 
 
 def _normal(rng_key, shape, dtype, mean=0.0, std=1.0):
     wide = opmath(dtype)
-    return cast(jax.random.normal(rng_key, shape, wide) * cast(std, wide) + cast(mean, wide), dtype)
+    return cast(jax.random.normal(by_call(rng_key), shape, wide) * cast(std, wide) + cast(mean, wide), dtype)
 
 
 def _result_dtype(dtype):
@@ -42,25 +50,25 @@ def _of_probability(p, drawn, dtype):
 
 @rule(aten.bernoulli.p)
 def bernoulli_p(self, p=0.5, *, rng_key):
-    return jax.random.uniform(rng_key, self.shape) < p
+    return _unit(rng_key, self.shape) < cast(p, _FLOAT)
 
 
 @rule(aten.bernoulli.Tensor)
 def bernoulli_tensor(self, p, *, rng_key):
     p = jnp.broadcast_to(p, self.shape)
-    return _of_probability(p, jax.random.uniform(rng_key, self.shape) < p, self.dtype)
+    return _of_probability(p, _unit(rng_key, self.shape, opmath(floating(p.dtype))) < p, self.dtype)
 
 
 @rule(aten.bernoulli.default)
 def bernoulli(self, *, rng_key):
-    return _of_probability(self, jax.random.uniform(rng_key, self.shape, opmath(self.dtype)) < self, self.dtype)
+    return _of_probability(self, _unit(rng_key, self.shape, opmath(self.dtype)) < self, self.dtype)
 
 
 @rule(aten.native_dropout.default)
 def native_dropout(input, p, train, *, rng_key):
     if not train:
         return input, lax.full(input.shape, True, bool)
-    mask = jax.random.uniform(rng_key, input.shape) >= p
+    mask = _unit(rng_key, input.shape) >= cast(p, _FLOAT)
     wide = opmath(input.dtype)
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     return cast(cast(input, wide) * mask * cast(scale, wide), input.dtype), mask
@@ -93,12 +101,12 @@ def normal_float_float(mean, std, size, *, dtype=None, layout=None, device=None,
 
 @rule(aten.exponential.default)
 def exponential(self, lambd=1.0, *, rng_key):
-    return cast(jax.random.exponential(rng_key, self.shape, opmath(self.dtype)) / lambd, self.dtype)
+    return cast(jax.random.exponential(by_call(rng_key), self.shape, opmath(self.dtype)) / lambd, self.dtype)
 
 
 @rule(aten.cauchy.default)
 def cauchy(self, median=0.0, sigma=1.0, *, rng_key):
-    return cast(jax.random.cauchy(rng_key, self.shape, opmath(self.dtype)) * sigma + median, self.dtype)
+    return cast(jax.random.cauchy(by_call(rng_key), self.shape, opmath(self.dtype)) * sigma + median, self.dtype)
 
 
 @rule(aten.log_normal.default)
@@ -110,7 +118,7 @@ def log_normal(self, mean=1.0, std=2.0, *, rng_key):
 def geometric(self, p, *, rng_key):
     """The number of trials up to and including the first success."""
     wide = opmath(floating(self.dtype))
-    u = jax.random.uniform(rng_key, self.shape, wide)  # in [0, 1)
+    u = jax.random.uniform(by_call(rng_key), self.shape, wide)  # in [0, 1)
     return cast(jnp.ceil(jnp.maximum(jnp.log1p(-u) / cast(math.log1p(-p), wide), jnp.finfo(wide).tiny)), self.dtype)
 
 
@@ -136,12 +144,12 @@ def randn_like(self, *, dtype=None, layout=None, device=None, pin_memory=None, m
 
 @rule(aten.randint_like.default)
 def randint_like(self, high, *, dtype=None, rng_key, **_):
-    return jax.random.randint(rng_key, self.shape, 0, high, jnp.int64)
+    return jax.random.randint(by_call(rng_key), self.shape, 0, high, jnp.int64)
 
 
 @rule(aten.randint_like.low_dtype)
 def randint_like_low(self, low, high, *, dtype=None, rng_key, **_):
-    return jax.random.randint(rng_key, self.shape, low, high, jnp.int64)
+    return jax.random.randint(by_call(rng_key), self.shape, low, high, jnp.int64)
 
 
 @rule(aten.randint.default)
@@ -151,12 +159,12 @@ def randint(high, size, *, dtype=None, layout=None, device=None, pin_memory=None
 
 @rule(aten.randint.low)
 def randint_low(low, high, size, *, dtype=None, layout=None, device=None, pin_memory=None, rng_key):
-    return cast(jax.random.randint(rng_key, size, low, high, jnp.int64), to_jax(dtype or torch.int64))
+    return cast(jax.random.randint(by_call(rng_key), size, low, high, jnp.int64), to_jax(dtype or torch.int64))
 
 
 @rule(aten.randperm.default)
 def randperm(n, *, dtype=None, layout=None, device=None, pin_memory=None, rng_key):
-    return cast(jax.random.permutation(rng_key, n), to_jax(dtype or torch.int64))
+    return cast(jax.random.permutation(by_call(rng_key), n), to_jax(dtype or torch.int64))
 
 
 # The limit up to which each dtype represents all integers: PyTorch's `random_` draws below it.
@@ -167,18 +175,18 @@ _WHOLE = {np.dtype(np.float64): 1 << 53, np.dtype(np.float32): 1 << 24, np.dtype
 def random(self, *, rng_key):
     dtype = self.dtype
     high = 2 if dtype.kind == "b" else jnp.iinfo(dtype).max if dtype.kind in "iu" else _WHOLE.get(dtype, 1 << 8)
-    return cast(jax.random.randint(rng_key, self.shape, 0, high, jnp.int64), dtype)
+    return cast(jax.random.randint(by_call(rng_key), self.shape, 0, high, jnp.int64), dtype)
 
 
 @rule(getattr(aten.random, "from"))
 def random_from(self, low, high=None, *, rng_key):
     top = jnp.iinfo(self.dtype).max if self.dtype.kind in "iu" else _WHOLE.get(self.dtype, 1 << 8)
-    return jax.random.randint(rng_key, self.shape, low, top if high is None else high, jnp.int64)
+    return jax.random.randint(by_call(rng_key), self.shape, low, top if high is None else high, jnp.int64)
 
 
 @rule(aten.random.to)
 def random_to(self, to, *, rng_key):
-    return jax.random.randint(rng_key, self.shape, 0, to, jnp.int64)
+    return jax.random.randint(by_call(rng_key), self.shape, 0, to, jnp.int64)
 
 
 @rule(aten.multinomial.default)
@@ -187,9 +195,9 @@ def multinomial(self, num_samples, replacement=False, *, rng_key):
     logits = jnp.log(cast(self, opmath(self.dtype)))
     rows = self.shape[:-1]
     if replacement:
-        drawn = jax.random.categorical(rng_key, logits, axis=-1, shape=(num_samples, *rows))
+        drawn = jax.random.categorical(by_call(rng_key), logits, axis=-1, shape=(num_samples, *rows))
         return jnp.moveaxis(drawn, 0, -1)
-    return lax.top_k(logits + jax.random.gumbel(rng_key, logits.shape, logits.dtype), num_samples)[1]
+    return lax.top_k(logits + jax.random.gumbel(by_call(rng_key), logits.shape, logits.dtype), num_samples)[1]
 
 
 @rule(aten.poisson.default)

@@ -18,6 +18,7 @@ from ...lower.dtypes import to_jax
 from ...lower.fused_updates import with_fused_updates
 from ...lower.program import run_calls
 from ...lower.segments import Segment, cut
+from ...lower.threefry import fold_in
 from ...program.graph import Value
 from ...program.program import Program
 from ..device.executable_calls import direct
@@ -30,6 +31,7 @@ from ..mesh.segment_shardings import Edges, PartitionedEdges
 from . import executable_cache
 
 _log = logging.getLogger("firstloss")
+_OFTEN = 2.5  # how often a function computes each thing on the average, from which on it is repetitive
 _NOTICE_SECONDS = 10.0  # how long a compilation is waited for before that is said, and from then on how often
 
 
@@ -55,6 +57,14 @@ class Function(NamedTuple):
     def results(self) -> list[Value]:
         """The first segment's outputs in result order."""
         return [self.like.outputs[i] for i in self.result_order]
+
+    @property
+    def repetitive(self) -> bool:
+        """Whether most of what it computes it computes several times, on other arrays: then XLA should compile equal
+        loops once."""
+        calls = self.like.calls
+        kinds = {(call.kind, *((value.shape, value.dtype) for value in call.inputs)) for call in calls}
+        return len(calls) > _OFTEN * len(kinds)
 
     def order(self) -> tuple[Any, ...]:
         """With the segment's signature, all that its code depends on: the order of its arguments, which of the values
@@ -148,7 +158,8 @@ class CompiledFunctions:
         with timeline.span("compile"), x64():
             entry = self._entries.get(number)
             edges = self._edges
-            options = compile_options(on_mesh=edges is not None, same_run=edges is not None and edges.same_run)
+            on_mesh, same_run = edges is not None, edges is not None and edges.same_run
+            options = compile_options(on_mesh, same_run, self._functions[number].repetitive)
             if entry is not None:
                 if isinstance(lowered, executable_cache.Entry):
                     compiled = entry.load()
@@ -229,7 +240,7 @@ def whole_function(
 
 def step_key(seed: Any) -> Any:
     """The key of a step's random numbers, from the two words that are its argument."""
-    return jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+    return fold_in(jax.random.key(seed[0]), seed[1])
 
 
 def computation(function: Function, edges: Edges | None) -> Callable[..., tuple[Any, ...]]:
@@ -244,7 +255,7 @@ def computation(function: Function, edges: Edges | None) -> Callable[..., tuple[
         def key_of(draw: int) -> Any:
             if not step:
                 step.append(step_key(seed))
-            return jax.random.fold_in(step[0], arrays[draw])
+            return fold_in(step[0], arrays[draw])
 
         if edges is None:
             run_calls(with_fused_updates(segment.calls, outputs), arrays, key_of)

@@ -17,8 +17,9 @@ import torch
 from ...lower import aten
 from ...lower.dtypes import to_jax
 from ...lower.program import LoweredCall, call_of
+from ...lower.threefry import fold_in
 from ...program.graph import Node, Value
-from ..jax_support import on_cpu, share_memory, to_host, x64
+from ..jax_support import compile_options, on_cpu, share_memory, to_host, x64
 from .functions import step_key
 
 
@@ -57,9 +58,9 @@ class Draws:
 
 def _compiled(call: LoweredCall) -> Any:
     def run(seed: Any, draw: Any, *arrays: Any) -> tuple[Any, ...]:
-        return tuple(call.run(arrays, jax.random.fold_in(step_key(seed), draw)))
+        return tuple(call.run(arrays, fold_in(step_key(seed), draw)))
 
     inputs = [jax.ShapeDtypeStruct(value.shape, to_jax(value.dtype)) for value in call.inputs]
     with x64(), aten.within(on_cpu()):
         seed, draw = jax.ShapeDtypeStruct((2,), np.uint32), jax.ShapeDtypeStruct((), np.uint32)
-        return jax.jit(run).lower(seed, draw, *inputs).compile()
+        return jax.jit(run).lower(seed, draw, *inputs).compile(compile_options(repetitive=False))
