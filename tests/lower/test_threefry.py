@@ -84,11 +84,12 @@ def test_counters_go_on_beyond_32_bits():
     assert np.array_equal(_computed(run, key, np.uint32(first), by_call=True), expected)
 
 
-def test_the_older_way_of_counting_stays_xla_s(monkeypatch):
+def test_other_ways_of_drawing_stay_xla_s():
     with x64(), aten.within():
-        assert threefry.usable()
+        assert threefry.usable(random.key(0))
+        assert not threefry.usable(random.key(0, impl="rbg"))
         with jax.threefry_partitionable(False):
-            assert not threefry.usable()
+            assert not threefry.usable(random.key(0))
 
 
 def test_a_compiled_dropout_draws_by_one_call():

@@ -31,7 +31,7 @@ backend = fl.backend("XLA", artifact_dir=tempfile.mkdtemp(), mesh=json.loads(mes
 torch.manual_seed(0)
 with backend.device:
     wide = [nn.Linear({WIDE}, {WIDE}) for _ in range(2)]
-    net = nn.Sequential(*wide, nn.LayerNorm({WIDE}), nn.Linear({WIDE}, 3))
+    net = nn.Sequential(*wide, nn.LayerNorm({WIDE}), nn.Dropout(0.1), nn.Linear({WIDE}, 3))
 if way == "given":
     net.load_state_dict({{name: torch.full(value.shape, 0.1) for name, value in net.state_dict().items()}})
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)

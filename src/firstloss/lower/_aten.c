@@ -881,6 +881,11 @@ EXPORT void *firstloss_batch_norm_backward(struct call_frame *frame) {
 
 EXPORT void *firstloss_threefry(struct call_frame *frame) { return handle(frame, threefry, "out of memory"); }
 
+/* The mask of a dropout, for kernel_draws.py. */
+EXPORT void firstloss_bernoulli(const uint32_t *seed, uint32_t draw, float p, uint8_t *out, int64_t from, int64_t to) {
+    bernoulli(seed, draw, p, out, from, to);
+}
+
 /* Called once, before any other; `functions` in the order of the structure. */
 EXPORT int firstloss_aten(void **functions, int count) {
     if ((size_t)count * sizeof(void *) != sizeof torch_) {

@@ -63,3 +63,29 @@ static INLINE void random_bits_inline(const uint32_t *key, uint32_t first, enum 
 BY_PROCESSOR(random_bits,
              (const uint32_t *key, uint32_t first, enum form form, void *out, int64_t from, int64_t to),
              (key, first, form, out, from, to))
+
+/* Another key, as by jax.random.fold_in. */
+static INLINE void fold_in(uint32_t *key, uint32_t data) {
+    uint32_t high[HASHES], low[HASHES];
+    hash(key, data, high, low);
+    key[0] = high[0];
+    key[1] = low[0];
+}
+
+/* Whether numbers from 0 to 1 are below p: elements `from` to `to` of a draw of the step that has the two words `seed`. */
+static INLINE void bernoulli_inline(const uint32_t *seed, uint32_t draw, float p, uint8_t *out, int64_t from, int64_t to) {
+    uint32_t key[2] = {0, seed[0]}, high[HASHES], low[HASHES];
+    fold_in(key, seed[1]);
+    fold_in(key, draw);
+    for (; from < to; from += HASHES) {
+        int64_t count = to - from < HASHES ? to - from : HASHES;
+        hash(key, (uint64_t)from, high, low);
+        for (int64_t i = 0; i < count; i++) {
+            out[from + i] = (float)(int32_t)((high[i] ^ low[i]) >> 9) * 0x1p-23f < p;
+        }
+    }
+}
+
+BY_PROCESSOR(bernoulli,
+             (const uint32_t *seed, uint32_t draw, float p, uint8_t *out, int64_t from, int64_t to),
+             (seed, draw, p, out, from, to))

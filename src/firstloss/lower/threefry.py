@@ -15,29 +15,32 @@ import numpy as np
 
 from . import aten
 
+_JAX_S = "threefry2x32"  # JAX's default
 
-def usable() -> bool:
-    """Whether the call gives what `jax.random` gives: JAX has an older way of counting, too."""
-    return aten.usable() and bool(jax.config.jax_threefry_partitionable)
+
+def usable(key: Any) -> bool:
+    """Whether the call gives what `jax.random` gives: JAX has other generators, and an older way of counting."""
+    ours = bool(jax.config.jax_threefry_partitionable) and jax.random.key_impl(key) == _JAX_S
+    return ours and aten.usable()
 
 
 def fold_in(key: Any, data: Any) -> Any:
     """`jax.random.fold_in` of a key of JAX's default kind."""
-    if not usable():
+    if not usable(key):
         return jax.random.fold_in(key, data)
-    return jax.random.wrap_key_data(_fold_in(jax.random.key_data(key), data), impl="threefry2x32")
+    return jax.random.wrap_key_data(_fold_in(jax.random.key_data(key), data), impl=_JAX_S)
 
 
 def by_call(key: Any) -> Any:
     """A key with which `jax.random` draws the same numbers as with `key`, by the call where it is usable."""
-    return jax.random.wrap_key_data(jax.random.key_data(key), impl=_implementation()) if usable() else key
+    return jax.random.wrap_key_data(jax.random.key_data(key), impl=_implementation()) if usable(key) else key
 
 
 @functools.cache
 def _implementation() -> Any:
     return jax.extend.random.define_prng_impl(
         key_shape=(2,),
-        seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+        seed=lambda seed: jax.random.key_data(jax.random.key(seed, impl=_JAX_S)),
         split=lambda key, shape: _call(key, np.uint32(0), (*shape, 2), np.uint32, words=True),
         random_bits=lambda key, width, shape: _call(key, np.uint32(0), shape, np.dtype(f"uint{width}")),
         fold_in=_fold_in,

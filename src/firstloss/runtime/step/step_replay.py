@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from ...compat.torch_names import DisableAutocast, DisableTorchDispatch, Inferen
 from ...engine.foreach_chunks import schedule
 from ...engine.replay import Replay, last_reads
 from ...program.graph import Node, Ref, Value, is_number_type, slice_for
-
-if TYPE_CHECKING:
-    from .kernel_draws import Draws
+from .kernel_draws import Draws
 
 # Of a list of weights that are updated at a time: what the processor's caches hold.
 _LIST_BYTES = 1 << 22
@@ -175,8 +173,6 @@ class StepContents(StepReplay):
         nodes = slice_for(values, stop={*self._inputs, *self.buffers})
         random = [node for node in nodes if node.draw is not None] if self._draws is None else []
         if random:
-            from .kernel_draws import Draws  # imported late, because it imports JAX
-
             self._draws = Draws(self._seed(), random)  # compiled before the weights are waited for
         return nodes
 
