@@ -15,7 +15,7 @@ import firstloss as fl
 from firstloss.lower import aten as kernels
 from firstloss.lower.convolution import convolution
 from firstloss.lower.matmul import mm
-from firstloss.lower.norms import native_batch_norm
+from firstloss.lower.norms import native_batch_norm, native_layer_norm
 from firstloss.lower.program import forget_functions
 from tests import compiled_steps, forked
 
@@ -275,7 +275,7 @@ def test_small_products_and_attention_are_left_to_xla(monkeypatch):
 HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
-# Rows of one element, of less than a vector, of vectors and a rest; channels of one share, and of several.
+# Rows of less than a vector, of vectors and a rest; channels of one share, and of several.
 NORMED = [(7, 5), (3, 4, 5), (2, 3, 4, 4), (5, 19, 37), (3, 2, 9, 11), (2, 96, 24, 24), (1, 3, 2, 5, 7)]
 
 
@@ -331,6 +331,90 @@ def test_batch_norm_of_long_columns_and_of_other_dtypes_is_left_to_xla():
         assert not kernels.normalizes(np.ones((3, 2, 16), jnp.bfloat16), channel)
         assert kernels.normalizes(np.ones((3, 2, 16), np.float32), channel, None)
     assert not kernels.normalizes(np.ones((3, 2, 16), np.float32), channel)
+
+
+# Rows of one element, of less than a vector, of vectors and a rest, of more than are summed at a time; some in several
+# shares, by rows or by columns.
+IN_ROWS = [
+    ((4, 5), 1),
+    ((2, 3, 19), 1),
+    ((70, 64), 1),
+    ((5, 2, 3, 11), 2),
+    ((3, 1037), 1),
+    ((300, 200), 1),
+]
+
+
+@pytest.mark.parametrize("mask", [[True] * 3, [True, False, False], [False, True, True], [False, False, True]], ids=str)
+@pytest.mark.parametrize("given", [(False, False), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize(("shape", "dims"), IN_ROWS, ids=str)
+def test_layer_norm_and_its_gradients_match_eager(shape, dims, given, mask, calls):
+    torch.manual_seed(0)
+    x, g, normalized = torch.randn(shape) * 3 + 50, torch.randn(shape), list(shape[-dims:])
+    weight, bias = (torch.randn(normalized) if is_given else None for is_given in given)
+    mask = [wanted and is_given for wanted, is_given in zip(mask, (True, *given), strict=True)]
+    args = (x, normalized, weight, bias, 1e-5)
+    expected = aten.native_layer_norm.default(*args)
+    backward = (g, x, normalized, *expected[1:], weight, bias, mask)
+    with kernels.within():
+        assert_rule(aten.native_layer_norm.default, args, {}, expected)
+        if any(mask):
+            of = aten.native_layer_norm_backward.default
+            assert_rule(of, backward, {}, of(*backward))
+    assert set(calls) == {"firstloss_row_norm", *(["firstloss_row_norm_backward"] if any(mask) else [])}
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize(("shape", "dims"), IN_ROWS, ids=str)
+def test_rms_norm_and_its_gradients_match_eager(shape, dims, has_weight, calls):
+    torch.manual_seed(0)
+    x, g, normalized = torch.randn(shape) * 3 + 5, torch.randn(shape), list(shape[-dims:])
+    weight = torch.randn(normalized) if has_weight else None
+    args = (x, normalized, weight, 1e-5)
+    expected = aten._fused_rms_norm.default(*args)
+    leaves = [v.clone().requires_grad_() for v in (x, weight) if v is not None]
+    y = torch.nn.functional.rms_norm(leaves[0], normalized, *leaves[1:], eps=1e-5)
+    gradients = (*torch.autograd.grad(y, leaves, g), None)[:2]  # PyTorch has no kernel of the backward pass on a CPU
+    backward = (g, x, normalized, expected[1], weight, [True, has_weight])
+    with kernels.within():
+        assert_rule(aten._fused_rms_norm.default, args, {}, expected)
+        assert_rule(aten._fused_rms_norm_backward.default, backward, {}, gradients)
+    assert set(calls) == {"firstloss_row_norm", "firstloss_row_norm_backward"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_layer_norm_of_values_that_are_not_finite_matches_eager(value):
+    x = torch.randn(4, 30)
+    x[1, 2] = value
+    args = (x, [30], None, None, 1e-5)
+    with kernels.within():
+        y, _, rstd = jax.jit(lambda x: native_layer_norm(x, *args[1:]))(to_array(x))
+    expected, _, expected_rstd = aten.native_layer_norm.default(*args)  # for inf, the means are inf and NaN
+    assert_same(to_tensor(y, torch.float32), expected, 1e-5)  # sums are in another order
+    assert_same(to_tensor(rstd, torch.float32), expected_rstd, 1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+def test_layer_norm_is_as_exact_as_eager_where_the_mean_is_large(offset):
+    torch.manual_seed(0)
+    x = torch.randn(50, 300) + offset
+    how = ([300], None, None, 1e-5)
+    exact = aten.native_layer_norm.default(x.double(), *how)
+    with kernels.within():
+        actual = jax.jit(lambda x: native_layer_norm(x, *how))(to_array(x))
+    for a, e, reference in zip(actual, aten.native_layer_norm.default(x, *how), exact, strict=True):
+        error, eager = ((v.double() - reference).abs().max() for v in (to_tensor(a, torch.float32), e))
+        assert error <= 2 * eager + 1e-6 * reference.abs().max()
+
+
+def test_layer_norm_of_many_short_rows_and_of_other_dtypes_is_left_to_xla():
+    weight = np.ones(4, np.float32)
+    with kernels.within():
+        assert not kernels.normalizes_rows(np.ones((1 << 16, 4), np.float32), 4, weight)
+        assert not kernels.normalizes_rows(np.ones((3, 4), jnp.bfloat16), 4, weight)
+        assert not kernels.normalizes_rows(np.ones((0, 4), np.float32), 4, weight)
+        assert kernels.normalizes_rows(np.ones((3, 4), np.float32), 4, weight, None)
+    assert not kernels.normalizes_rows(np.ones((3, 4), np.float32), 4, weight)
 
 
 def lowered(x, weight):

@@ -517,6 +517,46 @@ static int normalize_backward(const struct call_frame *frame, struct part part) 
     return 0;
 }
 
+/* Attributes: whether rows are centered, and weight and bias given; then eps. */
+static int normalize_rows(const struct call_frame *frame, struct part part) {
+    const int64_t *given = ((const struct array *)frame->attributes.values[0])->data;
+    const double *eps = ((const struct array *)frame->attributes.values[1])->data;
+    struct buffer **next = (struct buffer **)frame->arguments.buffers;
+    struct buffer **made = (struct buffer **)frame->results.buffers;
+    const struct buffer *x = *next++;
+    struct row_norm norm = {x->dims[0], x->dims[1], (int)given[0], *eps, x->data};
+    norm.weight = given[1] ? (*next++)->data : NULL;
+    norm.bias = given[2] ? (*next++)->data : NULL;
+    norm.y = (*made++)->data;
+    norm.rstd = (*made++)->data;
+    norm.mean = given[0] ? (*made)->data : NULL;
+    row_norm(&norm, part.from, part.to);
+    return 0;
+}
+
+/* The arguments are the gradient of the output, the input, the inverse deviation, and maybe the mean and the weight.
+ * Attribute: whether rows are centered, the weight given, and the derivatives by input, weight and bias wanted. */
+static int normalize_rows_backward(const struct call_frame *frame, struct part part, int of_vectors) {
+    const int64_t *given = ((const struct array *)frame->attributes.values[0])->data;
+    struct buffer **next = (struct buffer **)frame->arguments.buffers;
+    struct buffer **made = (struct buffer **)frame->results.buffers;
+    struct row_norm_backward norm = {next[1]->dims[0], next[1]->dims[1], (int)given[0]};
+    norm.g = (*next++)->data;
+    norm.x = (*next++)->data;
+    norm.rstd = (*next++)->data;
+    norm.mean = given[0] ? (*next++)->data : NULL;
+    norm.weight = given[1] ? (*next)->data : NULL;
+    norm.of_x = given[2] ? (*made++)->data : NULL;
+    norm.of_weight = given[3] ? (*made++)->data : NULL;
+    norm.of_bias = given[4] ? (*made)->data : NULL;
+    if (of_vectors) {
+        row_norm_sums(&norm, part.from, part.to);
+    } else {
+        row_norm_backward(&norm, part.from, part.to);
+    }
+    return 0;
+}
+
 /* The arguments are the key and the first counter; the one attribute is whether both words of each hash are wanted. A share
  * is a range of blocks. */
 static int64_t hashes(const struct call_frame *frame) {
@@ -541,13 +581,25 @@ static int draw(const struct call_frame *frame, struct part part) {
 
 /* --- A call, in shares --- */
 
-enum operation { FORWARD, BACKWARD, PRODUCT, ATTENTION, ATTENTION_BACKWARD, POINTWISE, NORM, NORM_BACKWARD, DRAW };
+enum operation {
+    FORWARD,
+    BACKWARD,
+    PRODUCT,
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    POINTWISE, /* from here on, no code of PyTorch's */
+    NORM,
+    NORM_BACKWARD,
+    ROW_NORM,
+    ROW_NORM_BACKWARD,
+    DRAW
+};
 
 struct call {
     struct call_frame frame; /* a copy: XLA's own is gone when the handler returns, what it points to is kept */
     const char *message;     /* if it fails */
     struct how how;          /* of a convolution */
-    struct pieces pieces[2]; /* most have the first; backward they are of the input's and the weight's */
+    struct pieces pieces[2]; /* most have the first; backward the second is of the weight's */
     enum operation operation;
     int64_t threads, shares;
     int64_t needed; /* so many helpers must not all refuse */
@@ -561,8 +613,10 @@ struct call {
 static int share(const struct call *call, int64_t number) {
     const struct call_frame *frame = &call->frame;
     int64_t first = call->pieces[0].shares;
-    if (call->operation == BACKWARD && number >= first) {
-        return gradient(frame, call->how, part_of(call->pieces[1], number - first), 1, first > 0);
+    if (number >= first) {
+        struct part part = part_of(call->pieces[1], number - first);
+        return call->operation == BACKWARD ? gradient(frame, call->how, part, 1, first > 0)
+                                           : normalize_rows_backward(frame, part, 1);
     }
     struct part part = part_of(call->pieces[0], number);
     switch (call->operation) {
@@ -574,6 +628,8 @@ static int share(const struct call *call, int64_t number) {
     case POINTWISE: return run_pointwise(frame, part);
     case NORM: return normalize(frame, part);
     case NORM_BACKWARD: return normalize_backward(frame, part);
+    case ROW_NORM: return normalize_rows(frame, part);
+    case ROW_NORM_BACKWARD: return normalize_rows_backward(frame, part, 0);
     case DRAW: return draw(frame, part);
     }
     return 1;
@@ -812,7 +868,14 @@ static struct call *threefry(const struct call_frame *frame) {
     return by_blocks(frame, DRAW, (hashes(frame) + HASHES - 1) / HASHES);
 }
 
-enum { LEAST_ELEMENTS = 1 << 14 }; /* of a share of a normalization, which has some of the channels */
+enum { LEAST_ELEMENTS = 1 << 14 }; /* of a share of a normalization, which has some of the channels or rows */
+
+/* The shares of an array with so many elements, in `length` pieces. */
+static struct pieces by_elements(int64_t length, int64_t elements, int64_t threads) {
+    int64_t most = elements / LEAST_ELEMENTS, shares = most < threads ? most : threads;
+    shares = shares < length ? shares : length;
+    return (struct pieces){OUT, length, shares > 1 ? shares : 1};
+}
 
 static struct call *channelwise(const struct call_frame *frame, enum operation operation) {
     const struct buffer *x = frame->arguments.buffers[operation == NORM ? 0 : 1];
@@ -820,9 +883,7 @@ static struct call *channelwise(const struct call_frame *frame, enum operation o
     if (call == NULL) {
         return NULL;
     }
-    int64_t most = elements(x) / LEAST_ELEMENTS, shares = most < call->threads ? most : call->threads;
-    shares = shares < channels(x) ? shares : channels(x);
-    call->pieces[0] = (struct pieces){OUT, channels(x), shares > 1 ? shares : 1};
+    call->pieces[0] = by_elements(channels(x), elements(x), call->threads);
     call->shares = call->pieces[0].shares;
     return call;
 }
@@ -830,6 +891,34 @@ static struct call *channelwise(const struct call_frame *frame, enum operation o
 static struct call *norm(const struct call_frame *frame) { return channelwise(frame, NORM); }
 
 static struct call *norm_backward(const struct call_frame *frame) { return channelwise(frame, NORM_BACKWARD); }
+
+static struct call *norm_of_rows(const struct call_frame *frame) {
+    const struct buffer *x = frame->arguments.buffers[0];
+    struct call *call = new_call(frame, ROW_NORM);
+    if (call == NULL) {
+        return NULL;
+    }
+    call->pieces[0] = by_elements(x->dims[0], elements(x), call->threads);
+    call->shares = call->pieces[0].shares;
+    return call;
+}
+
+static struct call *norm_of_rows_backward(const struct call_frame *frame) {
+    const int64_t *given = ((const struct array *)frame->attributes.values[0])->data;
+    const struct buffer *x = frame->arguments.buffers[1];
+    struct call *call = new_call(frame, ROW_NORM_BACKWARD);
+    if (call == NULL) {
+        return NULL;
+    }
+    if (given[2]) {
+        call->pieces[0] = by_elements(x->dims[0], elements(x), call->threads);
+    }
+    if (given[3] || given[4]) { /* along a row: each is one sum, however many threads there are */
+        call->pieces[1] = by_elements(x->dims[1], elements(x), call->threads);
+    }
+    call->shares = call->pieces[0].shares + call->pieces[1].shares;
+    return call;
+}
 
 static void *handle(struct call_frame *frame, struct call *(*prepare)(const struct call_frame *), const char *message) {
     if (is_asked_for_version(frame->extension)) {
@@ -877,6 +966,12 @@ EXPORT void *firstloss_batch_norm(struct call_frame *frame) { return handle(fram
 
 EXPORT void *firstloss_batch_norm_backward(struct call_frame *frame) {
     return handle(frame, norm_backward, "out of memory");
+}
+
+EXPORT void *firstloss_row_norm(struct call_frame *frame) { return handle(frame, norm_of_rows, "out of memory"); }
+
+EXPORT void *firstloss_row_norm_backward(struct call_frame *frame) {
+    return handle(frame, norm_of_rows_backward, "out of memory");
 }
 
 EXPORT void *firstloss_threefry(struct call_frame *frame) { return handle(frame, threefry, "out of memory"); }

@@ -43,6 +43,8 @@ TARGETS = (
     "firstloss_batch_norm",
     "firstloss_batch_norm_backward",
     "firstloss_threefry",
+    "firstloss_row_norm",
+    "firstloss_row_norm_backward",
 )
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",
@@ -269,6 +271,46 @@ def batch_norm_backward(grad_output: Any, x: Any, mean: Any, rstd: Any, weight: 
     channel = jax.ShapeDtypeStruct(mean.shape, x.dtype)
     call = jax.ffi.ffi_call(TARGETS[7], [jax.ShapeDtypeStruct(x.shape, x.dtype), channel, channel])
     return list(call(grad_output, x, mean, rstd, *([] if weight is None else [weight])))
+
+
+def normalizes_rows(x: Any, length: int, *vectors: Any) -> bool:
+    """Whether layer or RMS norm of `x`, of which `length` elements are a row, should be one call: XLA compiles a dozen
+    loops for each new shape of `x`, which take three times as long.
+
+    Args:
+        vectors: the weight, the statistics and others; some may be None.
+    """
+    if not usable() or not all(v is None or v.dtype == np.float32 for v in (x, *vectors)) or not x.size:
+        return False
+    return length >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
+
+
+def row_norm(x: Any, weight: Any, bias: Any, eps: float, centered: bool) -> list[Any]:
+    """The output, the inverse deviations and, if rows are `centered`, the means.
+
+    Args:
+        x: (rows, length).
+        weight, bias: (length,), or None.
+    """
+    row = jax.ShapeDtypeStruct((x.shape[0],), x.dtype)
+    call = jax.ffi.ffi_call(TARGETS[9], [jax.ShapeDtypeStruct(x.shape, x.dtype), *[row] * (2 if centered else 1)])
+    given = np.array([centered, weight is not None, bias is not None], np.int64)
+    vectors = [v for v in (weight, bias) if v is not None]
+    return list(call(x, *vectors, given=given, numbers=np.array([eps], np.float64)))
+
+
+def row_norm_backward(g: Any, x: Any, mean: Any, rstd: Any, weight: Any, wanted: Sequence[bool]) -> list[Any]:
+    """The derivatives with respect to input, weight and bias, as selected by `wanted`; None for others.
+
+    Args:
+        g: the gradient of the output, like `x`.
+        mean: None if rows are not centered.
+    """
+    like = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (x.shape, x.shape[1:], x.shape[1:])]
+    call = jax.ffi.ffi_call(TARGETS[10], [kind for kind, w in zip(like, wanted, strict=True) if w])
+    given = np.array([mean is not None, weight is not None, *wanted], np.int64)
+    made = iter(call(g, x, rstd, *(v for v in (mean, weight) if v is not None), given=given))
+    return [next(made) if w else None for w in wanted]
 
 
 def _attended(arrays: Sequence[Any], mask: Any) -> list[Any]:

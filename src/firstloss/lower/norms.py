@@ -98,8 +98,37 @@ def _outer(x, normalized_shape):
     return tuple(range(x.ndim - len(normalized_shape)))
 
 
+def _in_rows(x, length):
+    """A row for each of the outer dimensions' elements."""
+    return None if x is None else lax.reshape(x, (x.size // length, length))
+
+
+def _flat(x):
+    return None if x is None else lax.reshape(x, (x.size,))
+
+
+def _row_norm(input, normalized_shape, weight, bias, eps, centered):
+    """By a call: the output, the inverse deviations and, if rows are centered, the means."""
+    rows = _in_rows(input, math.prod(normalized_shape))
+    y, *of_rows = kernels.row_norm(rows, _flat(weight), _flat(bias), eps, centered)
+    outer = input.shape[: input.ndim - len(normalized_shape)] + (1,) * len(normalized_shape)
+    return lax.reshape(y, input.shape), *(lax.reshape(v, outer) for v in of_rows)
+
+
+def _row_norm_backward(g, input, normalized_shape, mean, rstd, weight, wanted):
+    """By a call: the derivatives with respect to input, weight and bias."""
+    length = math.prod(normalized_shape)
+    arrays = _in_rows(g, length), _in_rows(input, length), _flat(mean), _flat(rstd), _flat(weight)
+    made = kernels.row_norm_backward(*arrays, wanted)
+    shapes = input.shape, normalized_shape, normalized_shape
+    return [None if v is None else lax.reshape(v, tuple(s)) for v, s in zip(made, shapes, strict=True)]
+
+
 @rule(aten.native_layer_norm.default)
 def native_layer_norm(input, normalized_shape, weight, bias, eps):
+    if isinstance(eps, float) and kernels.normalizes_rows(input, math.prod(normalized_shape), weight, bias):
+        y, rstd, mean = _row_norm(input, normalized_shape, weight, bias, eps, True)
+        return y, mean, rstd
     x, dims = wide(input), _inner(input, normalized_shape)
     mean, variance = moments(x, dims, 0)
     rstd = lax.rsqrt(lax.expand_dims(variance, dims) + eps)
@@ -117,6 +146,8 @@ def _input_gradient(g, normed, rstd, dims):
 
 @rule(aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+    if any(output_mask) and kernels.normalizes_rows(input, math.prod(normalized_shape), grad_out, mean, rstd, weight):
+        return _row_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, output_mask)
     g, dims, outer = wide(grad_out), _inner(input, normalized_shape), _outer(input, normalized_shape)
     rstd = wide(rstd)
     normed = (wide(input) - wide(mean)) * rstd
@@ -133,6 +164,8 @@ def _fused_rms_norm(input, normalized_shape, weight, eps):
     x, dims = wide(input), _inner(input, normalized_shape)
     n = math.prod(normalized_shape)
     eps = float(np.finfo(x.dtype).eps) if eps is None else eps
+    if isinstance(eps, float) and kernels.normalizes_rows(input, n, weight):
+        return _row_norm(input, normalized_shape, weight, None, eps, False)
     rstd = lax.rsqrt(total(x * x, dims) / n + eps)
     y = x * rstd
     return y if weight is None else y * wide(weight), rstd
@@ -140,6 +173,9 @@ def _fused_rms_norm(input, normalized_shape, weight, eps):
 
 @rule(aten._fused_rms_norm_backward.default)
 def _fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask):
+    if any(output_mask) and kernels.normalizes_rows(input, math.prod(normalized_shape), grad_out, rstd, weight):
+        wanted = (*output_mask, False)
+        return _row_norm_backward(grad_out, input, normalized_shape, None, rstd, weight, wanted)[:2]
     g, dims, outer = wide(grad_out), _inner(input, normalized_shape), _outer(input, normalized_shape)
     rstd = wide(rstd)
     normed = wide(input) * rstd
