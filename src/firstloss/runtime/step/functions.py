@@ -31,7 +31,7 @@ from ..mesh.segment_shardings import Edges, PartitionedEdges
 from . import executable_cache
 
 _log = logging.getLogger("firstloss")
-_OFTEN = 2.5  # how often a function computes each thing on the average, from which on it is repetitive
+_OFTEN = 5  # how often a function computes each thing on the average, from which on it is repetitive
 _NOTICE_SECONDS = 10.0  # how long a compilation is waited for before that is said, and from then on how often
 
 
