@@ -1,6 +1,7 @@
 """PyTorch's own convolutions, products and attention in compiled steps on a CPU."""
 
 import itertools
+import math
 import shutil
 from pathlib import Path
 
@@ -380,6 +381,37 @@ def test_rms_norm_and_its_gradients_match_eager(shape, dims, has_weight, calls):
         assert_rule(aten._fused_rms_norm.default, args, {}, expected)
         assert_rule(aten._fused_rms_norm_backward.default, backward, {}, gradients)
     assert set(calls) == {"firstloss_row_norm", "firstloss_row_norm_backward"}
+
+
+# Groups of one channel and of several, channels of less than a vector and of more; in one share, and in several.
+IN_GROUPS = [
+    ((2, 4, 5), 2),
+    ((3, 6, 3, 7), 6),
+    ((1, 8, 19), 1),
+    ((2, 6, 4, 5, 3), 3),
+    ((3, 32, 40, 40), 4),
+    ((4, 30), 3),
+]
+
+
+@pytest.mark.parametrize("mask", [[True] * 3, [True, False, False], [False, True, True], [False, False, True]], ids=str)
+@pytest.mark.parametrize("given", [(False, False), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize(("shape", "groups"), IN_GROUPS, ids=str)
+def test_group_norm_and_its_gradients_match_eager(shape, groups, given, mask, calls):
+    torch.manual_seed(0)
+    x, g = torch.randn(shape) * 3 + 50, torch.randn(shape)
+    weight, bias = (torch.randn(shape[1]) if is_given else None for is_given in given)
+    mask = [wanted and is_given for wanted, is_given in zip(mask, (True, *given), strict=True)]
+    sizes = (shape[0], shape[1], math.prod(shape[2:]), groups)
+    args = (x, weight, bias, *sizes, 1e-5)
+    expected = aten.native_group_norm.default(*args)
+    backward = (g, x, *expected[1:], weight, *sizes, mask)
+    with kernels.within():
+        assert_rule(aten.native_group_norm.default, args, {}, expected)
+        if any(mask):
+            of = aten.native_group_norm_backward.default
+            assert_rule(of, backward, {}, of(*backward))
+    assert set(calls) == {"firstloss_row_norm", *(["firstloss_row_norm_backward"] if any(mask) else [])}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -517,34 +517,45 @@ static int normalize_backward(const struct call_frame *frame, struct part part) 
     return 0;
 }
 
-/* Attributes: whether rows are centered, and weight and bias given; then eps. */
+/* The first attribute of a normalization of rows: whether they are centered, the number of groups, and the elements of each
+ * channel, or 0; then what is given and wanted. */
+static const int64_t *form_of(const struct call_frame *frame) {
+    return ((const struct array *)frame->attributes.values[0])->data;
+}
+
+static struct rows rows_of(const struct call_frame *frame, const struct buffer *x) {
+    const int64_t *form = form_of(frame);
+    return (struct rows){x->dims[0], x->dims[1], form[1], form[2] == 0 ? 0 : x->dims[1] / form[2], form[2], (int)form[0]};
+}
+
+/* The attribute goes on with whether weight and bias are given; the second is eps. */
 static int normalize_rows(const struct call_frame *frame, struct part part) {
-    const int64_t *given = ((const struct array *)frame->attributes.values[0])->data;
+    const int64_t *given = form_of(frame) + 2;
     const double *eps = ((const struct array *)frame->attributes.values[1])->data;
     struct buffer **next = (struct buffer **)frame->arguments.buffers;
     struct buffer **made = (struct buffer **)frame->results.buffers;
     const struct buffer *x = *next++;
-    struct row_norm norm = {x->dims[0], x->dims[1], (int)given[0], *eps, x->data};
+    struct row_norm norm = {rows_of(frame, x), *eps, x->data};
     norm.weight = given[1] ? (*next++)->data : NULL;
     norm.bias = given[2] ? (*next++)->data : NULL;
     norm.y = (*made++)->data;
     norm.rstd = (*made++)->data;
-    norm.mean = given[0] ? (*made)->data : NULL;
+    norm.mean = norm.rows.centered ? (*made)->data : NULL;
     row_norm(&norm, part.from, part.to);
     return 0;
 }
 
 /* The arguments are the gradient of the output, the input, the inverse deviation, and maybe the mean and the weight.
- * Attribute: whether rows are centered, the weight given, and the derivatives by input, weight and bias wanted. */
+ * The attribute goes on with whether the weight is given, and the derivatives by input, weight and bias are wanted. */
 static int normalize_rows_backward(const struct call_frame *frame, struct part part, int of_vectors) {
-    const int64_t *given = ((const struct array *)frame->attributes.values[0])->data;
+    const int64_t *given = form_of(frame) + 2;
     struct buffer **next = (struct buffer **)frame->arguments.buffers;
     struct buffer **made = (struct buffer **)frame->results.buffers;
-    struct row_norm_backward norm = {next[1]->dims[0], next[1]->dims[1], (int)given[0]};
+    struct row_norm_backward norm = {rows_of(frame, next[1])};
     norm.g = (*next++)->data;
     norm.x = (*next++)->data;
     norm.rstd = (*next++)->data;
-    norm.mean = given[0] ? (*next++)->data : NULL;
+    norm.mean = norm.rows.centered ? (*next++)->data : NULL;
     norm.weight = given[1] ? (*next)->data : NULL;
     norm.of_x = given[2] ? (*made++)->data : NULL;
     norm.of_weight = given[3] ? (*made++)->data : NULL;
@@ -904,8 +915,9 @@ static struct call *norm_of_rows(const struct call_frame *frame) {
 }
 
 static struct call *norm_of_rows_backward(const struct call_frame *frame) {
-    const int64_t *given = ((const struct array *)frame->attributes.values[0])->data;
+    const int64_t *given = form_of(frame) + 2;
     const struct buffer *x = frame->arguments.buffers[1];
+    struct rows rows = rows_of(frame, x);
     struct call *call = new_call(frame, ROW_NORM_BACKWARD);
     if (call == NULL) {
         return NULL;
@@ -913,8 +925,9 @@ static struct call *norm_of_rows_backward(const struct call_frame *frame) {
     if (given[2]) {
         call->pieces[0] = by_elements(x->dims[0], elements(x), call->threads);
     }
-    if (given[3] || given[4]) { /* along a row: each is one sum, however many threads there are */
-        call->pieces[1] = by_elements(x->dims[1], elements(x), call->threads);
+    if (given[3] || given[4]) { /* by columns or channels: each is one sum, however many threads there are */
+        int64_t sums = rows.repeat == 0 ? rows.length : rows.groups * rows.channels;
+        call->pieces[1] = by_elements(sums, elements(x), call->threads);
     }
     call->shares = call->pieces[0].shares + call->pieces[1].shares;
     return call;

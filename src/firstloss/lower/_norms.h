@@ -1,5 +1,5 @@
 /* Normalizations of float32 arrays: see norms.py. Batch normalization of (batch, channels, ...), one channel after another;
- * layer and RMS normalization of (rows, length), one row after another.
+ * layer, RMS and group normalization of (rows, length), one row after another.
  *
  * As in PyTorch's kernels, sums are in double precision. So one pass gives both sums of a channel: subtracting the mean
  * afterwards loses less than the elements have lost by being float32. */
@@ -121,37 +121,62 @@ static INLINE void batch_norm_backward_inline(const struct batch_norm_backward *
 BY_PROCESSOR(batch_norm, (const struct batch_norm *norm, int64_t from, int64_t to), (norm, from, to))
 BY_PROCESSOR(batch_norm_backward, (const struct batch_norm_backward *norm, int64_t from, int64_t to), (norm, from, to))
 
+/* Rows of arrays. In a group normalization, each is some channels of one element of the batch: `length` is `channels` times
+ * `repeat`, and weight and bias have one number for each of the channels of all `groups`. Otherwise `repeat` is 0: they have
+ * one for each element of a row. */
+struct rows {
+    int64_t count, length, groups, channels, repeat;
+    int centered; /* or it is an RMS normalization, which subtracts no mean, and has none */
+};
+
+/* The first channel of row r. */
+static INLINE int64_t first_channel(const struct rows *rows, int64_t r) { return r % rows->groups * rows->channels; }
+
 struct row_norm {
-    int64_t rows, length;
-    int centered; /* layer normalization; else RMS normalization, which subtracts no mean, and has none */
+    struct rows rows;
     double eps;
     const float *x, *weight, *bias; /* the last two may be NULL */
     float *y, *mean, *rstd;
 };
 
+static INLINE void normalize_row(float *y, const float *x, int64_t length, float shift, float scale, const float *weight,
+                                 const float *bias, int each) {
+    for (int64_t i = 0; i < length; i++) {
+        float normed = (x[i] - shift) * scale, scaled = weight == NULL ? normed : normed * weight[each ? i : 0];
+        y[i] = bias == NULL ? scaled : scaled + bias[each ? i : 0];
+    }
+}
+
 static INLINE void row_norm_inline(const struct row_norm *norm, int64_t from, int64_t to) {
-    struct channel row = {1, norm->length, 0};
-    double count = (double)norm->length;
+    const struct rows *rows = &norm->rows;
+    struct channel row = {1, rows->length, 0};
+    double count = (double)rows->length;
     for (int64_t r = from; r < to; r++) {
-        const float *x = norm->x + r * norm->length, *weight = norm->weight, *bias = norm->bias;
-        float *y = norm->y + r * norm->length;
+        const float *x = norm->x + r * rows->length, *weight = norm->weight, *bias = norm->bias;
+        float *y = norm->y + r * rows->length;
         struct sums sums = sums_of(row, x, x);
-        double mean = norm->centered ? sums.first / count : 0;
-        float shift = (float)mean, scale = (float)(1 / sqrt(not_negative(sums.products - mean * sums.first) / count + norm->eps));
+        double mean = rows->centered ? sums.first / count : 0;
+        double variance = not_negative(sums.products - mean * sums.first) / count;
+        float shift = (float)mean, scale = (float)(1 / sqrt(variance + norm->eps));
         norm->rstd[r] = scale;
-        if (norm->centered) {
+        if (rows->centered) {
             norm->mean[r] = shift;
         }
-        for (int64_t i = 0; i < row.length; i++) {
-            float normed = (x[i] - shift) * scale, scaled = weight == NULL ? normed : normed * weight[i];
-            y[i] = bias == NULL ? scaled : scaled + bias[i];
+        if (rows->repeat == 0) {
+            normalize_row(y, x, row.length, shift, scale, weight, bias, 1);
+            continue;
+        }
+        for (int64_t c = first_channel(rows, r), end = c + rows->channels; c < end; c++) {
+            normalize_row(y, x, rows->repeat, shift, scale, weight == NULL ? NULL : weight + c,
+                          bias == NULL ? NULL : bias + c, 0);
+            x += rows->repeat;
+            y += rows->repeat;
         }
     }
 }
 
 struct row_norm_backward {
-    int64_t rows, length;
-    int centered;
+    struct rows rows;
     const float *g, *x, *mean, *rstd, *weight; /* mean only if centered; weight may be NULL */
     float *of_x, *of_weight, *of_bias;         /* NULL if not wanted */
 };
@@ -177,35 +202,64 @@ static INLINE struct sums weighted_sums(const float *g, const float *weight, con
     return sums;
 }
 
+static INLINE void derive_row(float *of_x, const float *g, const float *x, int64_t length, float shift, float mean,
+                              float slope, float rstd, const float *weight, int each) {
+    for (int64_t i = 0; i < length; i++) {
+        float scaled = weight == NULL ? g[i] : g[i] * weight[each ? i : 0];
+        of_x[i] = (scaled - shift - (x[i] - mean) * slope) * rstd;
+    }
+}
+
 /* The derivative of rows by the input: as for a channel. */
 static INLINE void row_norm_backward_inline(const struct row_norm_backward *norm, int64_t from, int64_t to) {
-    struct channel row = {1, norm->length, 0};
-    double count = (double)norm->length;
+    const struct rows *rows = &norm->rows;
+    int64_t length = rows->repeat == 0 ? rows->length : rows->repeat;
+    struct channel part = {1, length, 0};
+    double count = (double)rows->length;
     for (int64_t r = from; r < to; r++) {
-        const float *g = norm->g + r * norm->length, *x = norm->x + r * norm->length, *weight = norm->weight;
-        float *of_x = norm->of_x + r * norm->length, mean = norm->centered ? norm->mean[r] : 0, rstd = norm->rstd[r];
-        struct sums sums = weight == NULL ? sums_of(row, g, x) : weighted_sums(g, weight, x, row.length);
+        const float *g = norm->g + r * rows->length, *x = norm->x + r * rows->length, *weight = norm->weight;
+        float *of_x = norm->of_x + r * rows->length, mean = rows->centered ? norm->mean[r] : 0, rstd = norm->rstd[r];
+        int64_t first = first_channel(rows, r), parts = rows->repeat == 0 ? 1 : rows->channels;
+        struct sums sums = {0, 0};
+        for (int64_t k = 0; k < parts; k++) {
+            struct sums more = weight != NULL && rows->repeat == 0 ? weighted_sums(g, weight, x, length)
+                                                                   : sums_of(part, g + k * length, x + k * length);
+            double by = weight != NULL && rows->repeat != 0 ? weight[first + k] : 1;
+            sums.first += more.first * by;
+            sums.products += more.products * by;
+        }
         double along = (sums.products - mean * sums.first) * rstd;
-        float shift = norm->centered ? (float)(sums.first / count) : 0, slope = (float)(along / count * rstd);
-        for (int64_t i = 0; i < row.length; i++) {
-            float scaled = weight == NULL ? g[i] : g[i] * weight[i];
-            of_x[i] = (scaled - shift - (x[i] - mean) * slope) * rstd;
+        float shift = rows->centered ? (float)(sums.first / count) : 0, slope = (float)(along / count * rstd);
+        if (rows->repeat == 0) {
+            derive_row(of_x, g, x, length, shift, mean, slope, rstd, weight, 1);
+            continue;
+        }
+        for (int64_t k = 0; k < parts; k++) {
+            derive_row(of_x + k * length, g + k * length, x + k * length, length, shift, mean, slope, rstd,
+                       weight == NULL ? NULL : weight + first + k, 0);
         }
     }
 }
 
 enum { MOST_COLUMNS = 512, ROWS_AT_ONCE = 32 }; /* of sums that are in the first level of the cache, in single precision */
 
-/* The derivatives by weight and bias: sums over all rows, of columns `from` to `to`. */
-static INLINE void row_norm_sums_inline(const struct row_norm_backward *norm, int64_t from, int64_t to) {
+static INLINE void set(float *vector, int64_t i, double value) {
+    if (vector != NULL) {
+        vector[i] = (float)value;
+    }
+}
+
+/* The derivatives by weight and bias, of columns `from` to `to`: sums over all rows. */
+static INLINE void sums_of_columns(const struct row_norm_backward *norm, int64_t from, int64_t to) {
+    const struct rows *rows = &norm->rows;
     for (; from < to; from += MOST_COLUMNS) {
         int count = to - from < MOST_COLUMNS ? (int)(to - from) : MOST_COLUMNS;
         double of_weight[MOST_COLUMNS] = {0}, of_bias[MOST_COLUMNS] = {0};
-        for (int64_t r = 0; r < norm->rows;) {
+        for (int64_t r = 0; r < rows->count;) {
             float some_of_weight[MOST_COLUMNS] = {0}, some_of_bias[MOST_COLUMNS] = {0};
-            for (int64_t end = r + ROWS_AT_ONCE; r < norm->rows && r < end; r++) {
-                const float *g = norm->g + r * norm->length + from, *x = norm->x + r * norm->length + from;
-                float mean = norm->centered ? norm->mean[r] : 0, rstd = norm->rstd[r];
+            for (int64_t end = r + ROWS_AT_ONCE; r < rows->count && r < end; r++) {
+                const float *g = norm->g + r * rows->length + from, *x = norm->x + r * rows->length + from;
+                float mean = rows->centered ? norm->mean[r] : 0, rstd = norm->rstd[r];
                 for (int i = 0; i < count; i++) {
                     some_of_weight[i] += g[i] * ((x[i] - mean) * rstd);
                     some_of_bias[i] += g[i];
@@ -217,13 +271,34 @@ static INLINE void row_norm_sums_inline(const struct row_norm_backward *norm, in
             }
         }
         for (int i = 0; i < count; i++) {
-            if (norm->of_weight != NULL) {
-                norm->of_weight[from + i] = (float)of_weight[i];
-            }
-            if (norm->of_bias != NULL) {
-                norm->of_bias[from + i] = (float)of_bias[i];
-            }
+            set(norm->of_weight, from + i, of_weight[i]);
+            set(norm->of_bias, from + i, of_bias[i]);
         }
+    }
+}
+
+/* The same of channels `from` to `to`. */
+static INLINE void sums_of_channels(const struct row_norm_backward *norm, int64_t from, int64_t to) {
+    const struct rows *rows = &norm->rows;
+    struct channel part = {1, rows->repeat, 0};
+    for (int64_t c = from; c < to; c++) {
+        double of_weight = 0, of_bias = 0;
+        for (int64_t r = c / rows->channels; r < rows->count; r += rows->groups) {
+            int64_t at = r * rows->length + c % rows->channels * rows->repeat;
+            struct sums sums = sums_of(part, norm->g + at, norm->x + at);
+            of_weight += (sums.products - norm->mean[r] * sums.first) * norm->rstd[r];
+            of_bias += sums.first;
+        }
+        set(norm->of_weight, c, of_weight);
+        set(norm->of_bias, c, of_bias);
+    }
+}
+
+static INLINE void row_norm_sums_inline(const struct row_norm_backward *norm, int64_t from, int64_t to) {
+    if (norm->rows.repeat == 0) {
+        sums_of_columns(norm, from, to);
+    } else {
+        sums_of_channels(norm, from, to);
     }
 }
 

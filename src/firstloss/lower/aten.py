@@ -5,9 +5,9 @@ layout of the weight than PyTorch's; PyTorch uses oneDNN. PyTorch's attention ne
 Of matrix products, MKL computes those in float32 faster than XLA on Intel processors, and oneDNN those in bfloat16 if
 the processor has AMX, or the gradients of weights if it has other instructions for it. A custom call (`_aten.c`) passes
 an operation's arrays to PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in
-libtorch_cpu), which needs neither Python nor C++. Batch norm (`_norms.h`) is a call, too, since XLA compiles six loops
-for each shape, which take two to six times as long. If that interface is missing, or `_aten.c` was not compiled, XLA
-computes the operation.
+libtorch_cpu), which needs neither Python nor C++. Norms (`_norms.h`) are calls of our own, since XLA compiles six loops
+and more for each shape, which take two to six times as long, and so are random bits (`threefry.py`) and an optimizer's
+updates (`fused_updates.py`). If that interface is missing, or `_aten.c` was not compiled, XLA computes the operation.
 
 Only steps for a single CPU device are lowered `within` this: an array on a mesh is sharded, and a module written to a
 file must run without PyTorch.
@@ -274,10 +274,11 @@ def batch_norm_backward(grad_output: Any, x: Any, mean: Any, rstd: Any, weight: 
 
 
 def normalizes_rows(x: Any, length: int, *vectors: Any) -> bool:
-    """Whether layer or RMS norm of `x`, of which `length` elements are a row, should be one call: XLA compiles a dozen
-    loops for each new shape of `x`, which take three times as long.
+    """Whether layer, RMS or group norm of `x` should be one call: XLA compiles a dozen loops for each new shape of `x`,
+    which take three times as long.
 
     Args:
+        length: the elements of a row, or of a channel in a group norm.
         vectors: the weight, the statistics and others; some may be None.
     """
     if not usable() or not all(v is None or v.dtype == np.float32 for v in (x, *vectors)) or not x.size:
@@ -285,30 +286,37 @@ def normalizes_rows(x: Any, length: int, *vectors: Any) -> bool:
     return length >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
 
 
-def row_norm(x: Any, weight: Any, bias: Any, eps: float, centered: bool) -> list[Any]:
+def row_norm(
+    x: Any, weight: Any, bias: Any, eps: float, centered: bool = True, groups: int = 1, repeat: int = 0
+) -> list[Any]:
     """The output, the inverse deviations and, if rows are `centered`, the means.
 
     Args:
         x: (rows, length).
-        weight, bias: (length,), or None.
+        weight, bias: (length,), or None; of a group norm, one number for each channel of all groups.
+        groups, repeat: of a group norm, and the elements of each channel, of which a row has one or more.
     """
     row = jax.ShapeDtypeStruct((x.shape[0],), x.dtype)
     call = jax.ffi.ffi_call(TARGETS[9], [jax.ShapeDtypeStruct(x.shape, x.dtype), *[row] * (2 if centered else 1)])
-    given = np.array([centered, weight is not None, bias is not None], np.int64)
+    given = np.array([centered, groups, repeat, weight is not None, bias is not None], np.int64)
     vectors = [v for v in (weight, bias) if v is not None]
     return list(call(x, *vectors, given=given, numbers=np.array([eps], np.float64)))
 
 
-def row_norm_backward(g: Any, x: Any, mean: Any, rstd: Any, weight: Any, wanted: Sequence[bool]) -> list[Any]:
+def row_norm_backward(
+    g: Any, x: Any, mean: Any, rstd: Any, weight: Any, wanted: Sequence[bool], groups: int = 1, repeat: int = 0
+) -> list[Any]:
     """The derivatives with respect to input, weight and bias, as selected by `wanted`; None for others.
 
     Args:
         g: the gradient of the output, like `x`.
         mean: None if rows are not centered.
+        groups, repeat: as for `row_norm`.
     """
-    like = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (x.shape, x.shape[1:], x.shape[1:])]
+    vector = (groups * (x.shape[1] // repeat) if repeat else x.shape[1],)
+    like = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (x.shape, vector, vector)]
     call = jax.ffi.ffi_call(TARGETS[10], [kind for kind, w in zip(like, wanted, strict=True) if w])
-    given = np.array([mean is not None, weight is not None, *wanted], np.int64)
+    given = np.array([mean is not None, groups, repeat, weight is not None, *wanted], np.int64)
     made = iter(call(g, x, rstd, *(v for v in (mean, weight) if v is not None), given=given))
     return [next(made) if w else None for w in wanted]
 

@@ -302,6 +302,10 @@ def _in_groups(x, N, C, HxW, group):
 
 @rule(aten.native_group_norm.default)
 def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
+    length = C // group * HxW
+    if isinstance(eps, float) and kernels.normalizes_rows(input, HxW, weight, bias):
+        y, rstd, mean = kernels.row_norm(_in_rows(input, length), weight, bias, eps, True, group, HxW)
+        return lax.reshape(y, input.shape), *(lax.reshape(v, (N, group)) for v in (mean, rstd))
     x = _in_groups(wide(input), N, C, HxW, group)
     mean, variance = moments(x, (2, 3), 0)
     rstd = lax.rsqrt(lax.expand_dims(variance, (2, 3)) + eps)
@@ -313,6 +317,11 @@ def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
 
 @rule(aten.native_group_norm_backward.default)
 def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
+    length = C // group * HxW
+    if any(output_mask) and kernels.normalizes_rows(input, HxW, grad_out, mean, rstd, weight):
+        arrays = _in_rows(grad_out, length), _in_rows(input, length), _flat(mean), _flat(rstd), weight
+        of_input, *of_vectors = kernels.row_norm_backward(*arrays, output_mask, group, HxW)
+        return None if of_input is None else lax.reshape(of_input, input.shape), *of_vectors
     g = wide(grad_out)
     mean, rstd = (lax.expand_dims(wide(m), (2, 3)) for m in (mean, rstd))
     normed = (_in_groups(wide(input), N, C, HxW, group) - mean) * rstd
