@@ -38,18 +38,18 @@ def use_compilation_cache(directory: str | None) -> None:
     compilation_cache.reset_cache()
 
 
-def compile_options(on_mesh: bool = False, same_run: bool = False, repetitive: bool = True) -> dict[str, Any]:
+def compile_options(on_mesh: bool = False, same_run: bool = False, older_emitters: bool = False) -> dict[str, Any]:
     """XLA options that differ from the defaults.
 
     Args:
-        repetitive: whether the function computes the same on other arrays several times; see `Function.repetitive`.
+        older_emitters: whether the function is one for XLA's older emitters; see `Function.older_emitters`.
 
     On a CPU: let XLA see, before it copies a donated weight, that the backward pass has read it before the optimizer
     writes it (by default each weight is copied at each step: 7% of a Llama's step), and schedule operations for less
     scratch memory (by default, to run more of them concurrently, it is 1.5 times as much).
-    On one CPU device: XLA's older emitters, unless the function is repetitive. They compile a loop in 8 ms instead of
-    15, and the step is as fast or a little faster; but equal loops are compiled each time (BERT as one function: 5.1 s
-    of processor time instead of 2.9).
+    On one CPU device: XLA's older emitters, if they suit the function. They compile a loop in 8 ms instead of 15, and
+    the step is as fast or a little faster; but equal loops are compiled each time (BERT as one function: 5.1 s of
+    processor time instead of 2.9).
     On a mesh of CPU devices: LLVM's optimization level 2, not 3, which takes a fifth less processor time to compile;
     the steps are as fast, since most of their time is synchronization between devices.
     For the same run on any mesh: no merging of equal subexpressions across the pass over the logical shards, which
@@ -67,7 +67,7 @@ def compile_options(on_mesh: bool = False, same_run: bool = False, repetitive: b
     said = os.environ.get("XLA_FLAGS", "")  # by the user
     if on_mesh and _LEVEL not in said:
         options[_LEVEL] = 2
-    if not (on_mesh or repetitive) and _EMITTERS not in said and _has_emitters():
+    if older_emitters and not on_mesh and _EMITTERS not in said and _has_emitters():
         options[_EMITTERS] = False
     if same_run:
         kept = "while-loop-invariant-code-motion", "while-loop-expensive-invariant-code-motion"

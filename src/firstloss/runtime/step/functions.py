@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ from ...interpreter import Uninterrupted, cores
 from ...lower import aten
 from ...lower.dtypes import to_jax
 from ...lower.fused_updates import with_fused_updates
-from ...lower.program import run_calls
+from ...lower.program import LoweredCall, Template, run_calls
 from ...lower.segments import Segment, cut
 from ...lower.threefry import fold_in
 from ...program.graph import Value
@@ -32,6 +33,8 @@ from . import executable_cache
 
 _log = logging.getLogger("firstloss")
 _OFTEN = 5  # how often a function computes each thing on the average, from which on it is repetitive
+_ON_ONE_CORE = re.compile("scatter|index_put|index_add|index_copy|embedding|argmax|argmin|aten.max.dim|aten.min.dim")
+_MUCH_ON_ONE_CORE = 1 << 20  # elements
 _NOTICE_SECONDS = 10.0  # how long a compilation is waited for before that is said, and from then on how often
 
 
@@ -59,12 +62,12 @@ class Function(NamedTuple):
         return [self.like.outputs[i] for i in self.result_order]
 
     @property
-    def repetitive(self) -> bool:
-        """Whether most of what it computes it computes several times, on other arrays: then XLA should compile equal
-        loops once."""
+    def older_emitters(self) -> bool:
+        """Whether XLA's older emitters suit it. They compile equal loops each time, so it should not compute the same
+        on other arrays too often; and they scatter, and find maxima with their places, on one core."""
         calls = self.like.calls
         kinds = {(call.kind, *((value.shape, value.dtype) for value in call.inputs)) for call in calls}
-        return len(calls) > _OFTEN * len(kinds)
+        return len(calls) <= _OFTEN * len(kinds) and not any(map(_is_much_on_one_core, calls))
 
     def order(self) -> tuple[Any, ...]:
         """With the segment's signature, all that its code depends on: the order of its arguments, which of the values
@@ -72,6 +75,14 @@ class Function(NamedTuple):
         numbers = {value: i for i, value in enumerate(v for call in self.like.calls for v in call.outputs)}
         results = tuple(numbers[self.like.outputs[i]] for i in self.result_order)
         return self.argument_order, results, self.reused
+
+
+def _is_much_on_one_core(call: LoweredCall) -> bool:
+    return (
+        any(value.numel >= _MUCH_ON_ONE_CORE for value in call.inputs)
+        and isinstance(call.kind, Template)
+        and _ON_ONE_CORE.search(str(call.kind.op)) is not None
+    )
 
 
 class CompiledFunctions:
@@ -159,7 +170,7 @@ class CompiledFunctions:
             entry = self._entries.get(number)
             edges = self._edges
             on_mesh, same_run = edges is not None, edges is not None and edges.same_run
-            options = compile_options(on_mesh, same_run, self._functions[number].repetitive)
+            options = compile_options(on_mesh, same_run, self._functions[number].older_emitters)
             if entry is not None:
                 if isinstance(lowered, executable_cache.Entry):
                     compiled = entry.load()
