@@ -856,8 +856,8 @@ static struct call *attention_backward(const struct call_frame *frame) {
     return attention(frame, ATTENTION_BACKWARD);
 }
 
-/* Blocks of a share of an elementwise program, or of random bits; and up to how many the thread that calls runs at once: helpers take 0.1 ms
- * to come. */
+/* Blocks of a share of an elementwise program, or of random bits; and up to how many the thread that calls runs at once:
+ * helpers take 0.1 ms to come. */
 enum { LEAST_BLOCKS = 16, FEW_BLOCKS = 64 };
 
 static struct call *by_blocks(const struct call_frame *frame, enum operation operation, int64_t blocks) {

@@ -95,7 +95,9 @@ def _probability(node: Node) -> Any:
 def _jax_draws_by_default() -> bool:
     """Whether nobody has told JAX to draw in another way."""
     if "jax" in sys.modules:
-        config = sys.modules["jax"].config
+        config = getattr(sys.modules["jax"], "config", None)
+        if config is None:  # a thread is importing it
+            return False
         return bool(config.jax_threefry_partitionable) and config.jax_default_prng_impl == "threefry2x32"
     return not {"JAX_THREEFRY_PARTITIONABLE", "JAX_DEFAULT_PRNG_IMPL"} & os.environ.keys()
 
