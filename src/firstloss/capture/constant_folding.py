@@ -13,7 +13,7 @@ import torch
 from torch.ops import aten
 
 from ..compat.torch_names import DisableTorchDispatch
-from ..program.graph import Ref, Value
+from ..program.graph import Ref, Value, is_not_strided
 from ..program.nested import mapped
 from . import session
 from .constants import constant_tensor
@@ -77,7 +77,10 @@ def fold_call(
     if call.traits.writes or call.traits.random is not None or not values or any(v is None for v in values.values()):
         return None
 
-    return _wrapped(_run_on(call, values), wrap)
+    result = _run_on(call, values)
+    if isinstance(result, Tensor) and is_not_strided(result):
+        call.refuse_layout(result)
+    return _wrapped(result, wrap)
 
 
 def draw_now(call: OpCall, value_of: Callable[[Any], Tensor], wrap: Callable[[Tensor], Tensor]) -> Any:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.ops import aten
 
 from ..compat.torch_names import OpOverload, can_decompose, schema_of
-from ..errors import CaptureError
-from ..program.graph import Geometry, Ref, geometry_of
+from ..errors import CaptureError, TraceError
+from ..program.graph import Geometry, Ref, geometry_of, layout_name
 from ..program.node_kinds import replaces_target
 from ..program.source import here
 from . import session
@@ -194,6 +194,14 @@ class OpCall:
                     self.symbolic = True
                 else:
                     key.append(arg)
+
+    def refuse_layout(self, tensor: Tensor) -> NoReturn:
+        """Raise because `tensor`, an operand or a result, is sparse or similar, which compiled steps do not support."""
+        raise TraceError(
+            f"{here()}: the step computes with a tensor of the layout {layout_name(tensor)} ({self.op}), but a "
+            "compiled step takes dense tensors. Make it dense, by `.to_dense()`, `.to_padded_tensor(0.0)` or "
+            "`.dequantize()`."
+        )
 
     def tensors(self) -> list[Tensor]:
         """Its tensors, deferred ones first."""

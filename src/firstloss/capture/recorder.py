@@ -111,6 +111,10 @@ def dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return run_from_file(call)
         if traits.writes and (real := [type(t) is not DeferredTensor for t in call.written()]) and any(real):
             return run_for_real(call) if all(real) else run_now(call)
+    else:
+        for outer in call.real:
+            if is_not_strided(outer):
+                call.refuse_layout(outer)
     return _record(call)
 
 

@@ -392,6 +392,11 @@ def is_not_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
 
 
+def layout_name(tensor: torch.Tensor) -> str:
+    """What `tensor` is, if it is not strided: "sparse_coo", for example, or "nested"."""
+    return "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)[len("torch.") :]
+
+
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """The size, stride, offset and dtype of `tensor`."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype

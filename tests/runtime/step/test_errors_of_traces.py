@@ -16,6 +16,7 @@ import firstloss as fl
 from firstloss.errors import EagerStepWarning, NotMaterializedWarning
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+ADJACENCY = torch.eye(6).roll(1, 0).to_sparse()
 
 # Operations whose results are no strided tensors, or that only work on tensors with memory: each makes a number of h.
 UNTRACEABLE = {
@@ -25,6 +26,8 @@ UNTRACEABLE = {
     "quantized": lambda h: torch.quantize_per_tensor(h.detach(), 0.1, 10, torch.quint8).dequantize().sum() + h.sum(),
     "of oneDNN": lambda h: h.detach().to_mkldnn().to_dense().sum() * h.sum(),
     "sparse rows from outside": lambda h: (torch.eye(6).to_sparse_csr() @ h.detach().t()).sum() * h.sum(),
+    "sparse, from outside": lambda h: torch.sparse.mm(ADJACENCY, h.t()).sum(),
+    "sparse, from outside, beside a mask": lambda h: torch.sparse.mm(ADJACENCY, h.t())[h.t() > 0].sum(),
     "nested": lambda h: torch.nested.nested_tensor([h, h[:2]], layout=torch.jagged).values().sum(),
     "complex least squares": lambda h: (
         torch.linalg.lstsq(h.detach().to(torch.complex64), h.detach().to(torch.complex64)).solution.real.sum() + h.sum()

@@ -10,9 +10,7 @@ import torch
 
 from ...capture.input_numbers import NumberInput
 from ...capture.recorder import DeferredStorage, DeferredTensor
-from ...errors import TraceError
 from ...program.graph import Value
-from ...program.source import here
 from ..backend import Backend
 from ..device.buffer import DeviceBuffer, replace_arrays
 from ..device.lazy_array import LazyArray, ready, share_later, to_device_later
@@ -127,11 +125,6 @@ class Inputs:
         elif type(owner) is DeferredTensor and owner._storage.resident is not None and owner._ref().whole:
             array = self._argument(owner._storage.resident)
         elif sharding is not None:
-            if owner.layout is not torch.strided:
-                raise TraceError(
-                    f"{here()}: the step computes with a tensor of the layout {owner.layout}, which devices of a mesh "
-                    "do not have. Keep it dense, and multiply or torch.where with its mask."
-                )
             return to_device_later(owner, sharding)
         elif index is None and not donated and self._may_borrow and _can_be_borrowed(owner):
             from ..jax_support import share_memory

@@ -11,7 +11,7 @@ import torch
 from ...capture.input_numbers import is_plain_number
 from ...capture.input_texts import is_text
 from ...errors import NotTraceableError, ShapeError, TraceError
-from ...program.graph import is_not_strided
+from ...program.graph import is_not_strided, layout_name
 from ...program.source import here
 from ..guards.kind import kind_of
 from ..pytrees import flatten, flatten_with_path
@@ -190,10 +190,9 @@ class Shapes:
 def _kind(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         if is_not_strided(leaf):
-            layout = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
             raise NotTraceableError(
-                f"{here()}: a compiled step takes dense tensors, but one of its arguments is {layout}. Pass a dense "
-                "tensor, as made by `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()`."
+                f"{here()}: a compiled step takes dense tensors, but one of its arguments has the layout "
+                f"{layout_name(leaf)}. Make it dense by `.to_dense()`, `.to_padded_tensor(0.0)` or `.dequantize()`."
             )
         return (torch.Tensor, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     try:

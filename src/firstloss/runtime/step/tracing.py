@@ -145,13 +145,14 @@ def trace_step(
     Raises:
         Shared: if some arguments must be inputs themselves.
     """
+    runs_eagerly = reads is not None and reads.runs_eagerly
     trace = _Trace(
         getattr(step, "__name__", "step"),
         backend,
         observer,
         places,
         inputs,
-        runs_eagerly=reads is not None and reads.runs_eagerly,
+        runs_eagerly=runs_eagerly,
     )
     trace.trace.prints = prints
     trace.trace.constants = constants
@@ -167,6 +168,11 @@ def trace_step(
         restored = observer.restore_contents()
         if isinstance(error, TraceError):
             error.can_run_eagerly = restored  # eager PyTorch may do what cannot be compiled
+            if not restored and runs_eagerly and len(error.args) == 1:
+                error.args = (
+                    f"{error} And {trace.name} cannot run without a trace at this call, since it has taken an item "
+                    "from an iterator, or something else from outside. Take it before the step, and pass it.",
+                )
         elif isinstance(error, (CaptureError, MaterializeError)) and restored and reads:
             raised = StepRaisedError(str(error))
             raised.can_run_eagerly = True
@@ -287,11 +293,7 @@ class _Trace:
                         f"when it runs: {_first_line(error)}."
                     ) from error
                 if self._runs_eagerly and _is_of_the_dispatcher(error):
-                    raise TraceError(
-                        f"{raised_at(error)}: this cannot be traced ({_first_line(error)}), and {self.name} cannot run "
-                        "without a trace at this call, since it has taken an item from an iterator, or something else "
-                        "from outside. Take it before the step, and pass it."
-                    ) from error
+                    raise TraceError(f"{raised_at(error)}: this cannot be traced ({_first_line(error)}).") from error
                 # As in eager PyTorch, earlier effects remain, and the call raises it.
                 raised, result = error, [None]
             if numbers.draws is not None:
