@@ -498,12 +498,13 @@ def test_pytorchs_number_of_threads_is_unchanged():
     assert torch.get_num_threads() == before
 
 
-def test_a_call_that_pytorch_refuses_is_an_error():
+def test_a_call_that_pytorch_refuses_is_an_error(capfd):
     x, weight = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 5, 3, 3))  # of 5 channels, not 3
     call = jax.jit(lambda x, w: kernels.convolution(x, w, None, (2, 4, 8, 8), *HOW))
     for _ in range(30):  # the last share is done by whichever thread, before or after the handler has returned
         with pytest.raises(Exception, match="PyTorch's convolution failed"):
             jax.block_until_ready(call(x, weight))
+    assert "expected input[" in capfd.readouterr().err  # PyTorch's reason
 
 
 @pytest.mark.parametrize("missing", ["function", "library"])

@@ -13,8 +13,13 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
 
 #include "_ffi.h"
 #include "_norms.h"
@@ -142,6 +147,10 @@ static struct {
     int32_t (*convolution_backward)(tensor, tensor, tensor, const int64_t **, int64_t, const int64_t *, int64_t,
                                     const int64_t *, int64_t, const int64_t *, int64_t, int32_t, const int64_t *, int64_t,
                                     int64_t, const int32_t *, int64_t, tensor *, tensor *, tensor *);
+    int32_t (*call)(const char *, const char *, uint64_t *, uint64_t); /* torch_call_dispatcher */
+    int32_t (*new_list)(size_t, void **);
+    int32_t (*append)(void *, uint64_t);
+    void *(*new)(size_t); /* C++'s, of memory that PyTorch deletes */
     int32_t (*mm_out)(tensor, tensor, tensor);
     int32_t (*addmm_out)(tensor, tensor, tensor, tensor, double, double);
     int32_t (*bmm_out)(tensor, tensor, tensor);
@@ -151,6 +160,7 @@ static struct {
     int (*get_threads)(void);
     void (*set_threads)(int);
     int (*set_mkl_threads)(int); /* NULL where PyTorch has no MKL */
+    const char *(*what)(void);   /* this thread's latest error; NULL where PyTorch prints it itself */
     void *(*python_thread)(void); /* CPython's: the state of this thread, or NULL */
 } torch_;
 
@@ -166,12 +176,18 @@ struct range {
  * heads, ...) for (batch, heads, length, ...). */
 enum order { ROWS, COLUMNS, HEADS };
 
+/* PyTorch's number of a dtype, and the bytes of an element. */
+struct kind {
+    int32_t dtype;
+    int64_t bytes;
+};
+
 /* A tensor of a part of XLA's memory, or NULL: what two ranges have in common. */
-static tensor lent_part(const struct buffer *buffer, struct range range, struct range other, enum order order) {
+static tensor lent_as(const struct buffer *buffer, struct kind kind, struct range range, struct range other,
+                      enum order order) {
     int64_t strides[MOST_DIMENSIONS], dims[MOST_DIMENSIONS], stride = 1, begin = 0;
     tensor made = NULL;
-    int dtype = buffer->dtype;
-    if (buffer->rank > MOST_DIMENSIONS || (dtype != F32 && dtype != F64 && dtype != BF16)) {
+    if (buffer->rank > MOST_DIMENSIONS) {
         return NULL;
     }
     for (int64_t i = buffer->rank - 1; i >= 0; i--) {
@@ -187,12 +203,20 @@ static tensor lent_part(const struct buffer *buffer, struct range range, struct 
             dims[d] = cut.to - cut.from;
         }
     }
-    char *data = (char *)buffer->data + begin * (dtype == F32 ? 4 : dtype == F64 ? 8 : 2);
-    int32_t in_torch = dtype == F32 ? torch_.float32() : dtype == F64 ? torch_.float64() : torch_.bfloat16();
-    if (torch_.from_blob(data, buffer->rank, dims, strides, 0, in_torch, torch_.cpu(), 0, &made)) {
+    char *data = (char *)buffer->data + begin * kind.bytes;
+    if (torch_.from_blob(data, buffer->rank, dims, strides, 0, kind.dtype, torch_.cpu(), 0, &made)) {
         return NULL;
     }
     return made;
+}
+
+static tensor lent_part(const struct buffer *buffer, struct range range, struct range other, enum order order) {
+    switch (buffer->dtype) {
+    case F32: return lent_as(buffer, (struct kind){torch_.float32(), 4}, range, other, order);
+    case F64: return lent_as(buffer, (struct kind){torch_.float64(), 8}, range, other, order);
+    case BF16: return lent_as(buffer, (struct kind){torch_.bfloat16(), 2}, range, other, order);
+    }
+    return NULL;
 }
 
 static const struct range ALL = {-1, 0, 0};
@@ -447,6 +471,114 @@ static int attend(const struct call_frame *frame, struct part part, int backward
     return failed;
 }
 
+/* An operation by its name, as PyTorch's dispatcher calls it. The attributes are the name, with the overload's after it, and
+ * the operands: each an entry and its words. An array's are its number, PyTorch's dtype, the bytes of an element, and the
+ * dimension along which the operation may be cut, or -1. Results are written where XLA wants them. */
+enum entry {
+    GIVEN_NONE,
+    GIVEN_NUMBER,
+    GIVEN_LIST,
+    GIVEN_ARRAY,
+    GIVEN_RESULT,
+    OPTIONAL /* the next operand is */
+};
+enum { MOST_OPERANDS = 24 };
+static const uint64_t VERSION = 2ULL << 56 | 11ULL << 48; /* of the convention that is followed: 2.11's */
+
+struct operand {
+    enum entry entry;
+    const int64_t *words;
+};
+
+static const int64_t *next_operand(const int64_t *words, struct operand *operand) {
+    static const int lengths[] = {0, 1, 1, 4, 4, 0};
+    *operand = (struct operand){(enum entry)words[0], words + 1};
+    return words + 1 + lengths[words[0]] + (operand->entry == GIVEN_LIST ? words[1] : 0);
+}
+
+static const struct buffer *array_of(const struct call_frame *frame, struct operand operand) {
+    const struct operands *arrays = operand.entry == GIVEN_ARRAY ? &frame->arguments : &frame->results;
+    return arrays->buffers[operand.words[0]];
+}
+
+static void *list_of(const int64_t *words) {
+    void *list = NULL;
+    int failed = torch_.new_list((size_t)words[0], &list);
+    for (int64_t i = 1; !failed && i <= words[0]; i++) {
+        failed = torch_.append(list, (uint64_t)words[i]);
+    }
+    return failed ? NULL : list;
+}
+
+/* XLA's threads take numbers close to zero for zero, which PyTorch's do not: such a number is not sorted as zero is. Returns
+ * what is to be set again. */
+static uint64_t set_exact(uint64_t control) {
+#if defined(__SSE2__)
+    uint64_t before = _mm_getcsr();
+    _mm_setcsr((unsigned)control);
+    return before;
+#elif defined(__aarch64__)
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(control));
+    return before;
+#else
+    return control;
+#endif
+}
+
+#if defined(__SSE2__)
+static const uint64_t EXACT = 0x1F80; /* all exceptions masked, nothing flushed to zero */
+#else
+static const uint64_t EXACT = 0;
+#endif
+
+static int dispatch(const struct call_frame *frame, struct part part) {
+    const char *name = ((const struct array *)frame->attributes.values[0])->data;
+    const struct array *operands = frame->attributes.values[1];
+    const int64_t *word = operands->data, *end = word + operands->size;
+    uint64_t stack[MOST_OPERANDS];
+    int count = 0, optional = 0, failed = 0; /* what is given is not released then: the step ends */
+    while (word < end && !failed) {
+        struct operand operand;
+        void *given = NULL;
+        word = next_operand(word, &operand);
+        const int64_t *words = operand.words;
+        switch (operand.entry) {
+        case OPTIONAL: optional = 1; continue;
+        case GIVEN_NONE: break;
+        case GIVEN_NUMBER: given = (void *)(uintptr_t)words[0]; break;
+        case GIVEN_LIST:
+            given = list_of(words);
+            failed = given == NULL;
+            break;
+        default: {
+            struct range range = {part.cut == NOT ? -1 : (int)words[3], part.from, part.to};
+            given = lent_as(array_of(frame, operand), (struct kind){(int32_t)words[1], words[2]}, range, ALL, ROWS);
+            failed = given == NULL;
+        }
+        }
+        if (optional) {
+            given = memcpy(torch_.new(sizeof(uint64_t)), &given, sizeof given);
+            optional = 0;
+        }
+        failed |= count == MOST_OPERANDS;
+        if (!failed) {
+            stack[count++] = (uint64_t)(uintptr_t)given;
+        }
+    }
+    if (failed) {
+        return 1;
+    }
+    uint64_t control = set_exact(EXACT);
+    failed = torch_.call(name, name + strlen(name) + 1, stack, VERSION); /* which consumes what the stack holds */
+    set_exact(control);
+    for (int64_t i = 0; !failed && i < frame->results.count; i++) { /* it returns the results once more */
+        torch_.delete((tensor)(uintptr_t)stack[i]);
+    }
+    return failed;
+}
+
 /* The one attribute of an elementwise program: how many of the arguments are arrays (single numbers follow them), then its
  * instructions. A share is a range of blocks. */
 static int run_pointwise(const struct call_frame *frame, struct part part) {
@@ -598,6 +730,7 @@ enum operation {
     PRODUCT,
     ATTENTION,
     ATTENTION_BACKWARD,
+    DISPATCH,
     POINTWISE, /* from here on, no code of PyTorch's */
     NORM,
     NORM_BACKWARD,
@@ -636,6 +769,7 @@ static int share(const struct call *call, int64_t number) {
     case PRODUCT: return multiply(frame, part);
     case ATTENTION: return attend(frame, part, 0);
     case ATTENTION_BACKWARD: return attend(frame, part, 1);
+    case DISPATCH: return dispatch(frame, part);
     case POINTWISE: return run_pointwise(frame, part);
     case NORM: return normalize(frame, part);
     case NORM_BACKWARD: return normalize_backward(frame, part);
@@ -672,6 +806,9 @@ static void *take_shares(void *data) {
         torch_.set_threads(1);
         int mkl = torch_.set_mkl_threads == NULL ? 0 : torch_.set_mkl_threads(1);
         if (share(call, number)) {
+            if (torch_.what != NULL) {
+                fprintf(stderr, "PyTorch: %s\n", torch_.what());
+            }
             atomic_store(&call->failed, 1);
         }
         torch_.set_threads(before);
@@ -888,6 +1025,28 @@ static struct pieces by_elements(int64_t length, int64_t elements, int64_t threa
     return (struct pieces){OUT, length, shares > 1 ? shares : 1};
 }
 
+/* Cut along the dimension of its first array that may be cut. */
+static struct call *dispatched(const struct call_frame *frame) {
+    const struct array *operands = frame->attributes.values[1];
+    const int64_t *word = operands->data;
+    struct call *call = new_call(frame, DISPATCH);
+    if (call == NULL) {
+        return NULL;
+    }
+    call->pieces[0] = (struct pieces){NOT, 1, 1};
+    struct operand operand;
+    do {
+        word = next_operand(word, &operand);
+    } while (operand.entry != GIVEN_ARRAY);
+    const struct buffer *array = array_of(frame, operand);
+    if (operand.words[3] >= 0) {
+        struct pieces pieces = by_elements(array->dims[operand.words[3]], elements(array), call->threads);
+        call->pieces[0] = pieces.shares > 1 ? pieces : call->pieces[0];
+    }
+    call->shares = call->pieces[0].shares;
+    return call;
+}
+
 static struct call *channelwise(const struct call_frame *frame, enum operation operation) {
     const struct buffer *x = frame->arguments.buffers[operation == NORM ? 0 : 1];
     struct call *call = new_call(frame, operation);
@@ -969,6 +1128,10 @@ EXPORT void *firstloss_attention(struct call_frame *frame) {
 EXPORT void *firstloss_attention_backward(struct call_frame *frame) {
     return handle(frame, attention_backward,
                   "PyTorch's attention_backward failed; the line before this on stderr says why");
+}
+
+EXPORT void *firstloss_dispatch(struct call_frame *frame) {
+    return handle(frame, dispatched, "an operation of PyTorch's failed; the line before this on stderr says why");
 }
 
 EXPORT void *firstloss_pointwise(struct call_frame *frame) {

@@ -7,7 +7,8 @@ the processor has AMX, or the gradients of weights if it has other instructions 
 an operation's arrays to PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in
 libtorch_cpu), which needs neither Python nor C++. Norms (`_norms.h`) are calls of our own, since XLA compiles six loops
 and more for each shape, which take two to six times as long, and so are random bits (`threefry.py`) and an optimizer's
-updates (`fused_updates.py`). If that interface is missing, or `_aten.c` was not compiled, XLA computes the operation.
+updates (`fused_updates.py`). Sorts, scans and others go through PyTorch's dispatcher (`dispatched.py`). If that interface
+is missing, or `_aten.c` was not compiled, XLA computes the operation.
 
 Only steps for a single CPU device are lowered `within` this: an array on a mesh is sharded, and a module written to a
 file must run without PyTorch.
@@ -45,6 +46,7 @@ TARGETS = (
     "firstloss_threefry",
     "firstloss_row_norm",
     "firstloss_row_norm_backward",
+    "firstloss_dispatch",
 )
 _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_dtype_float32",
@@ -56,6 +58,10 @@ _FUNCTIONS = (  # in the order of the structure in _aten.c
     "aoti_torch_copy_",
     "aoti_torch_cpu_convolution",
     "aoti_torch_cpu_convolution_backward",
+    "torch_call_dispatcher",
+    "torch_new_list_reserve_size",
+    "torch_list_push_back",
+    "_Znwm",  # operator new(size_t)
     "aoti_torch_cpu_mm_out",
     "aoti_torch_cpu_addmm_out",
     "aoti_torch_cpu_bmm_out",
@@ -64,6 +70,7 @@ _FUNCTIONS = (  # in the order of the structure in _aten.c
     "_ZN2at15get_num_threadsEv",  # at::get_num_threads()
     "omp_set_num_threads",
 )
+_WHAT = "torch_exception_get_what_without_backtrace"  # since 2.13
 _MKL_THREADS = "MKL_Set_Num_Threads_Local"  # on one thread, like the one before it
 _within: ContextVar[bool] = ContextVar("firstloss_aten", default=False)
 
@@ -105,21 +112,22 @@ def registered_with_xla() -> bool:
     return True
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """PyTorch's library for the CPU."""
     return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
 
 
 def _sets_mkl_threads() -> bool:
     """Whether PyTorch's MKL can be limited to one thread per call."""
-    return hasattr(_library(), _MKL_THREADS)
+    return hasattr(library(), _MKL_THREADS)
 
 
 def _functions() -> list[int] | None:
     """The addresses of PyTorch's functions, or None if one is missing."""
     try:
-        library = _library()
-        found = [getattr(library, name) for name in _FUNCTIONS]
-        found += [getattr(library, _MKL_THREADS, None), ctypes.pythonapi.PyGILState_GetThisThreadState]
+        found = [getattr(library(), name) for name in _FUNCTIONS]
+        found += [getattr(library(), name, None) for name in (_MKL_THREADS, _WHAT)]
+        found += [ctypes.pythonapi.PyGILState_GetThisThreadState]
         return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
     except (OSError, AttributeError):
         return None

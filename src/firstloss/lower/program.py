@@ -22,7 +22,7 @@ from ..errors import LoweringError
 from ..program.graph import Node, Ref, Value
 from ..program.nested import mapped
 from ..program.program import Program
-from . import aten, precision
+from . import aten, dispatched, precision
 from .decompose import decomposition, rule_of
 from .dtypes import cast, constant, to_jax
 from .registry import OF_ORDERS, OF_PROGRAMS, PORTABLE_RULES, functional
@@ -272,9 +272,9 @@ def function_of(
         if template.op in OF_ORDERS:
             kwargs["by_columns"] = [_by_columns(arg.view) for arg in template.args if type(arg) is ArrayParameter]
         args = [mapped(fill, arg, list) for arg in template.args if not isinstance(arg, torch.Generator)]
-        results = rule(*args, **kwargs)
-        flat = list(_flatten(results))
         count = len(template.writes)
+        results = dispatched.call(op, args, kwargs, template.outputs) if by_pytorch and not count else None
+        flat = list(_flatten(rule(*args, **kwargs) if results is None else results))
         # Functional overloads return new tensors first, then the new contents of mutated ones.
         new_tensors, mutated = flat[: len(flat) - count], flat[len(flat) - count :]
         out = []
