@@ -7,8 +7,8 @@ the processor has AMX, or the gradients of weights if it has other instructions 
 an operation's arrays to PyTorch through the C interface of its ahead-of-time compiler (`aoti_torch_...` in
 libtorch_cpu), which needs neither Python nor C++. Norms (`_norms.h`) are calls of our own, since XLA compiles six loops
 and more for each shape, which take two to six times as long, and so are random bits (`threefry.py`) and an optimizer's
-updates (`fused_updates.py`). Sorts, scans and others go through PyTorch's dispatcher (`dispatched.py`). If that interface
-is missing, or `_aten.c` was not compiled, XLA computes the operation.
+updates (`fused_updates.py`). Sorts, scans and others go through PyTorch's dispatcher (`dispatched.py`). If that
+interface is missing, or `_aten.c` was not compiled, XLA computes the operation.
 
 Only steps for a single CPU device are lowered `within` this: an array on a mesh is sharded, and a module written to a
 file must run without PyTorch.
