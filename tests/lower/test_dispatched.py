@@ -62,6 +62,8 @@ def cases():
         yield scan.default, (numbers(*shape), dim), {}
     yield aten.cumsum.default, (numbers(80, 90, dtype=torch.int64), 1), {}
     yield aten.cumsum.default, (numbers(80, 90, dtype=torch.float64), 1), {}
+    yield aten.cumsum.default, (numbers(80, 90, dtype=torch.int32), -1), {}
+    yield aten.cumsum.default, (numbers(80, 90) > 0, 0), {}
     for op, (shape, dim) in itertools.product(SORTS, LAID_OUT):
         for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.uint8):
             x = numbers(*shape, dtype=dtype)

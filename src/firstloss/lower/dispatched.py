@@ -153,9 +153,9 @@ def call(
             number = next((i for i, array in enumerate(arrays) if array is argument), None)
             entry = None if number is None else _described(_ARRAY, number, _torch_dtype(argument), cut)
         else:
-            entry = _constant(argument)
-            if kind == "OptionalType" and argument is not None:
-                words.append(_OPTIONAL)
+            optional = kind == "OptionalType" and argument is not None
+            entry = _constant(argument, parameter.type.getElementType().kind() if optional else kind)
+            words += [_OPTIONAL] * optional
         if entry is None:
             return None
         words += entry
@@ -169,17 +169,17 @@ def _described(entry: int, number: int, dtype: torch.dtype | None, cut: int) -> 
     return [entry, number, *_kind(dtype), cut] if dtype in _DTYPES else None
 
 
-def _constant(argument: Any) -> list[int] | None:
-    """How an operand that is no array is passed; None if it cannot be."""
+def _constant(argument: Any, kind: str) -> list[int] | None:
+    """How an operand of a kind that is no array is passed; None if it cannot be."""
     if argument is None:
         return [_NONE]
-    if type(argument) in (bool, int):
-        return [_NUMBER, int(argument)]
-    if type(argument) is float:
+    if kind == "FloatType" and type(argument) in (int, float):
         return [_NUMBER, *struct.unpack("q", struct.pack("d", argument))]
-    if type(argument) is list and all(type(n) in (bool, int) for n in argument):
+    if kind in ("IntType", "BoolType", "SymIntType") and type(argument) in (bool, int):
+        return [_NUMBER, int(argument)]
+    if kind == "ListType" and all(type(n) in (bool, int) for n in argument):
         return [_LIST, len(argument), *map(int, argument)]
-    return None  # a string, a dtype, an optional tensor, or a number that is known at run time only
+    return None  # a string, a Scalar, a dtype, an optional tensor, or a number that is known at run time only
 
 
 def _is_array(argument: Any) -> bool:
