@@ -264,6 +264,26 @@ def test_a_step_calls_it_on_one_device_and_never_on_a_mesh(mesh, calls, tmp_path
     torch.testing.assert_close(found[1], expected[1])
 
 
+INDEX = positions(256, 256, 64)
+WRITING = {
+    "in place": lambda x: torch.zeros_like(x).scatter_add_(0, INDEX, x),
+    "in place, elementwise": lambda x: (x * 1).repeat(4, 1).sin_(),
+    "to a part": lambda x: x.clone()[:, 3:].cumsum_(1),
+    "to a part, by columns": lambda x: x.t().contiguous().t()[10:].logcumsumexp(0),
+    "to given tensors": lambda x: torch.sort(x, 0, out=(torch.empty_like(x), torch.empty_like(x, dtype=torch.int64)))[
+        1
+    ],
+}
+
+
+@pytest.mark.parametrize("how", WRITING)
+def test_what_writes_to_its_operand_is_dispatched_too(how, calls, tmp_path):
+    fl.backend("XLA", artifact_dir=str(tmp_path))
+    x = numbers(256, 64)
+    found = fl.trace(lambda x: WRITING[how](x))(x)
+    assert calls and torch.equal(found, WRITING[how](x))
+
+
 def test_a_call_that_pytorch_refuses_is_an_error(capfd):
     x, index = numbers(90, 90), positions(90, 90, 90) + 90
     with pytest.raises(jax.errors.JaxRuntimeError, match="operation of PyTorch's failed"):

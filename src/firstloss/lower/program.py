@@ -64,6 +64,14 @@ class Template(NamedTuple):
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     keyed: bool
 
+    def results(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and dtypes that the functional overload returns: of new tensors, then of those written to."""
+        mutated = [
+            output if view is None else (view.size, view.dtype)
+            for (_, view), output in zip(self.writes, self.outputs, strict=False)
+        ]
+        return [*self.outputs[len(mutated) :], *mutated]
+
 
 class AnyCall(Protocol):
     """What `run_calls` runs: a node's call, or one instead of several nodes'."""
@@ -272,10 +280,10 @@ def function_of(
         if template.op in OF_ORDERS:
             kwargs["by_columns"] = [_by_columns(arg.view) for arg in template.args if type(arg) is ArrayParameter]
         args = [mapped(fill, arg, list) for arg in template.args if not isinstance(arg, torch.Generator)]
-        count = len(template.writes)
-        results = dispatched.call(op, args, kwargs, template.outputs) if by_pytorch and not count else None
-        flat = list(_flatten(rule(*args, **kwargs) if results is None else results))
         # Functional overloads return new tensors first, then the new contents of mutated ones.
+        count = len(template.writes)
+        results = dispatched.call(op, args, kwargs, template.results()) if by_pytorch else None
+        flat = list(_flatten(rule(*args, **kwargs) if results is None else results))
         new_tensors, mutated = flat[: len(flat) - count], flat[len(flat) - count :]
         out = []
         for (index, view), new, (shape, dtype) in zip(template.writes, mutated, template.outputs, strict=False):

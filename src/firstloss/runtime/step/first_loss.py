@@ -60,7 +60,7 @@ class FirstLoss:
             return self.compute(arrays, seed)
         except FirstlossError:
             raise
-        except Exception:  # an operation that only the compiler supports
+        except (RuntimeError, IndexError, ValueError):  # an operation that only the compiler supports
             self.failed = True
             return None
 

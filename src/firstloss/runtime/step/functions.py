@@ -167,21 +167,21 @@ class CompiledFunctions:
 
     def _executable(self, number: int, lowered: Any) -> Any:
         with timeline.span("compile"), x64():
-            entry = self._entries.get(number)
-            edges = self._edges
-            on_mesh, same_run = edges is not None, edges is not None and edges.same_run
-            options = compile_options(on_mesh, same_run, self._functions[number].older_emitters)
+            entry, edges = self._entries.get(number), self._edges
+            if isinstance(lowered, executable_cache.Entry):
+                compiled = lowered.load()
+                if compiled is not None:
+                    return compiled
+                lowered = self._lower(number)
+            if edges is None:
+                options = compile_options(older_emitters=self._functions[number].older_emitters)
+            else:
+                options = compile_options(on_mesh=True, same_run=edges.same_run)
             if entry is not None:
-                if isinstance(lowered, executable_cache.Entry):
-                    compiled = entry.load()
-                    if compiled is not None:
-                        return compiled
-                    lowered = self._lower(number)
                 return entry.compile(lowered, options)
-            if self._peers is None or self._edges is None:
+            if self._peers is None or edges is None:
                 return lowered.compile(options)
-            devices = self._edges.whole.mesh.devices
-            return self._peers.compile(number, self._name, lowered, options, devices)
+            return self._peers.compile(number, self._name, lowered, options, edges.whole.mesh.devices)
 
     def done(self, number: int) -> bool:
         """Whether a function has been compiled, or has failed to compile."""
