@@ -78,20 +78,21 @@ def cases():
     for op in (aten.median, aten.nanmedian):
         yield op.default, (numbers(70, 80).masked_fill(numbers(70, 80, seed=1) > 2, torch.nan),), {}
     for dim in (0, 1):
-        x, index = numbers(90, 80), positions(80, 90, 80)
-        yield aten.scatter_add.default, (x, dim, index, numbers(90, 80, seed=2)), {}
-        yield aten.scatter_add.default, (x, dim, index[:50], numbers(90, 80, seed=2)), {}  # is not cut
-    image, grid = numbers(3, 4, 20, 30), numbers(3, 9, 7, 2).clamp(-1.2, 1.2)
+        x, index = numbers(110, 90), positions(90, 110, 90)
+        yield aten.scatter_add.default, (x, dim, index, numbers(110, 90, seed=2)), {}
+        yield aten.scatter_add.default, (x, dim, index[:50], numbers(110, 90, seed=2)), {}  # is not cut
+        yield aten.scatter.src, (numbers(140, 130), dim, numbers(140, 130).argsort(dim), numbers(140, 130, seed=2)), {}
+    image, grid = numbers(3, 4, 20, 30), numbers(3, 40, 20, 2).clamp(-1.2, 1.2)
     for how in itertools.product((0, 1), (0, 1, 2), (False, True)):
         yield aten.grid_sampler_2d.default, (image, grid, *how), {}
-        arguments = numbers(3, 60, 9, 7), numbers(3, 60, 20, 30), grid, *how, [True, True]
+        arguments = numbers(3, 60, 40, 20), numbers(3, 60, 20, 30), grid, *how, [True, True]
         yield aten.grid_sampler_2d_backward.default, arguments, {}
     for kind in ("reflection", "replication"):
         backward = getattr(aten, f"{kind}_pad1d_backward").default
         yield backward, (numbers(8, 9, 103), numbers(8, 9, 100), [1, 2]), {}
         backward = getattr(aten, f"{kind}_pad2d_backward").default
         yield backward, (numbers(8, 9, 13, 15), numbers(8, 9, 10, 10), [2, 3, 1, 2]), {}
-    for shape in ((70, 70), (20, 16, 16)):
+    for shape in ((70, 70), (20, 16, 16), (3, 3), (2, 2, 1, 1)):
         yield aten.linalg_inv_ex.default, (matrices(*shape),), {}
         yield aten.linalg_lu_solve.default, (*torch.linalg.lu_factor(matrices(*shape)), numbers(*shape)), {}
         yield aten.linalg_lu_factor_ex.default, (matrices(*shape),), {}

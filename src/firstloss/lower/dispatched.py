@@ -25,8 +25,9 @@ from ..compat.torch_names import OpOverload, schema_of
 from .aten import library
 from .dtypes import to_jax
 
-# Elements of the first array: fewer are XLA's, since a call takes 20 microseconds.
+# Elements: fewer are XLA's, since a call takes 20 microseconds.
 _LEAST = 1 << 12
+_LEAST_SOLVED = 1  # XLA takes long to compile them, whatever their size
 _LEAST_SORTED = 1  # XLA takes numbers close to zero for zero when it compares them
 _LEAST_ELEMENTWISE = 1 << 14  # XLA may compute these together with what is around them
 
@@ -38,7 +39,7 @@ class Kernel(NamedTuple):
     Attributes:
         overload: writes the results to tensors that it is given.
         cut: returns the dimension of all arrays along which the operation may be cut, given its arguments; or None.
-        least: elements of the first array, from which on PyTorch computes the operation.
+        least: elements of the smallest array of the first one's rank, from which on PyTorch computes the operation.
     """
 
     overload: str
@@ -86,6 +87,7 @@ TABLE: dict[OpOverload, Kernel] = {
     aten.min.dim: Kernel("min.dim_min", _beside_dim),
     # Scatters: XLA's are on one core, element by element.
     aten.scatter_add.default: Kernel("scatter_add.out", _beside_dim),
+    aten.scatter.src: Kernel("scatter.src_out", _beside_dim, 1 << 14),
     aten.grid_sampler_2d.default: Kernel("grid_sampler_2d.out", _first),
     aten.grid_sampler_2d_backward.default: Kernel("grid_sampler_2d_backward.out", _first),
     aten.reflection_pad1d_backward.default: Kernel("reflection_pad1d_backward.grad_input", _first),
@@ -93,11 +95,11 @@ TABLE: dict[OpOverload, Kernel] = {
     aten.replication_pad1d_backward.default: Kernel("replication_pad1d_backward.grad_input", _first),
     aten.replication_pad2d_backward.default: Kernel("replication_pad2d_backward.grad_input", _first),
     # Factorizations, and what is solved by them: LAPACK's both, but XLA compiles loops around it (0.2 to 0.4 s each).
-    aten.linalg_inv_ex.default: Kernel("linalg_inv_ex.inverse", _matrices),
-    aten.linalg_lu_factor_ex.default: Kernel("linalg_lu_factor_ex.out", _matrices),
-    aten.linalg_lu_solve.default: Kernel("linalg_lu_solve.out", _matrices),
-    aten._linalg_slogdet.default: Kernel("_linalg_slogdet.sign", _matrices),
-    aten._linalg_solve_ex.default: Kernel("_linalg_solve_ex.result", _matrices),
+    aten.linalg_inv_ex.default: Kernel("linalg_inv_ex.inverse", _matrices, _LEAST_SOLVED),
+    aten.linalg_lu_factor_ex.default: Kernel("linalg_lu_factor_ex.out", _matrices, _LEAST_SOLVED),
+    aten.linalg_lu_solve.default: Kernel("linalg_lu_solve.out", _matrices, _LEAST_SOLVED),
+    aten._linalg_slogdet.default: Kernel("_linalg_slogdet.sign", _matrices, _LEAST_SOLVED),
+    aten._linalg_solve_ex.default: Kernel("_linalg_solve_ex.result", _matrices, _LEAST_SOLVED),
     # Elementwise functions that PyTorch computes in vectors, and XLA by a call for each element.
     **{
         overload: Kernel(written, _first, _LEAST_ELEMENTWISE)
@@ -136,7 +138,8 @@ def call(
     given = {p.name: given.get(p.name, p.default_value) for p in parameters}
     arrays = [argument for argument in given.values() if _is_array(argument)]
     shapes = [shape for shape, _ in results]
-    if arrays[0].size < kernel.least or any(0 in shape for shape in (*(array.shape for array in arrays), *shapes)):
+    smallest = min(array.size for array in arrays if array.ndim == arrays[0].ndim)
+    if smallest < kernel.least or any(0 in shape for shape in (*(array.shape for array in arrays), *shapes)):
         return None
     name, _, overload = kernel.overload.partition(".")
     cut, cuts = _cuts(kernel.cut(given), given, arrays, shapes)
