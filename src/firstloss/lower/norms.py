@@ -278,7 +278,8 @@ def native_batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
 ):
     if train and kernels.normalizes(input, grad_out, weight, save_mean, save_invstd):
-        return tuple(kernels.batch_norm_backward(grad_out, input, save_mean, save_invstd, weight))
+        of_input, of_weight, of_bias = kernels.batch_norm_backward(grad_out, input, save_mean, save_invstd, weight)
+        return of_input, of_weight if output_mask[1] else None, of_bias if output_mask[2] else None
     g, x = wide(grad_out), wide(input)
     dims = _all_but_channels(x)
     mean, rstd = (save_mean, save_invstd) if train else (running_mean, lax.rsqrt(wide(running_var) + eps))
