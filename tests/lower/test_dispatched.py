@@ -174,6 +174,7 @@ LEFT_TO_XLA = {
     "no elements": (aten.cumsum.default, (numbers(1 << 14, 0), 0), {}),
     "another dtype": (aten.cumsum.default, (numbers(90, 90).to(torch.complex64), 1), {}),
     "a dtype as an argument": (aten.cumsum.default, (numbers(90, 90), 1), {"dtype": torch.float64}),
+    "more dimensions than a call takes": (aten.cumsum.default, (numbers(*[3] * 8, 1), 1), {}),
     "no row": (aten.exp.default, (numbers(200, 200),), {}),
     "not all results": (
         aten.grid_sampler_2d_backward.default,
@@ -270,7 +271,7 @@ WRITING = {
     "in place": lambda x: torch.zeros_like(x).scatter_add_(0, INDEX, x),
     "in place, elementwise": lambda x: (x * 1).repeat(4, 1).sin_(),
     "to a part": lambda x: x.clone()[:, 3:].cumsum_(1),
-    "to a part, by columns": lambda x: x.t().contiguous().t()[10:].logcumsumexp(0),
+    "from a part, by columns": lambda x: x.t().contiguous().t()[10:].logcumsumexp(0),
     "to given tensors": lambda x: torch.sort(x, 0, out=(torch.empty_like(x), torch.empty_like(x, dtype=torch.int64)))[
         1
     ],

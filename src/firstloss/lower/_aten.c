@@ -1033,16 +1033,14 @@ static struct call *dispatched(const struct call_frame *frame) {
     if (call == NULL) {
         return NULL;
     }
-    call->pieces[0] = (struct pieces){NOT, 1, 1};
     struct operand operand;
     do {
         word = next_operand(word, &operand);
     } while (operand.entry != GIVEN_ARRAY);
     const struct buffer *array = array_of(frame, operand);
-    if (operand.words[3] >= 0) {
-        struct pieces pieces = by_elements(array->dims[operand.words[3]], elements(array), call->threads);
-        call->pieces[0] = pieces.shares > 1 ? pieces : call->pieces[0];
-    }
+    int64_t along = operand.words[3];
+    call->pieces[0] = along < 0 ? (struct pieces){NOT, 1, 1}
+                                : by_elements(array->dims[along], elements(array), call->threads);
     call->shares = call->pieces[0].shares;
     return call;
 }

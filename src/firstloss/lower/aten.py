@@ -112,6 +112,7 @@ def registered_with_xla() -> bool:
     return True
 
 
+@functools.cache
 def library() -> ctypes.CDLL:
     """PyTorch's library for the CPU."""
     return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))

@@ -32,6 +32,7 @@ _LEAST_SORTED = 1  # XLA takes numbers close to zero for zero when it compares t
 _LEAST_ELEMENTWISE = 1 << 14  # XLA may compute these together with what is around them
 
 _NONE, _NUMBER, _LIST, _ARRAY, _RESULT, _OPTIONAL = range(6)  # the entries of `_aten.c`
+_MOST_DIMENSIONS = 8  # likewise
 
 
 class Kernel(NamedTuple):
@@ -65,6 +66,8 @@ def _matrices(given: dict[str, Any]) -> int | None:
 def _no(given: dict[str, Any]) -> int | None:
     return None
 
+
+_elementwise = functools.partial(Kernel, cut=_first, least=_LEAST_ELEMENTWISE)
 
 TABLE: dict[OpOverload, Kernel] = {
     # Scans: XLA's are elementwise loops, and `logcumsumexp` takes twelve times as long.
@@ -101,22 +104,17 @@ TABLE: dict[OpOverload, Kernel] = {
     aten._linalg_slogdet.default: Kernel("_linalg_slogdet.sign", _matrices, _LEAST_SOLVED),
     aten._linalg_solve_ex.default: Kernel("_linalg_solve_ex.result", _matrices, _LEAST_SOLVED),
     # Elementwise functions that PyTorch computes in vectors, and XLA by a call for each element.
-    **{
-        overload: Kernel(written, _first, _LEAST_ELEMENTWISE)
-        for overload, written in {
-            aten.sin.default: "sin.out",
-            aten.cos.default: "cos.out",
-            aten.tan.default: "tan.out",
-            aten.asin.default: "asin.out",
-            aten.acos.default: "acos.out",
-            aten.atan.default: "atan.out",
-            aten.exp2.default: "exp2.out",
-            aten.erfinv.default: "erfinv.out",
-            aten.lgamma.default: "lgamma.out",
-            aten.igamma.default: "igamma.out",
-            aten.fmod.Tensor: "fmod.Tensor_out",
-        }.items()
-    },
+    aten.sin.default: _elementwise("sin.out"),
+    aten.cos.default: _elementwise("cos.out"),
+    aten.tan.default: _elementwise("tan.out"),
+    aten.asin.default: _elementwise("asin.out"),
+    aten.acos.default: _elementwise("acos.out"),
+    aten.atan.default: _elementwise("atan.out"),
+    aten.exp2.default: _elementwise("exp2.out"),
+    aten.erfinv.default: _elementwise("erfinv.out"),
+    aten.lgamma.default: _elementwise("lgamma.out"),
+    aten.igamma.default: _elementwise("igamma.out"),
+    aten.fmod.Tensor: _elementwise("fmod.Tensor_out"),
 }
 
 
@@ -139,7 +137,8 @@ def call(
     arrays = [argument for argument in given.values() if _is_array(argument)]
     shapes = [shape for shape, _ in results]
     smallest = min(array.size for array in arrays if array.ndim == arrays[0].ndim)
-    if smallest < kernel.least or any(0 in shape for shape in (*(array.shape for array in arrays), *shapes)):
+    everything = [*(array.shape for array in arrays), *shapes]
+    if smallest < kernel.least or any(0 in shape or len(shape) > _MOST_DIMENSIONS for shape in everything):
         return None
     name, _, overload = kernel.overload.partition(".")
     cut, cuts = _cuts(kernel.cut(given), given, arrays, shapes)
