@@ -1,5 +1,7 @@
 """An optimizer's operations on a weight as one custom call."""
 
+import ctypes
+import ctypes.util
 import functools
 import re
 from pathlib import Path
@@ -152,6 +154,7 @@ def test_weights_are_overwritten_without_a_copy(optimizer, functions, tmp_path, 
     (executable,) = compiled_steps.segment_executables(compiled_steps.latest(step)).values()
     text = executable.as_text()
     assert text.count('custom_call_target="firstloss_pointwise"') == 6
+    assert not re.findall(r"= f(?:32|64)\[\]\S* fusion\(.*(?:pow|sqrt)", text)  # the corrections by the step's number
     assert not re.findall(r"= f32\[(?:48,1152|48,48)\]\S* copy\(", text)
 
 
@@ -244,12 +247,110 @@ def test_programs_give_the_bits_of_their_operations_one_by_one(program, seed):
         assert not different.any()
 
 
+FLOATS = st.sampled_from([np.float32, np.float64])
+NUMBER_UNARY = {"neg": np.negative, "abs": np.abs, "sqrt": np.sqrt}
+COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
+COMPARISONS["ge"] = np.greater_equal
+LOGICAL = {"and": np.logical_and, "or": np.logical_or}
+TO_LAX = {"and": lax.bitwise_and, "or": lax.bitwise_or, "not": lax.bitwise_not, "select": lax.select}
+TO_NUMPY = NUMBER_UNARY | BINARY | COMPARISONS | LOGICAL | {"not": np.logical_not}
+POW = ctypes.CDLL(ctypes.util.find_library("m")).pow  # as Python's; NumPy's may differ in the last bit
+POW.restype, POW.argtypes = ctypes.c_double, [ctypes.c_double] * 2
+TO_NUMPY["pow"] = lambda x, y: np.float64(POW(x, y))
+TO_NUMPY["select"] = lambda which, x, y: x if which else y
+HARD_NUMBERS = st.sampled_from([0.0, -0.0, 1.0, 0.9, 0.999, 1e-8, 3.0, -2.5, 1e30, np.inf, np.nan])
+
+
+@st.composite
+def number_programs(draw):
+    """The dtypes of given numbers, operations on numbers of one dtype or of bools, and which numbers are results."""
+    dtypes = draw(st.lists(FLOATS, min_size=1, max_size=3))
+    kinds = [np.dtype(dtype) for dtype in dtypes]
+    operations = []
+    for _ in range(draw(st.integers(1, 14))):
+        floats = [i for i, kind in enumerate(kinds) if kind.kind == "f"]
+        bools = [i for i, kind in enumerate(kinds) if kind.kind == "b"]
+        first = draw(st.sampled_from(floats))
+        alike = st.sampled_from([i for i in floats if kinds[i] == kinds[first]])
+        names = [*NUMBER_UNARY, *BINARY, *COMPARISONS, "convert", *(["pow"] if kinds[first] == np.float64 else [])]
+        name = draw(st.sampled_from(names + (["not", "and", "or", "select"] if bools else [])))
+        if name in NUMBER_UNARY:
+            operation, kind = (name, [first]), kinds[first]
+        elif name == "convert":
+            kind = np.dtype(draw(FLOATS))
+            operation = name, [first, kind]
+        elif name in ("not", "and", "or"):
+            operation, kind = (name, [draw(st.sampled_from(bools)) for _ in range(2 - (name == "not"))]), np.dtype(bool)
+        elif name == "select":
+            operation, kind = (name, [draw(st.sampled_from(bools)), first, draw(alike)]), kinds[first]
+        else:
+            second = draw(alike | HARD_NUMBERS)
+            operation, kind = (name, [first, second]), np.dtype(bool) if name in COMPARISONS else kinds[first]
+        operations.append(operation)
+        kinds.append(kind)
+    computed = [i for i in range(len(dtypes), len(kinds)) if kinds[i].kind == "f"]
+    results = draw(st.lists(st.sampled_from(computed), max_size=3, unique=True)) if computed else []
+    return dtypes, operations, results, draw(st.sampled_from([i for i, k in enumerate(kinds) if k.kind == "f"]))
+
+
+def run_numbers(given, operations, functions, convert):
+    values = list(given)
+    for name, operands in operations:
+        if name == "convert":
+            values.append(convert(values[operands[0]], operands[1]))
+            continue
+        read = [values[x] if type(x) is int else values[operands[0]].dtype.type(x) for x in operands]
+        values.append(functions[name](*read))
+    return values
+
+
+@given(
+    number_programs(), st.lists(HARD_NUMBERS | st.floats(width=32), min_size=3, max_size=3), st.sampled_from([3, 40000])
+)
+@settings(max_examples=200)
+def test_numbers_have_the_bits_of_their_operations_one_by_one(program, values, length):
+    dtypes, operations, results, factor = program
+    given = [dtype(value) for dtype, value in zip(dtypes, values, strict=False)]
+    array = np.linspace(-3, 3, length, dtype=np.float32)
+
+    def all_of(functions, convert, times, given, array):
+        numbers = run_numbers(given, operations, functions, convert)
+        return [times(array, convert(numbers[factor], np.float32)), *(numbers[i] for i in results)]
+
+    with np.errstate(all="ignore"):
+        expected = all_of(TO_NUMPY, lambda x, to: np.dtype(to).type(x), lambda x, y: x * y, given, array)
+    lowered = {name: getattr(lax, name, None) for name in TO_NUMPY} | TO_LAX
+
+    def jitted(given, array):
+        times = lambda x, y: lax.mul(x, lax.broadcast(y, x.shape))  # noqa: E731
+        return all_of(lowered, lax.convert_element_type, times, given, array)
+
+    with jax.enable_x64(True):
+        closed = jax.make_jaxpr(jitted)(given, array)
+
+        def fused(given, array):
+            program = fused_updates._ElementwiseProgram(all_numbers=True)
+            operands = [program.argument(x) for x in (*given, array)]
+            made = program.add_jaxpr(closed.jaxpr, closed.consts, operands)
+            return program.call(made, [(length,)] + [()] * len(results), {0: operands[-1]})
+
+        actual = jax.jit(fused, donate_argnums=1)([jax.numpy.asarray(x) for x in given], jax.numpy.asarray(array))
+    for a, e in zip(map(np.asarray, actual), expected, strict=True):
+        assert a.dtype == e.dtype
+        equal = (a == e) & (np.signbit(a) == np.signbit(e)) | np.isnan(a) & np.isnan(e)
+        tiny = (a == 0) & (np.abs(e) < np.finfo(e.dtype).tiny)  # XLA's threads flush these to zero
+        assert np.all(equal | tiny), (a, e)
+
+
 def test_words_of_an_instruction():
     """The struct in _pointwise.h: an opcode and three places of two 32-bit numbers."""
     assert fused_updates._Place(2, 5).word == np.array([2, 5], np.int32).view(np.int64)[0]
     source = Path(fused_updates.__file__).with_name("_pointwise.h").read_text()
     names = re.search(r"enum opcode \{ (.*?) \}", source).group(1).lower().split(", ")
     assert tuple(names) == fused_updates._OPCODES
+    names = re.search(r"enum number_opcode \{(.*?)\}", source, re.DOTALL).group(1).lower().replace("n_", "").split(",")
+    assert tuple(name.strip() for name in names) == fused_updates._NUMBER_OPCODES
     assert int(re.search(r"MOST_SCRATCH = (\d+)", source).group(1)) == fused_updates._MOST_SCRATCH
+    assert int(re.search(r"MOST_NUMBERS = (\d+)", source).group(1)) == fused_updates._MOST_NUMBERS
     arrays = re.search(r"MOST_ARRAYS = (\d+)", Path(aten.__file__).with_name("_aten.c").read_text())
     assert int(arrays.group(1)) == fused_updates._MOST_ARRAYS

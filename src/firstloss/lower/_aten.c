@@ -579,33 +579,54 @@ static int dispatch(const struct call_frame *frame, struct part part) {
     return failed;
 }
 
-/* The one attribute of an elementwise program: how many of the arguments are arrays (single numbers follow them), then its
- * instructions. A share is a range of blocks. */
+/* The one attribute of an elementwise program: how many of the arguments are arrays (single numbers follow them), how many
+ * numbers its instructions read, how many instructions compute numbers; among what is given and computed, the places of
+ * the numbers that are read and of those that are results; the instructions of numbers, then those of blocks. A share is a
+ * range of blocks. Each computes all numbers; the first writes those that are results, whose memory is their own. */
 static int run_pointwise(const struct call_frame *frame, struct part part) {
     const struct array *attribute = frame->attributes.values[0];
     const int64_t *words = attribute->data;
     struct buffer **arguments = (struct buffer **)frame->arguments.buffers;
     struct buffer **results = (struct buffer **)frame->results.buffers;
-    float *read[MOST_ARRAYS], *written[MOST_ARRAYS];
-    const float *numbers[MOST_ARRAYS];
-    int64_t count = frame->arguments.count, given = words[0];
-    if (given > MOST_ARRAYS || count - given > MOST_ARRAYS || frame->results.count > MOST_ARRAYS) {
+    float *read[MOST_ARRAYS], *written[MOST_ARRAYS], singles[MOST_ARRAYS];
+    double numbers[MOST_NUMBERS];
+    int64_t arrays = words[0], singles_read = words[1], computed = words[2], given = frame->arguments.count - arrays, blocks = 0;
+    while (blocks < frame->results.count && results[blocks]->rank > 0) {
+        blocks++;
+    }
+    int64_t made = frame->results.count - blocks;
+    const int64_t *places = words + 3;
+    const struct number_instruction *of_numbers = (const struct number_instruction *)(places + singles_read + made);
+    if (arrays > MOST_ARRAYS || singles_read > MOST_ARRAYS || blocks > MOST_ARRAYS || given + computed > MOST_NUMBERS) {
         return 1;
     }
-    for (int64_t i = 0; i < count; i++) {
-        if (i < given) {
-            read[i] = arguments[i]->data;
-        } else {
-            numbers[i - given] = arguments[i]->data;
-        }
+    for (int64_t i = 0; i < arrays; i++) {
+        read[i] = arguments[i]->data;
     }
-    for (int64_t i = 0; i < frame->results.count; i++) {
+    for (int64_t i = 0; i < given; i++) {
+        const struct buffer *number = arguments[arrays + i];
+        numbers[i] = number->dtype == F64 ? *(const double *)number->data : *(const float *)number->data;
+    }
+    compute_numbers(of_numbers, computed, numbers, given);
+    for (int64_t i = 0; i < singles_read; i++) {
+        singles[i] = (float)numbers[places[i]];
+    }
+    for (int64_t i = 0; i < blocks; i++) {
         written[i] = results[i]->data;
     }
+    for (int64_t i = 0; part.from == 0 && i < made; i++) {
+        const struct buffer *number = results[blocks + i];
+        double value = numbers[places[singles_read + i]];
+        if (number->dtype == F64) {
+            *(double *)number->data = value;
+        } else {
+            *(float *)number->data = (float)value;
+        }
+    }
     int64_t end = elements(results[0]), from = part.from * BLOCK, to = part.to * BLOCK;
-    const struct instruction *program = (const struct instruction *)(words + 1);
-    int length = (int)((attribute->size - 1) * sizeof *words / sizeof *program);
-    run_blocks(program, length, (struct arrays){read, written, numbers}, from, to < end ? to : end);
+    const struct instruction *program = (const struct instruction *)(of_numbers + computed);
+    int length = (int)((const struct instruction *)(words + attribute->size) - program);
+    run_blocks(program, length, (struct arrays){read, written, singles}, from, to < end ? to : end);
     return 0;
 }
 

@@ -25,10 +25,62 @@ struct instruction {
 
 enum { BLOCK = 512, MOST_SCRATCH = 8 }; /* of 4 KB, which stay in the first level of the cache */
 
+/* Instructions of single numbers, in the order of fused_updates.py. They are computed in double precision: sums, products,
+ * quotients and roots of floats that are rounded to a float afterwards are those of single precision. */
+enum number_opcode {
+    N_CONSTANT, N_ROUND, N_NEG, N_ABS, N_SQRT, N_NOT, N_ADD, N_SUB, N_MUL, N_DIV, N_MAX, N_MIN, N_POW,
+    N_EQ, N_NE, N_LT, N_LE, N_GT, N_GE, N_AND, N_OR, N_SELECT_N
+};
+
+struct number_instruction {
+    int64_t opcode;
+    union {
+        int64_t operands[3];
+        double constant;
+    };
+};
+
+enum { MOST_NUMBERS = 64 };
+
+/* Appends the results to the numbers that are given. */
+static void compute_numbers(const struct number_instruction *program, int64_t length, double *numbers, int64_t given) {
+    for (int64_t i = 0; i < length; i++) {
+        const struct number_instruction now = program[i];
+        double *to = numbers + given + i;
+        if (now.opcode == N_CONSTANT) {
+            *to = now.constant;
+            continue;
+        }
+        double a = numbers[now.operands[0]], b = numbers[now.operands[1]];
+        switch (now.opcode) {
+        case N_ROUND: *to = (float)a; break;
+        case N_NEG: *to = -a; break;
+        case N_ABS: *to = fabs(a); break;
+        case N_SQRT: *to = sqrt(a); break;
+        case N_NOT: *to = a == 0; break;
+        case N_ADD: *to = a + b; break;
+        case N_SUB: *to = a - b; break;
+        case N_MUL: *to = a * b; break;
+        case N_DIV: *to = a / b; break;
+        case N_MAX: *to = a != a || b != b ? a + b : a > b ? a : b; break;
+        case N_MIN: *to = a != a || b != b ? a + b : a < b ? a : b; break;
+        case N_POW: *to = pow(a, b); break;
+        case N_EQ: *to = a == b; break;
+        case N_NE: *to = a != b; break;
+        case N_LT: *to = a < b; break;
+        case N_LE: *to = a <= b; break;
+        case N_GT: *to = a > b; break;
+        case N_GE: *to = a >= b; break;
+        case N_AND: *to = a != 0 && b != 0; break;
+        case N_OR: *to = a != 0 || b != 0; break;
+        case N_SELECT_N: *to = a != 0 ? numbers[now.operands[2]] : b; break;
+        }
+    }
+}
+
 /* Everything that an instruction can refer to. */
 struct arrays {
-    float **arguments, **results;
-    const float **numbers;
+    float **arguments, **results, *numbers;
 };
 
 /* NaN if either is, like PyTorch's maximum and minimum. */
@@ -95,7 +147,7 @@ static INLINE void run_blocks_inline(const struct instruction *program, int leng
                 int n = places[i].number;
                 at[i] = places[i].storage == ARGUMENT ? arrays.arguments[n] + from
                         : places[i].storage == RESULT ? arrays.results[n] + from
-                        : places[i].storage == NUMBER ? (float *)arrays.numbers[n]
+                        : places[i].storage == NUMBER ? arrays.numbers + n
                                                       : scratch[n];
             }
             compute(now->opcode, count, at[0], at[1], now->a.storage == NUMBER, at[2], now->b.storage == NUMBER);

@@ -296,7 +296,7 @@ def test_steps_that_differ_in_one_thing_do_not_share_entries(tmp_path, hits):
 
 
 def entry(signature, order=(), name="step_0"):
-    cached = executable_cache.entry_of(name, signature, order)
+    cached = executable_cache.entry_of(name, executable_cache.describe(signature), order)
     return None if cached is None else cached.path.name
 
 

@@ -20,9 +20,9 @@ import pickle
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib
@@ -43,6 +43,7 @@ from . import lowering_markers
 
 _SOURCES = Path(__file__).parents[2]
 _DIGEST_BYTES = 32
+_BY_REPR = {int, bool, str, complex, bytes, type(None)}
 
 
 class _ThisThread(threading.local):
@@ -58,10 +59,6 @@ def _note(event: str, **_: Any) -> None:
 
 
 jax.monitoring.register_event_listener(_note)
-
-
-class Unknown(Exception):
-    """Raised for something that has no key."""
 
 
 class Entry:
@@ -127,7 +124,7 @@ def _custom_calls(lowered: Any) -> set[str]:
 
 def entry_of(
     name: str,
-    signature: Any,
+    signature: Description,
     order: tuple[Any, ...],
     mesh: jax.sharding.Mesh | None = None,
     shardings: tuple[Any, ...] = (),
@@ -142,7 +139,8 @@ def entry_of(
         shardings: on that mesh, of its inputs and outputs, and whatever else decides how it is partitioned.
     """
     folder, settings = lowering_markers.folder(), _settings()
-    if folder is None or settings is None or not on_cpu():
+    others = describe((name, order, shardings))
+    if folder is None or settings is None or not on_cpu() or not (signature.is_key and others.is_key):
         return None
     with aten.within():
         by_pytorch = aten.usable()
@@ -155,58 +153,64 @@ def entry_of(
         kinds = [(device.id, device.process_index, device.device_kind) for device in devices]
         types = [str(kind) for kind in mesh.axis_types]
         digest.update(repr((mesh.axis_names, mesh.devices.shape, types, kinds, jax.device_count())).encode())
-    try:
-        for text in _text((name, signature, order, shardings)):
-            digest.update(text.encode())
-            digest.update(b"\0")
-    except Unknown:
-        return None
+    digest.update(others.text + signature.text)
     return Entry(folder, digest.hexdigest(), devices)
 
 
-def digest_of(signatures: Iterable[Any]) -> str:
+def digest_of(descriptions: Iterable[Description]) -> str:
     """A digest for markers. It may be the same for steps that differ in objects without text, so that it does not
     identify executables."""
     digest = hashlib.sha256(f"{jax.__version__} {torch.__version__}".encode())
-    for signature in signatures:
-        for text in _text(signature, unknown=lambda part: f"a {type(part).__qualname__}"):
-            digest.update(text.encode())
-            digest.update(b"\0")
+    for description in descriptions:
+        digest.update(description.text)
     return digest.hexdigest()
 
 
-def _refuse(part: Any) -> str:
-    raise Unknown
+class Description(NamedTuple):
+    """A signature as text.
 
-
-def _text(part: Any, unknown: Callable[[Any], str] = _refuse) -> Iterator[str]:
-    """Serialize a signature to text, injectively.
-
-    Args:
-        unknown: the text of an object whose text may be ambiguous; by default it raises.
-
-    Raises:
-        Unknown: for such objects.
+    Attributes:
+        is_key: whether other signatures have other texts; not if an object has no text of its own.
     """
+
+    text: bytes
+    is_key: bool
+
+
+def describe(signature: Any) -> Description:
+    """Serialize a signature to text."""
+    texts: list[str] = []
+    is_key = _describe(signature, texts, {})
+    return Description("\0".join(texts).encode() + b"\0", is_key)
+
+
+def _describe(part: Any, texts: list[str], ops: dict[OpOverload, tuple[str, bool]]) -> bool:
+    """Append the texts of a part of a signature; returns whether they identify it. `ops`: the texts of operations."""
     kind = type(part)
-    if kind is int or kind is bool or part is None or kind is str or kind is complex or kind is bytes:
-        yield f"{kind.__name__} {part!r}"
+    if kind in _BY_REPR:
+        texts.append(f"{kind.__name__} {part!r}")
     elif kind is float:
-        yield f"float {part.hex()} {np.float64(part).tobytes().hex()}"  # distinguishes signed zeros and NaNs
+        texts.append(f"float {part.hex()} {np.float64(part).tobytes().hex()}")  # distinguishes signed zeros and NaNs
     elif kind in (torch.dtype, torch.layout, torch.memory_format, torch.device):
-        yield f"{kind.__name__} {part}"
-    elif kind is type:
-        yield f"type {part.__name__}" if part in (float, bool, int) else unknown(part)
-    elif isinstance(part, OpOverload):
-        rules = {op for op in (part, functional(part)) if op in RULES}
-        is_stable = rules and rules.isdisjoint(OF_USERS)
-        yield f"op {part} {schema_of(part)}" if is_stable else f"{unknown(part)} {part}"
+        texts.append(f"{kind.__name__} {part}")
     elif isinstance(part, tuple) and (kind in (tuple, torch.Size) or kind.__module__.startswith("firstloss.lower.")):
-        yield f"{kind.__name__} {len(part)}"
-        for inner in part:
-            yield from _text(inner, unknown)
+        texts.append(f"{kind.__name__} {len(part)}")
+        have_texts = [_describe(inner, texts, ops) for inner in part]
+        return all(have_texts)
+    elif isinstance(part, OpOverload):
+        if part not in ops:
+            rules = {op for op in (part, functional(part)) if op in RULES}
+            is_stable = bool(rules) and rules.isdisjoint(OF_USERS)
+            ops[part] = f"op {part} {schema_of(part)}" if is_stable else f"a {kind.__qualname__} {part}", is_stable
+        text, is_stable = ops[part]
+        texts.append(text)
+        return is_stable
+    elif kind is type and part in (float, bool, int):
+        texts.append(f"type {part.__name__}")
     else:
-        yield unknown(part)
+        texts.append(f"a {kind.__qualname__}")
+        return False
+    return True
 
 
 @functools.cache

@@ -96,7 +96,8 @@ class CompiledFunctions:
         self._name = name
         self._edges = edges
         self._compiles = compiles
-        self.digest: str = executable_cache.digest_of(function.like.signature for function in functions.values())
+        self._signatures = {n: executable_cache.describe(f.like.signature) for n, f in functions.items()}
+        self.digest: str = executable_cache.digest_of(self._signatures.values())
         self._functions = functions
         if edges is not None and edges.same_run and len(functions) > 1:  # how one is cut depends on those before
             with x64(), aten.within(False):
@@ -141,7 +142,7 @@ class CompiledFunctions:
         function = self._functions[number]
         partitioning = () if edges is None else (edges.whole.mesh, edges.described(function.like))
         entry = executable_cache.entry_of(
-            f"{self._name}_{number}", function.like.signature, function.order(), *partitioning
+            f"{self._name}_{number}", self._signatures.pop(number), function.order(), *partitioning
         )
         if entry is not None:
             self._entries[number] = entry
