@@ -43,6 +43,9 @@ PARTS = [
     Extension("firstloss.lower._unwritten", ["src/firstloss/lower/_unwritten.c"], **XLA),
     Extension("firstloss.runtime.device._pages", ["src/firstloss/runtime/device/_pages.c"], optional=True),
     Extension(
+        "firstloss.runtime.device._scratch_pool", ["src/firstloss/runtime/device/_scratch_pool.c"], optional=True
+    ),
+    Extension(
         "firstloss.runtime.guards._guards",
         ["src/firstloss/runtime/guards/_guards.c"],
         depends=["src/firstloss/runtime/guards/_recording.h"],

@@ -4,7 +4,8 @@ A training step allocates gigabytes of scratch memory and frees them at its end.
 anew and unmaps it when it is freed, so every step touches its memory for the first time, and the kernel clears it page
 by page, 4 KiB at a time: 262,144 page faults for a gigabyte, against some 500 with huge pages, and none if the memory
 is kept. Measured on 2 cores: half a second of every step of a Llama of half a billion parameters, and several seconds
-of the first. The C library reads its settings when a process starts, so they must be in the environment by then:
+of the first. `runtime/device/scratch_pool.py` keeps large blocks from one step to the next. For huge pages, the C
+library reads its settings when a process starts, so they must be in the environment by then:
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python train.py
 
@@ -43,6 +44,13 @@ _MAPPED_BYTES = 4 << 20
 _KEPT_BYTES = 32 << 20
 
 
+def is_configured() -> bool:
+    """Whether the environment configures malloc, other than by huge pages."""
+    tunables = {setting.partition("=")[0] for setting in os.environ.get("GLIBC_TUNABLES", "").split(":")}
+    configured = tunables - {HUGE_PAGES.partition("=")[0]} | set(os.environ)
+    return any(name.startswith(("MALLOC_", "glibc.malloc.")) for name in configured)
+
+
 def map_arrays() -> bool:
     """Make malloc map requests of 4 MiB and more separately, so that freed memory is returned to the system, and keep
     the scratch memory of smaller ones.
@@ -51,9 +59,7 @@ def map_arrays() -> bool:
     glibc's own limit, `MALLOC_MMAP_THRESHOLD_=33554432`, nothing is changed; huge pages are compatible. Returns whether
     the settings were made.
     """
-    tunables = {setting.partition("=")[0] for setting in os.environ.get("GLIBC_TUNABLES", "").split(":")}
-    configured = tunables - {HUGE_PAGES.partition("=")[0]} | set(os.environ)
-    if sys.platform != "linux" or any(name.startswith(("MALLOC_", "glibc.malloc.")) for name in configured):
+    if sys.platform != "linux" or is_configured():
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):

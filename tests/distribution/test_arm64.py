@@ -39,7 +39,7 @@ TARGETS = [
     (name, target)
     for name in PARTS
     for target in ("aarch64-linux-gnu", "aarch64-macos")
-    if not (name.endswith("_pages") and "linux" not in target)  # moves pages by a call of Linux's
+    if not (name.endswith(("_pages", "_scratch_pool")) and "linux" not in target)  # these use calls of Linux's
 ]
 
 

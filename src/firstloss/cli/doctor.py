@@ -37,6 +37,11 @@ PARTS = {
     "rng/_jump": ("begin in the middle of a random stream", "firstloss.rng.jump", "has_kernel"),
     "rng/_counter": ('initialize weights with rng="counter"', "firstloss.rng.counter", "has_kernels"),
     "runtime/device/_pages": ("move memory between PyTorch and JAX", "firstloss.runtime.device.pages", "ARE_AVAILABLE"),
+    "runtime/device/_scratch_pool": (
+        "keep the scratch memory of steps",
+        "firstloss.runtime.device.scratch_pool",
+        "IS_AVAILABLE",
+    ),
     "runtime/guards/_guards": ("check guards", "firstloss.runtime.guards.native", "native"),
     "lower/_unwritten": (
         "allocate JAX arrays uninitialized",

@@ -313,12 +313,18 @@ struct pieces {
     int64_t length, shares;
 };
 
+/* How many samples each share must have: in three dimensions PyTorch leaves a single small one to a kernel
+ * that takes ten times as long as oneDNN. (What it takes for the size leaves out the last dimension.) */
+static int64_t least_samples(const struct buffer *x) {
+    return x->rank == 5 && x->dims[1] * x->dims[2] * x->dims[3] <= 20480 ? 2 : 1;
+}
+
 /* How to cut: into as many shares as can be; by the batch, so that each share reads all of the weight, only if that is
  * no larger than the other operand, of which each share of the channels reads all. */
 static struct pieces best_cut(int64_t batch, int64_t channels, enum cut by_channels, int light_weight,
-                              const struct how *how, int64_t threads) {
+                              const struct how *how, int64_t threads, int64_t least) {
     int64_t by_weight = how->groups == 1 ? channels / LEAST_CHANNELS : how->groups;
-    int64_t by_batch = batch < threads ? batch : threads;
+    int64_t by_batch = batch / least < threads ? batch / least : threads;
     by_weight = by_weight < threads ? by_weight : threads;
     if (by_batch <= 1 && by_weight <= 1) {
         return (struct pieces){NOT, 1, 1};
@@ -939,7 +945,8 @@ static struct call *forward(const struct call_frame *frame) {
     if (call == NULL) {
         return NULL;
     }
-    call->pieces[0] = best_cut(batch, channels(y), OUT, elements(w) <= elements(x), &call->how, call->threads);
+    call->pieces[0] = best_cut(batch, channels(y), OUT, elements(w) <= elements(x), &call->how, call->threads,
+                               least_samples(x));
     call->shares = call->pieces[0].shares;
     return call;
 }
@@ -955,11 +962,12 @@ static struct call *backward(const struct call_frame *frame) {
         return NULL;
     }
     if (wanted[0]) {
-        call->pieces[0] = best_cut(batch, channels(x), IN, elements(w) <= elements(g), &call->how, call->threads);
+        call->pieces[0] = best_cut(batch, channels(x), IN, elements(w) <= elements(g), &call->how, call->threads,
+                                   least_samples(x));
     }
     if (wanted[1]) { /* along its first dimension: a sum over the batch is one sum, however many threads there are */
         int transposed = call->how.transposed;
-        call->pieces[1] = best_cut(1, channels(transposed ? x : g), transposed ? IN : OUT, 0, &call->how, call->threads);
+        call->pieces[1] = best_cut(1, channels(transposed ? x : g), transposed ? IN : OUT, 0, &call->how, call->threads, 1);
     }
     call->shares = call->pieces[0].shares + call->pieces[1].shares;
     return call;

@@ -49,10 +49,11 @@ class Kernel(NamedTuple):
 
 
 def _beside_dim(given: dict[str, Any]) -> int | None:
-    """The outermost dimension but the one along which the operation works."""
+    """The outermost dimension but those along which the operation works."""
     shape = given["self"].shape
-    dim = given["dim"] % max(len(shape), 1)
-    return next((d for d, size in enumerate(shape) if d != dim and size > 1), None)
+    dims = [given["dim"]] if isinstance(given["dim"], int) else given["dim"]
+    worked = {d % max(len(shape), 1) for d in dims}
+    return next((d for d, size in enumerate(shape) if d not in worked and size > 1), None)
 
 
 def _first(given: dict[str, Any]) -> int | None:
@@ -103,6 +104,10 @@ TABLE: dict[OpOverload, Kernel] = {
     aten.linalg_lu_solve.default: Kernel("linalg_lu_solve.out", _matrices, _LEAST_SOLVED),
     aten._linalg_slogdet.default: Kernel("_linalg_slogdet.sign", _matrices, _LEAST_SOLVED),
     aten._linalg_solve_ex.default: Kernel("_linalg_solve_ex.result", _matrices, _LEAST_SOLVED),
+    # Fourier transforms: XLA's are on one core.
+    aten._fft_r2c.default: Kernel("_fft_r2c.out", _beside_dim),
+    aten._fft_c2r.default: Kernel("_fft_c2r.out", _beside_dim),
+    aten._fft_c2c.default: Kernel("_fft_c2c.out", _beside_dim),
     # Elementwise functions that PyTorch computes in vectors, and XLA by a call for each element.
     aten.sin.default: _elementwise("sin.out"),
     aten.cos.default: _elementwise("cos.out"),
@@ -194,7 +199,7 @@ def _cuts(
     """The dimension of all arrays, and of each result, along which they are cut; -1 if they are not."""
     rank = arrays[0].ndim
     if cut is not None and all(array.ndim == rank for array in arrays):
-        reduced = "dim" in given and given["dim"] % rank < cut
+        reduced = isinstance(given.get("dim"), int) and given["dim"] % rank < cut
         cuts = [cut - 1 if reduced and len(shape) < rank else cut for shape in results]
         sizes = {array.shape[cut] for array in arrays}
         sizes |= {shape[d] if d < len(shape) else 0 for shape, d in zip(results, cuts, strict=True)}
@@ -211,7 +216,7 @@ def _text(*texts: str) -> np.ndarray:
 
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ..compat import jax_names
 from ..engine.huge_pages import advise_huge
 from ..lower import unwritten
 from ..lower.dtypes import as_numpy, constant, to_jax, to_torch
-from .device import on_gpu
+from .device import on_gpu, scratch_pool
 from .device.pages import OWNED_BYTES
 from .lazy_jax import on_cpu, pending_cache_directory
 
@@ -152,6 +152,7 @@ def to_host(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(host.copy())
 
 
+scratch_pool.use()
 _directory = pending_cache_directory()
 if _directory is not None:
     use_compilation_cache(_directory)
