@@ -7,9 +7,9 @@ the same block. PyTorch's allocator uses it, too: its convolutions allocate thei
 cores, without and with the pool: ResNet-18 on 32 images of 224 x 224 2516 and 1795; on eight images, ResNet-50 625 and
 496, Swin-T 799 and 685, ViT-B 4343 and 3702, ConvNeXt-T 704 and 610.
 
-The peak of memory rises by a thirty-second at most: what is in the pool and in use is together never more than that above
-what once was in use. Only what has been in use for two minutes at most is kept, unlike weights, and for ten seconds, or
-until a large block is allocated or freed the next time.
+The peak of memory rises by a thirty-second at most: what is in the pool and in use is together never more than that
+above what once was in use. Only what has been in use for two minutes at most is kept, unlike weights, and for ten
+seconds, or until a large block is allocated or freed the next time.
 
 With another allocator, or if malloc is configured (`malloc_settings`), and on other systems than Linux with glibc,
 there is no pool.
