@@ -126,7 +126,7 @@ class CompiledFunctions:
         with timeline.span("lower"):
             entry = self._entry(number)
             self._held[number] = entry if entry is not None and entry.found else self._lower(number)
-        del self._todo[number]
+        del self._todo[number], self._signatures[number]
         if not hold:
             self.release()
         return True
@@ -142,7 +142,7 @@ class CompiledFunctions:
         function = self._functions[number]
         partitioning = () if edges is None else (edges.whole.mesh, edges.described(function.like))
         entry = executable_cache.entry_of(
-            f"{self._name}_{number}", self._signatures.pop(number), function.order(), *partitioning
+            f"{self._name}_{number}", self._signatures[number], function.order(), *partitioning
         )
         if entry is not None:
             self._entries[number] = entry
