@@ -47,6 +47,13 @@ static time_t now(void) {
     return time.tv_sec;
 }
 
+/* Notes that a block is in use from now on. */
+static void begin(struct block *block, char *address, size_t size) {
+    *block = (struct block){address, size, 0, now()};
+    used += size;
+    most_used = used > most_used ? used : most_used;
+}
+
 static void drop(struct block *block) {
     if (block->kept) {
         kept -= block->kept;
@@ -114,9 +121,7 @@ static void note(char *address) {
         place = blocks + count++;
     }
     if (place != NULL) {
-        *place = (struct block){address, malloc_usable_size(address), 0, now()};
-        used += place->size;
-        most_used = used > most_used ? used : most_used;
+        begin(place, address, malloc_usable_size(address));
     }
 }
 
@@ -129,9 +134,7 @@ static int allocate_pooled(void **made, size_t alignment, size_t size) {
     if (block != NULL) {
         *made = block->address;
         kept -= block->kept;
-        used += block->size;
-        *block = (struct block){block->address, block->size, 0, now()};
-        most_used = used > most_used ? used : most_used;
+        begin(block, block->address, block->size);
         pthread_mutex_unlock(&lock);
         return 0;
     }
@@ -302,15 +305,7 @@ API size_t firstloss_pooled(void) {
 /* Frees what is in the pool. */
 API void firstloss_empty_pool(void) {
     pthread_mutex_lock(&lock);
-    if (allocate != NULL) {
-        for (struct block *block = blocks; block < blocks + count; block++) {
-            if (block->address != NULL && block->kept) {
-                char *address = block->address;
-                drop(block);
-                release(address);
-            }
-        }
-        most_used = used;
-    }
+    trim(0);
+    most_used = used;
     pthread_mutex_unlock(&lock);
 }
