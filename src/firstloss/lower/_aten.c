@@ -609,6 +609,7 @@ static int run_pointwise(const struct call_frame *frame, struct part part) {
     for (int64_t i = 0; i < arrays; i++) {
         read[i] = arguments[i]->data;
     }
+    uint64_t control = set_exact(EXACT); /* for the numbers: blocks are flushed to zero as by XLA's loops */
     for (int64_t i = 0; i < given; i++) {
         const struct buffer *number = arguments[arrays + i];
         numbers[i] = number->dtype == F64 ? *(const double *)number->data : *(const float *)number->data;
@@ -629,6 +630,7 @@ static int run_pointwise(const struct call_frame *frame, struct part part) {
             *(float *)number->data = (float)value;
         }
     }
+    set_exact(control);
     int64_t end = elements(results[0]), from = part.from * BLOCK, to = part.to * BLOCK;
     const struct instruction *program = (const struct instruction *)(of_numbers + computed);
     int length = (int)((const struct instruction *)(words + attribute->size) - program);
