@@ -1,4 +1,4 @@
-/* Programs of elementwise operations on arrays of equal length: see fused_updates.py.
+/* Programs of elementwise operations on arrays of equal length: see elementwise_call.py.
  *
  * They are run on one block of elements after another. What an operation of a block leaves is in the cache for the next one,
  * so memory is read and written once. Each operation rounds its result, like PyTorch's kernels, which run one by one. */
@@ -8,7 +8,7 @@
 
 #include "_processor.h"
 
-/* In the order of fused_updates.py. */
+/* In the order of elementwise_call.py. */
 enum opcode { COPY, NEG, ABS, SQRT, SQUARE, ADD, SUB, MUL, DIV, MAX, MIN };
 
 /* Where an operand or a result is: an argument or result of the call, a single number, or a block that is dropped. */
@@ -25,7 +25,7 @@ struct instruction {
 
 enum { BLOCK = 512, MOST_SCRATCH = 8 }; /* of 4 KB, which stay in the first level of the cache */
 
-/* Instructions of single numbers, in the order of fused_updates.py. They are computed in double precision: sums, products,
+/* Instructions of single numbers, in the order of elementwise_call.py. They are computed in double precision: sums, products,
  * quotients and roots of floats that are rounded to a float afterwards are those of single precision. */
 enum number_opcode {
     N_CONSTANT, N_ROUND, N_NEG, N_ABS, N_SQRT, N_NOT, N_ADD, N_SUB, N_MUL, N_DIV, N_MAX, N_MIN, N_POW,
