@@ -134,14 +134,16 @@ def _rows(size, side, runs):
     count = len(runs[side][0]["at"])
     at = [harness.median(run["at"][k] for run in runs[side]) for k in range(count)]
     rows = [(f"{size}, {NAMES.get(side, 'plain PyTorch')}: losses at", ", ".join(f"{each:.2f}" for each in at) + " s")]
+    seconds = f"{harness.median(run['step'] for run in runs[side]):.2f} s" if "step" in runs[side][0] else ""
     if side == "plain":
-        return rows, []
+        return [*rows, ("  the whole first step", seconds)], []
     ratios = [harness.median(b["at"][k] / a["at"][k] for a, b in pairs) for k in range(count)]
     worst = max(range(count), key=ratios.__getitem__)
     rows.append(("  of plain PyTorch's time", ", ".join(f"{each:.2f}" for each in ratios)))
     rows.append(("  at worst", f"{ratios[worst]:.2f}, at loss {worst + 1}"))
-    if "step" in runs[side][0]:
-        rows.append(("  the whole first step", f"{harness.median(b['step'] / a['step'] for a, b in pairs):.2f}"))
+    if seconds:
+        ratio = harness.median(b["step"] / a["step"] for a, b in pairs)
+        rows.append(("  the whole first step", f"{seconds}, {ratio:.2f} of plain PyTorch's"))
     same = all(b["losses"][0] == a["losses"][0] for a, b in pairs)
     rows.append(("  the first loss is bit-identical", "yes" if same else "no"))
     return rows, ratios
