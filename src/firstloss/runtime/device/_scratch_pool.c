@@ -135,6 +135,7 @@ static int allocate_pooled(void **made, size_t alignment, size_t size) {
         *made = block->address;
         kept -= block->kept;
         begin(block, block->address, block->size);
+        trim(room(0)); /* all its pages are in use now, also those that had been given back */
         pthread_mutex_unlock(&lock);
         return 0;
     }
