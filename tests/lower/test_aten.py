@@ -11,6 +11,7 @@ import pytest
 import torch
 from jax import numpy as jnp
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import firstloss as fl
 from firstloss.lower import aten as kernels
@@ -280,27 +281,49 @@ HOW = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 NORMED = [(7, 5), (3, 4, 5), (2, 3, 4, 4), (5, 19, 37), (3, 2, 9, 11), (2, 96, 24, 24), (1, 3, 2, 5, 7)]
 
 
+# Of the elements, and of weights and statistics: as under autocast, and of a model in bfloat16.
+DTYPES = pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=["float32", "mixed", "bfloat16"],
+)
+
+
+def expected_of(run, *args):
+    """Eager PyTorch's results; of arguments in bfloat16 the exact ones, since its kernels round in between, too.
+
+    Args:
+        run: takes arguments like `args`, of which it may write to tensors.
+    """
+    eager = run(*(tree_map_only(torch.Tensor, torch.clone, args)))
+    if all(x.dtype == torch.float32 for x in args if isinstance(x, torch.Tensor)):
+        return eager
+    exact = run(*tree_map_only(torch.Tensor, torch.Tensor.double, args))
+    return tuple(None if e is None else e.to(v.dtype) for e, v in zip(exact, eager, strict=True))
+
+
+@DTYPES
 @pytest.mark.parametrize("given", list(itertools.product((False, True), repeat=3)), ids=str)
 @pytest.mark.parametrize("shape", NORMED, ids=str)
-def test_batch_norm_in_training_and_its_gradients_match_eager(shape, given, calls):
+def test_batch_norm_in_training_and_its_gradients_match_eager(shape, given, dtypes, calls):
     torch.manual_seed(0)
     channels = shape[1]
-    x, g = torch.randn(shape) * 3 + 50, torch.randn(shape)
-    weight, bias = (torch.randn(channels) if is_given else None for is_given in given[:2])
-    running = [torch.randn(channels), torch.rand(channels)] if given[2] else [None, None]
+    x, g = (torch.randn(shape) * 3 + 50).to(dtypes[0]), torch.randn(shape, dtype=dtypes[0])
+    weight, bias = (torch.randn(channels, dtype=dtypes[1]) if is_given else None for is_given in given[:2])
+    running = [v(channels, dtype=dtypes[1]) for v in (torch.randn, torch.rand)] if given[2] else [None, None]
     with kernels.within():
         functional = aten._native_batch_norm_legit_functional.default
         how = (True, 0.3, 1e-5)
         if given[2]:
-            updated = [v.clone() for v in running]
-            expected = (*aten._native_batch_norm_legit.default(x, weight, bias, *updated, *how), *updated)
-            assert_rule(functional, (x, weight, bias, *running, *how), {}, expected)
-        expected = aten.native_batch_norm.default(x, weight, bias, None, None, *how)
+            args = x, weight, bias, *running, *how
+            legit = aten._native_batch_norm_legit.default
+            assert_rule(functional, args, {}, expected_of(lambda *args: (*legit(*args), *args[3:5]), *args))
+        expected = expected_of(aten.native_batch_norm.default, x, weight, bias, None, None, *how)
         assert_rule(aten.native_batch_norm.default, (x, weight, bias, None, None, *how), {}, expected)
         backward = aten.native_batch_norm_backward.default
         for mask in itertools.product([True], (False, True), (False, True)):
             args = (g, x, weight, None, None, *expected[1:], True, 1e-5, mask)
-            assert_rule(backward, args, {}, backward(*args))
+            assert_rule(backward, args, {}, expected_of(backward, *args))
     assert {"firstloss_batch_norm", "firstloss_batch_norm_backward"} <= set(calls)
 
 
@@ -317,9 +340,10 @@ def test_batch_norm_is_as_exact_as_eager_where_the_mean_is_large(offset):
         assert error <= 2 * eager + 1e-6 * reference.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_batch_norm_of_values_that_are_not_finite_matches_eager(value):
-    x = torch.randn(4, 3, 5, 5)
+def test_batch_norm_of_values_that_are_not_finite_matches_eager(value, dtype):
+    x = torch.randn(4, 3, 5, 5, dtype=dtype)
     x[1, 2, 3, 4] = value
     args = (x, None, None, None, None, True, 0.1, 1e-5)
     with kernels.within():
@@ -329,10 +353,12 @@ def test_batch_norm_of_values_that_are_not_finite_matches_eager(value):
 def test_batch_norm_of_long_columns_and_of_other_dtypes_is_left_to_xla():
     channel = np.ones(2, np.float32)
     with kernels.within():
-        assert not kernels.normalizes(np.ones((1 << 16, 2), np.float32), channel)
-        assert not kernels.normalizes(np.ones((3, 2, 16), jnp.bfloat16), channel)
-        assert kernels.normalizes(np.ones((3, 2, 16), np.float32), channel, None)
-    assert not kernels.normalizes(np.ones((3, 2, 16), np.float32), channel)
+        assert not kernels.normalizes([np.ones((1 << 16, 2), np.float32)], channel)
+        assert not kernels.normalizes([np.ones((3, 2, 16), np.float16)], channel)
+        assert not kernels.normalizes([np.ones((3, 2, 16), dtype) for dtype in (np.float32, jnp.bfloat16)], channel)
+        assert not kernels.normalizes([np.ones((3, 2, 16), np.float32)], channel.astype(np.float64))
+        assert kernels.normalizes([np.ones((3, 2, 16), np.float32)], channel, None)
+    assert not kernels.normalizes([np.ones((3, 2, 16), np.float32)], channel)
 
 
 # Rows of one element, of less than a vector, of vectors and a rest, of more than are summed at a time; some in several
@@ -347,36 +373,44 @@ IN_ROWS = [
 ]
 
 
+@DTYPES
 @pytest.mark.parametrize("mask", [[True] * 3, [True, False, False], [False, True, True], [False, False, True]], ids=str)
 @pytest.mark.parametrize("given", [(False, False), (True, False), (True, True)], ids=str)
 @pytest.mark.parametrize(("shape", "dims"), IN_ROWS, ids=str)
-def test_layer_norm_and_its_gradients_match_eager(shape, dims, given, mask, calls):
+def test_layer_norm_and_its_gradients_match_eager(shape, dims, given, mask, dtypes, calls):
     torch.manual_seed(0)
-    x, g, normalized = torch.randn(shape) * 3 + 50, torch.randn(shape), list(shape[-dims:])
-    weight, bias = (torch.randn(normalized) if is_given else None for is_given in given)
+    x, g = (torch.randn(shape) * 3 + 50).to(dtypes[0]), torch.randn(shape, dtype=dtypes[0])
+    normalized = list(shape[-dims:])
+    weight, bias = (torch.randn(normalized, dtype=dtypes[1]) if is_given else None for is_given in given)
     mask = [wanted and is_given for wanted, is_given in zip(mask, (True, *given), strict=True)]
     args = (x, normalized, weight, bias, 1e-5)
-    expected = aten.native_layer_norm.default(*args)
+    expected = expected_of(aten.native_layer_norm.default, *args)
     backward = (g, x, normalized, *expected[1:], weight, bias, mask)
     with kernels.within():
         assert_rule(aten.native_layer_norm.default, args, {}, expected)
         if any(mask):
             of = aten.native_layer_norm_backward.default
-            assert_rule(of, backward, {}, of(*backward))
+            assert_rule(of, backward, {}, expected_of(of, *backward))
     assert set(calls) == {"firstloss_row_norm", *(["firstloss_row_norm_backward"] if any(mask) else [])}
 
 
+@DTYPES
 @pytest.mark.parametrize("has_weight", [False, True])
 @pytest.mark.parametrize(("shape", "dims"), IN_ROWS, ids=str)
-def test_rms_norm_and_its_gradients_match_eager(shape, dims, has_weight, calls):
+def test_rms_norm_and_its_gradients_match_eager(shape, dims, has_weight, dtypes, calls):
     torch.manual_seed(0)
-    x, g, normalized = torch.randn(shape) * 3 + 5, torch.randn(shape), list(shape[-dims:])
-    weight = torch.randn(normalized) if has_weight else None
+    x, g = (torch.randn(shape) * 3 + 5).to(dtypes[0]), torch.randn(shape, dtype=dtypes[0])
+    normalized = list(shape[-dims:])
+    weight = torch.randn(normalized, dtype=dtypes[1]) if has_weight else None
     args = (x, normalized, weight, 1e-5)
-    expected = aten._fused_rms_norm.default(*args)
-    leaves = [v.clone().requires_grad_() for v in (x, weight) if v is not None]
-    y = torch.nn.functional.rms_norm(leaves[0], normalized, *leaves[1:], eps=1e-5)
-    gradients = (*torch.autograd.grad(y, leaves, g), None)[:2]  # PyTorch has no kernel of the backward pass on a CPU
+    expected = expected_of(aten._fused_rms_norm.default, *args)
+
+    def backward_of(x, g, weight):  # PyTorch has no kernel of it on a CPU
+        leaves = [v.requires_grad_() for v in (x, weight) if v is not None]
+        y = torch.nn.functional.rms_norm(leaves[0], normalized, *leaves[1:], eps=1e-5)
+        return (*torch.autograd.grad(y, leaves, g.to(y.dtype)), None)[:2]
+
+    gradients = expected_of(backward_of, x, g, weight)
     backward = (g, x, normalized, expected[1], weight, [True, has_weight])
     with kernels.within():
         assert_rule(aten._fused_rms_norm.default, args, {}, expected)
@@ -395,23 +429,24 @@ IN_GROUPS = [
 ]
 
 
+@DTYPES
 @pytest.mark.parametrize("mask", [[True] * 3, [True, False, False], [False, True, True], [False, False, True]], ids=str)
 @pytest.mark.parametrize("given", [(False, False), (True, False), (True, True)], ids=str)
 @pytest.mark.parametrize(("shape", "groups"), IN_GROUPS, ids=str)
-def test_group_norm_and_its_gradients_match_eager(shape, groups, given, mask, calls):
+def test_group_norm_and_its_gradients_match_eager(shape, groups, given, mask, dtypes, calls):
     torch.manual_seed(0)
-    x, g = torch.randn(shape) * 3 + 50, torch.randn(shape)
-    weight, bias = (torch.randn(shape[1]) if is_given else None for is_given in given)
+    x, g = (torch.randn(shape) * 3 + 50).to(dtypes[0]), torch.randn(shape, dtype=dtypes[0])
+    weight, bias = (torch.randn(shape[1], dtype=dtypes[1]) if is_given else None for is_given in given)
     mask = [wanted and is_given for wanted, is_given in zip(mask, (True, *given), strict=True)]
     sizes = (shape[0], shape[1], math.prod(shape[2:]), groups)
     args = (x, weight, bias, *sizes, 1e-5)
-    expected = aten.native_group_norm.default(*args)
+    expected = expected_of(aten.native_group_norm.default, *args)
     backward = (g, x, *expected[1:], weight, *sizes, mask)
     with kernels.within():
         assert_rule(aten.native_group_norm.default, args, {}, expected)
         if any(mask):
             of = aten.native_group_norm_backward.default
-            assert_rule(of, backward, {}, of(*backward))
+            assert_rule(of, backward, {}, expected_of(of, *backward))
     assert set(calls) == {"firstloss_row_norm", *(["firstloss_row_norm_backward"] if any(mask) else [])}
 
 
@@ -443,11 +478,12 @@ def test_layer_norm_is_as_exact_as_eager_where_the_mean_is_large(offset):
 def test_layer_norm_of_many_short_rows_and_of_other_dtypes_is_left_to_xla():
     weight = np.ones(4, np.float32)
     with kernels.within():
-        assert not kernels.normalizes_rows(np.ones((1 << 16, 4), np.float32), 4, weight)
-        assert not kernels.normalizes_rows(np.ones((3, 4), jnp.bfloat16), 4, weight)
-        assert not kernels.normalizes_rows(np.ones((0, 4), np.float32), 4, weight)
-        assert kernels.normalizes_rows(np.ones((3, 4), np.float32), 4, weight, None)
-    assert not kernels.normalizes_rows(np.ones((3, 4), np.float32), 4, weight)
+        assert not kernels.normalizes_rows([np.ones((1 << 16, 4), np.float32)], 4, weight)
+        assert not kernels.normalizes_rows([np.ones((3, 4), np.float16)], 4, weight)
+        assert not kernels.normalizes_rows([np.ones((3, 4), dtype) for dtype in (np.float32, jnp.bfloat16)], 4, weight)
+        assert not kernels.normalizes_rows([np.ones((0, 4), np.float32)], 4, weight)
+        assert kernels.normalizes_rows([np.ones((3, 4), np.float32)], 4, weight, None)
+    assert not kernels.normalizes_rows([np.ones((3, 4), np.float32)], 4, weight)
 
 
 def lowered(x, weight):

@@ -649,10 +649,10 @@ static int normalize(const struct call_frame *frame, struct part part) {
     struct buffer **next = (struct buffer **)frame->arguments.buffers;
     struct buffer **results = (struct buffer **)frame->results.buffers;
     const struct buffer *x = *next++;
-    struct batch_norm norm = {x->dims[0], x->dims[1], channel_length(x), numbers[0], numbers[1], x->data};
+    struct batch_norm norm = {x->dtype == BF16, x->dims[0],       x->dims[1], channel_length(x),
+                              numbers[0],       numbers[1],       x->data,    results[0]->data};
     norm.weight = given[0] ? (*next++)->data : NULL;
     norm.bias = given[1] ? (*next++)->data : NULL;
-    norm.y = results[0]->data;
     norm.mean = results[1]->data;
     norm.rstd = results[2]->data;
     if (given[2]) {
@@ -672,8 +672,8 @@ static int normalize_backward(const struct call_frame *frame, struct part part) 
     const struct buffer *x = given[1];
     const float *weight = frame->arguments.count > 4 ? given[4]->data : NULL;
     struct batch_norm_backward norm = {
-        x->dims[0], x->dims[1], channel_length(x), given[0]->data, x->data, given[2]->data, given[3]->data, weight,
-        results[0]->data, results[1]->data, results[2]->data};
+        x->dtype == BF16, x->dims[0], x->dims[1], channel_length(x), given[0]->data, x->data, results[0]->data,
+        given[2]->data, given[3]->data, weight, results[1]->data, results[2]->data};
     batch_norm_backward(&norm, part.from, part.to);
     return 0;
 }
@@ -696,10 +696,9 @@ static int normalize_rows(const struct call_frame *frame, struct part part) {
     struct buffer **next = (struct buffer **)frame->arguments.buffers;
     struct buffer **made = (struct buffer **)frame->results.buffers;
     const struct buffer *x = *next++;
-    struct row_norm norm = {rows_of(frame, x), *eps, x->data};
+    struct row_norm norm = {x->dtype == BF16, rows_of(frame, x), *eps, x->data, (*made++)->data};
     norm.weight = given[1] ? (*next++)->data : NULL;
     norm.bias = given[2] ? (*next++)->data : NULL;
-    norm.y = (*made++)->data;
     norm.rstd = (*made++)->data;
     norm.mean = norm.rows.centered ? (*made)->data : NULL;
     row_norm(&norm, part.from, part.to);
@@ -712,7 +711,7 @@ static int normalize_rows_backward(const struct call_frame *frame, struct part p
     const int64_t *given = form_of(frame) + 2;
     struct buffer **next = (struct buffer **)frame->arguments.buffers;
     struct buffer **made = (struct buffer **)frame->results.buffers;
-    struct row_norm_backward norm = {rows_of(frame, next[1])};
+    struct row_norm_backward norm = {next[1]->dtype == BF16, rows_of(frame, next[1])};
     norm.g = (*next++)->data;
     norm.x = (*next++)->data;
     norm.rstd = (*next++)->data;
@@ -1076,31 +1075,23 @@ static struct call *dispatched(const struct call_frame *frame) {
     return call;
 }
 
-static struct call *channelwise(const struct call_frame *frame, enum operation operation) {
-    const struct buffer *x = frame->arguments.buffers[operation == NORM ? 0 : 1];
+/* Cut along a dimension of an argument: by channels or by rows. */
+static struct call *cut_along(const struct call_frame *frame, enum operation operation, int argument, int dimension) {
+    const struct buffer *x = frame->arguments.buffers[argument];
     struct call *call = new_call(frame, operation);
     if (call == NULL) {
         return NULL;
     }
-    call->pieces[0] = by_elements(channels(x), elements(x), call->threads);
+    call->pieces[0] = by_elements(x->dims[dimension], elements(x), call->threads);
     call->shares = call->pieces[0].shares;
     return call;
 }
 
-static struct call *norm(const struct call_frame *frame) { return channelwise(frame, NORM); }
+static struct call *norm(const struct call_frame *frame) { return cut_along(frame, NORM, 0, 1); }
 
-static struct call *norm_backward(const struct call_frame *frame) { return channelwise(frame, NORM_BACKWARD); }
+static struct call *norm_backward(const struct call_frame *frame) { return cut_along(frame, NORM_BACKWARD, 1, 1); }
 
-static struct call *norm_of_rows(const struct call_frame *frame) {
-    const struct buffer *x = frame->arguments.buffers[0];
-    struct call *call = new_call(frame, ROW_NORM);
-    if (call == NULL) {
-        return NULL;
-    }
-    call->pieces[0] = by_elements(x->dims[0], elements(x), call->threads);
-    call->shares = call->pieces[0].shares;
-    return call;
-}
+static struct call *norm_of_rows(const struct call_frame *frame) { return cut_along(frame, ROW_NORM, 0, 0); }
 
 static struct call *norm_of_rows_backward(const struct call_frame *frame) {
     const int64_t *given = form_of(frame) + 2;

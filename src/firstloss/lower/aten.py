@@ -251,46 +251,64 @@ _LEAST_ROW = 16
 _FEW_ELEMENTS = 1 << 16
 
 
-def normalizes(x: Any, *vectors: Any) -> bool:
-    """Whether batch norm of `x` in training should be one call: XLA compiles six loops for each new shape of `x`.
+def _elements_may_be(*arrays: Any) -> bool:
+    """Whether a normalization takes them as its input and gradient: all float32, or all bfloat16."""
+    return {x.dtype for x in arrays} in ({np.dtype(np.float32)}, {np.dtype(jnp.bfloat16)})
+
+
+def _vectors_may_be(vectors: Sequence[Any]) -> bool:
+    return all(v is None or v.dtype in (np.float32, jnp.bfloat16) for v in vectors)
+
+
+def _wide(vectors: Sequence[Any]) -> list[Any]:
+    """Those that are given, in float32."""
+    return [lax.convert_element_type(v, np.float32) for v in vectors if v is not None]
+
+
+def normalizes(elements: Sequence[Any], *vectors: Any) -> bool:
+    """Whether batch norm in training should be one call: XLA compiles six loops for each new shape of its input.
 
     Args:
+        elements: the input, and the gradient of the output, if it is the backward pass.
         vectors: the weight, the statistics and others, one number per channel; some may be None.
     """
-    if not usable() or not all(v is None or v.dtype == np.float32 for v in (x, *vectors)) or 0 in x.shape:
+    x = elements[0]
+    if not usable() or not _elements_may_be(*elements) or not _vectors_may_be(vectors) or 0 in x.shape:
         return False
     return math.prod(x.shape[2:]) >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
 
 
 def batch_norm(x: Any, weight: Any, bias: Any, running: Sequence[Any], momentum: float, eps: float) -> list[Any]:
-    """Batch norm in training: the output, the mean, the inverse deviation, and the new running statistics.
+    """Batch norm in training: the output and, in float32, mean, inverse deviation and new running statistics.
 
     Args:
         running: the running mean and variance, or nothing.
     """
-    channel = jax.ShapeDtypeStruct((x.shape[1],), x.dtype)
+    channel = jax.ShapeDtypeStruct((x.shape[1],), np.float32)
     call = jax.ffi.ffi_call(TARGETS[6], [jax.ShapeDtypeStruct(x.shape, x.dtype), *[channel] * (2 + len(running))])
     given = np.array([weight is not None, bias is not None, len(running)], np.int64)
-    vectors = [v for v in (weight, bias, *running) if v is not None]
+    vectors = _wide((weight, bias, *running))
     return list(call(x, *vectors, given=given, numbers=np.array([eps, momentum], np.float64)))
 
 
 def batch_norm_backward(grad_output: Any, x: Any, mean: Any, rstd: Any, weight: Any) -> list[Any]:
-    """The derivatives with respect to the input, the weight and the bias."""
-    channel = jax.ShapeDtypeStruct(mean.shape, x.dtype)
+    """The derivatives with respect to the input and, in float32, the weight and the bias."""
+    channel = jax.ShapeDtypeStruct(mean.shape, np.float32)
     call = jax.ffi.ffi_call(TARGETS[7], [jax.ShapeDtypeStruct(x.shape, x.dtype), channel, channel])
-    return list(call(grad_output, x, mean, rstd, *([] if weight is None else [weight])))
+    return list(call(grad_output, x, *_wide((mean, rstd, weight))))
 
 
-def normalizes_rows(x: Any, length: int, *vectors: Any) -> bool:
-    """Whether layer, RMS or group norm of `x` should be one call: XLA compiles a dozen loops for each new shape of `x`,
+def normalizes_rows(elements: Sequence[Any], length: int, *vectors: Any) -> bool:
+    """Whether layer, RMS or group norm should be one call: XLA compiles a dozen loops for each new shape of its input,
     which take three times as long.
 
     Args:
+        elements: the input, and the gradient of the output, if it is the backward pass.
         length: the elements of a row, or of a channel in a group norm.
         vectors: the weight, the statistics and others; some may be None.
     """
-    if not usable() or not all(v is None or v.dtype == np.float32 for v in (x, *vectors)) or not x.size:
+    x = elements[0]
+    if not usable() or not _elements_may_be(*elements) or not _vectors_may_be(vectors) or not x.size:
         return False
     return length >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
 
@@ -298,35 +316,34 @@ def normalizes_rows(x: Any, length: int, *vectors: Any) -> bool:
 def row_norm(
     x: Any, weight: Any, bias: Any, eps: float, centered: bool = True, groups: int = 1, repeat: int = 0
 ) -> list[Any]:
-    """The output, the inverse deviations and, if rows are `centered`, the means.
+    """The output and, in float32, the inverse deviations and, if rows are `centered`, the means.
 
     Args:
         x: (rows, length).
         weight, bias: (length,), or None; of a group norm, one number for each channel of all groups.
         groups, repeat: of a group norm, and the elements of each channel, of which a row has one or more.
     """
-    row = jax.ShapeDtypeStruct((x.shape[0],), x.dtype)
+    row = jax.ShapeDtypeStruct((x.shape[0],), np.float32)
     call = jax.ffi.ffi_call(TARGETS[9], [jax.ShapeDtypeStruct(x.shape, x.dtype), *[row] * (2 if centered else 1)])
     given = np.array([centered, groups, repeat, weight is not None, bias is not None], np.int64)
-    vectors = [v for v in (weight, bias) if v is not None]
-    return list(call(x, *vectors, given=given, numbers=np.array([eps], np.float64)))
+    return list(call(x, *_wide((weight, bias)), given=given, numbers=np.array([eps], np.float64)))
 
 
 def row_norm_backward(
     g: Any, x: Any, mean: Any, rstd: Any, weight: Any, wanted: Sequence[bool], groups: int = 1, repeat: int = 0
 ) -> list[Any]:
-    """The derivatives with respect to input, weight and bias, as selected by `wanted`; None for others.
+    """The derivatives by input and, in float32, weight and bias, as selected by `wanted`; None for others.
 
     Args:
         g: the gradient of the output, like `x`.
         mean: None if rows are not centered.
         groups, repeat: as for `row_norm`.
     """
-    vector = (groups * (x.shape[1] // repeat) if repeat else x.shape[1],)
-    like = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in (x.shape, vector, vector)]
+    vector = jax.ShapeDtypeStruct((groups * (x.shape[1] // repeat) if repeat else x.shape[1],), np.float32)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype), vector, vector
     call = jax.ffi.ffi_call(TARGETS[10], [kind for kind, w in zip(like, wanted, strict=True) if w])
     given = np.array([mean is not None, groups, repeat, weight is not None, *wanted], np.int64)
-    made = iter(call(g, x, rstd, *(v for v in (mean, weight) if v is not None), given=given))
+    made = iter(call(g, x, *_wide((rstd, mean, weight)), given=given))
     return [next(made) if w else None for w in wanted]
 
 
