@@ -197,11 +197,20 @@ def _make_all_real(storage: DeferredStorage, buffer: torch.Tensor) -> None:
     with_history = {id(tensor) for tensor in tensors if _has_history(tensor)}
     views = _views_and_bases(tensors) if buffer.dtype == storage.value.dtype else []
     view_ids = {id(view) for view, _ in views}
+    outdated = (storage.outdated_views() & view_ids) - with_history if views else set()
     for tensor in tensors:
         if id(tensor) not in view_ids:
             _make_real(tensor, buffer, storage.value, id(tensor) in with_history)
+    # Autograd notices by a tensor's version that its base has been edited since: their order is that of eager PyTorch.
     for view, base in views:
-        _make_real_view(view, base, id(view) in with_history)
+        if id(view) in outdated:
+            _make_real_view(view, base, False)
+    for _, base in views:
+        if outdated and not base.is_inference():
+            torch.autograd.graph.increment_version(base)
+    for view, base in views:
+        if id(view) not in outdated:
+            _make_real_view(view, base, id(view) in with_history)
 
 
 def _make(

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.ops import aten
 
-from ..compat.torch_names import OpOverload, can_decompose, schema_of
+from ..compat.torch_names import OpOverload, can_decompose, schema_of, version_of
 from ..errors import CaptureError, TraceError
 from ..program.graph import Geometry, Ref, geometry_of, layout_name
 from ..program.node_kinds import replaces_target
@@ -273,8 +273,10 @@ class OpCall:
 
 def views(call: OpCall, storage: DeferredStorage, geometry: Iterable[Geometry]) -> Any:
     """The results of a view operation, of `storage`; those that autograd takes for new tensors are wrapped as such."""
-    is_new = call.op in _UNANNOTATED_VIEWS or call.tensors()[0].is_inference()
-    results = [DeferredTensor.wrap(storage, *g, new=is_new) for g in geometry]
+    viewed = call.tensors()[0]
+    is_new = call.op in _UNANNOTATED_VIEWS or viewed.is_inference()
+    version = None if is_new else version_of(viewed)
+    results = [DeferredTensor.wrap(storage, *g, new=is_new, version=version) for g in geometry]
     return results[0] if call.traits.returns_one else results
 
 

@@ -27,6 +27,7 @@ from ..compat.torch_names import (
     is_parameter,
     make_wrapper_subclass,
     throw_on_mutable_data_ptr,
+    version_of,
 )
 from ..errors import ElsewhereError, TraceError
 from ..program.graph import FileValue, Ref, Value, geometry_of
@@ -110,18 +111,25 @@ class DeferredStorage:
         self.tensors[:] = [ref for _, ref in tensors.values()]
         return [tensor for tensor, _ in tensors.values()]
 
-    def add(self, tensor: Tensor) -> None:
-        """Register `tensor` as a view of this storage."""
+    def add(self, tensor: Tensor, version: int | None = None) -> None:
+        """Register `tensor` as a view of this storage; of the result of a view operation, `version` is its base's."""
         ref = TensorRef(tensor)
         ref.among = self.tensors
+        ref.version = version
         self.tensors.append(ref)
+
+    def outdated_views(self) -> set[int]:
+        """The ids of the results of view operations whose base has been edited since, as autograd counts it."""
+        views = [(ref(), ref.version) for ref in self.tensors if ref.version is not None]
+        return {id(view) for view, version in views if view is not None and version_of(view) != version}
 
 
 class TensorRef(weakref.ref[Any]):
     """A reference to a tensor that is, or was, a view of a storage."""
 
-    __slots__ = ("among",)
+    __slots__ = ("among", "version")
     among: list[Any]
+    version: int | None
 
     def drop(self) -> None:
         """Remove it from what holds it."""
@@ -203,17 +211,24 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def wrap(
-        storage: DeferredStorage, size: Any, stride: Any, offset: Any, dtype: torch.dtype, new: bool = False
+        storage: DeferredStorage,
+        size: Any,
+        stride: Any,
+        offset: Any,
+        dtype: torch.dtype,
+        new: bool = False,
+        version: int | None = None,
     ) -> DeferredTensor:
         """Create a view of `storage`.
 
         Args:
             new: whether it is the result of an operation, which is an inference tensor in `torch.inference_mode`.
                 Views of weights are not, as in eager PyTorch.
+            version: of what the result of a view operation is a view of.
         """
         if not new and torch.is_inference_mode_enabled():
             with InferenceMode(False):
-                return DeferredTensor.wrap(storage, size, stride, offset, dtype)
+                return DeferredTensor.wrap(storage, size, stride, offset, dtype, version=version)
         if not patches.deferred_installed:
             patches.enter(patches.DEFERRED, None)
         if len(sys.modules) != patches.modules_seen:
@@ -227,7 +242,7 @@ class DeferredTensor(Tensor):
             device=storage.value.device,
         )
         self._storage = storage
-        storage.add(self)
+        storage.add(self, version)
         throw_on_mutable_data_ptr(self)  # C++ code gets an error instead of a null pointer
         return self
 
