@@ -353,12 +353,12 @@ def test_batch_norm_of_values_that_are_not_finite_matches_eager(value, dtype):
 def test_batch_norm_of_long_columns_and_of_other_dtypes_is_left_to_xla():
     channel = np.ones(2, np.float32)
     with kernels.within():
-        assert not kernels.normalizes([np.ones((1 << 16, 2), np.float32)], channel)
-        assert not kernels.normalizes([np.ones((3, 2, 16), np.float16)], channel)
-        assert not kernels.normalizes([np.ones((3, 2, 16), dtype) for dtype in (np.float32, jnp.bfloat16)], channel)
-        assert not kernels.normalizes([np.ones((3, 2, 16), np.float32)], channel.astype(np.float64))
-        assert kernels.normalizes([np.ones((3, 2, 16), np.float32)], channel, None)
-    assert not kernels.normalizes([np.ones((3, 2, 16), np.float32)], channel)
+        assert not kernels.normalizes([np.ones((1 << 16, 2), np.float32)], 1, channel)
+        assert not kernels.normalizes([np.ones((3, 2, 16), np.float16)], 16, channel)
+        assert not kernels.normalizes([np.ones((3, 2, 16), d) for d in (np.float32, jnp.bfloat16)], 16, channel)
+        assert not kernels.normalizes([np.ones((3, 2, 16), np.float32)], 16, channel.astype(np.float64))
+        assert kernels.normalizes([np.ones((3, 2, 16), np.float32)], 16, channel, None)
+    assert not kernels.normalizes([np.ones((3, 2, 16), np.float32)], 16, channel)
 
 
 # Rows of one element, of less than a vector, of vectors and a rest, of more than are summed at a time; some in several
@@ -478,12 +478,12 @@ def test_layer_norm_is_as_exact_as_eager_where_the_mean_is_large(offset):
 def test_layer_norm_of_many_short_rows_and_of_other_dtypes_is_left_to_xla():
     weight = np.ones(4, np.float32)
     with kernels.within():
-        assert not kernels.normalizes_rows([np.ones((1 << 16, 4), np.float32)], 4, weight)
-        assert not kernels.normalizes_rows([np.ones((3, 4), np.float16)], 4, weight)
-        assert not kernels.normalizes_rows([np.ones((3, 4), dtype) for dtype in (np.float32, jnp.bfloat16)], 4, weight)
-        assert not kernels.normalizes_rows([np.ones((0, 4), np.float32)], 4, weight)
-        assert kernels.normalizes_rows([np.ones((3, 4), np.float32)], 4, weight, None)
-    assert not kernels.normalizes_rows([np.ones((3, 4), np.float32)], 4, weight)
+        assert not kernels.normalizes([np.ones((1 << 16, 4), np.float32)], 4, weight)
+        assert not kernels.normalizes([np.ones((3, 4), np.float16)], 4, weight)
+        assert not kernels.normalizes([np.ones((3, 4), dtype) for dtype in (np.float32, jnp.bfloat16)], 4, weight)
+        assert not kernels.normalizes([np.ones((0, 4), np.float32)], 4, weight)
+        assert kernels.normalizes([np.ones((3, 4), np.float32)], 4, weight, None)
+    assert not kernels.normalizes([np.ones((3, 4), np.float32)], 4, weight)
 
 
 def lowered(x, weight):

@@ -1,5 +1,5 @@
-/* Normalizations of float32 and bfloat16 arrays: see norms.py. Batch normalization of (batch, channels, ...), one channel after another;
- * layer, RMS and group normalization of (rows, length), one row after another.
+/* Normalizations of float32 and bfloat16 arrays: see norms.py. Batch normalization of (batch, channels, ...), one channel
+ * after another; layer, RMS and group normalization of (rows, length), one row after another.
  *
  * As in PyTorch's kernels, sums are in double precision. So one pass gives both sums of a channel: subtracting the mean
  * afterwards loses less than the elements have lost by being float32. What is no element of input, output or gradients

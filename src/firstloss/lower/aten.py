@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -251,31 +250,26 @@ _LEAST_ROW = 16
 _FEW_ELEMENTS = 1 << 16
 
 
-def _elements_may_be(*arrays: Any) -> bool:
-    """Whether a normalization takes them as its input and gradient: all float32, or all bfloat16."""
-    return {x.dtype for x in arrays} in ({np.dtype(np.float32)}, {np.dtype(jnp.bfloat16)})
-
-
-def _vectors_may_be(vectors: Sequence[Any]) -> bool:
-    return all(v is None or v.dtype in (np.float32, jnp.bfloat16) for v in vectors)
-
-
 def _wide(vectors: Sequence[Any]) -> list[Any]:
     """Those that are given, in float32."""
     return [lax.convert_element_type(v, np.float32) for v in vectors if v is not None]
 
 
-def normalizes(elements: Sequence[Any], *vectors: Any) -> bool:
-    """Whether batch norm in training should be one call: XLA compiles six loops for each new shape of its input.
+def normalizes(elements: Sequence[Any], length: int, *vectors: Any) -> bool:
+    """Whether a normalization should be one call: XLA compiles six loops and more for each new shape of its input,
+    which take up to three times as long.
 
     Args:
-        elements: the input, and the gradient of the output, if it is the backward pass.
-        vectors: the weight, the statistics and others, one number per channel; some may be None.
+        elements: the input, and the gradient of the output, if it is the backward pass: all float32, or all bfloat16.
+        length: how many elements of a row or channel follow each other in memory.
+        vectors: the weight, the statistics and others; some may be None.
     """
     x = elements[0]
-    if not usable() or not _elements_may_be(*elements) or not _vectors_may_be(vectors) or 0 in x.shape:
+    if {e.dtype for e in elements} not in ({np.dtype(np.float32)}, {np.dtype(jnp.bfloat16)}):
         return False
-    return math.prod(x.shape[2:]) >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
+    if not usable() or not all(v is None or v.dtype in (np.float32, jnp.bfloat16) for v in vectors) or not x.size:
+        return False
+    return length >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
 
 
 def batch_norm(x: Any, weight: Any, bias: Any, running: Sequence[Any], momentum: float, eps: float) -> list[Any]:
@@ -296,21 +290,6 @@ def batch_norm_backward(grad_output: Any, x: Any, mean: Any, rstd: Any, weight: 
     channel = jax.ShapeDtypeStruct(mean.shape, np.float32)
     call = jax.ffi.ffi_call(TARGETS[7], [jax.ShapeDtypeStruct(x.shape, x.dtype), channel, channel])
     return list(call(grad_output, x, *_wide((mean, rstd, weight))))
-
-
-def normalizes_rows(elements: Sequence[Any], length: int, *vectors: Any) -> bool:
-    """Whether layer, RMS or group norm should be one call: XLA compiles a dozen loops for each new shape of its input,
-    which take three times as long.
-
-    Args:
-        elements: the input, and the gradient of the output, if it is the backward pass.
-        length: the elements of a row, or of a channel in a group norm.
-        vectors: the weight, the statistics and others; some may be None.
-    """
-    x = elements[0]
-    if not usable() or not _elements_may_be(*elements) or not _vectors_may_be(vectors) or not x.size:
-        return False
-    return length >= _LEAST_ROW or x.size <= _FEW_ELEMENTS
 
 
 def row_norm(

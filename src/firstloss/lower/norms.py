@@ -126,7 +126,7 @@ def _row_norm_backward(g, input, normalized_shape, mean, rstd, weight, wanted):
 
 @rule(aten.native_layer_norm.default)
 def native_layer_norm(input, normalized_shape, weight, bias, eps):
-    if isinstance(eps, float) and kernels.normalizes_rows([input], math.prod(normalized_shape), weight, bias):
+    if isinstance(eps, float) and kernels.normalizes([input], math.prod(normalized_shape), weight, bias):
         y, rstd, mean = _row_norm(input, normalized_shape, weight, bias, eps, True)
         return y, mean, rstd
     x, dims = wide(input), _inner(input, normalized_shape)
@@ -146,7 +146,7 @@ def _input_gradient(g, normed, rstd, dims):
 
 @rule(aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
-    if any(output_mask) and kernels.normalizes_rows([input, grad_out], math.prod(normalized_shape), mean, rstd, weight):
+    if any(output_mask) and kernels.normalizes([input, grad_out], math.prod(normalized_shape), mean, rstd, weight):
         return _row_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, output_mask)
     g, dims, outer = wide(grad_out), _inner(input, normalized_shape), _outer(input, normalized_shape)
     rstd = wide(rstd)
@@ -164,7 +164,7 @@ def _fused_rms_norm(input, normalized_shape, weight, eps):
     x, dims = wide(input), _inner(input, normalized_shape)
     n = math.prod(normalized_shape)
     eps = float(np.finfo(x.dtype).eps) if eps is None else eps
-    if isinstance(eps, float) and kernels.normalizes_rows([input], n, weight):
+    if isinstance(eps, float) and kernels.normalizes([input], n, weight):
         return _row_norm(input, normalized_shape, weight, None, eps, False)
     rstd = lax.rsqrt(total(x * x, dims) / n + eps)
     y = x * rstd
@@ -173,7 +173,7 @@ def _fused_rms_norm(input, normalized_shape, weight, eps):
 
 @rule(aten._fused_rms_norm_backward.default)
 def _fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask):
-    if any(output_mask) and kernels.normalizes_rows([input, grad_out], math.prod(normalized_shape), rstd, weight):
+    if any(output_mask) and kernels.normalizes([input, grad_out], math.prod(normalized_shape), rstd, weight):
         wanted = (*output_mask, False)
         return _row_norm_backward(grad_out, input, normalized_shape, None, rstd, weight, wanted)[:2]
     g, dims, outer = wide(grad_out), _inner(input, normalized_shape), _outer(input, normalized_shape)
@@ -206,7 +206,7 @@ def _batch_norm(input, weight, bias, running_mean, running_var, training, moment
         training
         and isinstance(momentum, float)
         and (running_mean is None) == (running_var is None)
-        and kernels.normalizes([input], weight, bias, *running)
+        and kernels.normalizes([input], math.prod(input.shape[2:]), weight, bias, *running)
     ):
         results = kernels.batch_norm(input, weight, bias, [v for v in running if v is not None], momentum, eps)
         return *results, *running[: 5 - len(results)]
@@ -277,7 +277,7 @@ def batch_norm_backward(
 def native_batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
 ):
-    if train and kernels.normalizes([input, grad_out], weight, save_mean, save_invstd):
+    if train and kernels.normalizes([input, grad_out], math.prod(input.shape[2:]), weight, save_mean, save_invstd):
         of_input, of_weight, of_bias = kernels.batch_norm_backward(grad_out, input, save_mean, save_invstd, weight)
         return of_input, of_weight if output_mask[1] else None, of_bias if output_mask[2] else None
     g, x = wide(grad_out), wide(input)
@@ -304,7 +304,7 @@ def _in_groups(x, N, C, HxW, group):
 @rule(aten.native_group_norm.default)
 def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
     length = C // group * HxW
-    if isinstance(eps, float) and kernels.normalizes_rows([input], HxW, weight, bias):
+    if isinstance(eps, float) and kernels.normalizes([input], HxW, weight, bias):
         y, rstd, mean = kernels.row_norm(_in_rows(input, length), weight, bias, eps, True, group, HxW)
         return lax.reshape(y, input.shape), *(lax.reshape(v, (N, group)) for v in (mean, rstd))
     x = _in_groups(wide(input), N, C, HxW, group)
@@ -319,7 +319,7 @@ def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
 @rule(aten.native_group_norm_backward.default)
 def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
     length = C // group * HxW
-    if any(output_mask) and kernels.normalizes_rows([input, grad_out], HxW, mean, rstd, weight):
+    if any(output_mask) and kernels.normalizes([input, grad_out], HxW, mean, rstd, weight):
         arrays = _in_rows(grad_out, length), _in_rows(input, length), _flat(mean), _flat(rstd), weight
         of_input, *of_vectors = kernels.row_norm_backward(*arrays, output_mask, group, HxW)
         return None if of_input is None else lax.reshape(of_input, input.shape), *of_vectors
